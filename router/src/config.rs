@@ -5,13 +5,24 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::http::Uri;
 use subtle::{Choice, ConstantTimeEq};
+
+use crate::sequence::Pooling;
 
 /// Everything that the router is configured with.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// The model id as given by the user, or the embedded model's name; reported by `/info` and `/v1/models`.
     pub model_id: String,
+    /// Names that requests may call the model by, at least one. Answers name the first, `/v1/models` lists all.
+    pub served_model_names: Vec<String>,
+    /// Whether a request that names another model is refused. Otherwise any name is accepted.
+    pub check_model_names: bool,
+    /// Whether requests may bring a chat template.
+    pub trusts_request_chat_templates: bool,
+    /// Which priorities are served first.
+    pub priority_order: PriorityOrder,
     /// Hub commit, if known.
     pub model_sha: Option<String>,
     /// Hub pipeline tag, if known; decides the default of `return_full_text` on `POST /`.
@@ -23,6 +34,8 @@ pub struct Config {
     /// Of an encoder–decoder: the decoder's first tokens, which the answer continues. Empty for a decoder-only model,
     /// whose answer continues its input.
     pub decoder_prefix: Arc<[u32]>,
+    /// What the model makes of a sequence; `None`: it generates text.
+    pub pooling: Option<Pooling>,
     /// Limits of the queue.
     pub queue: QueueLimits,
     /// Number of tokenizer threads.
@@ -41,12 +54,62 @@ pub struct Config {
     pub prefill_logprobs: bool,
     /// Responses of `/v1/responses` that later requests can continue; 0: none.
     pub max_stored_responses: usize,
+    /// Whether `/playground` is served, and `/` to browsers.
+    pub playground: bool,
     /// Paths on which Vertex AI sends its requests.
     pub vertex_routes: VertexRoutes,
     /// Limits of connections.
     pub connections: ConnectionLimits,
     /// How long running requests may take to finish after SIGTERM.
     pub graceful_termination_timeout: Duration,
+    /// Where traces go; `None`: nowhere.
+    pub traces: Option<TraceConfig>,
+}
+
+/// Where traces go.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TraceConfig {
+    /// A collector that takes OTLP over gRPC.
+    pub endpoint: Uri,
+    /// `service.name` of the server's spans.
+    pub service_name: String,
+}
+
+impl TraceConfig {
+    /// Checks the URL of the collector.
+    pub fn new(endpoint: &str, service_name: &str) -> Result<Self, EndpointError> {
+        let uri = endpoint.parse::<Uri>().ok().filter(|uri| {
+            let has_plain_host =
+                uri.authority().is_some_and(|host| !host.host().is_empty() && !host.as_str().contains('@'));
+            uri.scheme_str() == Some("http") && has_plain_host && uri.path() == "/" && uri.query().is_none()
+        });
+        let endpoint = uri.ok_or_else(|| EndpointError(endpoint.to_owned()))?;
+        Ok(Self { endpoint, service_name: service_name.to_owned() })
+    }
+}
+
+/// The URL of a collector cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "--otlp-endpoint is {0:?}, must be http://HOST:PORT, as in http://localhost:4317: OTLP over gRPC without TLS; \
+     for TLS or HTTP, send to a collector on this machine that passes the traces on"
+)]
+pub struct EndpointError(String);
+
+/// Which priorities are served first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PriorityOrder {
+    /// Higher numbers.
+    HighestFirst,
+    /// Lower numbers, as in vLLM.
+    LowestFirst,
+}
+
+impl Config {
+    /// The model's name in answers.
+    pub(crate) fn model_name(&self) -> &str {
+        self.served_model_names.first().unwrap_or(&self.model_id)
+    }
 }
 
 /// Limits that every request is checked against.
@@ -158,6 +221,29 @@ impl fmt::Debug for ApiKeys {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_a_plain_http_url_is_a_collector() {
+        for endpoint in
+            ["http://localhost:4317", "http://10.0.0.7:4317/", "http://[::1]:4317", "http://collector.monitoring"]
+        {
+            assert!(TraceConfig::new(endpoint, "name").is_ok(), "{endpoint}");
+        }
+        for endpoint in [
+            "",
+            "localhost:4317",
+            "collector",
+            "https://localhost:4317",
+            "grpc://localhost:4317",
+            "http://",
+            "http://user:password@localhost:4317",
+            "http://localhost:4318/v1/traces",
+            "http://localhost:4317?key=1",
+        ] {
+            let error = TraceConfig::new(endpoint, "name").unwrap_err().to_string();
+            assert!(error.contains(&format!("{endpoint:?}")) && error.contains("http://HOST:PORT"), "{error}");
+        }
+    }
 
     #[test]
     fn keys_are_not_printed() {

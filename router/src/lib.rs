@@ -14,5 +14,5 @@ pub mod text;
 pub mod worker;
 
 pub use config::Config;
-pub use http::OriginError;
+pub use http::{Listener, OriginError};
 pub use serve::{ServeError, Services, serve};

@@ -3,20 +3,20 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
 use crate::config::Config;
 use crate::engine::Generator;
 use crate::generation::GenerationService;
 use crate::http::connection::{self, App};
-use crate::http::{self, OriginError, Service};
+use crate::http::{self, Listener, OriginError, Service};
 use crate::telemetry::metrics::Exporter;
+use crate::telemetry::{Traces, TracesError};
 use crate::text::TextModel;
 
 /// How often recorded metric samples are folded into histogram buckets.
 const UPKEEP_INTERVAL: Duration = Duration::from_secs(5);
-/// How long connections may take to send their last bytes after the grace period.
+/// How long connections may take to send their last bytes after the grace period, and then the last traces to be exported.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The components that requests are served with.
@@ -35,6 +35,9 @@ pub enum ServeError {
     /// `--cors-allow-origin` is invalid.
     #[error(transparent)]
     Origin(#[from] OriginError),
+    /// The trace exporter cannot be set up.
+    #[error(transparent)]
+    Traces(#[from] TracesError),
 }
 
 /// Serves until `shutdown` is cancelled. Then the server is unhealthy and admits no request; running requests may finish
@@ -42,7 +45,7 @@ pub enum ServeError {
 pub async fn serve(
     config: Config,
     services: Services,
-    listener: TcpListener,
+    listener: Listener,
     shutdown: CancellationToken,
 ) -> Result<(), ServeError> {
     let grace = config.graceful_termination_timeout;
@@ -50,9 +53,10 @@ pub async fn serve(
     let closing = CancellationToken::new();
     let (vertex_routes, limits) = (config.vertex_routes.clone(), config.connections);
     let Services { engine, text, metrics } = services;
+    let traces = config.traces.as_ref().map(|traces| Traces::start(traces, config.model_name())).transpose()?;
     let config = Arc::new(config);
     let generation = GenerationService::new(Arc::clone(&config), engine, text, shutdown.clone(), abandoned.clone());
-    let router = http::router(Service::new(config, generation.clone(), metrics.clone()))?;
+    let router = http::router(Service::new(config, generation.clone(), metrics.clone(), traces.clone()))?;
     let app = App { router, vertex_routes, limits };
     let upkeep = tokio::spawn(run_upkeep(metrics, closing.clone()));
     let served = connection::serve(listener, app, closing.clone());
@@ -75,6 +79,9 @@ pub async fn serve(
     closing.cancel();
     // Ends at once, because it waits only for `closing`.
     let _ = upkeep.await;
+    if let Some(traces) = traces {
+        traces.shut_down(FLUSH_TIMEOUT).await;
+    }
     Ok(())
 }
 

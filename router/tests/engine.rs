@@ -291,7 +291,7 @@ fn load_options() -> LoadOptions {
         cpu_isa: Some("avx2".to_owned()),
         dequantize: false,
         quantize: None,
-        activation_bits: 16,
+        activation_bits: Some(16),
         background: true,
     }
 }
@@ -315,6 +315,7 @@ async fn loading_and_warming_up_reach_every_rank_and_add_up_their_sizes() {
         memory_fraction: 0.9,
         proven: false,
         graph_sizes: Vec::new(),
+        reserves_standby: false,
     };
     assert_eq!(connected.warm_up(&options).await.unwrap().num_blocks, 77);
     for rank in &group.ranks {
@@ -376,6 +377,7 @@ async fn ranks_that_disagree_are_refused() {
         memory_fraction: 1.0,
         proven: false,
         graph_sizes: Vec::new(),
+        reserves_standby: false,
     };
     let error = connected.warm_up(&options).await.unwrap_err();
     assert_eq!(error.to_string(), "the ranks do not agree on the number of KV blocks: [10, 11]");

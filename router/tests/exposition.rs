@@ -165,6 +165,10 @@ async fn every_metric_of_tgi_appears_with_its_type_and_labels() {
     for line in [r#"tgi_batch_concat{reason="chunking"} 1"#, "tgi_batch_max_total_tokens 4096"] {
         assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
     }
+    for name in ["penstock_time_to_first_token_seconds", "penstock_inter_token_seconds"] {
+        let count = text.lines().find_map(|line| line.strip_prefix(&format!("{name}_count "))?.parse::<u64>().ok());
+        assert!(count > Some(0), "{name} in\n{text}");
+    }
 
     // The documentation lists every series, ours included, with the same type and labels.
     let page = include_str!("../../docs/metrics.md");

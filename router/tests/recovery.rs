@@ -58,7 +58,7 @@ async fn streams_continue_with_the_same_tokens_in_whichever_step_a_worker_is_los
 }
 
 #[tokio::test]
-async fn sources_are_sent_again_whole_with_their_answers() {
+async fn sources_are_sent_again_whole_with_their_answers_and_token_types() {
     for step in [1, 2, 5, 9] {
         let fleet = Fleet::new([dies_at(step), healthy()]);
         let limits = Limits { max_step_tokens: 64, ..options().limits };
@@ -67,7 +67,9 @@ async fn sources_are_sent_again_whole_with_their_answers() {
         let prompts: Vec<Vec<u32>> = [1, 5, 16, 11].iter().map(|&n| (n..2 * n).chain([7, 8]).collect()).collect();
         let streams = prompts.iter().map(|prompt| {
             let num_source_tokens = prompt.len() as u32 - 2;
-            collect(engine.submit(SequenceRequest { num_source_tokens, ..request(prompt, 12) }))
+            let num_second_text_tokens = num_source_tokens / 2;
+            let sequence = SequenceRequest { num_source_tokens, num_second_text_tokens, ..request(prompt, 12) };
+            collect(engine.submit(sequence))
         });
         for (prompt, stream) in prompts.iter().zip(join_all(streams.collect::<Vec<_>>()).await) {
             assert_eq!(stream, (expected_tokens(prompt, 12), FINISHED));
@@ -78,6 +80,7 @@ async fn sources_are_sent_again_whole_with_their_answers() {
         for new in again {
             let prompt = prompts.iter().find(|prompt| new.token_ids.starts_with(prompt)).expect("source and prefix");
             assert_eq!(new.num_source_tokens as usize, prompt.len() - 2);
+            assert_eq!(new.num_second_text_tokens as usize, (prompt.len() - 2) / 2);
             assert_eq!(new.num_computed_tokens, 0);
         }
     }

@@ -28,6 +28,8 @@ pub(crate) enum ApiError {
     Malformed { status: StatusCode, message: String, param: Option<String> },
     #[error("{0}")]
     NotFound(String),
+    #[error("the model `{given}` is not served here, but: {served}")]
+    UnknownModel { given: String, served: String },
     /// The response that the request continues is not stored.
     #[error("{0}")]
     PreviousResponse(String),
@@ -48,6 +50,8 @@ impl From<ValidationError> for ApiError {
 pub(crate) const CHAT_NAMES: FieldNames =
     FieldNames { prompt: "messages", max_tokens: "max_tokens", stop: "stop", grammar: "response_format" };
 pub(crate) const COMPLETION_NAMES: FieldNames = FieldNames { prompt: "prompt", ..CHAT_NAMES };
+pub(crate) const EMBEDDING_NAMES: FieldNames = FieldNames { prompt: "input", ..CHAT_NAMES };
+pub(crate) const RERANK_NAMES: FieldNames = FieldNames { prompt: "documents", ..CHAT_NAMES };
 pub(crate) const RESPONSE_NAMES: FieldNames =
     FieldNames { prompt: "input", max_tokens: "max_output_tokens", stop: "stop", grammar: "text.format" };
 const ANTHROPIC_NAMES: FieldNames = FieldNames {
@@ -128,6 +132,7 @@ impl ApiError {
             Self::BatchSize { .. } => "batch size exceeded",
             Self::Malformed { .. } => "malformed_request",
             Self::NotFound(_) => "not_found",
+            Self::UnknownModel { .. } => "model_not_found",
             Self::PreviousResponse(_) => "previous_response_not_found",
             Self::Unauthorized(_) => "invalid_api_key",
             Self::Internal(_) => "internal",
@@ -151,7 +156,7 @@ impl ApiError {
                 StatusCode::INTERNAL_SERVER_ERROR
             }
             Self::Malformed { status, .. } => *status,
-            Self::NotFound(_) => StatusCode::NOT_FOUND,
+            Self::NotFound(_) | Self::UnknownModel { .. } => StatusCode::NOT_FOUND,
             Self::Unauthorized(_) => StatusCode::UNAUTHORIZED,
         }
     }
@@ -203,7 +208,11 @@ impl ApiError {
                 Some(Failure::Generation)
             }
             Self::Generation(E::Incomplete) | Self::IncompleteStream => Some(Failure::Incomplete),
-            Self::Unhealthy | Self::Malformed { .. } | Self::NotFound(_) | Self::Unauthorized(_) => None,
+            Self::Unhealthy
+            | Self::Malformed { .. }
+            | Self::NotFound(_)
+            | Self::UnknownModel { .. }
+            | Self::Unauthorized(_) => None,
         }
     }
 
@@ -231,6 +240,7 @@ impl ApiError {
                     Self::BatchSize { .. } => Some("prompt"),
                     Self::Generation(GenerationError::Tool(_)) => Some("tools"),
                     Self::PreviousResponse(_) => Some("previous_response_id"),
+                    Self::UnknownModel { .. } => Some("model"),
                     _ => None,
                 };
                 (error.to_string(), param.map(str::to_owned), self.error_type())

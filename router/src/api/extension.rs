@@ -40,7 +40,7 @@ pub(crate) struct ExtensionFields {
     #[serde(default, deserialize_with = "integer")]
     #[schema(value_type = Option<usize>, minimum = 1, maximum = 128, default = 1)]
     n: Option<usize>,
-    /// From -100 to 100; requests with a higher priority are served first.
+    /// From -100 to 100; requests with a higher priority are served first, or with a lower one, as `--priority-order` says.
     #[schema(minimum = -100, maximum = 100, default = 0)]
     priority: Option<i32>,
     /// Seconds from the request's arrival after which it fails if it has not ended.
@@ -67,6 +67,7 @@ impl From<ExtensionFields> for Extension {
             n: given.n,
             priority: given.priority,
             timeout: given.timeout,
+            ..Self::default()
         }
     }
 }

@@ -5,6 +5,7 @@ use std::marker::PhantomData;
 
 use serde::de::{Error, Unexpected, Visitor};
 use serde::{Deserialize, Deserializer};
+use serde_json::Value;
 use serde_path_to_error::Track;
 
 /// Deserializes with `read` and puts the field's path before its error: a flattened struct is read from a buffer in
@@ -18,6 +19,17 @@ pub(super) fn named<'de, D: Deserializer<'de>, T>(
         let path = track.path();
         if path.iter().next().is_some() { D::Error::custom(format!("{path}: {error}")) } else { error }
     })
+}
+
+/// Whether a field has an effect: null, false, zero and empty values count as absent.
+pub(super) fn is_given(value: Option<&Value>) -> bool {
+    match value {
+        None | Some(Value::Null | Value::Bool(false)) => false,
+        Some(Value::Bool(true) | Value::String(_)) => true,
+        Some(Value::Number(number)) => number.as_f64() != Some(0.0),
+        Some(Value::Array(items)) => !items.is_empty(),
+        Some(Value::Object(fields)) => !fields.is_empty(),
+    }
 }
 
 /// Deserializes `null` as the default.

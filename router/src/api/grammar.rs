@@ -4,15 +4,15 @@ use std::borrow::Cow;
 
 use serde::de::Error;
 use serde::{Deserialize, Deserializer};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use utoipa::openapi::RefOr;
 use utoipa::openapi::schema::{ObjectBuilder, OneOfBuilder, Schema, Type};
 use utoipa::{PartialSchema, ToSchema};
 
-use super::closed_schema;
+use super::{closed_schema, gbnf, structural_tag};
 use crate::sequence::Grammar;
 
-const KINDS: &str = "`text`, `json`, `json_object`, `json_schema`, `regex`, `choice`, `lark`, `ebnf`";
+const KINDS: &str = "`text`, `json`, `json_object`, `json_schema`, `structural_tag`, `regex`, `choice`, `lark`, `ebnf`";
 
 /// A grammar field; `None` for `{"type": "text"}`, which is no constraint.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -27,9 +27,16 @@ impl<'de> Deserialize<'de> for GrammarField {
             kind: String,
             value: Option<Value>,
             json_schema: Option<NamedSchema>,
+            #[serde(flatten)]
+            others: Map<String, Value>,
         }
-        let Given { kind, value, json_schema } = Given::deserialize(deserializer)?;
-        grammar(&kind, value, json_schema).map(Self).map_err(D::Error::custom)
+        let Given { kind, value, json_schema, others } = Given::deserialize(deserializer)?;
+        let grammar = match kind.as_str() {
+            // Its fields stand beside the type.
+            "structural_tag" => structural_tag::grammar(value.unwrap_or(Value::Object(others))).map(Some),
+            kind => grammar(kind, value, json_schema),
+        };
+        grammar.map(Self).map_err(|problem| D::Error::custom(format!("grammar: {problem}")))
     }
 }
 
@@ -40,7 +47,7 @@ struct NamedSchema {
 }
 
 fn grammar(kind: &str, value: Option<Value>, json_schema: Option<NamedSchema>) -> Result<Option<Grammar>, String> {
-    let missing = || format!("grammar: `value` is missing for type `{kind}`");
+    let missing = || format!("`value` is missing for type `{kind}`");
     let grammar = match kind {
         "text" => return Ok(None),
         "json" => schema(value.ok_or_else(missing)?)?,
@@ -50,12 +57,15 @@ fn grammar(kind: &str, value: Option<Value>, json_schema: Option<NamedSchema>) -
                 Some(named) => named.schema,
                 None => value.map(|mut named| named["schema"].take()).filter(|schema| !schema.is_null()),
             };
-            schema(given.ok_or("grammar: type `json_schema` needs a `schema` in `json_schema`")?)?
+            schema(given.ok_or("type `json_schema` needs a `schema` in `json_schema`")?)?
         }
         "regex" => Grammar::Regex(text(kind, value.ok_or_else(missing)?)?),
-        "lark" | "ebnf" => Grammar::Lark(text(kind, value.ok_or_else(missing)?)?),
-        "choice" => choice(value.ok_or_else(missing)?)?,
-        _ => return Err(format!("grammar: type `{kind}` is unknown, the types are {KINDS}")),
+        "lark" | "ebnf" => lark(text(kind, value.ok_or_else(missing)?)?)?,
+        "choice" => {
+            let choices = serde_json::from_value(value.ok_or_else(missing)?);
+            choice(choices.map_err(|_| "`value` must be a list of strings for type `choice`".to_owned())?)?
+        }
+        _ => return Err(format!("type `{kind}` is unknown, the types are {KINDS}")),
     };
     Ok(Some(grammar))
 }
@@ -63,28 +73,32 @@ fn grammar(kind: &str, value: Option<Value>, json_schema: Option<NamedSchema>) -
 /// The grammar of a schema, or of a string that holds one. Objects with `properties` are closed.
 pub(super) fn schema(value: Value) -> Result<Grammar, String> {
     let mut value = match value {
-        Value::String(text) => serde_json::from_str(&text).map_err(|error| format!("grammar: not JSON: {error}"))?,
+        Value::String(text) => serde_json::from_str(&text).map_err(|error| format!("not JSON: {error}"))?,
         value => value,
     };
     closed_schema::close(&mut value);
     match value {
         Value::Object(_) | Value::Bool(_) => Ok(Grammar::JsonSchema(value.to_string())),
-        _ => Err("grammar: a JSON schema is an object".to_owned()),
+        _ => Err("a JSON schema is an object".to_owned()),
     }
 }
 
 fn text(kind: &str, value: Value) -> Result<String, String> {
     match value {
         Value::String(text) => Ok(text),
-        _ => Err(format!("grammar: `value` must be a string for type `{kind}`")),
+        _ => Err(format!("`value` must be a string for type `{kind}`")),
     }
 }
 
-fn choice(value: Value) -> Result<Grammar, String> {
-    let choices: Vec<String> = serde_json::from_value(value)
-        .map_err(|_| "grammar: `value` must be a list of strings for type `choice`".to_owned())?;
+/// A grammar in Lark's syntax, as llguidance reads it, or in GBNF.
+pub(super) fn lark(text: String) -> Result<Grammar, String> {
+    Ok(Grammar::Lark(if gbnf::is_gbnf(&text) { gbnf::to_lark(&text)? } else { text }))
+}
+
+/// The grammar of one of these texts.
+pub(super) fn choice(choices: Vec<String>) -> Result<Grammar, String> {
     if choices.is_empty() || choices.iter().any(String::is_empty) {
-        return Err("grammar: `choice` needs at least one string, and none that is empty".to_owned());
+        return Err("a choice needs at least one string, and none that is empty".to_owned());
     }
     // Lark writes strings as JSON does.
     let choices: Vec<String> = choices.into_iter().map(|choice| Value::String(choice).to_string()).collect();
@@ -103,6 +117,18 @@ impl PartialSchema for GrammarField {
         };
         let text = || ObjectBuilder::new().schema_type(Type::String);
         let choices = text().min_length(Some(1)).to_array_builder().min_items(Some(1));
+        let structure = ObjectBuilder::new()
+            .property("begin", text())
+            .property("schema", json_schema())
+            .property("end", text())
+            .required("begin")
+            .required("schema")
+            .required("end");
+        let tags = of(&["structural_tag"])
+            .property("structures", structure.to_array_builder().min_items(Some(1)))
+            .property("triggers", text().min_length(Some(1)).to_array_builder())
+            .required("structures")
+            .required("triggers");
         OneOfBuilder::new()
             .item(of(&["text"]))
             .item(of(&["json"]).property("value", json_schema()).required("value"))
@@ -111,6 +137,7 @@ impl PartialSchema for GrammarField {
             .item(of(&["json_schema"]).property("value", named()).required("value"))
             .item(of(&["regex", "lark", "ebnf"]).property("value", text()).required("value"))
             .item(of(&["choice"]).property("value", choices).required("value"))
+            .item(tags)
             .description(Some("Grammar that the answer must match, in TGI's shape or OpenAI's."))
             .examples([
                 json!({"type": "json", "value": {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}}),

@@ -9,7 +9,7 @@ use crate::sequence::{SequenceEvent, SequenceRequest};
 pub(super) enum Command {
     Submit {
         id: SequenceId,
-        request: SequenceRequest,
+        request: Box<SequenceRequest>,
         events: UnboundedSender<SequenceEvent>,
     },
     Abort {

@@ -78,6 +78,7 @@ impl Generator for Engine {
         let id = SequenceId(self.next_id.fetch_add(1, Ordering::Relaxed));
         // Bounded in effect: see `SequenceStream`.
         let (events, receiver) = mpsc::unbounded_channel();
+        let request = Box::new(request);
         if let Err(refused) = self.commands.send(Command::Submit { id, request, events })
             && let Command::Submit { events, .. } = refused.0
         {

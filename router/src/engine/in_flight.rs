@@ -7,8 +7,10 @@ use std::time::Duration;
 use penstock_scheduler::{Forecast, Plan};
 use tokio::time::Instant;
 
+use super::timelines::TracedAdvance;
+use crate::sequence::StepShare;
 use crate::telemetry::metrics::{self, Method, StepTimes};
-use crate::worker::WorkerTiming;
+use crate::worker::{StepReport, WorkerTiming};
 
 /// The steps in flight, oldest first.
 pub(super) struct InFlightSteps {
@@ -18,11 +20,12 @@ pub(super) struct InFlightSteps {
 }
 
 /// A step whose report has not arrived.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub(super) struct InFlightStep {
     method: Method,
     num_sequences: usize,
     num_new_sequences: usize,
+    traced: Vec<TracedAdvance>,
     /// When the report or the command arrived that made this step possible.
     woken_at: Instant,
     planned_since: Instant,
@@ -30,7 +33,7 @@ pub(super) struct InFlightStep {
 }
 
 /// A step whose report has arrived.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub(super) struct ReportedStep {
     step: InFlightStep,
     reported_at: Instant,
@@ -77,7 +80,7 @@ impl InFlightSteps {
 }
 
 impl InFlightStep {
-    pub(super) fn new(plan: &Plan, woken_at: Instant, planned_since: Instant) -> Self {
+    pub(super) fn new(plan: &Plan, traced: Vec<TracedAdvance>, woken_at: Instant, planned_since: Instant) -> Self {
         let num_new_sequences = plan.new_sequences.len();
         // COMPAT: a mixed step counts as a prefill, as in TGI's chunked mode.
         let is_decode = num_new_sequences == 0 && plan.advances.iter().all(|advance| advance.num_tokens == 1);
@@ -85,6 +88,7 @@ impl InFlightStep {
             method: if is_decode { Method::Decode } else { Method::Prefill },
             num_sequences: plan.advances.len(),
             num_new_sequences,
+            traced,
             woken_at,
             planned_since,
             sent_at: planned_since,
@@ -93,9 +97,28 @@ impl InFlightStep {
 }
 
 impl ReportedStep {
+    /// Notes the step in the timelines of its traced sequences.
+    pub(super) fn trace(&self, report: &StepReport) {
+        let Self { step, reported_at, interval } = self;
+        if step.traced.is_empty() {
+            return;
+        }
+        let share = StepShare {
+            step: report.step,
+            reported: reported_at.into_std(),
+            interval: *interval,
+            worker_forward: report.timing.forward,
+            num_sequences: step.num_sequences,
+            num_tokens: 0,
+            samples: false,
+        };
+        step.traced.iter().for_each(|advance| advance.report(&share));
+    }
+
     /// Records the step's metrics. `forecast` is what the scheduler had expected, once it has learned from some steps.
     pub(super) fn record(&self, worker: WorkerTiming, forecast: Option<Forecast>) {
-        let Self { step, reported_at, interval } = *self;
+        let Self { step, reported_at, interval } = self;
+        let (reported_at, interval) = (*reported_at, *interval);
         if step.num_sequences == 0 {
             return; // A plan that only frees is not a step of the model.
         }

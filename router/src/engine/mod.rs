@@ -19,6 +19,7 @@ mod restart;
 mod status;
 mod step_loop;
 mod stream;
+mod timelines;
 mod watchdog;
 
 pub use generator::Generator;

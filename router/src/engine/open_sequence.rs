@@ -1,16 +1,18 @@
 //! A sequence that has no terminal event yet: what was sent to its stream, and which group losses it was part of.
 
+use std::time::Duration;
+
 use tokio::sync::mpsc::UnboundedSender;
+use tokio::time::Instant;
 
 use super::options::MAX_LOSSES;
-use crate::sequence::{Grammar, Sampling, SequenceEvent, Token};
+use crate::sequence::{Constants, SequenceEvent, Token};
 
 /// A sequence that was being computed in this many group losses in a row runs alone next time.
 const QUARANTINE_LOSSES: u32 = 2;
 
 pub(super) struct OpenSequence {
-    sampling: Sampling,
-    grammar: Option<Grammar>,
+    constants: Constants,
     events: UnboundedSender<SequenceEvent>,
     is_started: bool,
     /// Prompt tokens sent to the stream, and those that arrived in the current residency. After a preemption, and from a new
@@ -18,28 +20,29 @@ pub(super) struct OpenSequence {
     num_prompt_tokens_sent: usize,
     num_prompt_tokens_arrived: usize,
     num_tokens_sent: usize,
+    last_token_at: Option<Instant>,
     /// Group losses in a row with this sequence in a step in flight. Back to 0 once `cleared_at_tokens` tokens were sent.
     num_losses: u32,
     cleared_at_tokens: usize,
 }
 
 impl OpenSequence {
-    pub(super) fn new(sampling: Sampling, grammar: Option<Grammar>, events: UnboundedSender<SequenceEvent>) -> Self {
+    pub(super) fn new(constants: Constants, events: UnboundedSender<SequenceEvent>) -> Self {
         Self {
-            sampling,
-            grammar,
+            constants,
             events,
             is_started: false,
             num_prompt_tokens_sent: 0,
             num_prompt_tokens_arrived: 0,
             num_tokens_sent: 0,
+            last_token_at: None,
             num_losses: 0,
             cleared_at_tokens: 0,
         }
     }
 
-    pub(super) fn sampling(&self) -> (&Sampling, Option<&Grammar>) {
-        (&self.sampling, self.grammar.as_ref())
+    pub(super) fn constants(&self) -> &Constants {
+        &self.constants
     }
 
     /// Begins a residency. Only the first one is announced.
@@ -59,7 +62,8 @@ impl OpenSequence {
         }
     }
 
-    pub(super) fn send_tokens(&mut self, tokens: &[Token]) {
+    /// Returns how long the sequence has waited for these tokens, unless they are its first.
+    pub(super) fn send_tokens(&mut self, tokens: &[Token], reported_at: Instant) -> Option<Duration> {
         for token in tokens {
             self.num_tokens_sent += 1;
             self.send(SequenceEvent::Token(token.clone()));
@@ -67,6 +71,14 @@ impl OpenSequence {
         if self.num_tokens_sent >= self.cleared_at_tokens {
             self.num_losses = 0;
         }
+        if tokens.is_empty() {
+            return None;
+        }
+        self.last_token_at.replace(reported_at).map(|last| reported_at - last)
+    }
+
+    pub(super) fn send_vector(&mut self, vector: &[f32]) {
+        self.send(SequenceEvent::Vector(vector.to_vec()));
     }
 
     /// The group was lost with this sequence in one of the `num_steps_in_flight` steps.

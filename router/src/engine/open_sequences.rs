@@ -15,12 +15,18 @@ use tokio::time::Instant;
 
 use super::open_sequence::OpenSequence;
 use super::options::MAX_LOSSES;
-use crate::sequence::{Grammar, Sampling, SequenceEvent, SequenceFailure, SequenceRequest};
+use super::timelines::{Timelines, TracedAdvance};
+use crate::sequence::{Constants, SequenceEvent, SequenceFailure, SequenceRequest};
+use crate::telemetry::metrics;
 use crate::worker::{Fault, Output, OutputError, StepReport};
+
+/// The token that stands for a vector in the scheduler, where it is the last token of its sequence.
+const VECTOR: u32 = 0;
 
 pub(super) struct OpenSequences {
     scheduler: Scheduler,
     open: HashMap<SequenceId, OpenSequence>,
+    timelines: Timelines,
     /// Sequences to run alone, one after the other, the last one first.
     quarantine: Vec<SequenceId>,
     epoch: Instant,
@@ -28,7 +34,13 @@ pub(super) struct OpenSequences {
 
 impl OpenSequences {
     pub(super) fn new(limits: Limits) -> Self {
-        Self { scheduler: Scheduler::new(limits), open: HashMap::new(), quarantine: Vec::new(), epoch: Instant::now() }
+        Self {
+            scheduler: Scheduler::new(limits),
+            open: HashMap::new(),
+            timelines: Timelines::default(),
+            quarantine: Vec::new(),
+            epoch: Instant::now(),
+        }
     }
 
     pub(super) fn stats(&self) -> Stats {
@@ -43,18 +55,26 @@ impl OpenSequences {
             stop_token_ids: request.sampling.stop_token_ids.as_slice().into(),
             priority: request.priority,
             group: request.group,
-            needs_prompt_logprobs: request.sampling.prompt_logprobs,
+            cache_salt: request.cache_salt,
+            needs_prompt_outputs: request.sampling.prompt_logprobs || request.needs_prompt_outputs,
             num_source_tokens: request.num_source_tokens,
         };
-        let sequence = OpenSequence::new(request.sampling, request.grammar, events);
+        let SequenceRequest { sampling, grammar, num_second_text_tokens, .. } = request;
+        let sequence = OpenSequence::new(Constants { sampling, grammar, num_second_text_tokens }, events);
         match self.scheduler.submit(submission, self.epoch.elapsed()) {
-            Ok(()) => drop(self.open.insert(id, sequence)),
+            Ok(()) => {
+                self.open.insert(id, sequence);
+                if let Some(timeline) = request.timeline {
+                    self.timelines.insert(id, timeline);
+                }
+            }
             Err(error) => sequence.end(SequenceEvent::Failed(SequenceFailure::Sequence(error.to_string()))),
         }
     }
 
     pub(super) fn abort(&mut self, id: SequenceId) {
         if self.open.remove(&id).is_some() {
+            self.timelines.remove(id);
             self.scheduler.abort(id);
         }
     }
@@ -63,6 +83,7 @@ impl OpenSequences {
     pub(super) fn plan(&mut self) -> Option<Plan> {
         self.advance_quarantine();
         let plan = self.scheduler.plan(self.epoch.elapsed())?;
+        self.timelines.note_plan(&plan);
         for new in &plan.new_sequences {
             if let Some(sequence) = self.open.get_mut(&new.id) {
                 sequence.start(new.num_computed_tokens as usize);
@@ -71,9 +92,14 @@ impl OpenSequences {
         Some(plan)
     }
 
-    /// How the tokens of a planned sequence are chosen, and what they must match.
-    pub(super) fn sampling(&self, id: SequenceId) -> (&Sampling, Option<&Grammar>) {
-        self.open.get(&id).expect("invariant: a planned sequence is open").sampling()
+    /// The sequences of a planned step whose requests are traced.
+    pub(super) fn traced(&self, plan: &Plan) -> Vec<TracedAdvance> {
+        self.timelines.advances(plan)
+    }
+
+    /// Of a planned sequence.
+    pub(super) fn constants(&self, id: SequenceId) -> &Constants {
+        self.open.get(&id).expect("invariant: a planned sequence is open").constants()
     }
 
     /// Teaches the scheduler how long a step took; returns what it had expected. To be called before `apply`.
@@ -85,23 +111,33 @@ impl OpenSequences {
     pub(super) fn apply(&mut self, report: &StepReport) -> Result<Vec<Event>, ApplyError> {
         let output = |output: &Output| scheduler::SequenceOutput {
             id: output.id,
-            token_ids: output.tokens.as_ref().ok().map(|tokens| tokens.iter().map(|token| token.id).collect()),
+            token_ids: match output.vector {
+                Some(_) => Some(vec![VECTOR]),
+                None => output.tokens.as_ref().ok().map(|tokens| tokens.iter().map(|token| token.id).collect()),
+            },
         };
         let outputs = report.outputs.iter().map(output).collect();
         self.scheduler.apply(&scheduler::StepResult { step: report.step, outputs })
     }
 
-    /// Sends a step's events to their streams; returns whether any of them has a token.
-    pub(super) fn deliver(&mut self, events: Vec<Event>, outputs: &[Output]) -> bool {
+    /// Sends the events of a step that was reported at `reported_at` to their streams; returns whether any of them has a token.
+    pub(super) fn deliver(&mut self, events: Vec<Event>, outputs: &[Output], reported_at: Instant) -> bool {
         let mut has_tokens = false;
+        let mut gaps = Vec::new();
         for event in events {
             match event {
                 Event::Advanced { id, output_index, num_tokens, finish_reason } => {
                     has_tokens |= num_tokens > 0;
                     let Some(sequence) = self.open.get_mut(&id) else { continue };
                     let output = &outputs[output_index];
-                    sequence.send_prompt_tokens(&output.prompt_tokens);
-                    sequence.send_tokens(&output.tokens.as_deref().unwrap_or_default()[..num_tokens]);
+                    match &output.vector {
+                        Some(vector) => sequence.send_vector(vector),
+                        None => {
+                            sequence.send_prompt_tokens(&output.prompt_tokens);
+                            let tokens = &output.tokens.as_deref().unwrap_or_default()[..num_tokens];
+                            gaps.extend(sequence.send_tokens(tokens, reported_at));
+                        }
+                    }
                     if let Some(reason) = finish_reason {
                         self.end(id, SequenceEvent::Finished(reason));
                     }
@@ -115,12 +151,14 @@ impl OpenSequences {
                 }
             }
         }
+        metrics::next_tokens(&gaps);
         has_tokens
     }
 
-    /// Queues every sequence again after the group was lost. Sequences that were in flight get closer to quarantine; one that
+    /// Queues every sequence again after the group was lost for this reason. Sequences that were in flight get closer to quarantine; one that
     /// was in flight in `MAX_LOSSES` losses in a row fails.
-    pub(super) fn requeue(&mut self) {
+    pub(super) fn requeue(&mut self, reason: &str) {
+        self.timelines.lose_group(reason);
         let num_steps_in_flight = self.scheduler.stats().num_steps_in_flight;
         for id in self.scheduler.restart() {
             let Some(sequence) = self.open.get_mut(&id) else { continue };
@@ -158,6 +196,7 @@ impl OpenSequences {
 
     /// Fails every sequence, without telling the scheduler: no step follows.
     pub(super) fn fail_all(&mut self, failure: &SequenceFailure) {
+        self.timelines.clear();
         for (_, sequence) in self.open.drain() {
             sequence.end(SequenceEvent::Failed(failure.clone()));
         }
@@ -165,6 +204,7 @@ impl OpenSequences {
 
     fn end(&mut self, id: SequenceId, terminal: SequenceEvent) {
         if let Some(sequence) = self.open.remove(&id) {
+            self.timelines.remove(id);
             sequence.end(terminal);
         }
     }

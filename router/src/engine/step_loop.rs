@@ -144,7 +144,7 @@ impl StepLoop {
         match command {
             None => return Err(Stop::ShutDown(None)),
             Some(Command::ShutDown { done }) => return Err(Stop::ShutDown(Some(done))),
-            Some(Command::Submit { id, request, events }) => self.sequences.submit(id, request, events),
+            Some(Command::Submit { id, request, events }) => self.sequences.submit(id, *request, events),
             Some(Command::Abort { id }) => self.sequences.abort(id),
         }
         Ok(())
@@ -154,8 +154,8 @@ impl StepLoop {
         loop {
             let planned_since = Instant::now();
             let Some(plan) = self.sequences.plan() else { break };
-            let step = InFlightStep::new(&plan, woken_at, planned_since);
-            steps.send(plan, |id| self.sequences.sampling(id));
+            let step = InFlightStep::new(&plan, self.sequences.traced(&plan), woken_at, planned_since);
+            steps.send(plan, |id| self.sequences.constants(id));
             self.in_flight.push(step);
         }
         if !self.sequences.has_quarantine() {
@@ -167,11 +167,13 @@ impl StepLoop {
     fn apply(&mut self, report: &StepReport, arrived_at: Instant) -> Result<(), String> {
         let step = self.in_flight.pop(arrived_at).ok_or("it answered a step that was never sent")?;
         let forecast = self.sequences.observe(report.step, step.interval);
+        // Before the events: a stream that reads its last token ends its timeline.
+        step.trace(report);
         let events = self.sequences.apply(report).map_err(|error| error.to_string())?;
         metrics::tokens_accepted(report.outputs.iter().map(|output| output.tokens.as_ref().map_or(0, Vec::len)));
         // Before the events: a reader of a terminal event finds the sequence's blocks free.
         self.publish_stats();
-        let has_tokens = self.sequences.deliver(events, &report.outputs);
+        let has_tokens = self.sequences.deliver(events, &report.outputs, arrived_at);
         self.budget.replenish();
         if has_tokens {
             self.end_outage();
@@ -207,7 +209,7 @@ impl StepLoop {
         let last_sign_of_life = last_sign_of_life.unwrap_or_else(Instant::now);
         let num_running = self.sequences.stats().num_running;
         self.outage = Some(Outage::begin(self.outage.take(), last_sign_of_life, num_running));
-        self.sequences.requeue();
+        self.sequences.requeue(reason);
     }
 
     /// Takes commands until the future is done: new sequences are queued, aborted ones are removed.

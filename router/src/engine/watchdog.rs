@@ -186,13 +186,17 @@ mod tests {
     const DEADLINE: Duration = Duration::from_secs(10);
 
     fn answer(processor_s: f64) -> Option<RankProgress> {
-        Some(RankProgress { processor_time: Duration::from_secs_f64(processor_s), device: None })
+        Some(RankProgress { processor_time: Duration::from_secs_f64(processor_s), ..RankProgress::default() })
     }
 
     /// Of a rank that uses all of a core, as it does when it waits for its GPU.
     fn answer_with_gpu(tick: u32, num_finished: u64, is_busy: bool) -> Option<RankProgress> {
         let processor_time = Duration::from_secs(tick.into());
-        Some(RankProgress { processor_time, device: Some(DeviceProgress { num_finished, is_busy }) })
+        Some(RankProgress {
+            processor_time,
+            device: Some(DeviceProgress { num_finished, is_busy }),
+            ..RankProgress::default()
+        })
     }
 
     /// The tick (of one second each) at which the group is taken to hang, and the reason.

@@ -8,7 +8,7 @@ use super::error::GenerationError;
 use super::parameter::Checked;
 use super::validation::ValidationError;
 use crate::text::{
-    AnswerFormat, AnswerParser, CallIds, ChatInputs, ReasoningState, TextModel, Tool, ToolChoice, ToolError,
+    AnswerFormat, AnswerParser, CallIds, ChatInputs, ChatStyle, ReasoningState, TextModel, Tool, ToolChoice, ToolError,
 };
 
 /// A conversation to answer.
@@ -18,6 +18,8 @@ pub(crate) struct Chat {
     pub(crate) inputs: ChatInputs,
     /// `None`: the model is shown no tools.
     pub(crate) tools: Option<ToolSet>,
+    /// Replaces the model's own templates.
+    pub(crate) template: Option<String>,
 }
 
 /// The tools that the model may call. Empty only if the choice cannot be satisfied.
@@ -73,6 +75,7 @@ impl ToolCallIds {
         let id = format!("{:032x}", rand::random::<u128>());
         match self.0 {
             CallIds::Nine => id[..9].to_owned(),
+            CallIds::Ten => id[..10].to_owned(),
             CallIds::Prefixed | CallIds::Written => format!("{prefix}{}", &id[..24]),
         }
     }
@@ -80,17 +83,25 @@ impl ToolCallIds {
 
 impl Chat {
     /// Renders the chat template over the conversation and its tools.
-    pub(super) async fn render(self, model: &TextModel) -> Result<(Arc<str>, Option<ToolSet>), GenerationError> {
-        let Self { mut inputs, tools } = self;
+    pub(super) async fn render(self, model: &TextModel) -> Result<RenderedChat, GenerationError> {
+        let Self { mut inputs, tools, template } = self;
+        let style = model.chat_style(template).await?;
         if let Some(tools) = &tools {
-            let style = model.answer_format(true);
-            if let Some(text) = style.tool_prompt(&tools.values, tools.prompt.as_deref()) {
+            let format = style.answer_format(true);
+            if let Some(text) = format.tool_prompt(&tools.values, tools.prompt.as_deref()) {
                 append_text(inputs.messages.last_mut(), text);
             }
             inputs.tools = Some(tools.values.clone());
         }
-        Ok((model.render_chat(inputs).await?.into(), tools))
+        Ok(RenderedChat { prompt: style.render(inputs).await?.into(), style, tools })
     }
+}
+
+/// A conversation as a prompt.
+pub(super) struct RenderedChat {
+    pub(super) prompt: Arc<str>,
+    style: Arc<ChatStyle>,
+    tools: Option<ToolSet>,
 }
 
 fn append_text(message: Option<&mut Value>, text: String) {
@@ -102,16 +113,20 @@ fn append_text(message: Option<&mut Value>, text: String) {
 }
 
 /// How the answer to one rendered chat is written.
-pub(super) struct ChatAnswer<'a> {
-    style: &'a AnswerFormat,
+pub(super) struct ChatAnswer {
+    style: Arc<ChatStyle>,
     thinking: ReasoningState,
     tools: Option<ToolSet>,
 }
 
-impl<'a> ChatAnswer<'a> {
-    pub(super) fn new(model: &'a TextModel, prompt: &str, tools: Option<ToolSet>) -> Self {
-        let style = model.answer_format(tools.is_some());
-        Self { style, thinking: style.reasoning_state(prompt), tools }
+impl ChatAnswer {
+    pub(super) fn new(chat: RenderedChat) -> Self {
+        let RenderedChat { prompt, style, tools } = chat;
+        Self { thinking: style.answer_format(tools.is_some()).reasoning_state(&prompt), style, tools }
+    }
+
+    fn format(&self) -> &AnswerFormat {
+        self.style.answer_format(self.tools.is_some())
     }
 
     /// Sets the grammar of the answer, applied after any reasoning: the client's own, that of the tools, or a choice of
@@ -122,13 +137,13 @@ impl<'a> ChatAnswer<'a> {
             return Err(ValidationError::GrammarDisabled.into());
         }
         checked.grammar = match (own, &self.tools) {
-            (Some(grammar), None) => Some(self.style.after_reasoning(self.thinking, grammar)),
+            (Some(grammar), None) => Some(self.format().after_reasoning(self.thinking, grammar)),
             (None, None) => None,
             (own, Some(set)) => {
                 let ToolSet { choice, parallel, .. } = set;
-                let grammar = set
-                    .callable()
-                    .and_then(|tools| self.style.tool_grammar(self.thinking, &tools, choice, *parallel, own.as_ref()));
+                let grammar = set.callable().and_then(|tools| {
+                    self.format().tool_grammar(self.thinking, &tools, choice, *parallel, own.as_ref())
+                });
                 let grammar = grammar.map_err(|error: ToolError| GenerationError::Tool(error.to_string()))?;
                 // Without grammars the model may still call tools as it was trained to, but cannot be made to.
                 if !grammar_support && set.choice != ToolChoice::Auto {
@@ -156,16 +171,16 @@ impl<'a> ChatAnswer<'a> {
 
     /// Special tokens that the parser must see.
     pub(super) fn shown_token_ids(&self) -> Arc<[u32]> {
-        self.style.shown_token_ids(self.choice(), self.thinking)
+        self.format().shown_token_ids(self.choice(), self.thinking)
     }
 
     pub(super) fn parser(&self) -> AnswerParser {
         let tools = self.tools.as_ref().map(|set| Arc::clone(&set.tools)).unwrap_or_default();
-        self.style.parser(&tools, self.choice(), self.thinking)
+        self.format().parser(&tools, self.choice(), self.thinking)
     }
 
     pub(super) fn tool_call_ids(&self) -> Option<ToolCallIds> {
-        let format = self.style.call_format();
+        let format = self.format().call_format();
         self.tools.as_ref().map(|_| ToolCallIds(format.map_or(CallIds::Prefixed, |format| format.ids)))
     }
 

@@ -67,6 +67,17 @@ pub(crate) enum FinishReason {
     StopString(usize),
 }
 
+impl FinishReason {
+    /// TGI's name.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Length => "length",
+            Self::StopToken => "eos_token",
+            Self::StopString(_) => "stop_sequence",
+        }
+    }
+}
+
 impl From<sequence::FinishReason> for FinishReason {
     fn from(reason: sequence::FinishReason) -> Self {
         match reason {

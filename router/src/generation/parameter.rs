@@ -6,13 +6,16 @@ use std::time::Duration;
 
 use super::validation::ValidationError;
 use crate::config::RequestLimits;
-use crate::sequence::{Grammar, LogitBias, Sampling};
+use crate::sequence::{BadWord, Grammar, LogitBias, Sampling};
 
 /// The most generations of one prompt, whatever the server's limits.
 const MAX_GENERATIONS: usize = 128;
 const MAX_STOP_TOKENS: usize = 128;
 pub(crate) const MAX_LOGIT_BIASES: usize = 1024;
 pub(crate) const MAX_LOGIT_BIAS: f32 = 100.0;
+const MAX_BAD_WORDS: usize = 1024;
+/// Of all bad words together.
+const MAX_BAD_WORD_BYTES: usize = 16_384;
 const MAX_PRIORITY: i32 = 100;
 const MAX_TIMEOUT_S: f64 = 86_400.0;
 
@@ -60,6 +63,18 @@ pub(crate) struct Extension {
     pub(crate) priority: Option<i32>,
     /// Seconds.
     pub(crate) timeout: Option<f64>,
+    /// Alternatives to each token of the prompt; `None`: as many as to generated tokens.
+    pub(crate) prompt_top_n_tokens: Option<u32>,
+    /// Whether the tokenizer adds special tokens to the prompt; `None`: unless it is a chat.
+    pub(crate) add_special_tokens: Option<bool>,
+    /// Whether special tokens are part of the text.
+    pub(crate) shows_special_tokens: bool,
+    /// Sequences share cached prefixes only with those of the same salt.
+    pub(crate) cache_salt: Option<String>,
+    /// The only tokens that may be sampled; `None`: all.
+    pub(crate) allowed_token_ids: Option<Vec<u32>>,
+    /// Texts that are not written.
+    pub(crate) bad_words: Vec<String>,
 }
 
 /// Parameters that passed every check that does not need the encoded prompt.
@@ -79,6 +94,20 @@ pub(super) struct Checked {
     pub(super) ignore_eos: bool,
     pub(super) priority: i32,
     pub(super) timeout: Option<Duration>,
+    pub(super) num_alternatives: NumAlternatives,
+    pub(super) add_special_tokens: Option<bool>,
+    pub(super) shows_special_tokens: bool,
+    pub(super) cache_salt: Option<String>,
+    /// Empty: all.
+    allowed_token_ids: Vec<u32>,
+    pub(super) bad_words: Vec<String>,
+}
+
+/// Alternatives to show with each token. The worker returns the larger number of both.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct NumAlternatives {
+    pub(super) of_generated: usize,
+    pub(super) of_prompt: usize,
 }
 
 impl Parameters {
@@ -125,6 +154,8 @@ impl Parameters {
 
     fn into_checked(self, do_sample: bool, seed: Option<u64>, num_generations: usize) -> Checked {
         let Self { extension, .. } = self;
+        let top_n = self.top_n_tokens.unwrap_or(0);
+        let prompt_top_n = extension.prompt_top_n_tokens.unwrap_or(top_n);
         let sampling = Sampling {
             do_sample,
             seed: seed.unwrap_or(0),
@@ -141,9 +172,12 @@ impl Parameters {
             stop_token_ids: extension.stop_token_ids,
             min_new_tokens: extension.min_tokens.unwrap_or(0),
             watermark: self.watermark,
-            top_n: self.top_n_tokens.unwrap_or(0),
+            top_n: top_n.max(prompt_top_n),
             prompt_logprobs: self.decoder_input_details,
             model_logprobs: self.model_logprobs,
+            // Made of token ids when these are known to be in the vocabulary.
+            allowed_tokens: Vec::new(),
+            bad_words: Vec::new(),
         };
         Checked {
             sampling,
@@ -157,6 +191,12 @@ impl Parameters {
             ignore_eos: extension.ignore_eos,
             priority: extension.priority.unwrap_or(0),
             timeout: extension.timeout.map(Duration::from_secs_f64),
+            num_alternatives: NumAlternatives { of_generated: top_n as usize, of_prompt: prompt_top_n as usize },
+            add_special_tokens: extension.add_special_tokens,
+            shows_special_tokens: extension.shows_special_tokens,
+            cache_salt: extension.cache_salt,
+            allowed_token_ids: extension.allowed_token_ids.unwrap_or_default(),
+            bad_words: extension.bad_words,
         }
     }
 
@@ -183,6 +223,13 @@ impl Parameters {
     }
 }
 
+/// A bit for each token.
+fn mask(token_ids: &[u32]) -> Vec<u8> {
+    let mut mask = vec![0; token_ids.iter().max().map_or(0, |&last| last as usize / 8 + 1)];
+    token_ids.iter().for_each(|&id| mask[id as usize / 8] |= 1 << (id % 8));
+    mask
+}
+
 fn ensure(holds: bool, error: ValidationError) -> Result<(), ValidationError> {
     if holds { Ok(()) } else { Err(error) }
 }
@@ -207,6 +254,14 @@ impl Extension {
         }
         let (max, given) = (MAX_STOP_TOKENS, self.stop_token_ids.len());
         ensure(given <= max, ValidationError::StopTokenCount { max, given })?;
+        ensure(self.allowed_token_ids.as_ref().is_none_or(|ids| !ids.is_empty()), ValidationError::NoAllowedTokens)?;
+        ensure(!self.bad_words.iter().any(|word| word.trim().is_empty()), ValidationError::EmptyBadWord)?;
+        let num_bytes = self.bad_words.iter().map(String::len).sum();
+        for (unit, max, given) in
+            [("words", MAX_BAD_WORDS, self.bad_words.len()), ("bytes together", MAX_BAD_WORD_BYTES, num_bytes)]
+        {
+            ensure(given <= max, ValidationError::BadWords { unit, max, given })?;
+        }
         if let Some(given) = self.priority.filter(|priority| !(-MAX_PRIORITY..=MAX_PRIORITY).contains(priority)) {
             return Err(ValidationError::Priority { max: MAX_PRIORITY, given });
         }
@@ -226,12 +281,21 @@ impl Checked {
 
     /// Every token id in the parameters must be in the vocabulary.
     pub(super) fn check_token_ids(&self, vocabulary: u32) -> Result<(), ValidationError> {
-        let biased = self.sampling.logit_bias.iter().map(|entry| &entry.token_id);
-        let mut named = self.sampling.stop_token_ids.iter().chain(biased);
-        match named.find(|&&id| id >= vocabulary) {
-            Some(&given) => Err(ValidationError::TokenId { vocabulary, given }),
+        let given = self.allowed_token_ids.len();
+        ensure(given <= vocabulary as usize, ValidationError::AllowedTokenCount { max: vocabulary, given })?;
+        let biased = self.sampling.logit_bias.iter().map(|entry| ("logit_bias", entry.token_id));
+        let stops = self.sampling.stop_token_ids.iter().map(|&id| ("stop_token_ids", id));
+        let allowed = self.allowed_token_ids.iter().map(|&id| ("allowed_token_ids", id));
+        match stops.chain(biased).chain(allowed).find(|&(_, id)| id >= vocabulary) {
+            Some((field, given)) => Err(ValidationError::TokenId { field, vocabulary, given }),
             None => Ok(()),
         }
+    }
+
+    /// Masks the tokens that the request does not allow. `bad_words`: the tokens of each.
+    pub(super) fn restrict(&mut self, bad_words: Vec<Vec<u32>>) {
+        self.sampling.allowed_tokens = mask(&self.allowed_token_ids);
+        self.sampling.bad_words = bad_words.into_iter().map(|token_ids| BadWord { token_ids }).collect();
     }
 
     /// Checks `truncate`. As in TGI, after the check for an empty prompt and before encoding.

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use super::chat::Chat;
 use super::parameter::Parameters;
 use super::text_stream::StopText;
+use crate::telemetry::{Operation, RequestParameters};
 
 /// What to generate.
 #[derive(Debug)]
@@ -27,4 +28,13 @@ pub(crate) enum Prompt {
     TokenIds(Vec<u32>),
     /// A conversation; the chat template writes the prompt, special tokens included.
     Chat(Box<Chat>),
+}
+
+impl GenerationRequest {
+    /// What the request asks for, for its trace.
+    pub(super) fn described(&self) -> RequestParameters {
+        let is_chat = self.prompts.iter().any(|prompt| matches!(prompt, Prompt::Chat(_)));
+        let operation = if is_chat { Operation::Chat } else { Operation::TextCompletion };
+        self.parameters.described(operation, self.streams)
+    }
 }

@@ -82,6 +82,14 @@ impl Generations {
         try_join_all(self.running.iter_mut().map(|running| running.stream.started())).await
     }
 
+    /// Like [`Self::started`], but the tokens of all prompts together: a prompt's first generation put into the cache what
+    /// its others found there.
+    pub(crate) async fn started_prompts(&mut self) -> Result<usize, GenerationError> {
+        let num_per_prompt = self.num_per_prompt;
+        let found = self.started().await?;
+        Ok(found.chunks(num_per_prompt).filter_map(|of_prompt| of_prompt.iter().min()).sum())
+    }
+
     /// The deltas of all generations as they arrive. Ends after the last, or after the first error.
     pub(crate) fn deltas(self) -> impl Stream<Item = Result<GenerationDelta, GenerationError>> + Send {
         let Self { running, num_per_prompt, permit, .. } = self;

@@ -1,7 +1,7 @@
 //! Opens generations: the one path from a request to its running sequences.
 
+use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
-use std::time::Instant;
 
 use penstock_scheduler::Stats;
 use tokio_util::sync::CancellationToken;
@@ -13,12 +13,12 @@ use super::error::GenerationError;
 use super::parameter::Checked;
 use super::request::{GenerationRequest, Prompt};
 use super::running::{Generations, Running, StartedPrompt};
-use super::text_stream::{SequenceOptions, StopText, TextStream};
+use super::text_stream::{SequenceOptions, ShownTokens, StopText, TextStream};
 use super::validation::ValidationError;
-use crate::config::Config;
+use crate::config::{Config, PriorityOrder};
 use crate::engine::{Generator, Health};
 use crate::sequence::{Sampling, SequenceRequest};
-use crate::telemetry::metrics;
+use crate::telemetry::{RequestRecord, metrics};
 use crate::text::{AnswerParser, TextModel, TokenSpan};
 
 /// What requests are generated with. Cheap to clone.
@@ -34,6 +34,8 @@ struct Inner {
     admission: Admission,
     draining: CancellationToken,
     abandoned: CancellationToken,
+    /// Hashes `cache_salt` with a secret of this process, so that no client can find two salts with one hash.
+    salts: RandomState,
 }
 
 /// A chat's prompt and its tokens.
@@ -65,7 +67,34 @@ impl GenerationService {
     ) -> Self {
         let max_requests = config.limits.max_concurrent_requests;
         let admission = Admission::new(max_requests, config.queue.max_tokens, draining.clone());
-        Self { inner: Arc::new(Inner { config, generator, text, admission, draining, abandoned }) }
+        Self {
+            inner: Arc::new(Inner {
+                config,
+                generator,
+                text,
+                admission,
+                draining,
+                abandoned,
+                salts: RandomState::new(),
+            }),
+        }
+    }
+
+    pub(super) fn config(&self) -> &Config {
+        &self.inner.config
+    }
+
+    pub(super) fn generator(&self) -> &dyn Generator {
+        self.inner.generator.as_ref()
+    }
+
+    pub(super) fn admission(&self) -> &Admission {
+        &self.inner.admission
+    }
+
+    /// Cancelled when the grace period of a shutdown is over.
+    pub(super) fn abandoned(&self) -> &CancellationToken {
+        &self.inner.abandoned
     }
 
     pub(crate) fn text(&self) -> &TextModel {
@@ -94,19 +123,24 @@ impl GenerationService {
         self.inner.admission.drained().await;
     }
 
-    /// Starts all generations of a request that was received at `received`. Every refusal happens here, before a
-    /// stream's first byte.
+    /// Starts all generations of a request. Every refusal happens here, before a stream's first byte.
     pub(crate) async fn start(
         &self,
         request: GenerationRequest,
-        received: Instant,
+        record: &RequestRecord,
     ) -> Result<Generations, GenerationError> {
         let Inner { config, admission, .. } = &*self.inner;
+        if let Some(pooling) = &config.pooling {
+            return Err(ValidationError::Task { served: pooling.task }.into());
+        }
+        if let Some(trace) = record.trace() {
+            trace.set_parameters(request.described());
+        }
         let GenerationRequest { prompts, parameters, stop_text, streams } = request;
         let num_per_prompt = parameters.num_generations(&config.limits, prompts.len())?;
         let permit = admission.admit(prompts.len() * num_per_prompt)?;
         let checked = parameters.check(&config.limits, num_per_prompt)?;
-        let deadlines = Deadlines::new(received, checked.timeout, config.queue.timeout);
+        let deadlines = Deadlines::new(record.received(), checked.timeout, config.queue.timeout);
         let mut prepared = Vec::with_capacity(prompts.len());
         for prompt in prompts {
             prepared.push(self.prepare(prompt, checked.clone(), deadlines).await?);
@@ -114,7 +148,7 @@ impl GenerationService {
         let mut generations =
             Generations { prompts: Vec::with_capacity(prepared.len()), num_per_prompt, running: Vec::new(), permit };
         for prepared in prepared {
-            self.submit(prepared, stop_text, deadlines, &mut generations);
+            self.submit(prepared, stop_text, deadlines, record, &mut generations);
         }
         if streams && config.queue.timeout.is_some() {
             generations.started().await?;
@@ -122,17 +156,35 @@ impl GenerationService {
         Ok(generations)
     }
 
-    /// The tokens of a text, with those that the tokenizer adds. Takes a permit.
-    pub(crate) async fn tokenize(&self, text: Arc<str>) -> Result<Vec<TokenSpan>, GenerationError> {
+    /// The tokens of a text. Takes a permit.
+    pub(crate) async fn tokenize(
+        &self,
+        text: Arc<str>,
+        add_special_tokens: bool,
+    ) -> Result<Vec<TokenSpan>, GenerationError> {
         let _permit = self.inner.admission.permit(1)?;
-        Ok(self.inner.text.encode_spans(text, true).await?)
+        Ok(self.inner.text.encode_spans(text, add_special_tokens).await?)
+    }
+
+    /// The text of tokens, special ones included. Takes a permit.
+    pub(crate) async fn detokenize(&self, token_ids: Vec<u32>) -> Result<String, GenerationError> {
+        let _permit = self.inner.admission.permit(1)?;
+        let vocabulary = self.inner.text.vocabulary_size();
+        if let Some(&given) = token_ids.iter().find(|&&id| id >= vocabulary) {
+            return Err(ValidationError::TokenId { field: "tokens", vocabulary, given }.into());
+        }
+        Ok(self.inner.text.decode(token_ids).await?)
     }
 
     /// The rendered prompt of a chat and its tokens. Takes a permit.
-    pub(crate) async fn tokenize_chat(&self, chat: Chat) -> Result<TokenizedChat, GenerationError> {
+    pub(crate) async fn tokenize_chat(
+        &self,
+        chat: Chat,
+        add_special_tokens: bool,
+    ) -> Result<TokenizedChat, GenerationError> {
         let _permit = self.inner.admission.permit(1)?;
-        let (text, _) = chat.render(&self.inner.text).await?;
-        let spans = self.inner.text.encode_spans(Arc::clone(&text), false).await?;
+        let text = chat.render(&self.inner.text).await?.prompt;
+        let spans = self.inner.text.encode_spans(Arc::clone(&text), add_special_tokens).await?;
         Ok(TokenizedChat { text, spans })
     }
 
@@ -148,8 +200,9 @@ impl GenerationService {
             Prompt::Text(text) => (Some(text), Vec::new(), None),
             Prompt::TokenIds(ids) => (None, ids, None),
             Prompt::Chat(chat) => {
-                let (text, tools) = self.in_time(deadlines, chat.render(model)).await?;
-                let answer = ChatAnswer::new(model, &text, tools);
+                let chat = self.in_time(deadlines, chat.render(model)).await?;
+                let text = Arc::clone(&chat.prompt);
+                let answer = ChatAnswer::new(chat);
                 answer.constrain(&mut checked, config.grammar_support)?;
                 (Some(text), Vec::new(), Some(answer))
             }
@@ -161,16 +214,20 @@ impl GenerationService {
         let vocabulary = model.vocabulary_size();
         let mut token_ids = match &text {
             Some(text) => {
-                let encode = model.encode(Arc::clone(text), answer.is_none());
+                let adds_special_tokens = checked.add_special_tokens.unwrap_or(answer.is_none());
+                let encode = model.encode(Arc::clone(text), adds_special_tokens);
                 self.in_time(deadlines, async { Ok(encode.await?) }).await?
             }
             None => match token_ids.iter().find(|&&id| id >= vocabulary) {
-                Some(&given) => return Err(ValidationError::TokenId { vocabulary, given }.into()),
+                Some(&given) => return Err(ValidationError::TokenId { field: "prompt", vocabulary, given }.into()),
                 None => token_ids,
             },
         };
         let max_new_tokens = checked.fit(&mut token_ids, &config.limits)?;
         checked.check_token_ids(vocabulary)?;
+        let bad_words = model.encode_bad_words(&checked.bad_words);
+        let bad_words = self.in_time(deadlines, async { Ok(bad_words.await?) }).await?;
+        checked.restrict(bad_words);
         if checked.grammar.is_some() && !config.grammar_support {
             return Err(ValidationError::GrammarDisabled.into());
         }
@@ -192,22 +249,38 @@ impl GenerationService {
     }
 
     /// Submits the generations of one prompt.
-    fn submit(&self, prepared: Prepared, stop_text: StopText, deadlines: Deadlines, generations: &mut Generations) {
-        let Inner { config, generator, text: model, abandoned, .. } = &*self.inner;
+    fn submit(
+        &self,
+        prepared: Prepared,
+        stop_text: StopText,
+        deadlines: Deadlines,
+        record: &RequestRecord,
+        generations: &mut Generations,
+    ) {
+        let Inner { config, generator, text: model, abandoned, salts, .. } = &*self.inner;
         let Prepared { prompt, max_new_tokens, checked, shown_token_ids, parsers, reservations } = prepared;
         let group = (reservations.len() > 1).then(rand::random);
         let mut parsers = parsers.into_iter();
         for (index, reservation) in reservations.into_iter().enumerate() {
-            metrics::prompt_accepted(prompt.token_ids.len(), max_new_tokens);
+            let num_prompt_tokens = prompt.token_ids.len();
             let seed = checked.seed_of(index);
+            metrics::prompt_accepted(num_prompt_tokens, max_new_tokens);
+            let shown_seed = checked.seed.map(|_| seed);
             let request = SequenceRequest {
                 prompt_token_ids: prompt.token_ids.clone(),
                 num_source_tokens: 0,
                 max_new_tokens,
                 sampling: Sampling { seed, ..checked.sampling.clone() },
                 grammar: checked.grammar.clone(),
-                priority: checked.priority,
+                num_second_text_tokens: 0,
+                needs_prompt_outputs: false,
+                priority: match config.priority_order {
+                    PriorityOrder::HighestFirst => checked.priority,
+                    PriorityOrder::LowestFirst => -checked.priority,
+                },
                 group,
+                cache_salt: checked.cache_salt.as_ref().map(|salt| salts.hash_one(salt)),
+                timeline: record.trace().map(|trace| trace.add_sequence(num_prompt_tokens, shown_seed)),
             };
             let options = SequenceOptions {
                 request,
@@ -215,19 +288,22 @@ impl GenerationService {
                 ignore_eos: checked.ignore_eos,
                 stop_strings: checked.stop_strings.clone(),
                 stop_text,
-                shown_token_ids: Arc::clone(&shown_token_ids),
+                shown: if checked.shows_special_tokens {
+                    ShownTokens::All
+                } else {
+                    ShownTokens::These(Arc::clone(&shown_token_ids))
+                },
+                num_alternatives: checked.num_alternatives,
                 deadlines,
             };
             let stream = TextStream::start(generator.as_ref(), model, options, reservation, abandoned.clone());
-            let num_prompt_tokens = prompt.token_ids.len();
-            let seed = checked.seed.map(|_| seed);
-            generations.running.push(Running { stream, parser: parsers.next(), seed, num_prompt_tokens });
+            generations.running.push(Running { stream, parser: parsers.next(), seed: shown_seed, num_prompt_tokens });
         }
         generations.prompts.push(prompt);
     }
 
     /// Awaits what precedes the queue, within the request's deadlines and until a shutdown's grace period is over.
-    async fn in_time<T>(
+    pub(super) async fn in_time<T>(
         &self,
         deadlines: Deadlines,
         future: impl Future<Output = Result<T, GenerationError>>,

@@ -11,15 +11,19 @@ use super::deadline::{Deadlines, reached};
 use super::delta::{Finish, FinishReason, PromptToken, TextDelta, TextToken, Timings, TopToken};
 use super::error::GenerationError;
 use super::held_text::HeldText;
+use super::parameter::NumAlternatives;
 use crate::engine::{Generator, SequenceStream};
-use crate::sequence::{self, SequenceEvent, SequenceRequest, Token};
+use crate::sequence::{self, End, SequenceEvent, SequenceRequest, Timeline, Token};
+use crate::telemetry::metrics;
 use crate::text::{Detokenizer, Piece, StopMatcher, StopOutcome, TextModel};
 
 /// What happens to the stop string that ended a text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StopText {
-    /// The text ends with it (TGI).
+    /// The text ends with it. At the last allowed token, the limit counts as the reason (TGI).
     Kept,
+    /// The text ends with it, also at the last allowed token.
+    Included,
     /// The text ends before it (OpenAI). Text that may become part of a stop string is held back.
     Cut,
 }
@@ -36,9 +40,26 @@ pub(super) struct SequenceOptions {
     /// None is empty.
     pub(super) stop_strings: Vec<String>,
     pub(super) stop_text: StopText,
-    /// Special tokens that are part of the visible text: the marks of tool calls and reasoning.
-    pub(super) shown_token_ids: Arc<[u32]>,
+    pub(super) shown: ShownTokens,
+    pub(super) num_alternatives: NumAlternatives,
     pub(super) deadlines: Deadlines,
+}
+
+/// Special tokens that are part of the visible text.
+#[derive(Clone, Debug)]
+pub(super) enum ShownTokens {
+    All,
+    /// The marks of tool calls and reasoning.
+    These(Arc<[u32]>),
+}
+
+impl ShownTokens {
+    fn contains(&self, id: u32) -> bool {
+        match self {
+            Self::All => true,
+            Self::These(ids) => ids.contains(&id),
+        }
+    }
 }
 
 /// A running sequence. Dropping it aborts the sequence and returns its reservation.
@@ -55,13 +76,16 @@ pub(super) struct TextStream {
     held: HeldText,
     /// The sequence ends with one of these; their text is not part of the answer.
     stop_token_ids: Vec<u32>,
-    shown_token_ids: Arc<[u32]>,
+    shown: ShownTokens,
+    num_alternatives: NumAlternatives,
     /// Empty unless prompt logprobs were requested.
     prompt_tokens: Vec<PromptToken>,
     max_new_tokens: u32,
     num_generated_tokens: u32,
     num_cached_tokens: usize,
     deadlines: Deadlines,
+    /// `None`: the request is not traced.
+    timeline: Option<Timeline>,
     submitted: Instant,
     /// When the first step began.
     started: Option<Instant>,
@@ -94,6 +118,7 @@ impl TextStream {
             request.num_source_tokens = prompt_token_ids.len() as u32;
             request.prompt_token_ids.extend_from_slice(&decoder_prefix);
         }
+        let timeline = request.timeline.clone();
         let submitted = Instant::now();
         Self {
             events: generator.submit(request),
@@ -105,12 +130,14 @@ impl TextStream {
             stop_text: options.stop_text,
             held: HeldText::default(),
             stop_token_ids,
-            shown_token_ids: options.shown_token_ids,
+            shown: options.shown,
+            num_alternatives: options.num_alternatives,
             prompt_tokens,
             max_new_tokens,
             num_generated_tokens: 0,
             num_cached_tokens: 0,
             deadlines: options.deadlines,
+            timeline,
             submitted,
             started: None,
         }
@@ -142,7 +169,9 @@ impl TextStream {
                 }
                 SequenceEvent::PromptTokens(tokens) => self.accept_prompt(tokens),
                 SequenceEvent::Token(token) => return self.accept(token).await,
-                SequenceEvent::Finished(_) | SequenceEvent::Failed(_) => return Err(GenerationError::Incomplete),
+                SequenceEvent::Vector(_) | SequenceEvent::Finished(_) | SequenceEvent::Failed(_) => {
+                    return Err(GenerationError::Incomplete);
+                }
             }
         }
     }
@@ -175,38 +204,45 @@ impl TextStream {
 
     fn accept_prompt(&mut self, tokens: Vec<Token>) {
         for token in tokens {
-            let (text, top) = (self.detokenizer.token_text(token.id), self.top_tokens(&token.top));
+            let top = self.top_tokens(&token.top, self.num_alternatives.of_prompt);
+            let text = self.detokenizer.token_text(token.id);
             self.prompt_tokens.push(PromptToken { id: token.id, text, logprob: Some(token.logprob), top });
         }
     }
 
-    fn top_tokens(&self, top: &[sequence::TopToken]) -> Vec<TopToken> {
+    fn top_tokens(&self, top: &[sequence::TopToken], num_shown: usize) -> Vec<TopToken> {
         let decoded = |token: &sequence::TopToken| TopToken {
             id: token.id,
             text: self.detokenizer.token_text(token.id),
             logprob: token.logprob,
             special: self.detokenizer.is_special(token.id),
         };
-        top.iter().map(decoded).collect()
+        top.iter().take(num_shown).map(decoded).collect()
     }
 
     async fn accept(&mut self, token: Token) -> Result<TextDelta, GenerationError> {
+        if self.num_generated_tokens == 0 {
+            metrics::first_token(self.deadlines.received.elapsed());
+        }
         self.num_generated_tokens += 1;
         let is_stop_token = self.stop_token_ids.contains(&token.id);
-        let mut piece = if is_stop_token {
+        let hides_stop = is_stop_token && self.stop_text != StopText::Included;
+        let mut piece = if hides_stop {
             // Not part of the text, even where the tokenizer does not call it special.
             Piece { text: self.detokenizer.token_text(token.id), special: true }
         } else {
             self.detokenizer.push(token.id)
         };
         let special = piece.special;
-        piece.special &= is_stop_token || !self.shown_token_ids.contains(&token.id);
+        piece.special &= hides_stop || !self.shown.contains(token.id);
         let (mut text, stop_string) = self.match_stop_strings(&mut piece);
 
         let ends_in_engine = is_stop_token || self.num_generated_tokens >= self.max_new_tokens;
         let reason = match (ends_in_engine, stop_string, self.stop_text) {
             (false, None, _) => None,
-            (false, Some(index), _) | (true, Some(index), StopText::Cut) => Some(FinishReason::StopString(index)),
+            (false, Some(index), _) | (true, Some(index), StopText::Cut | StopText::Included) => {
+                Some(FinishReason::StopString(index))
+            }
             // COMPAT: at the last allowed token TGI answers "length", even if a stop string is complete.
             (true, _, _) => Some(self.reason_from_engine().await?),
         };
@@ -224,18 +260,26 @@ impl TextStream {
             num_cached_tokens: self.num_cached_tokens,
             timings: self.timings(),
         });
-        let top = self.top_tokens(&token.top);
+        if let (Some(timeline), Some(finish)) = (&self.timeline, &finish) {
+            timeline.end(End {
+                at: Instant::now(),
+                finish_reason: Some(finish.reason.name()),
+                num_generated_tokens: finish.num_generated_tokens,
+                num_cached_tokens: finish.num_cached_tokens,
+            });
+        }
+        let top = self.top_tokens(&token.top, self.num_alternatives.of_generated);
         let token = TextToken { id: token.id, text: piece.text, logprob: token.logprob, special, top };
         Ok(TextDelta { token, text, finish })
     }
 
     /// Returns the text that is final now, and the position of the stop string that is complete. With
-    /// [`StopText::Kept`] the piece is cut after the stop string.
+    /// [`StopText::Kept`] and [`StopText::Included`] the piece is cut after the stop string.
     fn match_stop_strings(&mut self, piece: &mut Piece) -> (String, Option<usize>) {
         let outcome = self.stop_matcher.push(&piece.text);
         match (self.stop_text, outcome) {
-            (StopText::Kept, StopOutcome::Release(_)) => (visible(piece), None),
-            (StopText::Kept, StopOutcome::Match { index, end_in_piece, .. }) => {
+            (StopText::Kept | StopText::Included, StopOutcome::Release(_)) => (visible(piece), None),
+            (StopText::Kept | StopText::Included, StopOutcome::Match { index, end_in_piece, .. }) => {
                 piece.text.truncate(end_in_piece);
                 (visible(piece), Some(index))
             }

@@ -1,5 +1,7 @@
 //! What can be wrong with a request's parameters. Messages name the parameter, its limit and what was given.
 
+use crate::sequence::Task;
+
 // COMPAT: TGI's messages, where TGI has the check.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub(crate) enum ValidationError {
@@ -49,8 +51,18 @@ pub(crate) enum ValidationError {
     Truncate { max: usize, given: usize },
     #[error("{0}")]
     Tokenizer(String),
+    #[error("this route is not what the model is for: it {served}")]
+    Task { served: Task },
+    #[error(
+        "`inputs` must be at most {max}; raise --max-client-batch-size or --max-concurrent-requests. Given: {given}"
+    )]
+    NumInputs { max: usize, given: usize },
+    #[error("{0}")]
+    Prompt(String),
+    #[error("`dimensions` must be {allowed}. Given: {given}")]
+    Dimensions { allowed: String, given: usize },
     #[error("token ids must be < {vocabulary}. Given: {given}")]
-    TokenId { vocabulary: u32, given: u32 },
+    TokenId { field: &'static str, vocabulary: u32, given: u32 },
     #[error(
         "`inputs` tokens + `max_new_tokens` must be <= {max}. Given: {input} `inputs` tokens and {new} `max_new_tokens`"
     )]
@@ -65,6 +77,8 @@ pub(crate) enum ValidationError {
     Grammar(String),
     #[error("`grammar` and `response_format` are the same thing; send one of them")]
     TwoGrammars,
+    #[error("`{one}` and `{other}` exclude each other; send one of them")]
+    Exclusive { one: &'static str, other: &'static str },
     #[error("`grammar` is not supported: the server runs with --disable-grammar-support")]
     GrammarDisabled,
     #[error("`min_p` must be >= 0.0 and <= 1.0")]
@@ -81,6 +95,14 @@ pub(crate) enum ValidationError {
     LogitBiasCount { max: usize, given: usize },
     #[error("`logit_bias` must be >= -100 and <= 100. Given: {bias} for token {token_id}")]
     LogitBias { token_id: u32, bias: f32 },
+    #[error("`allowed_token_ids` must name at least one token")]
+    NoAllowedTokens,
+    #[error("`allowed_token_ids` supports up to {max} tokens, as many as the vocabulary has. Given: {given}")]
+    AllowedTokenCount { max: u32, given: usize },
+    #[error("`bad_words` supports up to {max} {unit}. Given: {given}")]
+    BadWords { unit: &'static str, max: usize, given: usize },
+    #[error("`bad_words` must not contain an empty string")]
+    EmptyBadWord,
     #[error("`priority` must be >= -{max} and <= {max}. Given: {given}")]
     Priority { max: i32, given: i32 },
     #[error("`timeout` must be > 0 and <= {max} seconds. Given: {given}")]
@@ -126,6 +148,8 @@ impl ValidationError {
                 .replace("`inputs`", &quoted(names.prompt))
                 .replace("`max_new_tokens`", &quoted(names.max_tokens))
                 .replace("`stop`", &quoted(names.stop))
+                .replace("`grammar`", &quoted(names.grammar))
+                .replace("`truncate`", "`truncate_prompt_tokens`")
                 .replace("`top_n_tokens`", "`top_logprobs`"),
         }
     }
@@ -138,7 +162,9 @@ impl ValidationError {
     /// The invalid field of OpenAI's API, if a single field is invalid.
     pub(crate) fn openai_param(&self, names: FieldNames) -> Option<&str> {
         match self {
-            Self::EmptyInput | Self::InputTokens { .. } | Self::TotalTokens { .. } => Some(names.prompt),
+            Self::EmptyInput | Self::NumInputs { .. } | Self::InputTokens { .. } | Self::TotalTokens { .. } => {
+                Some(names.prompt)
+            }
             Self::BestOf { .. } | Self::BestOfStream | Self::BestOfSampling => Some("best_of"),
             Self::BestOfSeed => Some("seed"),
             Self::Temperature => Some("temperature"),
@@ -151,7 +177,8 @@ impl ValidationError {
             Self::NoNewTokens | Self::NewTokens { .. } | Self::TwoLengths => Some(names.max_tokens),
             Self::StopCount { .. } | Self::EmptyStop => Some(names.stop),
             Self::TopNTokens { .. } => Some("top_logprobs"),
-            Self::Logprobs { field, .. } | Self::Unsupported { field, .. } => Some(field),
+            Self::Logprobs { field, .. } | Self::Unsupported { field, .. } | Self::TokenId { field, .. } => Some(field),
+            Self::Exclusive { other, .. } => Some(other),
             Self::Adapter(_) => Some("model"),
             Self::Grammar(_) | Self::TwoGrammars | Self::GrammarDisabled => Some(names.grammar),
             Self::MinP => Some("min_p"),
@@ -160,14 +187,20 @@ impl ValidationError {
             Self::MinTokens { .. } => Some("min_tokens"),
             Self::StopTokenCount { .. } => Some("stop_token_ids"),
             Self::LogitBiasCount { .. } | Self::LogitBias { .. } => Some("logit_bias"),
+            Self::NoAllowedTokens | Self::AllowedTokenCount { .. } => Some("allowed_token_ids"),
+            Self::BadWords { .. } | Self::EmptyBadWord => Some("bad_words"),
             Self::Priority { .. } => Some("priority"),
             Self::Timeout { .. } => Some("timeout"),
             Self::IgnoreEosWithGrammar => Some("ignore_eos"),
             Self::StreamOptions => Some("stream_options"),
             Self::NoMessages | Self::ContentPart { .. } => Some("messages"),
             Self::Item { path, .. } => Some(path),
-            Self::NoPrompts | Self::TokenId { .. } => Some("prompt"),
-            Self::PrefillDetailsStream | Self::NoInstances | Self::Truncate { .. } | Self::Tokenizer(_) => None,
+            Self::NoPrompts => Some("prompt"),
+            Self::Dimensions { .. } => Some("dimensions"),
+            Self::Prompt(_) => Some("prompt_name"),
+            Self::Task { .. } => Some("model"),
+            Self::Truncate { .. } => Some("truncate_prompt_tokens"),
+            Self::PrefillDetailsStream | Self::NoInstances | Self::Tokenizer(_) => None,
         }
     }
 }

@@ -11,8 +11,9 @@ use super::dialect::{self, Dialect};
 use crate::api::error::ApiError;
 use crate::config::ApiKeys;
 
-/// Routes that require no key: health, metrics, the served model and documentation, never generated text.
-const OPEN_PATHS: [&str; 10] = [
+/// Routes that require no key: health, metrics, the served model, documentation and the playground's page, never
+/// generated text.
+const OPEN_PATHS: [&str; 11] = [
     "/",
     "/health",
     "/health/live",
@@ -20,11 +21,12 @@ const OPEN_PATHS: [&str; 10] = [
     "/ping",
     "/metrics",
     "/info",
+    "/version",
     "/v1/models",
     "/v1/models/{*id}",
     "/api-doc/openapi.json",
 ];
-const OPEN_FOLDER: &str = "/docs";
+const OPEN_FOLDERS: [&str; 2] = ["/docs", "/playground"];
 
 /// The header in which Anthropic's clients send a key.
 pub(super) const API_KEY: &str = "x-api-key";
@@ -62,8 +64,8 @@ pub(super) async fn require_key(State(keys): State<ApiKeys>, request: Request, n
 /// Whether the route with this path pattern requires no key.
 pub(super) fn is_open(path: &str, method: &Method) -> bool {
     let reads = matches!(*method, Method::GET | Method::HEAD);
-    let in_folder = || path.strip_prefix(OPEN_FOLDER).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
-    reads && (OPEN_PATHS.contains(&path) || in_folder())
+    let is_in = |folder| path.strip_prefix(folder).is_some_and(|rest: &str| rest.is_empty() || rest.starts_with('/'));
+    reads && (OPEN_PATHS.contains(&path) || OPEN_FOLDERS.into_iter().any(is_in))
 }
 
 /// COMPAT: TGI's refusal has no body.

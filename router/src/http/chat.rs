@@ -9,11 +9,13 @@ use axum::response::Response;
 use super::dialect::{OpenAiError, OpenAiJson};
 use super::document::OpenAiFailures;
 use super::envelope;
+use super::logprob::TokenNames;
 use super::openai_answer::OpenAiAnswer;
 use super::service::Service;
+use crate::api::error::ApiError;
 use crate::api::openai::{ChatChunk, ChatCompletion, ChatRequest};
 use crate::telemetry::RequestRecord;
-use choice::{ChatReader, ChatSum};
+use choice::{ChatReader, ChatShape, ChatSum};
 
 /// Answer a conversation.
 #[utoipa::path(
@@ -36,24 +38,47 @@ pub(super) async fn chat_completions(
     OpenAiJson(request): OpenAiJson<ChatRequest>,
 ) -> Result<Response, OpenAiError> {
     record.generates();
-    let (streams, with_usage) =
-        (request.stream, request.stream_options.as_ref().is_some_and(|options| options.include_usage));
+    let (streams, stream_options) = (request.stream, request.stream_options.unwrap_or_default());
     let object = if streams { "chat.completion.chunk" } else { "chat.completion" };
-    // COMPAT: any model name is accepted and echoed; "tgi" means the served model.
-    let model = request.model.as_ref().filter(|model| *model != "tgi").unwrap_or(&service.config().model_id).clone();
+    let model = service.model_name(request.model.as_deref())?;
     let envelope = envelope::new(object, "chatcmpl", model);
-    let logprobs_of = request.logprobs.then(|| service.generation().text().clone());
-    let generations = service.generation().start(request.into_generation()?, record.received()).await;
-    let generations = generations.map_err(OpenAiError::of_chat)?;
-    let call_ids = generations.prompts.first().and_then(|prompt| prompt.tool_call_ids);
-    let readers = (0..generations.len()).map(|index| ChatReader::new(index, logprobs_of.clone(), call_ids)).collect();
-    let answer = OpenAiAnswer { service, record, envelope, generations, readers, with_usage, hides_generated: false };
+    let logprobs_of = request.logprobs.then(|| TokenNames {
+        text_model: service.generation().text().clone(),
+        are_ids: request.vllm.return_tokens_as_token_ids,
+    });
+    let mut shape = ChatShape {
+        logprobs_of,
+        echo: request.echoed(),
+        with_prompt_logprobs: request.vllm.prompt_logprobs.is_some(),
+        hides_reasoning: request.include_reasoning == Some(false),
+        ..ChatShape::default()
+    };
+    let shows_token_ids = request.vllm.return_token_ids;
+    let names = request.names();
+    let refused = |error: ApiError| OpenAiError::named(error, names);
+    let request = request.into_generation(service.config()).map_err(|error| refused(error.into()))?;
+    let generations = service.generation().start(request, &record).await;
+    let generations = generations.map_err(|error| refused(error.into()))?;
+    if let Some(prompt) = generations.prompts.first() {
+        shape.call_ids = prompt.tool_call_ids;
+        shape.prompt_token_ids = shows_token_ids.then(|| prompt.token_ids.clone());
+    }
+    let readers = (0..generations.len()).map(|index| ChatReader::new(index, shape.clone())).collect();
+    let answer =
+        OpenAiAnswer { service, record, envelope, generations, readers, stream_options, hides_generated: false };
     if streams {
         return Ok(answer.stream());
     }
-    let render = |envelope, sums: Vec<(_, ChatSum)>, usage| {
+    let render = |envelope, mut sums: Vec<(_, ChatSum)>, usage| {
+        let prompt = sums.first_mut().map(|(_, sum)| sum.take_prompt()).unwrap_or_default();
         let choices = sums.into_iter().enumerate().map(|(index, (_, sum))| sum.into_choice(index)).collect();
-        ChatCompletion { envelope, choices, usage }
+        ChatCompletion {
+            envelope,
+            choices,
+            usage,
+            prompt_token_ids: prompt.token_ids,
+            prompt_logprobs: prompt.logprobs,
+        }
     };
     answer.plain(render).await
 }

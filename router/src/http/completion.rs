@@ -9,12 +9,12 @@ use axum::response::Response;
 use super::dialect::{OpenAiError, OpenAiJson};
 use super::document::OpenAiFailures;
 use super::envelope;
-use super::logprob::CompletionLogprobWriter;
+use super::logprob::{CompletionLogprobWriter, TokenNames};
 use super::openai_answer::OpenAiAnswer;
 use super::service::Service;
 use crate::api::openai::{Completion, CompletionChunk, CompletionRequest};
 use crate::telemetry::RequestRecord;
-use choice::{CompletionReader, Echo};
+use choice::{CompletionReader, CompletionShape, Echo};
 
 /// Continue one or several prompts.
 #[utoipa::path(
@@ -37,24 +37,35 @@ pub(super) async fn completions(
     OpenAiJson(request): OpenAiJson<CompletionRequest>,
 ) -> Result<Response, OpenAiError> {
     record.generates();
-    let envelope = envelope::new("text_completion", "cmpl", service.config().model_id.clone());
-    let (streams, with_usage) =
-        (request.stream, request.stream_options.as_ref().is_some_and(|options| options.include_usage));
+    service.model_name(request.model.as_deref())?;
+    let envelope = envelope::new("text_completion", "cmpl", service.config().model_name().to_owned());
+    let (streams, stream_options) = (request.stream, request.stream_options.unwrap_or_default());
+    let (shows_token_ids, with_prompt_logprobs) =
+        (request.vllm.return_token_ids, request.vllm.prompt_logprobs.is_some());
     let (echoes, with_logprobs) = (request.echo, request.logprobs.is_some());
-    let hides_generated = request.hides_generated();
+    let (hides_generated, are_ids) = (request.hides_generated(), request.vllm.return_tokens_as_token_ids);
+    let names = request.names();
     let (request, num_choices) = request.into_generation(service.config())?;
-    let generations = service.generation().start(request, record.received()).await?;
+    let generations = service.generation().start(request, &record).await;
+    let generations = generations.map_err(|error| OpenAiError::named(error, names))?;
     let num_per_prompt = generations.num_per_prompt;
     let model = service.generation().text();
     let mut readers = Vec::with_capacity(generations.len());
     for prompt in &generations.prompts {
         let echo = echoes.then(|| Echo::new(model, prompt.text.clone(), &prompt.token_ids, with_logprobs));
         for _ in 0..num_per_prompt {
-            let logprobs = with_logprobs.then(|| CompletionLogprobWriter::new(model.clone()));
-            readers.push(CompletionReader::new(readers.len(), echo.clone(), logprobs, hides_generated));
+            let names = || TokenNames { text_model: model.clone(), are_ids };
+            let logprobs = with_logprobs.then(|| CompletionLogprobWriter::new(names()));
+            let shape = CompletionShape {
+                echo: echo.clone(),
+                prompt_token_ids: shows_token_ids.then(|| prompt.token_ids.clone()),
+                with_prompt_logprobs,
+                hides_generated,
+            };
+            readers.push(CompletionReader::new(readers.len(), shape, logprobs));
         }
     }
-    let answer = OpenAiAnswer { service, record, envelope, generations, readers, with_usage, hides_generated };
+    let answer = OpenAiAnswer { service, record, envelope, generations, readers, stream_options, hides_generated };
     if streams {
         return Ok(answer.stream());
     }

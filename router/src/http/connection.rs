@@ -1,4 +1,4 @@
-//! Connections: HTTP/1.1 and HTTP/2 on one port, within the limits of one client. TLS is a proxy's job.
+//! Connections: HTTP/1.1 and HTTP/2 on one port or unix socket, within the limits of one client. TLS is a proxy's job.
 //!
 //! INVARIANT: no connection outlives [`serve`], whether it returns or is dropped.
 
@@ -15,12 +15,12 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulConnection;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tower::ServiceExt;
 
+use super::socket::{Listener, Stream};
 use super::{guarded_body, socket, vertex_route};
 use crate::config::{ConnectionLimits, VertexRoutes};
 use crate::telemetry::metrics;
@@ -45,14 +45,14 @@ pub(crate) struct App {
 }
 
 /// Accepts connections until `closing` is cancelled; then returns when every connection has finished its requests.
-pub(crate) async fn serve(listener: TcpListener, app: App, closing: CancellationToken) {
+pub(crate) async fn serve(listener: Listener, app: App, closing: CancellationToken) {
     let mut connections = JoinSet::new();
     let mut was_full = false;
     loop {
         tokio::select! {
             () = closing.cancelled() => break,
             accepted = listener.accept() => match accepted {
-                Ok((stream, _)) => {
+                Ok(stream) => {
                     while connections.try_join_next().is_some() {}
                     let max_connections = app.limits.max_connections;
                     let is_full = connections.len() >= max_connections;
@@ -85,7 +85,7 @@ fn is_of_connection(error: &io::Error) -> bool {
     matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset)
 }
 
-async fn serve_connection(stream: TcpStream, app: App, closing: CancellationToken) {
+async fn serve_connection(stream: Stream, app: App, closing: CancellationToken) {
     let limits = app.limits;
     if let Err(error) = socket::configure(&stream, limits) {
         // The client may be gone already. A socket without these options still works.
@@ -117,10 +117,10 @@ async fn serve_connection(stream: TcpStream, app: App, closing: CancellationToke
 
 /// Peeks at the first bytes and leaves them for the protocol's own reader. Waits for the whole preface, because hyper's
 /// HTTP/2 side would wait for the rest of it without a limit.
-async fn begins_as_http2(stream: &TcpStream) -> io::Result<bool> {
+async fn begins_as_http2(stream: &Stream) -> io::Result<bool> {
     let mut first = [0; HTTP2_PREFACE.len()];
     loop {
-        let count = stream.peek(&mut first).await?;
+        let count = socket::peek(stream, &mut first).await?;
         if count == 0 || first[..count] != HTTP2_PREFACE[..count] {
             return Ok(false);
         }
@@ -224,7 +224,7 @@ fn is_given_up(error: &hyper::Error) -> bool {
 
 /// Closes the write side, then reads and discards what the client still sends, so that it can read the response to a
 /// refused request: closing a socket with unread input resets it, and the response may be lost (RFC 9112, section 9.6).
-async fn linger(mut stream: TcpStream) {
+async fn linger(mut stream: Stream) {
     let until_closed = async {
         stream.shutdown().await?;
         let mut buffer = vec![0; LINGER_BUFFER_BYTES];

@@ -7,11 +7,16 @@ use axum::response::{IntoResponse, Response};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::api::error::{ApiError, CHAT_NAMES, COMPLETION_NAMES, RESPONSE_NAMES};
+use crate::api::error::{ApiError, COMPLETION_NAMES, RESPONSE_NAMES};
 use crate::generation::FieldNames;
 
 /// SageMaker's route, whose bodies decide the dialect.
 pub(super) const INVOCATIONS: &str = "/invocations";
+
+/// The route of TGI and of vLLM, whose bodies decide the dialect.
+pub(super) const TOKENIZE: &str = "/tokenize";
+/// vLLM's route.
+pub(super) const DETOKENIZE: &str = "/detokenize";
 
 /// How a route writes errors.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -26,11 +31,11 @@ pub(super) enum Dialect {
 impl Dialect {
     pub(super) fn of(path: &str) -> Self {
         let is_in = |folder| path.strip_prefix(folder).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
-        if path == INVOCATIONS {
+        if path == INVOCATIONS || path == TOKENIZE {
             Self::Either
         } else if is_in("/v1/messages") {
             Self::Anthropic
-        } else if is_in("/v1") {
+        } else if is_in("/v1") || path == DETOKENIZE {
             Self::OpenAi
         } else {
             Self::Tgi
@@ -55,9 +60,9 @@ pub(super) struct OpenAiError {
 }
 
 impl OpenAiError {
-    /// An error of a chat, whose prompt is its messages.
-    pub(super) fn of_chat(error: impl Into<ApiError>) -> Self {
-        Self { error: error.into(), names: CHAT_NAMES }
+    /// An error of a request with these names.
+    pub(super) fn named(error: impl Into<ApiError>, names: FieldNames) -> Self {
+        Self { error: error.into(), names }
     }
 
     /// An error of a response, whose prompt is its input.

@@ -33,6 +33,7 @@ const KEY_HEADER: &str = "key_header";
     tags(
         (name = "TGI", description = "The routes of text-generation-inference."),
         (name = "OpenAI", description = "The routes of OpenAI."),
+        (name = "TEI", description = "The routes of text-embeddings-inference."),
         (name = "Anthropic", description = "The routes of Anthropic."),
         (name = "Clouds", description = "Routes for SageMaker and Vertex AI."),
         (name = "Server", description = "The served model, health and metrics."),
@@ -95,12 +96,19 @@ const READING: [(u16, &str); 5] = [
     (415, "The content type is not `application/json`."),
     (422, "As text: the body does not match the schema. As JSON: the request is invalid."),
 ];
-const ADMITTING: [(u16, &str); 2] = [
+const ADMITTING: [(u16, &str); 3] = [
+    (404, "The request names a model that is not served; only with `--check-model-name`."),
     (429, "The server is at capacity; `Retry-After` is the number of seconds after which to try again."),
     (503, "The server is shutting down."),
 ];
-const GENERATING: [(u16, &str); 4] =
-    [(424, "The generation failed."), ADMITTING[0], ADMITTING[1], (504, "The request's own `timeout` expired.")];
+/// The first is not one of TGI's routes, whose requests name no model.
+const GENERATING: [(u16, &str); 5] = [
+    ADMITTING[0],
+    (424, "The generation failed."),
+    ADMITTING[1],
+    ADMITTING[2],
+    (504, "The request's own `timeout` expired."),
+];
 
 /// The responses of health routes.
 pub(super) struct Health;
@@ -121,6 +129,10 @@ pub(super) struct TgiFailures;
 pub(super) struct OpenAiFailures;
 /// Failures of generations on Anthropic's routes.
 pub(super) struct AnthropicFailures;
+/// Failures of OpenAI's routes that take a permit but generate nothing.
+pub(super) struct OpenAiAdmissionFailures;
+/// Failures of the route that takes a permit but generates nothing, where the body decides the dialect.
+pub(super) struct EitherAdmissionFailures;
 /// Failures of Anthropic's route that takes a permit but generates nothing.
 pub(super) struct AnthropicAdmissionFailures;
 /// Failures of generations where the body decides the dialect.
@@ -132,9 +144,21 @@ impl IntoResponses for AdmissionFailures {
     }
 }
 
+impl IntoResponses for OpenAiAdmissionFailures {
+    fn responses() -> BTreeMap<String, RefOr<Response>> {
+        failures(Dialect::OpenAi, &ADMITTING)
+    }
+}
+
+impl IntoResponses for EitherAdmissionFailures {
+    fn responses() -> BTreeMap<String, RefOr<Response>> {
+        failures(Dialect::Either, &ADMITTING)
+    }
+}
+
 impl IntoResponses for TgiFailures {
     fn responses() -> BTreeMap<String, RefOr<Response>> {
-        failures(Dialect::Tgi, &GENERATING)
+        failures(Dialect::Tgi, &GENERATING[1..])
     }
 }
 
@@ -163,8 +187,10 @@ impl IntoResponses for EitherFailures {
 }
 
 fn failures(dialect: Dialect, failures: &Failures) -> BTreeMap<String, RefOr<Response>> {
-    let is_possible =
-        |status| !(matches!(dialect, Dialect::OpenAi | Dialect::Anthropic) && matches!(status, 422 | 424));
+    let is_possible = |status| match dialect {
+        Dialect::OpenAi | Dialect::Anthropic => !matches!(status, 422 | 424),
+        Dialect::Tgi | Dialect::Either => true,
+    };
     let response = |&(status, description): &(u16, &str)| (status.to_string(), failure(dialect, status, description));
     failures.iter().filter(|(status, _)| is_possible(*status)).map(response).collect()
 }
@@ -172,10 +198,10 @@ fn failures(dialect: Dialect, failures: &Failures) -> BTreeMap<String, RefOr<Res
 fn failure(dialect: Dialect, status: u16, description: &str) -> RefOr<Response> {
     let (text, bodies): (bool, &[&str]) = match (dialect, status) {
         (_, 431) | (Dialect::Tgi | Dialect::Either, 401) => (false, &[]),
-        (Dialect::OpenAi, _) => (false, &["OpenAiError"]),
+        (Dialect::OpenAi, _) | (Dialect::Either, 404) => (false, &["OpenAiError"]),
         (Dialect::Anthropic, _) => (false, &["AnthropicError"]),
-        (Dialect::Tgi, 400) | (_, 413 | 415) => (true, &[]),
-        (Dialect::Either, 400) => (true, &["OpenAiError"]),
+        (Dialect::Tgi, 400 | 415) | (_, 413) => (true, &[]),
+        (Dialect::Either, 400 | 415) => (true, &["OpenAiError"]),
         (_, 422) => (true, &["Error"]),
         (Dialect::Either, 429 | 500 | 503 | 504) => (false, &["Error", "OpenAiError"]),
         (Dialect::Tgi | Dialect::Either, _) => (false, &["Error"]),

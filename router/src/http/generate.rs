@@ -160,7 +160,7 @@ async fn start(
     let with_details = request.parameters.details || request.parameters.decoder_input_details;
     let request = request.into_generation(service.config(), streams)?;
     let choice = Choice::new(request.parameters.best_of, request.parameters.extension.n);
-    let generations = service.generation().start(request, record.received()).await?;
+    let generations = service.generation().start(request, record).await?;
     let inputs = generations.prompts.first().and_then(|prompt| prompt.text.clone()).unwrap_or_default();
     Ok((generations, Shape { inputs, return_full_text, with_details, choice }))
 }

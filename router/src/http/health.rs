@@ -2,12 +2,14 @@
 
 use axum::Json;
 use axum::extract::State;
-use axum::http::StatusCode;
+use axum::http::{HeaderMap, StatusCode};
+use axum::response::{IntoResponse, Response};
 use serde::Serialize;
 use utoipa::ToSchema;
 
 use super::dialect::TgiError;
 use super::document;
+use super::playground;
 use super::service::Service;
 use crate::api::error::ApiError;
 use crate::generation::GenerationError;
@@ -71,10 +73,13 @@ pub(super) async fn ping(service: State<Service>) -> Result<StatusCode, TgiError
     health(service).await
 }
 
-/// The same as `/health`.
+/// The same as `/health`. A browser, which asks for `text/html`, gets the playground.
 #[utoipa::path(get, path = "/", tag = "Server", responses(document::Health))]
-pub(super) async fn root(service: State<Service>) -> Result<StatusCode, TgiError> {
-    health(service).await
+pub(super) async fn root(service: State<Service>, headers: HeaderMap) -> Response {
+    if service.config().playground && playground::wants_page(&headers) {
+        return playground::page();
+    }
+    health(service).await.into_response()
 }
 
 /// Liveness: fails only when a restart of the server is needed. The server restarts lost workers itself.

@@ -1,18 +1,48 @@
 //! Tokens with their logprobs, as OpenAI's routes render them.
 
-use crate::api::openai::{ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob, TopTokens};
+use crate::api::openai::{
+    ChatLogprobs, CompletionLogprobs, PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob, TopTokens,
+};
 use crate::generation::{PromptToken, TextToken, TopToken};
 use crate::text::TextModel;
 
-pub(super) fn of_chat(text_model: &TextModel, token: TextToken) -> ChatLogprobs {
+/// How tokens are named.
+#[derive(Clone)]
+pub(super) struct TokenNames {
+    pub(super) text_model: TextModel,
+    /// vLLM's `token_id:7` instead of the text.
+    pub(super) are_ids: bool,
+}
+
+impl TokenNames {
+    fn name(&self, id: u32, text: impl FnOnce() -> String) -> String {
+        if self.are_ids { format!("token_id:{id}") } else { text() }
+    }
+}
+
+pub(super) fn of_chat(names: &TokenNames, token: TextToken) -> ChatLogprobs {
+    let text_model = &names.text_model;
     let entry = |id, text: String, logprob| TopLogprob {
         bytes: text_model.token_bytes(id).or_else(|| whole_bytes(&text)),
-        token: text,
+        token: names.name(id, || text),
         logprob,
     };
     let top = |top: TopToken| entry(top.id, top_text(text_model, &top, token.id, &token.text), top.logprob);
     let top_logprobs = token.top.into_iter().map(top).collect();
     ChatLogprobs { content: vec![TokenLogprob { token: entry(token.id, token.text, token.logprob), top_logprobs }] }
+}
+
+/// The tokens of a prompt with their alternatives, as vLLM writes them.
+pub(super) fn of_prompt(tokens: Vec<PromptToken>) -> PromptLogprobs {
+    let written = |token: PromptToken| {
+        let PromptToken { id, text, logprob, top } = token;
+        let own = PromptLogprob { logprob: logprob?, rank: None, decoded_token: text };
+        let ranked = top.into_iter().zip(1..).map(|(top, rank)| {
+            (top.id, PromptLogprob { logprob: top.logprob, rank: Some(rank), decoded_token: top.text })
+        });
+        Some(std::iter::once((id, own)).chain(ranked).collect())
+    };
+    tokens.into_iter().map(written).collect()
 }
 
 /// The bytes of a token whose text contains only complete characters.
@@ -39,13 +69,13 @@ fn partial_character(text_model: &TextModel, id: u32) -> Option<String> {
 
 /// Writes the logprobs of one text, token by token.
 pub(super) struct CompletionLogprobWriter {
-    text_model: TextModel,
+    names: TokenNames,
     num_characters: usize,
 }
 
 impl CompletionLogprobWriter {
-    pub(super) fn new(text_model: TextModel) -> Self {
-        Self { text_model, num_characters: 0 }
+    pub(super) fn new(names: TokenNames) -> Self {
+        Self { names, num_characters: 0 }
     }
 
     /// `pieces`: the text that each token adds, and whether it is special and therefore not shown.
@@ -67,9 +97,10 @@ impl CompletionLogprobWriter {
 
     fn push(&mut self, logprobs: &mut CompletionLogprobs, entry: Entry) {
         let Entry { id, text, special, logprob, top } = entry;
+        let TokenNames { text_model, .. } = &self.names;
         let top_tokens = logprob.map(|logprob| {
-            let key = |id, text: String| partial_character(&self.text_model, id).unwrap_or(text);
-            let written = |top: &TopToken| (key(top.id, top_text(&self.text_model, top, id, &text)), top.logprob);
+            let key = |id, text| self.names.name(id, || partial_character(text_model, id).unwrap_or(text));
+            let written = |top: &TopToken| (key(top.id, top_text(text_model, top, id, &text)), top.logprob);
             let mut tokens: Vec<_> = top.iter().map(written).collect();
             // OpenAI always includes the chosen token: last, if it is not among the most probable.
             if !top.iter().any(|top| top.id == id) {
@@ -78,7 +109,7 @@ impl CompletionLogprobWriter {
             TopTokens(tokens)
         });
         let num_characters = if special { 0 } else { text.chars().count() };
-        logprobs.tokens.push(text);
+        logprobs.tokens.push(self.names.name(id, || text));
         logprobs.token_logprobs.push(logprob);
         logprobs.top_logprobs.push(top_tokens);
         logprobs.text_offset.push(self.num_characters);

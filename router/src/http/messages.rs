@@ -36,8 +36,9 @@ pub(super) async fn messages(
 ) -> Result<Response, AnthropicError> {
     record.generates();
     let streams = request.stream;
-    let mut writer = MessageWriter::new(&request, &service.config().model_id);
-    let generations = service.generation().start(request.into_generation()?, record.received()).await?;
+    let model = service.model_name(Some(&request.conversation.model))?;
+    let mut writer = MessageWriter::new(&request, model);
+    let generations = service.generation().start(request.into_generation()?, &record).await?;
     writer.read_prompt(&generations.prompts);
     let answer = MessageAnswer { service, record, generations, writer };
     if streams { Ok(answer.stream()) } else { Ok(answer.plain().await?) }
@@ -55,6 +56,7 @@ pub(super) async fn count_tokens(
     State(service): State<Service>,
     AnthropicJson(request): AnthropicJson<CountTokensRequest>,
 ) -> Result<Json<TokenCount>, AnthropicError> {
-    let tokenized = service.generation().tokenize_chat(request.into_chat()?).await?;
+    service.model_name(Some(&request.conversation.model))?;
+    let tokenized = service.generation().tokenize_chat(request.into_chat()?, false).await?;
     Ok(Json(TokenCount { input_tokens: tokenized.spans.len() }))
 }

@@ -9,18 +9,23 @@ mod completion;
 pub(crate) mod connection;
 mod dialect;
 mod document;
+mod embed;
 mod envelope;
 mod generate;
 mod guarded_body;
 mod header;
 mod health;
 mod invocations;
+mod leftover;
 mod logprob;
 mod message_answer;
 mod messages;
 mod observe;
 mod openai_answer;
+mod playground;
 mod request_id;
+mod rerank;
+mod response_store;
 mod responses;
 mod service;
 mod slow_body;
@@ -44,9 +49,11 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 pub(crate) use service::Service;
+pub use socket::Listener;
 
 use crate::api::error::ApiError;
 use crate::config::ConnectionLimits;
+use crate::sequence::Task;
 use dialect::Dialect;
 
 /// A value of `--cors-allow-origin` is not an origin.
@@ -60,31 +67,44 @@ pub(crate) fn router(service: Service) -> Result<Router, OriginError> {
     let max_body_bytes = config.payload_limit_bytes;
     let ConnectionLimits { body_timeout, client_timeout, .. } = config.connections;
     let api_keys = config.api_keys.clone();
-    let (router, document) = routes();
+    let traces = service.traces().cloned();
+    let serves_embeddings = config.pooling.as_ref().is_some_and(|pooling| pooling.task == Task::Embed);
+    let (router, document) = routes(serves_embeddings);
+    let playground = if config.playground { playground::routes() } else { Router::new() };
     let router = router
         .merge(document::pages(document))
+        .merge(playground)
         .fallback(unknown_route)
         .with_state(service)
         .layer(DefaultBodyLimit::max(max_body_bytes))
         .layer(middleware::from_fn_with_state(body_timeout, slow_body::limit))
         .layer(middleware::from_fn_with_state(api_keys, auth::require_key))
-        .layer(middleware::from_fn(observe::observe))
+        .layer(middleware::from_fn_with_state(traces.clone(), observe::observe))
         .layer(middleware::from_fn_with_state(client_timeout, unread::limit))
+        .layer(middleware::from_fn(leftover::discard))
         .layer(cors)
-        .layer(middleware::from_fn(request_id::identify));
+        .layer(middleware::from_fn_with_state(traces, request_id::identify));
     Ok(router)
 }
 
 /// All routes of the API, and the OpenAPI document that describes them.
-fn routes() -> (Router<Service>, OpenApi) {
+fn routes(serves_embeddings: bool) -> (Router<Service>, OpenApi) {
+    // COMPAT: clients of single models post to the root.
+    let root =
+        if serves_embeddings { routes!(embed::root, health::root) } else { routes!(generate::compat, health::root) };
     let (router, mut document) = OpenApiRouter::with_openapi(document::Outline::openapi())
-        .routes(routes!(generate::compat, health::root))
+        .routes(root)
         .routes(routes!(generate::generate))
         .routes(routes!(generate::generate_stream))
         .routes(routes!(tokenize::tokenize))
+        .routes(routes!(tokenize::detokenize))
         .routes(routes!(tokenize::chat_tokenize))
         .routes(routes!(chat::chat_completions))
         .routes(routes!(completion::completions))
+        .routes(routes!(embed::embeddings))
+        .routes(routes!(embed::embed))
+        .routes(routes!(rerank::rerank))
+        .routes(routes!(rerank::rerank_documents))
         .routes(routes!(responses::responses))
         .routes(routes!(messages::messages))
         .routes(routes!(messages::count_tokens))
@@ -93,6 +113,7 @@ fn routes() -> (Router<Service>, OpenApi) {
         .routes(routes!(invocations::invocations))
         .routes(routes!(vertex::vertex))
         .routes(routes!(status::info))
+        .routes(routes!(status::version))
         .routes(routes!(health::health))
         .routes(routes!(health::live))
         .routes(routes!(health::ready))
@@ -113,8 +134,9 @@ async fn unknown_route(request: Request) -> Response {
 }
 
 /// Response headers that scripts in a browser may read.
-const EXPOSED_HEADERS: [HeaderName; 12] = [
+const EXPOSED_HEADERS: [HeaderName; 13] = [
     request_id::REQUEST_ID,
+    request_id::TRACEPARENT,
     axum::http::header::RETRY_AFTER,
     HeaderName::from_static("x-compute-type"),
     HeaderName::from_static("x-compute-time"),

@@ -1,9 +1,8 @@
-//! Wraps every request: makes its record, writes its one log line, and turns a panic into an error response.
+//! Wraps every request: makes its record, closes it with one log line and one trace, and turns a panic into an error response.
 
 use std::panic::AssertUnwindSafe;
 
-use axum::extract::Request;
-use axum::http::{Method, StatusCode};
+use axum::extract::{MatchedPath, Request, State};
 use axum::middleware::Next;
 use axum::response::Response;
 use futures::FutureExt;
@@ -12,20 +11,25 @@ use super::dialect;
 use super::guarded_body;
 use crate::api::error::ApiError;
 use crate::generation::GenerationError;
-use crate::telemetry::{RequestIdentity, RequestRecord, metrics};
+use crate::telemetry::{Exchange, RequestIdentity, RequestRecord, Traces, metrics};
 
 /// Makes the request's record and closes it when the response's body has been sent or dropped.
-pub(super) async fn observe(mut request: Request, next: Next) -> Response {
+pub(super) async fn observe(State(traces): State<Option<Traces>>, mut request: Request, next: Next) -> Response {
     let identity = request.extensions().get::<RequestIdentity>().cloned();
-    let record = RequestRecord::new(identity.unwrap_or_else(|| RequestIdentity::of(request.headers())));
+    let record = RequestRecord::new(identity.expect("invariant: an outer layer identifies every request"), traces);
     request.extensions_mut().insert(record.clone());
-    let mut closing =
-        Closing { record, method: request.method().clone(), path: request.uri().path().to_owned(), status: None };
+    let exchange = Exchange {
+        method: request.method().clone(),
+        path: request.uri().path().to_owned(),
+        route: request.extensions().get::<MatchedPath>().map(|path| path.as_str().to_owned()),
+        status: None,
+    };
+    let mut closing = Closing { record, exchange };
     let response = match AssertUnwindSafe(next.run(request)).catch_unwind().await {
         Ok(response) => response,
-        Err(panic) => dialect::error_response(&closing.path, bug(panic.as_ref())),
+        Err(panic) => dialect::error_response(&closing.exchange.path, bug(panic.as_ref())),
     };
-    closing.status = Some(response.status());
+    closing.exchange.status = Some(response.status());
     if let Some(error) = response.extensions().get::<ApiError>() {
         fail(&closing.record, error);
     }
@@ -55,13 +59,11 @@ pub(super) fn bug(panic: &(dyn std::any::Any + Send)) -> ApiError {
 /// Closes the record when it is dropped.
 struct Closing {
     record: RequestRecord,
-    method: Method,
-    path: String,
-    status: Option<StatusCode>,
+    exchange: Exchange,
 }
 
 impl Drop for Closing {
     fn drop(&mut self) {
-        self.record.close(&self.method, &self.path, self.status);
+        self.record.close(&self.exchange);
     }
 }

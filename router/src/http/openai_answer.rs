@@ -10,9 +10,10 @@ use serde::Serialize;
 
 use super::dialect::OpenAiError;
 use super::header;
+use super::message_answer::ReasoningCount;
 use super::service::Service;
 use super::sse;
-use crate::api::openai::{Envelope, Usage};
+use crate::api::openai::{Envelope, StreamOptions, Usage};
 use crate::generation::{GenerationDelta, Generations};
 use crate::telemetry::{RequestRecord, RequestSummary};
 
@@ -40,8 +41,8 @@ pub(super) struct OpenAiAnswer<R> {
     pub(super) generations: Generations,
     /// One for each generation.
     pub(super) readers: Vec<R>,
-    /// Whether a stream ends with the usage.
-    pub(super) with_usage: bool,
+    /// Which of a stream's events have a usage.
+    pub(super) stream_options: StreamOptions,
     /// Whether the usage leaves out the generated tokens.
     pub(super) hides_generated: bool,
 }
@@ -49,23 +50,30 @@ pub(super) struct OpenAiAnswer<R> {
 impl<R: ChoiceReader> OpenAiAnswer<R> {
     /// A stream with an event for each chunk.
     pub(super) fn stream(self) -> Response {
-        let Self { service, record, envelope, generations, mut readers, with_usage, hides_generated } = self;
+        let Self { service, record, envelope, mut generations, mut readers, stream_options, hides_generated } = self;
+        let StreamOptions { include_usage, continuous_usage_stats } = stream_options;
         let headers = header::of_stream(&service, generations.num_prompt_characters());
         let stream_record = record.clone();
         let events = async_stream::try_stream! {
+            let mut meter = UsageMeter::new(&generations, hides_generated);
+            if continuous_usage_stats {
+                meter.so_far.num_cached_tokens = generations.started_prompts().await?;
+            }
             let mut total = None;
             let mut deltas = std::pin::pin!(generations.deltas());
             while let Some(delta) = deltas.next().await {
                 let delta = delta?;
                 total = delta.total;
+                meter.add(&delta);
+                let usage = continuous_usage_stats.then(|| meter.usage(&meter.so_far));
                 for chunk in readers[delta.index].read(delta) {
-                    yield R::event(&envelope, vec![chunk], with_usage.then_some(None));
+                    yield R::event(&envelope, vec![chunk], (include_usage || usage.is_some()).then_some(usage));
                 }
             }
             let summary = total.unwrap_or_default();
             record.answered(summary);
-            if with_usage {
-                yield R::event(&envelope, Vec::new(), Some(Some(usage(&summary, hides_generated))));
+            if include_usage {
+                yield R::event(&envelope, Vec::new(), Some(Some(meter.usage(&summary))));
             }
             yield sse::done();
         };
@@ -79,24 +87,49 @@ impl<R: ChoiceReader> OpenAiAnswer<R> {
     ) -> Result<Response, OpenAiError> {
         let num_characters = self.generations.num_prompt_characters();
         let mut choices: Vec<_> = self.readers.into_iter().map(|reader| (reader, R::Sum::default())).collect();
+        let mut meter = UsageMeter::new(&self.generations, self.hides_generated);
         let mut total = None;
         let mut deltas = std::pin::pin!(self.generations.deltas());
         while let Some(delta) = deltas.next().await {
             let delta = delta?;
             total = delta.total;
+            meter.add(&delta);
             let (reader, sum) = &mut choices[delta.index];
             reader.read(delta).into_iter().for_each(|chunk| R::add(sum, chunk));
         }
         let summary = total.unwrap_or_default();
         self.record.answered(summary);
         let headers = header::of_answer(&self.service, num_characters, &summary);
-        let answer = render(self.envelope, choices, usage(&summary, self.hides_generated));
+        let answer = render(self.envelope, choices, meter.usage(&summary));
         Ok((headers, Json(answer)).into_response())
     }
 }
 
-/// The usage as reported to the client: hidden tokens are not counted.
-fn usage(summary: &RequestSummary, hides_generated: bool) -> Usage {
-    let num_generated_tokens = if hides_generated { 0 } else { summary.num_generated_tokens };
-    Usage::from(&RequestSummary { num_generated_tokens, ..*summary })
+/// Counts what the client is told about.
+struct UsageMeter {
+    so_far: RequestSummary,
+    /// By generation.
+    reasoning: Vec<ReasoningCount>,
+    hides_generated: bool,
+}
+
+impl UsageMeter {
+    fn new(generations: &Generations, hides_generated: bool) -> Self {
+        let num_prompt_tokens = generations.prompts.iter().map(|prompt| prompt.token_ids.len()).sum();
+        let so_far = RequestSummary { num_prompt_tokens, ..RequestSummary::default() };
+        let reasoning = (0..generations.len()).map(|_| ReasoningCount::default()).collect();
+        Self { so_far, reasoning, hides_generated }
+    }
+
+    fn add(&mut self, delta: &GenerationDelta) {
+        self.so_far.num_generated_tokens += 1;
+        self.reasoning[delta.index].add(&delta.parts);
+    }
+
+    /// Hidden tokens are not counted.
+    fn usage(&self, summary: &RequestSummary) -> Usage {
+        let num_generated_tokens = if self.hides_generated { 0 } else { summary.num_generated_tokens };
+        let num_reasoning_tokens = self.reasoning.iter().map(|count| count.num_tokens).sum();
+        Usage::new(&RequestSummary { num_generated_tokens, ..*summary }, num_reasoning_tokens)
+    }
 }

@@ -1,6 +1,5 @@
 //! `/v1/responses`.
 
-mod store;
 mod writer;
 
 use axum::Extension;
@@ -10,12 +9,12 @@ use axum::response::Response as HttpResponse;
 use super::dialect::{OpenAiError, OpenAiJson};
 use super::document::OpenAiFailures;
 use super::message_answer::MessageAnswer;
+use super::response_store::ResponseStore;
 use super::service::Service;
 use crate::api::conversation::Conversation;
 use crate::api::error::ApiError;
 use crate::api::responses::{ReadRequest, Response, ResponsesRequest, StreamEvent};
 use crate::telemetry::RequestRecord;
-pub(super) use store::ResponseStore;
 use writer::ResponseWriter;
 
 /// Answer a conversation of items.
@@ -40,15 +39,15 @@ pub(super) async fn responses(
 ) -> Result<HttpResponse, OpenAiError> {
     record.generates();
     let streams = request.stream;
-    let model = if request.model == "tgi" { service.config().model_id.clone() } else { request.model.clone() };
+    let model = service.model_name(Some(&request.model))?;
     let earlier = request.previous_response_id.as_deref().map(|id| earlier(service.responses(), id)).transpose()?;
     let request = request.read(earlier, service.responses().is_on()).map_err(OpenAiError::of_response)?;
-    let ReadRequest { generation, echo, conversation } = request;
-    let generations = service.generation().start(generation, record.received()).await;
+    let ReadRequest { generation, echo, conversation, namespaces } = request;
+    let generations = service.generation().start(generation, &record).await;
     let generations = generations.map_err(OpenAiError::of_response)?;
     let call_ids = generations.prompts.first().and_then(|prompt| prompt.tool_call_ids);
     let stored = conversation.map(|conversation| (service.responses().clone(), conversation));
-    let writer = ResponseWriter::new(model, echo, call_ids, stored);
+    let writer = ResponseWriter::new(model, echo, call_ids, namespaces, stored);
     let answer = MessageAnswer { service, record, generations, writer };
     if streams { Ok(answer.stream()) } else { answer.plain().await.map_err(OpenAiError::of_response) }
 }

@@ -2,9 +2,12 @@
 
 use std::sync::Arc;
 
-use super::responses::ResponseStore;
+use super::envelope;
+use super::response_store::ResponseStore;
+use crate::api::error::ApiError;
 use crate::config::Config;
 use crate::generation::GenerationService;
+use crate::telemetry::Traces;
 use crate::telemetry::metrics::Exporter;
 
 /// Cheap to clone.
@@ -13,13 +16,21 @@ pub(crate) struct Service {
     config: Arc<Config>,
     generation: GenerationService,
     metrics: Exporter,
+    traces: Option<Traces>,
     responses: ResponseStore,
+    /// Unix time in seconds.
+    started: u64,
 }
 
 impl Service {
-    pub(crate) fn new(config: Arc<Config>, generation: GenerationService, metrics: Exporter) -> Self {
+    pub(crate) fn new(
+        config: Arc<Config>,
+        generation: GenerationService,
+        metrics: Exporter,
+        traces: Option<Traces>,
+    ) -> Self {
         let responses = ResponseStore::new(config.max_stored_responses);
-        Self { config, generation, metrics, responses }
+        Self { config, generation, metrics, traces, responses, started: envelope::unix_seconds() }
     }
 
     pub(super) fn config(&self) -> &Config {
@@ -30,8 +41,32 @@ impl Service {
         &self.generation
     }
 
+    /// When the server started, as Unix time in seconds.
+    pub(super) fn started(&self) -> u64 {
+        self.started
+    }
+
+    /// The model's name in the answer to a request that asks for this one. `tgi` and no name mean the served model.
+    pub(super) fn model_name(&self, asked: Option<&str>) -> Result<String, ApiError> {
+        let config = self.config();
+        match asked {
+            Some(name)
+                if config.check_model_names && !config.served_model_names.iter().any(|served| served == name) =>
+            {
+                Err(ApiError::UnknownModel { given: name.to_owned(), served: config.served_model_names.join(", ") })
+            }
+            None | Some("tgi") => Ok(config.model_name().to_owned()),
+            Some(name) => Ok(name.to_owned()),
+        }
+    }
+
     pub(super) fn responses(&self) -> &ResponseStore {
         &self.responses
+    }
+
+    /// Where spans go, if the server records any.
+    pub(super) fn traces(&self) -> Option<&Traces> {
+        self.traces.as_ref()
     }
 
     pub(super) fn metrics(&self) -> &Exporter {

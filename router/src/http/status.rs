@@ -9,7 +9,7 @@ use axum::response::{IntoResponse, Response};
 use super::dialect::OpenAiError;
 use super::service::Service;
 use crate::api::error::{ApiError, OpenAiErrorBody};
-use crate::api::openai::{Model, ModelList};
+use crate::api::openai::{Model, ModelList, Version};
 use crate::api::tgi::Info;
 use crate::telemetry::metrics;
 
@@ -54,15 +54,27 @@ pub(super) async fn info(State(service): State<Service>) -> Json<Info> {
     })
 }
 
-/// List the served model.
+/// The server's version.
+#[utoipa::path(
+    get,
+    path = "/version",
+    tag = "Server",
+    responses((status = 200, description = "The version.", body = Version))
+)]
+pub(super) async fn version() -> Json<Version> {
+    Json(Version { version: env!("CARGO_PKG_VERSION") })
+}
+
+/// List the names of the served model.
 #[utoipa::path(
     get,
     path = "/v1/models",
     tag = "OpenAI",
-    responses((status = 200, description = "A list with one model.", body = ModelList))
+    responses((status = 200, description = "An entry for each name of the served model.", body = ModelList))
 )]
 pub(super) async fn models(State(service): State<Service>) -> Json<ModelList> {
-    Json(ModelList { object: "list", data: vec![served_model(&service)] })
+    let names = service.config().served_model_names.iter();
+    Json(ModelList { object: "list", data: names.map(|name| served_model(&service, name)).collect() })
 }
 
 /// Get a model by its id.
@@ -80,19 +92,23 @@ pub(super) async fn model(
     State(service): State<Service>,
     id: Result<Path<String>, PathRejection>,
 ) -> Result<Json<Model>, OpenAiError> {
-    let served = &service.config().model_id;
+    let served = &service.config().served_model_names;
     match id {
-        Ok(Path(id)) if id == *served => Ok(Json(served_model(&service))),
-        Ok(Path(id)) => {
-            let message = format!("there is no model {id} here; the one that is served is {served}");
-            Err(ApiError::NotFound(message).into())
-        }
+        Ok(Path(id)) if served.contains(&id) => Ok(Json(served_model(&service, &id))),
+        Ok(Path(given)) => Err(ApiError::UnknownModel { given, served: served.join(", ") }.into()),
         Err(_) => Err(ApiError::NotFound("a model's id is UTF-8".to_owned()).into()),
     }
 }
 
-fn served_model(service: &Service) -> Model {
-    let id = service.config().model_id.clone();
-    // COMPAT: as in TGI, the creation time is unknown.
-    Model { id: id.clone(), object: "model", created: 0, owned_by: id }
+fn served_model(service: &Service, name: &str) -> Model {
+    let config = service.config();
+    Model {
+        id: name.to_owned(),
+        object: "model",
+        created: service.started(),
+        owned_by: name.to_owned(),
+        root: config.model_id.clone(),
+        parent: None,
+        max_model_len: config.limits.max_total_tokens,
+    }
 }

@@ -1,6 +1,7 @@
 //! `/vertex`: several prompts and chats in one request, as Vertex AI sends them.
 //!
-//! COMPAT: the failure of one instance fails the request with `Incomplete generation`; the log has the reason.
+//! COMPAT: the failure of one instance fails the request with `Incomplete generation`; the log has the reason. A wrong model
+//! is 404, as on the other routes.
 
 use axum::extract::State;
 use axum::http::StatusCode;
@@ -23,6 +24,9 @@ pub(super) struct VertexError(ApiError);
 impl IntoResponse for VertexError {
     fn into_response(self) -> Response {
         let (status, message) = match &self.0 {
+            ApiError::UnknownModel { .. } => {
+                return dialect::render(self.0.tgi_status(), self.0.tgi_body(), self.0);
+            }
             ApiError::Generation(GenerationError::Validation(ValidationError::NoInstances)) => {
                 (StatusCode::UNPROCESSABLE_ENTITY, "Input validation error")
             }
@@ -41,6 +45,7 @@ impl IntoResponse for VertexError {
     request_body = VertexRequest,
     responses(
         (status = 200, description = "A text for each instance, in the order of the instances.", body = VertexResponse),
+        (status = 404, description = "An instance names a model that is not served; only with `--check-model-name`.", body = TgiErrorBody),
         (status = 500, description = "An instance failed; the log has the reason.", body = TgiErrorBody)
     )
 )]
@@ -82,10 +87,11 @@ async fn answer_chat(
     record: &RequestRecord,
     request: ChatRequest,
 ) -> Result<(String, RequestSummary), ApiError> {
-    let request = GenerationRequest { streams: false, ..request.into_generation()? };
+    service.model_name(request.model.as_deref())?;
+    let request = GenerationRequest { streams: false, ..request.into_generation(service.config())? };
     if let Some(given) = request.parameters.extension.n.filter(|&n| n > 1) {
         return Err(ValidationError::Generations { max: 1, given }.into());
     }
-    let (finished, summary) = service.generation().start(request, record.received()).await?.collect().await?;
+    let (finished, summary) = service.generation().start(request, record).await?.collect().await?;
     Ok((finished.into_iter().map(|finished| finished.text).collect(), summary))
 }

@@ -3,19 +3,25 @@
 //! The engine, the worker client and everything above them use these types; this module uses none of them.
 
 mod grammar;
+mod pooling;
 mod sampling;
+mod timeline;
 
 pub use penstock_scheduler::FinishReason;
 
 pub use grammar::{Grammar, GrammarError};
-pub use sampling::{LogitBias, Sampling, greedy};
+pub use pooling::{Matryoshka, Pooling, Task};
+pub use sampling::{BadWord, LogitBias, Sampling, greedy};
+pub use timeline::Timeline;
+pub(crate) use timeline::{End, History, Interruption, InterruptionCause, PhaseSteps, StepShare};
 
 /// One sequence to generate, already checked against the server's limits.
 #[derive(Clone, Debug)]
 pub struct SequenceRequest {
     /// Prompt token ids; not empty.
     pub prompt_token_ids: Vec<u32>,
-    /// The first `num_source_tokens` prompt tokens are the encoder's input; 0 for a decoder-only model.
+    /// The first `num_source_tokens` prompt tokens are the encoder's input; 0 for a decoder-only model, all of them for an
+    /// encoder alone.
     pub num_source_tokens: u32,
     /// Most tokens to generate; at least 1.
     pub max_new_tokens: u32,
@@ -23,10 +29,26 @@ pub struct SequenceRequest {
     pub sampling: Sampling,
     /// What the generation must match; compiled before (`Generator::compile_grammar`).
     pub grammar: Option<Grammar>,
+    /// The last prompt tokens that have token type 1; all others have type 0.
+    pub num_second_text_tokens: u32,
+    /// Whether the model must run over all prompt tokens, even cached ones, besides for prompt logprobs.
+    pub needs_prompt_outputs: bool,
     /// Queued sequences with a higher priority start first; the default is 0.
     pub priority: i32,
     /// Sequences of one group have the same prompt and share its KV blocks, even without prefix caching.
     pub group: Option<u64>,
+    /// Cached prefixes are shared only among sequences with the same salt.
+    pub cache_salt: Option<u64>,
+    /// Where to note what happens to the sequence; `None`: its request is not traced.
+    pub timeline: Option<Timeline>,
+}
+
+/// What the worker is told of a sequence besides its tokens and blocks: the same in every residency.
+#[derive(Clone, Debug)]
+pub(crate) struct Constants {
+    pub(crate) sampling: Sampling,
+    pub(crate) grammar: Option<Grammar>,
+    pub(crate) num_second_text_tokens: u32,
 }
 
 /// What happens to a sequence. Every stream ends in exactly one `Finished` or `Failed`.
@@ -41,6 +63,8 @@ pub enum SequenceEvent {
     PromptTokens(Vec<Token>),
     /// The next generated token.
     Token(Token),
+    /// The one result of a sequence that is pooled.
+    Vector(Vec<f32>),
     /// Terminal: the sequence is complete.
     Finished(FinishReason),
     /// Terminal: the sequence cannot be completed.

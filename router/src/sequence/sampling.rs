@@ -3,7 +3,7 @@
 //! `Sampling` is the protocol's own message: a new parameter is a field in proto/worker.proto, where each field is
 //! specified, and what the API makes of it.
 
-pub use penstock_proto::{LogitBias, Sampling};
+pub use penstock_proto::{BadWord, LogitBias, Sampling};
 
 /// The neutral parameters: greedy, everything off. `Sampling::default()` is all zeros, which is not neutral for factors.
 pub fn greedy() -> Sampling {

@@ -6,28 +6,31 @@ use std::sync::Arc;
 use tokenizers::Tokenizer;
 use tokio::sync::Semaphore;
 
-use super::answer::AnswerFormat;
+use super::chat_style::{ChatStyle, RequestStyles, StyleFactory};
 use super::detokenizer::Detokenizer;
 pub use super::model_file::LoadError;
 use super::model_file::{TokenizerConfig, read_eos_token_ids};
-use super::template::{ChatInputs, ChatTemplate, TemplateError, TemplateSources};
+use super::prompts::Prompts;
+use super::template::{TemplateError, TemplateSources};
 use super::token_bytes::ByteEncoding;
 
 /// Shorter texts are tokenized on the calling thread in well under a millisecond, longer texts on a blocking thread.
-const MAX_INLINE_BYTES: usize = 1024;
+pub(super) const MAX_INLINE_BYTES: usize = 1024;
+/// The same for tokens to decode.
+const MAX_INLINE_TOKENS: usize = 512;
 
-/// The tokenizer, chat templates and answer format of one model. Cheap to clone.
+/// The tokenizer and chat style of one model. Cheap to clone.
 #[derive(Clone)]
 pub struct TextModel {
     tokenizer: Arc<Tokenizer>,
     /// One permit for each long text that may be tokenized concurrently.
     threads: Arc<Semaphore>,
-    template: Arc<ChatTemplate>,
-    answer_format: Arc<AnswerFormat>,
-    /// Of requests with tools, if the model has a separate template for them.
-    tool_answer_format: Option<Arc<AnswerFormat>>,
+    chat_style: Arc<ChatStyle>,
+    request_styles: Arc<RequestStyles>,
     eos_token_ids: Arc<[u32]>,
     byte_encoding: ByteEncoding,
+    prompts: Arc<Prompts>,
+    gives_token_types: bool,
 }
 
 /// The tokenizer could not encode a text.
@@ -85,25 +88,42 @@ impl TextModel {
             Some(source) => TemplateSources::only(source),
             None => config.chat_templates(folder)?,
         };
-        let added_token_id = |text: &str| tokenizer.get_added_vocabulary().get_vocab().get(text).copied();
-        let template = ChatTemplate::new(sources.clone(), &config.special_tokens, renderer, num_threads)
-            .map_err(LoadError::Renderer)?;
-        let answer_format =
-            |source: &str, with_tools| Arc::new(AnswerFormat::new(source, template.traits(with_tools), added_token_id));
+        let gives_token_types = config.gives_token_types();
+        let styles = StyleFactory {
+            special_tokens: config.special_tokens,
+            added_tokens: tokenizer
+                .get_added_vocabulary()
+                .get_vocab()
+                .iter()
+                .map(|(text, &id)| (text.clone(), id))
+                .collect(),
+            program: renderer.to_owned(),
+        };
         Ok(Self {
-            answer_format: answer_format(sources.default.as_deref().unwrap_or_default(), false),
-            tool_answer_format: sources.tool_use.as_deref().map(|source| answer_format(source, true)),
+            chat_style: Arc::new(styles.style(&sources, num_threads).map_err(LoadError::Renderer)?),
+            request_styles: Arc::new(RequestStyles::new(styles)),
             byte_encoding: ByteEncoding::of(&tokenizer),
             tokenizer: Arc::new(tokenizer),
             threads: Arc::new(Semaphore::new(num_threads.max(1))),
-            template: Arc::new(template),
             eos_token_ids: eos_token_ids.into(),
+            prompts: Arc::new(Prompts::read(folder)?),
+            gives_token_types,
         })
     }
 
     /// Ids of the model's end-of-sequence tokens.
     pub(crate) fn eos_token_ids(&self) -> Arc<[u32]> {
         Arc::clone(&self.eos_token_ids)
+    }
+
+    /// What an embedding model expects in front of its inputs.
+    pub(crate) fn prompts(&self) -> &Prompts {
+        &self.prompts
+    }
+
+    /// Whether the model was trained with the token types of its tokenizer.
+    pub(super) fn gives_token_types(&self) -> bool {
+        self.gives_token_types
     }
 
     /// Upper bound of token ids, exclusive.
@@ -113,9 +133,28 @@ impl TextModel {
 
     /// Token ids of the text. `add_special_tokens`: false for rendered chats, whose template writes special tokens itself.
     pub(crate) async fn encode(&self, text: Arc<str>, add_special_tokens: bool) -> Result<Vec<u32>, EncodeError> {
-        self.on_thread(text, move |tokenizer, text| {
-            let encoding = tokenizer.encode_fast(text, add_special_tokens)?;
+        self.on_thread(text.len() <= MAX_INLINE_BYTES, move |tokenizer| {
+            let encoding = tokenizer.encode_fast(&*text, add_special_tokens)?;
             Ok(encoding.get_ids().to_vec())
+        })
+        .await
+    }
+
+    /// The tokens of each word at the beginning of a text and, with a space in front, in the middle of one; each once.
+    pub(crate) async fn encode_bad_words(&self, words: &[String]) -> Result<Vec<Vec<u32>>, EncodeError> {
+        let spellings =
+            words.iter().map(|word| word.trim_start()).flat_map(|word| [word.to_owned(), format!(" {word}")]);
+        let spellings: Vec<String> = spellings.collect();
+        let is_short = spellings.iter().map(String::len).sum::<usize>() <= MAX_INLINE_BYTES;
+        self.on_thread(is_short, move |tokenizer| {
+            let mut encoded = Vec::with_capacity(spellings.len());
+            for spelling in spellings {
+                encoded.push(tokenizer.encode_fast(spelling, false)?.get_ids().to_vec());
+            }
+            encoded.retain(|token_ids| !token_ids.is_empty());
+            encoded.sort_unstable();
+            encoded.dedup();
+            Ok(encoded)
         })
         .await
     }
@@ -126,32 +165,43 @@ impl TextModel {
         text: Arc<str>,
         add_special_tokens: bool,
     ) -> Result<Vec<TokenSpan>, EncodeError> {
-        self.on_thread(text, move |tokenizer, text| {
-            let encoding = tokenizer.encode(text, add_special_tokens)?;
+        self.on_thread(text.len() <= MAX_INLINE_BYTES, move |tokenizer| {
+            let encoding = tokenizer.encode(&*text, add_special_tokens)?;
             let spans = encoding.get_ids().iter().zip(encoding.get_offsets());
             Ok(spans.map(|(&id, &(start, stop))| TokenSpan { id, start, stop }).collect())
         })
         .await
     }
 
-    async fn on_thread<T: Send + 'static>(
+    /// The text of the tokens, special ones included.
+    pub(crate) async fn decode(&self, token_ids: Vec<u32>) -> Result<String, EncodeError> {
+        self.on_thread(token_ids.len() <= MAX_INLINE_TOKENS, move |tokenizer| tokenizer.decode(&token_ids, false)).await
+    }
+
+    /// The tokens as the vocabulary spells them; empty for ids that it lacks.
+    pub(crate) fn spellings(&self, token_ids: &[u32]) -> Vec<String> {
+        token_ids.iter().map(|&id| self.tokenizer.id_to_token(id).unwrap_or_default()).collect()
+    }
+
+    /// Runs short work at once, and other work on a blocking thread.
+    pub(super) async fn on_thread<T: Send + 'static>(
         &self,
-        text: Arc<str>,
-        encode: impl FnOnce(&Tokenizer, &str) -> tokenizers::Result<T> + Send + 'static,
+        is_short: bool,
+        work: impl FnOnce(&Tokenizer) -> tokenizers::Result<T> + Send + 'static,
     ) -> Result<T, EncodeError> {
         let failed = |error: tokenizers::Error| EncodeError(error.to_string());
-        if text.len() <= MAX_INLINE_BYTES {
-            return encode(&self.tokenizer, &text).map_err(failed);
+        if is_short {
+            return work(&self.tokenizer).map_err(failed);
         }
         // The permit moves into the thread: a caller that gives up does not free the thread that it started.
         let permit = Arc::clone(&self.threads).acquire_owned().await.map_err(|error| EncodeError(error.to_string()))?;
         let tokenizer = Arc::clone(&self.tokenizer);
         let task = tokio::task::spawn_blocking(move || {
             let _permit = permit;
-            encode(&tokenizer, &text)
+            work(&tokenizer)
         });
         match task.await {
-            Ok(encoded) => encoded.map_err(failed),
+            Ok(done) => done.map_err(failed),
             // A panic fails this request, as it does for short texts.
             Err(error) => match error.try_into_panic() {
                 Ok(panic) => std::panic::resume_unwind(panic),
@@ -160,14 +210,12 @@ impl TextModel {
         }
     }
 
-    /// Renders a conversation into a prompt, in a process of its own with limits of time and memory.
-    pub(crate) async fn render_chat(&self, inputs: ChatInputs) -> Result<String, TemplateError> {
-        self.template.render(inputs).await
-    }
-
-    /// The format of answers to requests with or without tools.
-    pub(crate) fn answer_format(&self, with_tools: bool) -> &AnswerFormat {
-        self.tool_answer_format.as_ref().filter(|_| with_tools).unwrap_or(&self.answer_format)
+    /// How chats are rendered and their answers read: by the model's own templates, unless the request brings one.
+    pub(crate) async fn chat_style(&self, template: Option<String>) -> Result<Arc<ChatStyle>, TemplateError> {
+        match template {
+            Some(source) => self.request_styles.of(source).await,
+            None => Ok(Arc::clone(&self.chat_style)),
+        }
     }
 
     /// The bytes of the token, which may be a part of a character. `None` if they depend on other tokens.

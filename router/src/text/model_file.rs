@@ -98,6 +98,12 @@ impl TokenizerConfig {
         self.special_tokens.get("eos_token").and_then(Value::as_str)
     }
 
+    /// False if `model_input_names` lists what the model reads, and token types are not among it.
+    pub(super) fn gives_token_types(&self) -> bool {
+        let names = self.fields.get("model_input_names").and_then(Value::as_array);
+        names.is_none_or(|names| names.iter().any(|name| name == "token_type_ids"))
+    }
+
     /// The templates in the first of these places that has any, as in transformers: template files, chat_template.json,
     /// tokenizer_config.json, processor_config.json.
     pub(super) fn chat_templates(&self, folder: &Path) -> Result<TemplateSources, LoadError> {
@@ -165,7 +171,7 @@ fn read_text(path: &Path) -> Result<Option<String>, LoadError> {
     }
 }
 
-fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Option<T>, LoadError> {
+pub(super) fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Option<T>, LoadError> {
     let Some(text) = read_text(path)? else { return Ok(None) };
     match serde_json::from_str(&text) {
         Ok(value) => Ok(Some(value)),

@@ -4,19 +4,24 @@
 
 mod chat_template;
 mod compiled;
-mod concat;
 mod continuation;
 mod error;
 mod filter;
 mod input;
 mod limit;
 mod method;
+mod operator;
 mod process;
+mod python_format;
 mod python_json;
 mod python_str;
+mod python_text;
+mod python_value;
 mod renderer;
+mod sequence_filter;
 mod shape;
 mod source;
+mod syntax;
 mod text_filter;
 mod trial;
 

@@ -7,30 +7,28 @@ use penstock_scheduler::{Advance, NewSequence, Plan, SequenceId};
 
 use super::WorkerError;
 use super::report::{Fault, Output, OutputError, StepReport, WorkerTiming};
-use crate::sequence::{Grammar, Sampling, Token, TopToken};
+use crate::sequence::{Constants, Grammar, Matryoshka, Pooling, Task, Token, TopToken};
 
-pub(super) fn plan<'a>(
-    plan: Plan,
-    sampling: impl Fn(SequenceId) -> (&'a Sampling, Option<&'a Grammar>),
-) -> proto::Plan {
+pub(super) fn plan<'a>(plan: Plan, constants: impl Fn(SequenceId) -> &'a Constants) -> proto::Plan {
     proto::Plan {
         step: plan.step,
         freed_sequence_ids: plan.freed_sequence_ids.into_iter().map(|id| id.0).collect(),
-        new_sequences: plan.new_sequences.into_iter().map(|new| new_sequence(sampling(new.id), new)).collect(),
+        new_sequences: plan.new_sequences.into_iter().map(|new| new_sequence(constants(new.id), new)).collect(),
         advances: Some(advances(&plan.advances)),
     }
 }
 
-fn new_sequence((sampling, constraint): (&Sampling, Option<&Grammar>), new: NewSequence) -> proto::NewSequence {
+fn new_sequence(constants: &Constants, new: NewSequence) -> proto::NewSequence {
     proto::NewSequence {
         sequence_id: new.id.0,
         token_ids: new.token_ids,
         num_prompt_tokens: new.num_prompt_tokens,
         num_computed_tokens: new.num_computed_tokens,
         block_ids: new.block_ids,
-        sampling: Some(sampling.clone()),
+        sampling: Some(constants.sampling.clone()),
         num_source_tokens: new.num_source_tokens,
-        grammar: constraint.map(grammar),
+        grammar: constants.grammar.as_ref().map(grammar),
+        num_second_text_tokens: constants.num_second_text_tokens,
     }
 }
 
@@ -41,6 +39,27 @@ pub(super) fn grammar(grammar: &Grammar) -> proto::Grammar {
         Grammar::Lark(lark) => proto::grammar::Kind::Lark(lark.clone()),
     };
     proto::Grammar { kind: Some(kind) }
+}
+
+pub(super) fn pooling(pooling: &proto::Pooling, is_encoder: bool) -> Pooling {
+    let task = match pooling.task() {
+        proto::Task::Embed => Task::Embed,
+        proto::Task::Rerank => Task::Rerank,
+    };
+    let dimensions = &pooling.matryoshka_dimensions;
+    Pooling {
+        task,
+        num_dimensions: pooling.num_dimensions as usize,
+        is_normalized: pooling.is_normalized,
+        reads_all_outputs: pooling.reads_all_outputs,
+        is_encoder,
+        has_token_types: pooling.has_token_types,
+        matryoshka: match pooling.is_matryoshka {
+            false => Matryoshka::No,
+            true if dimensions.is_empty() => Matryoshka::Any,
+            true => Matryoshka::Of(dimensions.iter().map(|&num| num as usize).collect()),
+        },
+    }
 }
 
 fn advances(advances: &[Advance]) -> proto::Advances {
@@ -66,14 +85,22 @@ pub(super) fn report(result: proto::StepResult) -> Result<StepReport, WorkerErro
     let timing = result.timing.unwrap_or_default();
     let sequence_ids = column(&result.sequence_ids, u64::from_le_bytes)?;
     let sampled = tokens(result.sampled.unwrap_or_default())?;
+    let vectors = column(&result.vectors, f32::from_le_bytes)?;
+    if !vectors.is_empty() {
+        return Ok(StepReport {
+            step: result.step,
+            outputs: pooled(&sequence_ids, &vectors, result.errors)?,
+            timing: worker_timing(timing)?,
+        });
+    }
     if sequence_ids.len() != sampled.len() {
         return Err(garbled(format!("{} tokens of {} sequences", sampled.len(), sequence_ids.len())));
     }
     let mut outputs: Vec<Output> = Vec::with_capacity(sequence_ids.len() + result.errors.len());
-    for (id, token) in sequence_ids.into_iter().map(SequenceId).zip(sampled) {
+    for (id, token) in sequence_ids.into_iter().zip(sampled) {
         match outputs.last_mut() {
-            Some(Output { id: last, tokens: Ok(tokens), .. }) if *last == id => tokens.push(token),
-            _ => outputs.push(Output { id, tokens: Ok(vec![token]), prompt_tokens: Vec::new() }),
+            Some(Output { id: last, tokens: Ok(tokens), .. }) if last.0 == id => tokens.push(token),
+            _ => outputs.push(output(id, vec![token])),
         }
     }
     for prompt in result.prompts {
@@ -81,23 +108,44 @@ pub(super) fn report(result: proto::StepResult) -> Result<StepReport, WorkerErro
         let prompt_tokens = tokens(prompt.tokens.unwrap_or_default())?;
         match outputs.iter_mut().find(|output| output.id == id) {
             Some(output) => output.prompt_tokens = prompt_tokens,
-            None => outputs.push(Output { id, tokens: Ok(Vec::new()), prompt_tokens }),
+            None => outputs.push(Output { prompt_tokens, ..output(id.0, Vec::new()) }),
         }
     }
     for output in &mut outputs {
         fail_unless_numbers(output);
     }
     outputs.extend(result.errors.into_iter().map(failed));
-    Ok(StepReport {
-        step: result.step,
-        outputs,
-        timing: WorkerTiming {
-            prepare: duration(timing.prepare_seconds)?,
-            forward: duration(timing.forward_seconds)?,
-            sample: duration(timing.sample_seconds)?,
-            idle: duration(timing.idle_seconds)?,
-        },
+    Ok(StepReport { step: result.step, outputs, timing: worker_timing(timing)? })
+}
+
+/// The outputs of a step whose sequences are pooled: as many numbers for each.
+fn pooled(
+    sequence_ids: &[u64],
+    vectors: &[f32],
+    errors: Vec<proto::SequenceError>,
+) -> Result<Vec<Output>, WorkerError> {
+    let num_sequences = sequence_ids.len();
+    let Some(num_dimensions) =
+        vectors.len().checked_div(num_sequences).filter(|num| num * num_sequences == vectors.len())
+    else {
+        return Err(garbled(format!("{} numbers in the vectors of {num_sequences} sequences", vectors.len())));
+    };
+    let output = |(&id, vector): (&u64, &[f32])| Output { vector: Some(vector.to_vec()), ..output(id, Vec::new()) };
+    let outputs = sequence_ids.iter().zip(vectors.chunks(num_dimensions)).map(output);
+    Ok(outputs.chain(errors.into_iter().map(failed)).collect())
+}
+
+fn worker_timing(timing: proto::StepTiming) -> Result<WorkerTiming, WorkerError> {
+    Ok(WorkerTiming {
+        prepare: duration(timing.prepare_seconds)?,
+        forward: duration(timing.forward_seconds)?,
+        sample: duration(timing.sample_seconds)?,
+        idle: duration(timing.idle_seconds)?,
     })
+}
+
+fn output(id: u64, tokens: Vec<Token>) -> Output {
+    Output { id: SequenceId(id), tokens: Ok(tokens), prompt_tokens: Vec::new(), vector: None }
 }
 
 fn failed(error: proto::SequenceError) -> Output {
@@ -105,8 +153,7 @@ fn failed(error: proto::SequenceError) -> Output {
         proto::Fault::Server => Fault::Server,
         proto::Fault::Request => Fault::Request,
     };
-    let id = SequenceId(error.sequence_id);
-    Output { id, tokens: Err(OutputError { reason: error.reason, fault }), prompt_tokens: Vec::new() }
+    Output { tokens: Err(OutputError { reason: error.reason, fault }), ..output(error.sequence_id, Vec::new()) }
 }
 
 /// Fails a sequence with a logprob that is not a number. Its logits were not finite, which says nothing about the group.

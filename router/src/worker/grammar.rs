@@ -1,4 +1,4 @@
-//! Compiles grammars on rank 0, which applies them, while its steps go on.
+//! Compiles grammars on rank 0, which makes the masks of all ranks, while its steps go on.
 
 use std::sync::Arc;
 use std::time::Duration;

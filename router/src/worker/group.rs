@@ -8,9 +8,11 @@ use futures::future::{join_all, try_join_all};
 use penstock_proto as proto;
 
 use super::grammar::GrammarCompiler;
+use super::progress::RankProgress;
 use super::rank::Rank;
 use super::step::Steps;
-use super::{PROTOCOL_VERSION, WorkerError};
+use super::{PROTOCOL_VERSION, WorkerError, convert};
+use crate::sequence::{Pooling, Task};
 
 /// The connections to all ranks of one model copy.
 #[derive(Debug)]
@@ -48,8 +50,8 @@ pub struct LoadOptions {
     pub dequantize: bool,
     /// Method of quantization, as `gptq`; `None`: as the checkpoint says.
     pub quantize: Option<String>,
-    /// Bits of the inputs that quantized weights are multiplied with: 8 or 16.
-    pub activation_bits: u32,
+    /// Bits of the inputs that quantized weights are multiplied with, 8 or 16; `None`: the worker's default.
+    pub activation_bits: Option<u32>,
     /// Whether a token's bits must not depend on the other sequences of its steps.
     pub deterministic: bool,
     /// Whether the load yields the processors to other work.
@@ -83,6 +85,8 @@ pub struct Description {
     pub kv_bytes_per_block: u64,
     /// Phases of loading on rank 0, in order.
     pub phases: Vec<Phase>,
+    /// What the model makes of a sequence; `None`: it generates tokens.
+    pub pooling: Option<Pooling>,
 }
 
 /// A phase of the start.
@@ -111,6 +115,8 @@ pub struct WarmUpOptions {
     pub proven: bool,
     /// On a GPU: numbers of sequences for which decode steps are recorded. Empty: the workers choose; only zeros: none.
     pub graph_sizes: Vec<u32>,
+    /// On a GPU: leave room for a second copy of the weights.
+    pub reserves_standby: bool,
 }
 
 /// The KV pool after warm-up.
@@ -122,6 +128,9 @@ pub struct Pool {
     pub worst_step: Duration,
     /// Phases of the warm-up on rank 0, in order.
     pub phases: Vec<Phase>,
+    /// Bytes that the fullest GPU has left after a second copy of the weights. A negative number: the bytes that it lacks.
+    /// `None`: the model runs on CPUs, or with `WarmUpOptions::proven`.
+    pub standby_room_bytes: Option<i64>,
 }
 
 impl Description {
@@ -132,12 +141,21 @@ impl Description {
 
     /// The hub's pipeline tag, if the kind of model determines it.
     pub fn pipeline_tag(&self) -> Option<&'static str> {
-        self.is_encoder_decoder().then_some("text2text-generation")
+        match self.pooling.as_ref().map(|pooling| pooling.task) {
+            Some(Task::Embed) => Some("feature-extraction"),
+            Some(Task::Rerank) => Some("text-ranking"),
+            Some(Task::Generate) | None => self.is_encoder_decoder().then_some("text2text-generation"),
+        }
     }
 
-    /// Most tokens of input and answer together.
+    /// Most tokens of input and answer together. A vector counts as one token.
     pub fn max_total_tokens(&self) -> u32 {
-        self.max_position_tokens.saturating_sub(self.num_prefix_tokens())
+        self.max_position_tokens.saturating_sub(self.num_prefix_tokens()).saturating_add(self.num_uncomputed_tokens())
+    }
+
+    /// Tokens of a sequence at its full length that have no position in the model.
+    pub fn num_uncomputed_tokens(&self) -> u32 {
+        u32::from(self.pooling.is_some())
     }
 
     /// Length of `decoder_prefix`.
@@ -180,7 +198,7 @@ impl Group {
             cpu_isa: options.cpu_isa.clone().unwrap_or_default(),
             dequantize: options.dequantize,
             quantize: options.quantize.clone().unwrap_or_default(),
-            activation_bits: options.activation_bits,
+            activation_bits: options.activation_bits.unwrap_or(0),
             deterministic: options.deterministic,
             background: options.background,
         };
@@ -208,6 +226,7 @@ impl Group {
             weight_bytes,
             kv_bytes_per_block,
             phases: phases(first.phases),
+            pooling: first.pooling.map(|pooling| convert::pooling(&pooling, first.max_source_tokens > 0)),
         })
     }
 
@@ -221,17 +240,19 @@ impl Group {
             memory_fraction: options.memory_fraction,
             proven: options.proven,
             graph_sizes: options.graph_sizes.clone(),
+            reserves_standby: options.reserves_standby,
         };
         let answers = try_join_all(self.ranks.iter_mut().map(|rank| rank.warm_up(request.clone()))).await?;
         agree("the number of KV blocks", answers.iter().map(|answer| answer.num_blocks))?;
         let worst_step_seconds = answers.iter().map(|answer| answer.worst_step_seconds).fold(0.0, f64::max);
         let worst_step = Duration::try_from_secs_f64(worst_step_seconds).unwrap_or_default();
+        let standby_room_bytes = answers.iter().filter_map(|answer| answer.standby_room_bytes).min();
         let first = first_rank(answers);
         let num_blocks = u32::try_from(first.num_blocks).map_err(|_| WorkerError::Garbled {
             rank: 0,
             reason: format!("{} KV blocks, at most {} are supported", first.num_blocks, u32::MAX),
         })?;
-        Ok(Pool { num_blocks, worst_step, phases: phases(first.phases) })
+        Ok(Pool { num_blocks, worst_step, phases: phases(first.phases), standby_room_bytes })
     }
 
     /// Health checks, which the ranks answer while steps are running.
@@ -239,7 +260,7 @@ impl Group {
         HealthProbe { ranks: self.ranks.clone() }
     }
 
-    /// Compiles grammars on rank 0, which samples the tokens.
+    /// Compiles grammars on rank 0, which makes the masks of all ranks.
     pub(crate) fn grammars(&self) -> GrammarCompiler {
         GrammarCompiler::new(self.ranks.first().expect("invariant: a group has at least one rank").clone())
     }
@@ -248,24 +269,6 @@ impl Group {
     pub(crate) fn steps(&self) -> Steps {
         Steps::new(self.ranks.iter().map(Rank::steps))
     }
-}
-
-/// What one rank answers to a health check.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct RankProgress {
-    /// Processor time of the worker's process since its start, over all cores.
-    pub processor_time: Duration,
-    /// Its GPU; `None`: the model runs on CPUs.
-    pub device: Option<DeviceProgress>,
-}
-
-/// How far a GPU is with the work that its process has given to it.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct DeviceProgress {
-    /// Parts of the work that are finished, since the start.
-    pub num_finished: u64,
-    /// Whether some part is not finished.
-    pub is_busy: bool,
 }
 
 /// Sends health checks to every rank of a group.

@@ -6,14 +6,14 @@ mod convert;
 mod error;
 mod grammar;
 mod group;
+mod progress;
 mod rank;
 mod report;
 mod step;
 
 pub use error::WorkerError;
-pub use group::{
-    Description, DeviceProgress, Group, HealthProbe, LoadOptions, Phase, Pool, RankProgress, WarmUpOptions,
-};
+pub use group::{Description, Group, HealthProbe, LoadOptions, Phase, Pool, WarmUpOptions};
+pub use progress::{DeviceProgress, RankProgress};
 
 pub(crate) use grammar::GrammarCompiler;
 pub(crate) use report::{Fault, Output, OutputError, StepReport, WorkerTiming};

@@ -15,7 +15,7 @@ use tonic::transport::{Channel, Endpoint};
 
 use super::WorkerError;
 use super::error::root_cause;
-use super::group::{DeviceProgress, RankProgress};
+use super::progress::{DeviceProgress, RankProgress};
 
 /// Time between two attempts to connect to a socket on which no worker listens yet.
 const RETRY_INTERVAL: Duration = Duration::from_millis(20);
@@ -88,6 +88,7 @@ impl Rank {
             device: answer
                 .device
                 .map(|device| DeviceProgress { num_finished: device.num_finished, is_busy: device.is_busy }),
+            is_backing_pool: answer.is_backing_pool,
         })
     }
 

@@ -21,6 +21,8 @@ pub(crate) struct Output {
     /// `Err`: the worker could not continue this sequence.
     pub(crate) tokens: Result<Vec<Token>, OutputError>,
     pub(crate) prompt_tokens: Vec<Token>,
+    /// Of a sequence that is pooled, instead of tokens.
+    pub(crate) vector: Option<Vec<f32>>,
 }
 
 /// Why the worker could not continue a sequence.

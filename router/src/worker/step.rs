@@ -13,7 +13,7 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use super::report::StepReport;
 use super::{WorkerError, convert};
-use crate::sequence::{Grammar, Sampling};
+use crate::sequence::Constants;
 
 type Results = BoxStream<'static, Result<proto::StepResult, WorkerError>>;
 
@@ -36,10 +36,10 @@ impl Steps {
         Self { ranks, last_reported: 0 }
     }
 
-    /// Sends a plan to every rank, with how the tokens of each sequence that it starts are chosen. When a rank is gone, `next`
-    /// returns the error.
-    pub(crate) fn send<'a>(&self, plan: Plan, sampling: impl Fn(SequenceId) -> (&'a Sampling, Option<&'a Grammar>)) {
-        let plan = convert::plan(plan, sampling);
+    /// Sends a plan to every rank, with the constants of each sequence that it starts. When a rank is gone, `next` returns
+    /// the error.
+    pub(crate) fn send<'a>(&self, plan: Plan, constants: impl Fn(SequenceId) -> &'a Constants) {
+        let plan = convert::plan(plan, constants);
         if let Some((last, others)) = self.ranks.split_last() {
             for rank in others {
                 let _ = rank.plans.send(plan.clone());

@@ -36,8 +36,12 @@ pub fn request(prompt: &[u32], max_new_tokens: u32) -> SequenceRequest {
         max_new_tokens,
         sampling: greedy(),
         grammar: None,
+        num_second_text_tokens: 0,
+        needs_prompt_outputs: false,
         priority: 0,
         group: None,
+        cache_salt: None,
+        timeline: None,
     }
 }
 

@@ -15,7 +15,7 @@ fn hello(fields: Value) -> Value {
 }
 
 /// Replaces what differs from run to run.
-fn stable(text: &str) -> String {
+pub fn stable(text: &str) -> String {
     let id = regex::Regex::new("(chatcmpl|cmpl)-[0-9a-f]{32}").unwrap();
     let created = regex::Regex::new("\"created\":[1-9][0-9]+").unwrap();
     created.replace_all(&id.replace_all(text, "$1-ID"), "\"created\":SECONDS").into_owned()
@@ -32,7 +32,7 @@ fn content(answer: &Answer) -> String {
 async fn an_answer_has_openai_s_shape() {
     let server = Server::answering(&[word("Hello"), IM_END]).await;
     let answer = server.post(PATH, hello(json!({"logprobs": true}))).await;
-    insta::assert_snapshot!(stable(&answer.body), @r#"{"object":"chat.completion","id":"chatcmpl-ID","created":SECONDS,"model":"test/model","system_fingerprint":"0.1.0-native","choices":[{"index":0,"message":{"role":"assistant","content":"Hello","refusal":null},"logprobs":{"content":[{"token":"Hello","logprob":-0.5,"bytes":[72,101,108,108,111],"top_logprobs":[]},{"token":"<|im_end|>","logprob":-0.5,"bytes":[60,124,105,109,95,101,110,100,124,62],"top_logprobs":[]}]},"finish_reason":"stop"}],"usage":{"prompt_tokens":21,"completion_tokens":2,"total_tokens":23,"prompt_tokens_details":{"cached_tokens":0}}}"#);
+    insta::assert_snapshot!(stable(&answer.body), @r#"{"object":"chat.completion","id":"chatcmpl-ID","created":SECONDS,"model":"test/model","system_fingerprint":"0.1.0-native","choices":[{"index":0,"message":{"role":"assistant","content":"Hello","refusal":null},"logprobs":{"content":[{"token":"Hello","logprob":-0.5,"bytes":[72,101,108,108,111],"top_logprobs":[]},{"token":"<|im_end|>","logprob":-0.5,"bytes":[60,124,105,109,95,101,110,100,124,62],"top_logprobs":[]}]},"finish_reason":"stop"}],"usage":{"prompt_tokens":21,"completion_tokens":2,"total_tokens":23,"prompt_tokens_details":{"cached_tokens":0},"completion_tokens_details":{"reasoning_tokens":0}}}"#);
     assert_eq!(answer.header("x-prompt-tokens"), "21");
 }
 
@@ -48,7 +48,7 @@ async fn a_stream_is_chunks_then_usage_then_done() {
 
     data: {"object":"chat.completion.chunk","id":"chatcmpl-ID","created":SECONDS,"model":"mine","system_fingerprint":"0.1.0-native","choices":[{"index":0,"delta":{"content":""},"logprobs":null,"finish_reason":"stop"}],"usage":null}
 
-    data: {"object":"chat.completion.chunk","id":"chatcmpl-ID","created":SECONDS,"model":"mine","system_fingerprint":"0.1.0-native","choices":[],"usage":{"prompt_tokens":21,"completion_tokens":3,"total_tokens":24,"prompt_tokens_details":{"cached_tokens":0}}}
+    data: {"object":"chat.completion.chunk","id":"chatcmpl-ID","created":SECONDS,"model":"mine","system_fingerprint":"0.1.0-native","choices":[],"usage":{"prompt_tokens":21,"completion_tokens":3,"total_tokens":24,"prompt_tokens_details":{"cached_tokens":0},"completion_tokens_details":{"reasoning_tokens":0}}}
 
     data: [DONE]
     "#);
@@ -145,7 +145,7 @@ async fn unsupported_features_are_refused_by_name() {
             assert_eq!(answer.status, StatusCode::BAD_REQUEST, "{name}");
             let error = answer.json()["error"].clone();
             assert!(error["message"].as_str().unwrap().contains(message), "{error}");
-            assert_eq!(error["param"], if name == "grammar" { "response_format" } else { name });
+            assert_eq!(error["param"], name);
         }
     }
     let image = json!([{"type": "image_url", "image_url": {"url": "http://x/"}}]);
@@ -203,6 +203,16 @@ async fn logprobs_have_each_token_s_own_bytes() {
     let bytes: Vec<_> = tokens.iter().map(|token| (&token["token"], &token["bytes"])).collect();
     assert_eq!(bytes[..2], [(&json!(""), &json!([0xC3])), (&json!("é"), &json!([0xA9]))]);
     insta::assert_snapshot!(tokens[0]["top_logprobs"], @r#"[{"token":"","logprob":-0.25,"bytes":[195]},{"token":"Hello","logprob":-9999.0,"bytes":[72,101,108,108,111]}]"#);
+    let streamed = server.post(PATH, hello(json!({"logprobs": true, "top_logprobs": 1, "stream": true}))).await;
+    insta::assert_snapshot!(stable(&streamed.body), @r#"
+    data: {"object":"chat.completion.chunk","id":"chatcmpl-ID","created":SECONDS,"model":"test/model","system_fingerprint":"0.1.0-native","choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":{"content":[{"token":"","logprob":-0.5,"bytes":[195],"top_logprobs":[{"token":"","logprob":-0.25,"bytes":[195]}]}]},"finish_reason":null}],"usage":null}
+
+    data: {"object":"chat.completion.chunk","id":"chatcmpl-ID","created":SECONDS,"model":"test/model","system_fingerprint":"0.1.0-native","choices":[{"index":0,"delta":{"content":"é"},"logprobs":{"content":[{"token":"é","logprob":-0.5,"bytes":[169],"top_logprobs":[{"token":"�","logprob":-0.25,"bytes":[195]}]}]},"finish_reason":null}],"usage":null}
+
+    data: {"object":"chat.completion.chunk","id":"chatcmpl-ID","created":SECONDS,"model":"test/model","system_fingerprint":"0.1.0-native","choices":[{"index":0,"delta":{"content":""},"logprobs":{"content":[{"token":"<|im_end|>","logprob":-0.5,"bytes":[60,124,105,109,95,101,110,100,124,62],"top_logprobs":[{"token":"�","logprob":-0.25,"bytes":[195]}]}]},"finish_reason":"stop"}],"usage":null}
+
+    data: [DONE]
+    "#);
 }
 
 #[tokio::test]

@@ -4,7 +4,8 @@ use axum::http::StatusCode;
 use penstock_router::sequence::{FinishReason, SequenceEvent, Token, TopToken};
 use serde_json::{Value, json};
 
-use crate::fold::{SEED, completion_fold, seed_index, with};
+use crate::chat::stable;
+use crate::fold::{SEED, chunks, completion_fold, seed_index, with};
 use crate::model::{IM_END, bytes, word};
 use crate::server::{Sequence, Server};
 
@@ -18,8 +19,44 @@ async fn a_text_is_completed() {
     assert!(body["id"].as_str().unwrap().starts_with("cmpl-"));
     body["id"] = "ID".into();
     body["created"] = 0.into();
-    insta::assert_snapshot!(body.to_string(), @r#"{"object":"text_completion","id":"ID","created":0,"model":"test/model","system_fingerprint":"0.1.0-native","choices":[{"index":0,"text":" world","logprobs":null,"finish_reason":"stop"}],"usage":{"prompt_tokens":5,"completion_tokens":2,"total_tokens":7,"prompt_tokens_details":{"cached_tokens":0}}}"#);
+    insta::assert_snapshot!(body.to_string(), @r#"{"object":"text_completion","id":"ID","created":0,"model":"test/model","system_fingerprint":"0.1.0-native","choices":[{"index":0,"text":" world","logprobs":null,"finish_reason":"stop"}],"usage":{"prompt_tokens":5,"completion_tokens":2,"total_tokens":7,"prompt_tokens_details":{"cached_tokens":0},"completion_tokens_details":{"reasoning_tokens":0}}}"#);
     assert_eq!(server.last_request().prompt_token_ids, bytes("Hello"));
+}
+
+#[tokio::test]
+async fn a_stream_is_chunks_then_usage_then_done() {
+    let server = Server::answering(&[word("Hello"), word(" world"), IM_END]).await;
+    let fields = json!({"prompt": "Hi", "stream": true, "stream_options": {"include_usage": true}, "model": "mine"});
+    insta::assert_snapshot!(stable(&server.post(PATH, fields).await.body), @r#"
+    data: {"object":"text_completion","id":"cmpl-ID","created":SECONDS,"model":"test/model","system_fingerprint":"0.1.0-native","choices":[{"index":0,"text":"Hello","logprobs":null,"finish_reason":null}],"usage":null}
+
+    data: {"object":"text_completion","id":"cmpl-ID","created":SECONDS,"model":"test/model","system_fingerprint":"0.1.0-native","choices":[{"index":0,"text":" world","logprobs":null,"finish_reason":null}],"usage":null}
+
+    data: {"object":"text_completion","id":"cmpl-ID","created":SECONDS,"model":"test/model","system_fingerprint":"0.1.0-native","choices":[{"index":0,"text":"","logprobs":null,"finish_reason":"stop"}],"usage":null}
+
+    data: {"object":"text_completion","id":"cmpl-ID","created":SECONDS,"model":"test/model","system_fingerprint":"0.1.0-native","choices":[],"usage":{"prompt_tokens":2,"completion_tokens":3,"total_tokens":5,"prompt_tokens_details":{"cached_tokens":0},"completion_tokens_details":{"reasoning_tokens":0}}}
+
+    data: [DONE]
+    "#);
+}
+
+#[tokio::test]
+async fn a_stream_of_several_prompts_names_the_choice_of_each_chunk() {
+    let server = Server::scripted(|sequence| {
+        let prompt = sequence.request.prompt_token_ids.clone();
+        sequence.answer(&[prompt, vec![IM_END]].concat());
+    })
+    .await;
+    let answer = server.post(PATH, json!({"prompt": ["a", "b"], "stream": true, "logprobs": 0})).await;
+    // The prompts are answered at the same time.
+    let mut choices: Vec<_> = chunks(&answer).iter().map(|chunk| chunk["choices"].to_string()).collect();
+    choices.sort_by_key(|choice| choice.contains("\"index\":1"));
+    insta::assert_snapshot!(choices.join("\n"), @r#"
+    [{"index":0,"text":"a","logprobs":{"tokens":["a"],"token_logprobs":[-0.5],"top_logprobs":[{"a":-0.5}],"text_offset":[0]},"finish_reason":null}]
+    [{"index":0,"text":"","logprobs":{"tokens":["<|im_end|>"],"token_logprobs":[-0.5],"top_logprobs":[{"<|im_end|>":-0.5}],"text_offset":[1]},"finish_reason":"stop"}]
+    [{"index":1,"text":"b","logprobs":{"tokens":["b"],"token_logprobs":[-0.5],"top_logprobs":[{"b":-0.5}],"text_offset":[0]},"finish_reason":null}]
+    [{"index":1,"text":"","logprobs":{"tokens":["<|im_end|>"],"token_logprobs":[-0.5],"top_logprobs":[{"<|im_end|>":-0.5}],"text_offset":[1]},"finish_reason":"stop"}]
+    "#);
 }
 
 #[tokio::test]
@@ -105,8 +142,8 @@ async fn best_of_returns_the_highest_mean_logprob() {
     assert_eq!((choices.len(), &choices[0]["text"], &choices[0]["index"]), (1, &json!("good"), &json!(0)));
     // All generated tokens count, and the prompt counts once.
     let details = json!({"cached_tokens": 0});
-    let usage =
-        json!({"prompt_tokens": 2, "completion_tokens": 9, "total_tokens": 11, "prompt_tokens_details": details});
+    let usage = json!({"prompt_tokens": 2, "completion_tokens": 9, "total_tokens": 11,
+               "prompt_tokens_details": details, "completion_tokens_details": {"reasoning_tokens": 0}});
     assert_eq!(answer["usage"], usage);
     let group = |index: usize| server.engine.requests.lock().unwrap()[index].group;
     assert!(group(0).is_some() && group(0) == group(1));
@@ -156,6 +193,13 @@ async fn logprobs_of_prompt_and_answer_have_openai_s_first_shape() {
     insta::assert_snapshot!(plain["choices"], @r#"[{"index":0,"text":"néé world","logprobs":{"tokens":["n","","é","","é"," world","<|im_end|>"],"token_logprobs":[null,-0.25,-0.25,-0.25,-0.25,-0.25,-0.25],"top_logprobs":[null,{"END":-0.125,"bytes:\\xc3":-0.25},{"END":-0.125,"bytes:\\xa9":-0.25},{"END":-0.125,"bytes:\\xc3":-0.25},{"END":-0.125,"bytes:\\xa9":-0.25},{"END":-0.125," world":-0.25},{"END":-0.125,"<|im_end|>":-0.25}],"text_offset":[0,1,1,2,2,3,9]},"finish_reason":"stop"}]"#);
     let streamed = server.post(PATH, with(body, json!({"stream": true}))).await;
     assert_eq!(completion_fold(&streamed), plain["choices"]);
+    let choices: Vec<_> = chunks(&streamed).iter().map(|chunk| chunk["choices"].to_string()).collect();
+    insta::assert_snapshot!(choices.join("\n"), @r#"
+    [{"index":0,"text":"né","logprobs":{"tokens":["n","","é",""],"token_logprobs":[null,-0.25,-0.25,-0.25],"top_logprobs":[null,{"END":-0.125,"bytes:\\xc3":-0.25},{"END":-0.125,"bytes:\\xa9":-0.25},{"END":-0.125,"bytes:\\xc3":-0.25}],"text_offset":[0,1,1,2]},"finish_reason":null}]
+    [{"index":0,"text":"é","logprobs":{"tokens":["é"],"token_logprobs":[-0.25],"top_logprobs":[{"END":-0.125,"bytes:\\xa9":-0.25}],"text_offset":[2]},"finish_reason":null}]
+    [{"index":0,"text":" world","logprobs":{"tokens":[" world"],"token_logprobs":[-0.25],"top_logprobs":[{"END":-0.125," world":-0.25}],"text_offset":[3]},"finish_reason":null}]
+    [{"index":0,"text":"","logprobs":{"tokens":["<|im_end|>"],"token_logprobs":[-0.25],"top_logprobs":[{"END":-0.125,"<|im_end|>":-0.25}],"text_offset":[9]},"finish_reason":"stop"}]
+    "#);
     // Without the prompt.
     let plain = server.post(PATH, json!({"prompt": "né", "logprobs": true, "max_tokens": 3})).await.json();
     assert_eq!(plain["choices"][0]["logprobs"]["text_offset"], json!([0, 0, 1]));

@@ -231,3 +231,24 @@ async fn health_is_served_on_vertex_s_path() {
     let server = Server::start(|sequence| sequence.answer(&[IM_END]), adjust).await;
     assert_eq!(server.get("/a/health").await.status, StatusCode::OK);
 }
+
+#[tokio::test]
+async fn a_connection_serves_on_after_a_request_was_refused_with_its_body_unread() {
+    let server = Server::answering(&[IM_END]).await;
+    for (path, status) in [("/nowhere", "404"), ("/health", "405"), ("/v1/nowhere", "404")] {
+        let body = "x".repeat(300_000);
+        let refused = format!("POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n{body}", body.len());
+        let next = "GET /info HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n";
+        let said = within("both answers", until_closed(&server, &(refused + next))).await.unwrap();
+        assert!(said.starts_with(&format!("HTTP/1.1 {status}")), "{said}");
+        assert_eq!(said.matches("HTTP/1.1 200").count(), 1, "{said}");
+    }
+}
+
+#[tokio::test]
+async fn a_refused_request_whose_body_is_too_long_ends_its_connection() {
+    let server = Server::answering(&[IM_END]).await;
+    let refused = format!("POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n", 2 << 20);
+    let said = within("an answer", until_closed(&server, &refused)).await.unwrap();
+    assert!(said.starts_with("HTTP/1.1 404"), "{said}");
+}

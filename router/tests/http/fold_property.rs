@@ -38,6 +38,20 @@ fn pieces() -> impl Strategy<Value = Vec<u32>> {
     proptest::collection::vec(piece, 0..8).prop_map(|pieces| [pieces.concat(), vec![IM_END]].concat())
 }
 
+/// Thoughts, text and a call: every kind of content.
+fn every_kind() -> Vec<u32> {
+    let call = call(r#"{"name": "f", "arguments": {"city": "Oslo"}}"#);
+    [bytes("<think>why</think>"), vec![word("Hello")], call, vec![IM_END]].concat()
+}
+
+/// One case in five is `complete`, so that no run passes without a call: random pieces rarely form one.
+fn or_complete<S: Strategy>(random: S, complete: S::Value) -> impl Strategy<Value = S::Value>
+where
+    S::Value: Clone,
+{
+    prop_oneof![1 => Just(complete), 4 => random]
+}
+
 type Answers = Arc<Mutex<Vec<Vec<u32>>>>;
 
 /// Answers every choice of every prompt with its tokens.
@@ -74,6 +88,7 @@ fn a_chat_s_stream_folds_to_the_plain_answer() {
     let num_calls = Cell::new(0);
     let fields = (any::<bool>(), any::<bool>(), any::<bool>(), proptest::option::of(1..40_u32));
     let case = (proptest::collection::vec(pieces(), 1..4), fields);
+    let case = or_complete(case, (vec![every_kind()], (true, true, false, None)));
     proptest!(config(), |((tokens, (with_tools, logprobs, stops, max_tokens)) in case)| {
         let n = tokens.len();
         answers.lock().unwrap().clone_from(&tokens);
@@ -106,6 +121,7 @@ fn a_stream_of_messages_folds_to_the_plain_answer() {
     let server = answering_first(&runtime, &answers);
     let kinds = Cell::new([0; 3]);
     let case = (pieces(), any::<[bool; 3]>(), proptest::option::of(1..40_u32));
+    let case = or_complete(case, (every_kind(), [true, true, false], None));
     proptest!(config(), |((tokens, [with_tools, shows_thinking, stops], max_tokens) in case)| {
         *answers.lock().unwrap() = vec![tokens];
         let display = if shows_thinking { "summarized" } else { "omitted" };
@@ -134,6 +150,7 @@ fn a_stream_of_a_response_folds_to_the_plain_answer() {
     let server = answering_first(&runtime, &answers);
     let kinds = Cell::new([0; 3]);
     let case = (pieces(), any::<bool>(), proptest::option::of(1..40_u32));
+    let case = or_complete(case, (every_kind(), true, None));
     proptest!(config(), |((tokens, with_tools, max_tokens) in case)| {
         *answers.lock().unwrap() = vec![tokens];
         let mut body = responses::hello(json!({"max_output_tokens": max_tokens}));

@@ -131,7 +131,7 @@ async fn invalid_requests_name_the_field() {
             "messages[0].content[1]: `document` blocks are not supported",
         ),
         (user(call("a")), "messages[0].content[1]: `tool_use` blocks do not belong"),
-        (user(result("nobody")), "messages[0].content[1].tool_use_id: `nobody` is not the id"),
+        (user(result("toolu_unknown")), "messages[0].content[1].tool_use_id: `toolu_unknown` is not the id"),
         (json!({"system": [image.clone()]}), "system[0]: `image` blocks are not supported"),
         (answered(json!([call("a")]), json!([result("b")])), "messages[2].content[0].tool_use_id: `b` is not the id"),
         (answered(json!([call("a")]), json!([result("a"), result("a")])), "messages[2].content[1].tool_use_id: `a`"),

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 
 use crate::model::IM_END;
 use crate::responses::{hello, tool};
-use crate::tool::{prompt, server};
+use crate::tool::{call as call_tokens, prompt, server};
 
 const PATH: &str = "/v1/responses";
 
@@ -61,13 +61,14 @@ async fn a_request_of_codex_is_answered() {
     let shell = json!({"type": "function", "name": "shell", "description": "Runs a command.", "strict": false, "parameters": {
         "type": "object", "properties": {"command": {"type": "array", "items": {"type": "string"}}, "timeout_ms": {"type": "number"}},
         "required": ["command"], "additionalProperties": false}});
+    let agents = json!({"type": "namespace", "name": "agents", "description": "Sub-agents.", "tools": [tool("close")]});
     let body = json!({
         "model": "tgi", "instructions": "You are a coding agent.",
         "input": [
             message("developer", "input_text", "<permissions instructions>"),
             message("user", "input_text", "<environment_context>"), message("user", "input_text", "Fix it."),
         ],
-        "tools": [shell, {"type": "web_search", "external_web_access": false}], "tool_choice": "auto",
+        "tools": [shell, agents, {"type": "web_search", "external_web_access": false}], "tool_choice": "auto",
         "parallel_tool_calls": false, "reasoning": {"effort": "medium", "summary": "auto"}, "store": false, "stream": true,
         "include": ["reasoning.encrypted_content"], "prompt_cache_key": "0199", "text": {"verbosity": "medium"},
         "client_metadata": {"x-codex-installation-id": "0"}, "service_tier": null,
@@ -77,7 +78,23 @@ async fn a_request_of_codex_is_answered() {
     let last = answer.typed_events().pop().unwrap();
     assert_eq!(last["type"], "response.completed");
     let names: Vec<_> = last["response"]["tools"].as_array().unwrap().iter().map(|tool| tool["name"].clone()).collect();
-    assert_eq!(names, ["shell"], "tools that OpenAI executes are left out");
+    assert_eq!(names, ["shell", "agents__close"], "tools that OpenAI executes are left out");
+}
+
+#[tokio::test]
+async fn a_function_in_a_namespace_is_shown_with_both_names_and_called_with_its_own() {
+    let tokens = [call_tokens(r#"{"name": "agents__close", "arguments": {}}"#), vec![IM_END]].concat();
+    let server = server(move |sequence| sequence.answer(&tokens)).await;
+    let tools = json!([{"type": "namespace", "name": "agents", "tools": [tool("close"), tool("open")]}, tool("close")]);
+    let choice = json!({"type": "function", "namespace": "agents", "name": "close"});
+    let answer = server.post(PATH, hello(json!({"tools": tools, "tool_choice": choice}))).await.json();
+    let call = answer["output"][0].clone();
+    assert_eq!((&call["namespace"], &call["name"]), (&json!("agents"), &json!("close")), "{answer}");
+    let output = json!({"type": "function_call_output", "call_id": call["call_id"], "output": "closed"});
+    let again = hello(json!({"tools": tools, "input": [message("user", "input_text", "Hi"), call, output]}));
+    assert_eq!(server.post(PATH, again).await.status, StatusCode::OK);
+    let prompt = prompt(&server);
+    assert!(prompt.contains(r#"<tool_call>{"name": "agents__close", "arguments": {}}"#), "{prompt}");
 }
 
 #[tokio::test]
@@ -118,7 +135,7 @@ async fn invalid_requests_name_the_field() {
         ),
         (user(json!({"type": "input_file"})), "input[0].content[0]", "`input_file` parts are not supported"),
         (user(json!({"type": "input_text"})), "input[0].content[0]", "the text is missing"),
-        (items(json!([output("nobody")])), "input[0].call_id", "`nobody` is not the id of an earlier call"),
+        (items(json!([output("call_unknown")])), "input[0].call_id", "`call_unknown` is not the id of an earlier call"),
         (items(json!([call("a"), call("a")])), "input[1].call_id", "the id `a` occurs twice"),
         (items(json!([call("a")])), "input", "the call `a` has no result"),
         (items(json!([{"type": "function_call", "name": "f"}])), "input[0]", "missing field `call_id`"),
@@ -127,6 +144,13 @@ async fn invalid_requests_name_the_field() {
         (json!({"tools": [tool("f"), {"type": "custom", "name": "p"}]}), "tools[1].type", "`custom` is not supported"),
         (json!({"tools": [{"type": "web_search"}]}), "tools[0].type", "`web_search` is not supported"),
         (json!({"tools": [{"type": "function"}]}), "tools[0]", "missing field `name`"),
+        (json!({"tools": [{"type": "web_search"}, {"type": "function"}]}), "tools[1]", "missing field `name`"),
+        (json!({"tools": [{"type": "namespace"}]}), "tools[0]", "missing field `name`"),
+        (
+            json!({"tools": [{"type": "namespace", "name": "n", "tools": [tool("f"), {"type": "custom"}]}]}),
+            "tools[0].tools[1].type",
+            "`custom` is not supported",
+        ),
         (json!({"tools": [tool("f")], "tool_choice": {"type": "function", "name": "h"}}), "tools", "\"h\""),
         (json!({"tools": [tool("f")], "tool_choice": {"type": "web_search"}}), "tool_choice", "allowed tools"),
         (json!({"tool_choice": "required"}), "tools", "the request has no tools"),

@@ -11,12 +11,12 @@ use futures::future::BoxFuture;
 use http_body_util::{BodyExt, Full};
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
-use penstock_router::config::{ApiKeys, ConnectionLimits, QueueLimits, RequestLimits, VertexRoutes};
+use penstock_router::config::{ApiKeys, ConnectionLimits, PriorityOrder, QueueLimits, RequestLimits, VertexRoutes};
 use penstock_router::engine::{Generator, Health, SequenceStream};
 use penstock_router::sequence::{FinishReason, Grammar, GrammarError, SequenceEvent, SequenceRequest, Token};
 use penstock_router::telemetry::metrics::Exporter;
 use penstock_router::text::TextModel;
-use penstock_router::{Config, ServeError, Services, serve};
+use penstock_router::{Config, Listener, ServeError, Services, serve};
 use penstock_scheduler::Stats;
 use serde_json::Value;
 use tokio::net::TcpListener;
@@ -221,7 +221,7 @@ impl<E: Generator + 'static> Server<E> {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let shutdown = CancellationToken::new();
-        let served = tokio::spawn(serve(config, services, listener, shutdown.clone()));
+        let served = tokio::spawn(serve(config, services, Listener::Tcp(listener), shutdown.clone()));
         let client = Client::builder(TokioExecutor::new()).build_http();
         Self { address, engine, shutdown, served, client, _folder: folder }
     }
@@ -277,11 +277,16 @@ pub async fn whole(response: Response<hyper::body::Incoming>) -> Answer {
 fn config(folder: &Path) -> Config {
     Config {
         model_id: "test/model".to_owned(),
+        served_model_names: vec!["test/model".to_owned()],
+        check_model_names: false,
+        trusts_request_chat_templates: false,
+        priority_order: PriorityOrder::HighestFirst,
         model_sha: None,
         pipeline_tag: None,
         model_folder: folder.to_owned(),
         limits: LIMITS,
         decoder_prefix: Arc::default(),
+        pooling: None,
         queue: QueueLimits { max_tokens: u64::MAX, timeout: None },
         validation_workers: 1,
         payload_limit_bytes: 10_000,
@@ -291,9 +296,11 @@ fn config(folder: &Path) -> Config {
         grammar_support: true,
         prefill_logprobs: true,
         max_stored_responses: 0,
+        playground: true,
         vertex_routes: VertexRoutes::default(),
         connections: ConnectionLimits::new(&LIMITS),
         graceful_termination_timeout: Duration::from_secs(10),
+        traces: None,
     }
 }
 

@@ -60,11 +60,14 @@ async fn live_ready_and_progressing_are_independent() {
 async fn info_and_models_report_the_served_model() {
     let server = Server::answering(&[IM_END]).await;
     insta::assert_snapshot!(server.get("/info").await.body, @r#"{"model_id":"test/model","model_sha":null,"model_pipeline_tag":null,"max_concurrent_requests":4,"max_best_of":2,"max_stop_sequences":4,"max_input_tokens":200,"max_total_tokens":256,"validation_workers":1,"max_client_batch_size":4,"router":"text-generation-router","version":"0.1.0"}"#);
-    insta::assert_snapshot!(server.get("/v1/models").await.body, @r#"{"object":"list","data":[{"id":"test/model","object":"model","created":0,"owned_by":"test/model"}]}"#);
-    insta::assert_snapshot!(server.get("/v1/models/test/model").await.body, @r#"{"id":"test/model","object":"model","created":0,"owned_by":"test/model"}"#);
+    let models = server.get("/v1/models").await.body;
+    let model = server.get("/v1/models/test/model").await.body;
+    assert_eq!(models, format!(r#"{{"object":"list","data":[{model}]}}"#));
+    let created = model.split_once(r#""created":"#).unwrap().1.split(',').next().unwrap();
+    insta::assert_snapshot!(model.replace(created, "SECONDS"), @r#"{"id":"test/model","object":"model","created":SECONDS,"owned_by":"test/model","root":"test/model","parent":null,"max_model_len":256}"#);
     let answer = server.get("/v1/models/other").await;
     assert_eq!(answer.status, StatusCode::NOT_FOUND);
-    assert_eq!(answer.json()["error"]["code"], "not_found");
+    assert_eq!(answer.json()["error"]["code"], "model_not_found");
 }
 
 #[tokio::test]

@@ -117,7 +117,7 @@ async fn calls_are_not_part_of_the_content() {
 
 #[tokio::test]
 async fn a_stream_names_a_call_once_before_its_arguments() {
-    let text = bytes(r#"{"name": "f", "arguments": {"a""#);
+    let text = bytes(r#"{"name": "f", "arguments": {"a": ""#);
     let end = [vec![word(": hi")], bytes("\"}}"), vec![TOOL_CALL_END, IM_END]].concat();
     let server = answering(&[vec![TOOL_CALL], text, end].concat()).await;
     let answer = server.post(PATH, ask(json!({"stream": true, "stream_options": {"include_usage": true}}))).await;
@@ -129,12 +129,13 @@ async fn a_stream_names_a_call_once_before_its_arguments() {
     [{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"\""}}]},"logprobs":null,"finish_reason":null}]
     [{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"a"}}]},"logprobs":null,"finish_reason":null}]
     [{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"\""}}]},"logprobs":null,"finish_reason":null}]
+    [{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":":"}}]},"logprobs":null,"finish_reason":null}]
+    [{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":" "}}]},"logprobs":null,"finish_reason":null}]
+    [{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"\""}}]},"logprobs":null,"finish_reason":null}]
     [{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":": hi"}}]},"logprobs":null,"finish_reason":null}]
     [{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"\""}}]},"logprobs":null,"finish_reason":null}]
     [{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"}"}}]},"logprobs":null,"finish_reason":null}]
-    [{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"}"}}]},"logprobs":null,"finish_reason":null}]
-    [{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"</tool_call>"}}]},"logprobs":null,"finish_reason":null}]
-    [{"index":0,"delta":{},"logprobs":null,"finish_reason":"stop"}]
+    [{"index":0,"delta":{},"logprobs":null,"finish_reason":"tool_calls"}]
     []
     "#);
 }
@@ -144,11 +145,27 @@ async fn reasoning_is_separate_from_content() {
     let server = answering(&[bytes("<think>hm</think>\n\n"), vec![word("Hello"), IM_END]].concat()).await;
     for fields in [json!({}), json!({"tools": null})] {
         let plain = server.post(PATH, ask(fields.clone())).await.json();
-        let message = json!({"role": "assistant", "content": "Hello", "refusal": null, "reasoning_content": "hm"});
+        let message = json!({"role": "assistant", "content": "Hello", "refusal": null, "reasoning_content": "hm", "reasoning": "hm"});
         assert_eq!(plain["choices"][0]["message"], message);
         let streamed = server.post(PATH, ask(with(fields, json!({"stream": true})))).await;
         assert_eq!(chat_fold(&streamed), plain["choices"]);
     }
+}
+
+#[tokio::test]
+async fn a_stream_sends_thoughts_before_content() {
+    let server = answering(&[bytes("<think>hm</think>"), vec![word("Hello"), IM_END]].concat()).await;
+    let answer = server.post(PATH, ask(json!({"stream": true, "stream_options": {"include_usage": true}}))).await;
+    let lines: Vec<_> =
+        chunks(&answer).iter().map(|chunk| format!("{} {}", chunk["choices"], chunk["usage"])).collect();
+    insta::assert_snapshot!(lines.join("\n"), @r#"
+    [{"index":0,"delta":{"role":"assistant"},"logprobs":null,"finish_reason":null}] null
+    [{"index":0,"delta":{"reasoning_content":"h","reasoning":"h"},"logprobs":null,"finish_reason":null}] null
+    [{"index":0,"delta":{"reasoning_content":"m","reasoning":"m"},"logprobs":null,"finish_reason":null}] null
+    [{"index":0,"delta":{"content":"Hello"},"logprobs":null,"finish_reason":null}] null
+    [{"index":0,"delta":{},"logprobs":null,"finish_reason":"stop"}] null
+    [] {"prompt_tokens":303,"completion_tokens":19,"total_tokens":322,"prompt_tokens_details":{"cached_tokens":0},"completion_tokens_details":{"reasoning_tokens":9}}
+    "#);
 }
 
 #[tokio::test]

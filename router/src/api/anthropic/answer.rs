@@ -52,7 +52,7 @@ pub(crate) enum ContentBlock {
     },
 }
 
-/// Who makes a call: always the model itself.
+/// The caller of a tool: always the model itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ToSchema)]
 #[serde(tag = "type", rename_all = "snake_case")]
 #[schema(as = AnthropicCaller)]

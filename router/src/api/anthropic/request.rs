@@ -9,9 +9,9 @@ use super::block::{MessageParam, TextBlock};
 use super::conversation::template_messages;
 use super::tool::{ToolChoiceParam, ToolParam, tool_set};
 use crate::api::content::Content;
-use crate::api::field::{integer, named, or_default};
+use crate::api::field::{integer, is_given, named, or_default};
 use crate::api::grammar;
-use crate::api::openai::{SamplingFields, is_given};
+use crate::api::openai::SamplingFields;
 use crate::generation::{Chat, GenerationRequest, Parameters, Prompt, StopText, ValidationError};
 use crate::sequence::Grammar;
 use crate::text::ChatInputs;
@@ -49,7 +49,7 @@ pub(crate) struct MessagesRequest {
 #[schema(as = AnthropicCountTokensRequest, example = json!({"model": "tgi", "messages": [{"role": "user", "content": "What is deep learning?"}]}))]
 pub(crate) struct CountTokensRequest {
     #[serde(flatten)]
-    conversation: Conversation,
+    pub(crate) conversation: Conversation,
 }
 
 /// The prompt of both requests, and how its answer is written.
@@ -74,6 +74,22 @@ pub(crate) struct Conversation {
     container: Option<Value>,
     /// Not supported unless empty: this server executes no tools.
     mcp_servers: Option<Value>,
+    /// Not supported unless empty: this server summarizes nothing.
+    compaction: Option<Value>,
+    /// Not supported unless empty: send the whole conversation.
+    thread: Option<Value>,
+    /// Accepted without effect.
+    #[serde(rename = "billing_policy")]
+    #[schema(value_type = Option<Object>)]
+    _billing_policy: Option<IgnoredAny>,
+    /// Accepted without effect: this model declines nothing for another one.
+    #[serde(rename = "fallbacks")]
+    #[schema(value_type = Option<Object>)]
+    _fallbacks: Option<IgnoredAny>,
+    /// Accepted without effect.
+    #[serde(rename = "fallback_credit_token")]
+    #[schema(value_type = Option<Object>)]
+    _fallback_credit_token: Option<IgnoredAny>,
     /// Accepted without effect: every prompt is cached.
     #[serde(rename = "cache_control")]
     #[schema(value_type = Option<Object>)]
@@ -209,7 +225,7 @@ impl Conversation {
             kwargs,
             ..ChatInputs::default()
         };
-        Ok(Chat { inputs, tools: tool_set(self.tools, self.tool_choice)? })
+        Ok(Chat { inputs, tools: tool_set(self.tools, self.tool_choice)?, template: None })
     }
 
     fn check_supported(&self) -> Result<(), ValidationError> {
@@ -217,6 +233,8 @@ impl Conversation {
             ("output_format", &self.output_format, "send `output_config.format`"),
             ("container", &self.container, "this server runs no code"),
             ("mcp_servers", &self.mcp_servers, "this server executes no tools"),
+            ("compaction", &self.compaction, "this server summarizes nothing; send a shorter conversation"),
+            ("thread", &self.thread, "this server keeps no conversations; send all of its `messages`"),
         ];
         match refused.into_iter().find(|(_, value, _)| is_given(value.as_ref())) {
             Some((field, _, why)) => Err(ValidationError::Unsupported { field, why }),

@@ -1,30 +1,44 @@
 //! The request of `/v1/chat/completions`.
 
 use serde::Deserialize;
+use serde::de::IgnoredAny;
 use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
 use super::message::Message;
 use super::tool::{ToolChoiceField, ToolField};
-use super::value::{IgnoredFields, SamplingFields, StreamOptions, is_given};
-use crate::api::field::{integer, or_default};
-use crate::generation::{Chat, GenerationRequest, Parameters, Prompt, StopText, ToolSet, ValidationError};
+use super::value::{IgnoredFields, SamplingFields, StreamOptions};
+use super::vllm::VllmFields;
+use crate::api::error::CHAT_NAMES;
+use crate::api::field::{integer, is_given, or_default};
+use crate::config::Config;
+use crate::generation::{Chat, FieldNames, GenerationRequest, Parameters, Prompt, ToolSet, ValidationError};
 use crate::text::{ChatInputs, Tool, ToolChoice};
 
 /// OpenAI's limit.
 const MAX_TOP_LOGPROBS: u32 = 20;
+const MAX_TEMPLATE_BYTES: usize = 256 << 10;
 
 #[derive(Debug, Deserialize, ToSchema)]
 #[schema(example = json!({"model": "tgi", "messages": [{"role": "system", "content": "You are a helpful assistant."}, {"role": "user", "content": "What is deep learning?"}], "max_tokens": 20, "temperature": 0.7}))]
 pub(crate) struct ChatRequest {
     #[schema(min_items = 1)]
     messages: Vec<Message>,
-    /// Any name is accepted and returned; `tgi` means the served model.
+    /// Returned in the answer; `tgi` means the served model. Unless the server checks names, any is accepted.
     pub(crate) model: Option<String>,
     #[serde(flatten)]
     sampling: SamplingFields,
     #[serde(flatten)]
+    pub(crate) vllm: VllmFields,
+    #[serde(flatten)]
     _ignored: IgnoredFields,
+    /// Begin the answer with the last message, if the assistant wrote it. For `continue_final_message`.
+    #[serde(default, deserialize_with = "or_default")]
+    #[schema(value_type = Option<bool>, default = false)]
+    echo: bool,
+    /// Whether the answer shows the model's reasoning.
+    #[schema(default = true)]
+    pub(crate) include_reasoning: Option<bool>,
     /// Maximum number of generated tokens. By default limited only by the context.
     #[serde(default, deserialize_with = "integer")]
     #[schema(value_type = Option<u32>, minimum = 1)]
@@ -61,6 +75,9 @@ pub(crate) struct ChatRequest {
     /// Continue the last message instead of answering it, which is TGI's default if the assistant wrote it.
     #[schema(default = false)]
     continue_final_message: Option<bool>,
+    /// Template of this request, instead of the model's own. Only on servers that run with
+    /// `--trust-request-chat-template`.
+    chat_template: Option<String>,
     /// Further variables for the template.
     chat_template_kwargs: Option<Map<String, Value>>,
     /// Variable for the template; `none` also sets `enable_thinking` to false.
@@ -73,21 +90,42 @@ pub(crate) struct ChatRequest {
     modalities: Option<Vec<String>>,
     /// Not supported unless empty.
     audio: Option<Value>,
+    /// Not supported unless empty: this server judges no texts.
+    moderation: Option<Value>,
+    /// Accepted without effect: every prompt is cached.
+    #[serde(rename = "prompt_cache_options")]
+    #[schema(value_type = Option<Object>)]
+    _prompt_cache_options: Option<IgnoredAny>,
 }
 
 impl ChatRequest {
     /// The request in the form that all dialects share.
-    pub(crate) fn into_generation(mut self) -> Result<GenerationRequest, ValidationError> {
-        let parameters = self.parameters()?;
+    pub(crate) fn into_generation(mut self, config: &Config) -> Result<GenerationRequest, ValidationError> {
+        let mut parameters = self.parameters()?;
         let streams = self.stream;
-        let prompts = vec![Prompt::Chat(Box::new(self.into_chat()?))];
-        Ok(GenerationRequest { prompts, parameters, stop_text: StopText::Cut, streams })
+        let stop_text = self.vllm.apply(&mut parameters, config, streams)?;
+        let prompts = vec![Prompt::Chat(Box::new(self.into_chat(config)?))];
+        Ok(GenerationRequest { prompts, parameters, stop_text, streams })
+    }
+
+    /// What the answer begins with: the text of the last message, if the assistant wrote it.
+    pub(crate) fn echoed(&self) -> Option<String> {
+        self.messages.last().filter(|_| self.echo).and_then(Message::assistant_text)
+    }
+
+    /// What this request calls its fields.
+    pub(crate) fn names(&self) -> FieldNames {
+        FieldNames { grammar: self.sampling.constraint_name().unwrap_or(CHAT_NAMES.grammar), ..CHAT_NAMES }
     }
 
     /// The conversation with its tools.
-    pub(crate) fn into_chat(mut self) -> Result<Chat, ValidationError> {
+    pub(crate) fn into_chat(mut self, config: &Config) -> Result<Chat, ValidationError> {
         let tools = self.tool_set();
-        Ok(Chat { inputs: self.template_inputs()?, tools })
+        let template = self.chat_template.take();
+        if let Some(template) = &template {
+            check_template(template, config)?;
+        }
+        Ok(Chat { inputs: self.template_inputs()?, tools, template })
     }
 
     /// What the template renders, except the tools.
@@ -131,6 +169,7 @@ impl ChatRequest {
             return Err(ValidationError::StreamOptions);
         }
         self.check_supported()?;
+        self.check_constraint()?;
         let max_tokens = match (self.max_tokens, self.max_completion_tokens) {
             (Some(one), Some(other)) if one != other => return Err(ValidationError::TwoLengths),
             (one, other) => one.or(other),
@@ -147,6 +186,18 @@ impl ChatRequest {
         })
     }
 
+    /// vLLM's constraints are of the whole answer, so they leave no room for a call that is demanded.
+    fn check_constraint(&self) -> Result<(), ValidationError> {
+        let demands_call =
+            self.tool_choice.as_ref().is_some_and(|field| !matches!(field.choice, ToolChoice::Auto | ToolChoice::None));
+        match self.sampling.constraint_name() {
+            Some(one) if demands_call && !matches!(one, "response_format" | "grammar") => {
+                Err(ValidationError::Exclusive { one, other: "tool_choice" })
+            }
+            _ => Ok(()),
+        }
+    }
+
     fn check_supported(&self) -> Result<(), ValidationError> {
         let refuse = |field, why| Err(ValidationError::Unsupported { field, why });
         if is_given(self.functions.as_ref()) {
@@ -161,6 +212,22 @@ impl ChatRequest {
         if is_given(self.audio.as_ref()) {
             return refuse("audio", "this model answers in text only");
         }
+        if is_given(self.moderation.as_ref()) {
+            return refuse("moderation", "this server judges no texts");
+        }
         Ok(())
     }
+}
+
+fn check_template(template: &str, config: &Config) -> Result<(), ValidationError> {
+    let field = "chat_template";
+    if !config.trusts_request_chat_templates {
+        let why = "the server runs without --trust-request-chat-template";
+        return Err(ValidationError::Unsupported { field, why });
+    }
+    if template.len() > MAX_TEMPLATE_BYTES {
+        let problem = format!("it has {} bytes, at most {MAX_TEMPLATE_BYTES} are allowed", template.len());
+        return Err(ValidationError::Item { path: field.to_owned(), problem });
+    }
+    Ok(())
 }

@@ -3,7 +3,7 @@
 use serde::Serialize;
 use utoipa::ToSchema;
 
-use super::{ChatLogprobs, Envelope, FinishReason, Usage};
+use super::{ChatLogprobs, Envelope, FinishReason, PromptLogprobs, Usage};
 
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct ChatCompletion {
@@ -11,6 +11,12 @@ pub(crate) struct ChatCompletion {
     pub(crate) envelope: Envelope,
     pub(crate) choices: Vec<ChatChoice>,
     pub(crate) usage: Usage,
+    /// Only with `return_token_ids`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) prompt_token_ids: Option<Vec<u32>>,
+    /// Only with `prompt_logprobs`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) prompt_logprobs: Option<PromptLogprobs>,
 }
 
 #[derive(Debug, Serialize, ToSchema)]
@@ -19,6 +25,9 @@ pub(crate) struct ChatChoice {
     pub(crate) message: OutputMessage,
     pub(crate) logprobs: Option<ChatLogprobs>,
     pub(crate) finish_reason: Option<FinishReason>,
+    /// Ids of the generated tokens. Only with `return_token_ids`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) token_ids: Option<Vec<u32>>,
 }
 
 #[derive(Debug, Serialize, ToSchema)]
@@ -30,6 +39,9 @@ pub(crate) struct OutputMessage {
     pub(crate) refusal: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) reasoning_content: Option<String>,
+    /// The same as `reasoning_content`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) reasoning: Option<String>,
     /// Each call is the sum of its deltas.
     #[serde(skip_serializing_if = "Vec::is_empty", serialize_with = "whole_calls")]
     #[schema(value_type = Vec<ToolCall>)]
@@ -43,8 +55,18 @@ pub(crate) struct ChatChunk<'a> {
     pub(crate) envelope: &'a Envelope,
     /// Empty in the chunk with the usage.
     pub(crate) choices: Vec<ChatChunkChoice>,
-    /// Null except in the chunk with the usage.
+    /// Null except in the chunk with the usage, or with `continuous_usage_stats`.
     pub(crate) usage: Option<Usage>,
+    /// Only with `return_token_ids`, in the first chunk of each choice.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) prompt_token_ids: Option<Vec<u32>>,
+}
+
+/// What an answer says of its prompt.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct ChatPrompt {
+    pub(crate) token_ids: Option<Vec<u32>>,
+    pub(crate) logprobs: Option<PromptLogprobs>,
 }
 
 #[derive(Debug, Serialize, ToSchema)]
@@ -53,6 +75,12 @@ pub(crate) struct ChatChunkChoice {
     pub(crate) delta: Delta,
     pub(crate) logprobs: Option<ChatLogprobs>,
     pub(crate) finish_reason: Option<FinishReason>,
+    /// Ids of the tokens since the last chunk. Only with `return_token_ids`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) token_ids: Option<Vec<u32>>,
+    /// What the choice's first chunk says of the prompt, which the chunk writes outside of its choices.
+    #[serde(skip)]
+    pub(crate) prompt: Option<ChatPrompt>,
 }
 
 /// The addition of one chunk to the message.
@@ -65,6 +93,9 @@ pub(crate) struct Delta {
     pub(crate) content: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) reasoning_content: Option<String>,
+    /// The same as `reasoning_content`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) reasoning: Option<String>,
     /// At most one: clients append a delta with a new index to their list unchanged.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) tool_calls: Option<[ToolCallDelta; 1]>,

@@ -1,14 +1,14 @@
 //! The request of `/v1/completions`.
 
-use serde::de::IgnoredAny;
 use serde::{Deserialize, Deserializer};
 use utoipa::ToSchema;
 
 use super::value::{IgnoredFields, OneOrMany, SamplingFields, StreamOptions};
-use crate::api::error::ApiError;
+use super::vllm::VllmFields;
+use crate::api::error::{ApiError, COMPLETION_NAMES};
 use crate::api::field::{integer, or_default};
 use crate::config::{Config, RequestLimits};
-use crate::generation::{GenerationRequest, Parameters, Prompt, StopText, ValidationError};
+use crate::generation::{FieldNames, GenerationRequest, Parameters, Prompt, ValidationError};
 
 /// OpenAI's limit.
 const MAX_LOGPROBS: u32 = 5;
@@ -18,14 +18,15 @@ const DEFAULT_MAX_TOKENS: u32 = 16;
 #[derive(Debug, Deserialize, ToSchema)]
 #[schema(example = json!({"model": "tgi", "prompt": "What is deep learning?", "max_tokens": 20, "temperature": 0.7}))]
 pub(crate) struct CompletionRequest {
-    /// One or several prompts, each a text or token ids.
+    /// One or several prompts, each a text or token ids. `prompt_token_ids` is another name of this field.
+    #[serde(alias = "prompt_token_ids")]
     prompt: Prompts,
-    /// Any name is accepted; the answer names the served model.
-    #[serde(rename = "model")]
-    #[schema(value_type = Option<String>)]
-    _model: Option<IgnoredAny>,
+    /// The answer names the served model, whatever name is accepted here.
+    pub(crate) model: Option<String>,
     #[serde(flatten)]
     sampling: SamplingFields,
+    #[serde(flatten)]
+    pub(crate) vllm: VllmFields,
     #[serde(flatten)]
     _ignored: IgnoredFields,
     /// Maximum number of generated tokens. 0 with `echo` scores the prompt.
@@ -100,13 +101,19 @@ impl CompletionRequest {
             let why = "the model is an encoder–decoder, whose answer does not go on from the prompt";
             return Err(ValidationError::Unsupported { field: "echo", why }.into());
         }
-        let (parameters, num_choices) = self.parameters(&config.limits)?;
+        let (mut parameters, num_choices) = self.parameters(&config.limits)?;
         if parameters.decoder_input_details && !config.prefill_logprobs {
             let why = "with `logprobs` it needs a server that runs with --enable-prefill-logprobs";
             return Err(ValidationError::Unsupported { field: "echo", why }.into());
         }
-        let request = GenerationRequest { prompts, parameters, stop_text: StopText::Cut, streams: self.stream };
+        let stop_text = self.vllm.apply(&mut parameters, config, self.stream)?;
+        let request = GenerationRequest { prompts, parameters, stop_text, streams: self.stream };
         Ok((request, num_choices))
+    }
+
+    /// What this request calls its fields.
+    pub(crate) fn names(&self) -> FieldNames {
+        FieldNames { grammar: self.sampling.constraint_name().unwrap_or(COMPLETION_NAMES.grammar), ..COMPLETION_NAMES }
     }
 
     /// Whether the request only scores its prompt. One token is generated anyway, because that computes the prompt's

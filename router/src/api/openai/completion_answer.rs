@@ -3,7 +3,7 @@
 use serde::Serialize;
 use utoipa::ToSchema;
 
-use super::{CompletionLogprobs, Envelope, FinishReason, Usage};
+use super::{CompletionLogprobs, Envelope, FinishReason, PromptLogprobs, Usage};
 
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Completion {
@@ -21,6 +21,15 @@ pub(crate) struct CompletionChoice {
     pub(crate) text: String,
     pub(crate) logprobs: Option<CompletionLogprobs>,
     pub(crate) finish_reason: Option<FinishReason>,
+    /// Ids of the generated tokens. Only with `return_token_ids`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) token_ids: Option<Vec<u32>>,
+    /// Only with `return_token_ids`, in a stream in the choice's first chunk.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) prompt_token_ids: Option<Vec<u32>>,
+    /// Only with `prompt_logprobs`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) prompt_logprobs: Option<PromptLogprobs>,
 }
 
 #[derive(Debug, Serialize, ToSchema)]
@@ -29,7 +38,8 @@ pub(crate) struct CompletionChunk<'a> {
     pub(crate) envelope: &'a Envelope,
     /// Empty in the chunk with the request's usage.
     pub(crate) choices: Vec<CompletionChoice>,
-    /// Only with `include_usage`: the request's usage in the last chunk, null in the others.
+    /// Only with `include_usage`: the request's usage in the last chunk, null in the others. With `continuous_usage_stats`,
+    /// the usage so far in every chunk.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Usage>)]
     pub(crate) usage: Option<Option<Usage>>,

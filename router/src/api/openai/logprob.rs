@@ -1,6 +1,6 @@
 //! Logprobs, in the shapes of `/v1/chat/completions` and `/v1/completions`.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
@@ -28,6 +28,19 @@ pub(crate) struct TopLogprob {
     pub(crate) logprob: f32,
     /// The token's bytes, also if they are a part of a character; null if unknown.
     pub(crate) bytes: Option<Vec<u8>>,
+}
+
+/// vLLM's prompt logprobs: an object from token ids for each token, with the token itself and its alternatives. Null for the
+/// first token.
+pub(crate) type PromptLogprobs = Vec<Option<BTreeMap<u32, PromptLogprob>>>;
+
+#[derive(Clone, Debug, Serialize, ToSchema)]
+pub(crate) struct PromptLogprob {
+    #[serde(serialize_with = "finite")]
+    pub(crate) logprob: f32,
+    /// From 1; null for a token that is not among the alternatives.
+    pub(crate) rank: Option<usize>,
+    pub(crate) decoded_token: String,
 }
 
 /// Lists of equal length, with one entry for each token.

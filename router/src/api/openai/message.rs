@@ -34,6 +34,15 @@ struct Part {
 }
 
 impl Message {
+    /// The text of a message that the assistant wrote.
+    pub(super) fn assistant_text(&self) -> Option<String> {
+        let content = self.content.as_ref().filter(|_| self.role == "assistant")?;
+        Some(match content {
+            Content::Text(text) => text.clone(),
+            Content::Parts(parts) => parts.iter().filter_map(|part| part.text.as_deref()).collect(),
+        })
+    }
+
     pub(super) fn into_template_value(self) -> Result<Value, ValidationError> {
         let content = match self.content {
             None => String::new().into(),
@@ -46,6 +55,10 @@ impl Message {
         message.insert("role".to_owned(), self.role.into());
         message.insert("content".to_owned(), content);
         message.extend(self.other.into_iter().filter(|(_, value)| !value.is_null()));
+        if let Some(reasoning) = message.get("reasoning").cloned() {
+            // Templates know vLLM's older name.
+            message.entry("reasoning_content").or_insert(reasoning);
+        }
         Ok(message.into())
     }
 }

@@ -4,10 +4,15 @@ mod chat;
 mod chat_answer;
 mod completion;
 mod completion_answer;
+mod constraint;
+mod embedding;
 mod logprob;
 mod message;
+mod refused;
+mod tokenize;
 mod tool;
 mod value;
+mod vllm;
 
 use serde::Serialize;
 use utoipa::ToSchema;
@@ -17,13 +22,19 @@ use crate::telemetry::RequestSummary;
 
 pub(crate) use chat::ChatRequest;
 pub(crate) use chat_answer::{
-    ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, Delta, FunctionDelta, OutputMessage, ToolCallDelta,
+    ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatPrompt, Delta, FunctionDelta, OutputMessage,
+    ToolCallDelta,
 };
 pub(crate) use completion::CompletionRequest;
 pub(crate) use completion_answer::{Completion, CompletionChoice, CompletionChunk};
-pub(super) use value::{SamplingFields, is_given};
+pub(crate) use embedding::{EmbeddingList, EmbeddingRequest, EmbeddingUsage};
+pub(crate) use tokenize::{DetokenizeRequest, Detokenized, TokenizeChat, TokenizePrompt, Tokenized};
+pub(crate) use value::StreamOptions;
+pub(super) use value::{OneOrMany, SamplingFields};
 
-pub(crate) use logprob::{ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob, TopTokens};
+pub(crate) use logprob::{
+    ChatLogprobs, CompletionLogprobs, PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob, TopTokens,
+};
 
 /// Number of tokens in the prompt and the answer.
 #[derive(Clone, Copy, Debug, Default, Serialize, ToSchema)]
@@ -32,6 +43,7 @@ pub(crate) struct Usage {
     completion_tokens: usize,
     total_tokens: usize,
     prompt_tokens_details: PromptTokensDetails,
+    completion_tokens_details: CompletionTokensDetails,
 }
 
 #[derive(Clone, Copy, Debug, Default, Serialize, ToSchema)]
@@ -40,13 +52,20 @@ struct PromptTokensDetails {
     cached_tokens: usize,
 }
 
-impl From<&RequestSummary> for Usage {
-    fn from(summary: &RequestSummary) -> Self {
+#[derive(Clone, Copy, Debug, Default, Serialize, ToSchema)]
+struct CompletionTokensDetails {
+    /// Generated tokens that are reasoning.
+    reasoning_tokens: usize,
+}
+
+impl Usage {
+    pub(crate) fn new(summary: &RequestSummary, reasoning_tokens: usize) -> Self {
         Self {
             prompt_tokens: summary.num_prompt_tokens,
             completion_tokens: summary.num_generated_tokens,
             total_tokens: summary.num_prompt_tokens + summary.num_generated_tokens,
             prompt_tokens_details: PromptTokensDetails { cached_tokens: summary.num_cached_tokens },
+            completion_tokens_details: CompletionTokensDetails { reasoning_tokens },
         }
     }
 }
@@ -90,6 +109,18 @@ pub(crate) struct ModelList {
 pub(crate) struct Model {
     pub(crate) id: String,
     pub(crate) object: &'static str,
+    /// When the server started, as Unix time in seconds.
     pub(crate) created: u64,
     pub(crate) owned_by: String,
+    /// The model's id, where `id` is another name of it.
+    pub(crate) root: String,
+    /// Always null: the server has no adapters.
+    pub(crate) parent: Option<String>,
+    /// Most tokens of a prompt and its answer together.
+    pub(crate) max_model_len: usize,
+}
+
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct Version {
+    pub(crate) version: &'static str,
 }

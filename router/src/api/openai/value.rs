@@ -2,14 +2,13 @@
 
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Deserializer};
-use serde_json::Value;
 use utoipa::ToSchema;
 
+use super::constraint::ConstraintFields;
+use super::refused::RefusedFields;
 use crate::api::extension::ExtensionFields;
 use crate::api::field::{integer, named};
-use crate::api::grammar::GrammarField;
 use crate::generation::{Extension, Parameters, ValidationError};
-use crate::sequence::Grammar;
 
 /// `"stop"` or `["stop", …]`.
 #[derive(Debug, Deserialize, ToSchema)]
@@ -45,24 +44,17 @@ fn seed<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Er
     }))
 }
 
-/// Whether a field has an effect: null, false, zero and empty values count as absent.
-pub(in crate::api) fn is_given(value: Option<&Value>) -> bool {
-    match value {
-        None | Some(Value::Null | Value::Bool(false)) => false,
-        Some(Value::Bool(true) | Value::String(_)) => true,
-        Some(Value::Number(number)) => number.as_f64() != Some(0.0),
-        Some(Value::Array(items)) => !items.is_empty(),
-        Some(Value::Object(fields)) => !fields.is_empty(),
-    }
-}
-
 /// Options of a streamed answer, which only streams may have.
-#[derive(Debug, Default, Deserialize, ToSchema)]
+#[derive(Clone, Copy, Debug, Default, Deserialize, ToSchema)]
 pub(crate) struct StreamOptions {
     /// End the stream with a chunk that has the usage and no choices.
     #[serde(default, deserialize_with = "crate::api::field::or_default")]
     #[schema(value_type = Option<bool>, default = false)]
     pub(crate) include_usage: bool,
+    /// Give every chunk the usage so far.
+    #[serde(default, deserialize_with = "crate::api::field::or_default")]
+    #[schema(value_type = Option<bool>, default = false)]
+    pub(crate) continuous_usage_stats: bool,
 }
 
 /// Sampling parameters, stop strings and grammar.
@@ -85,10 +77,8 @@ pub(crate) struct SamplingFields {
     frequency_penalty: Option<f32>,
     /// Strings that end the answer, which does not include them. `/info` reports the maximum number.
     stop: Option<OneOrMany>,
-    /// Grammar that the answer must match.
-    response_format: Option<GrammarField>,
-    /// TGI's name for `response_format`.
-    grammar: Option<GrammarField>,
+    #[serde(flatten)]
+    constraint: ConstraintFields,
     /// Sample from the `top_k` most probable tokens. -1 and 0 mean all tokens.
     #[serde(default, deserialize_with = "integer")]
     #[schema(value_type = Option<i32>, minimum = -1, default = 0)]
@@ -99,6 +89,8 @@ pub(crate) struct SamplingFields {
     /// Sample from the smallest set of locally typical tokens whose probabilities add up to `typical_p`. 1 means all tokens.
     #[schema(exclusive_minimum = 0, maximum = 1, default = 1)]
     typical_p: Option<f32>,
+    #[serde(flatten)]
+    refused: RefusedFields,
     #[serde(flatten)]
     extension: ExtensionFields,
 }
@@ -119,6 +111,7 @@ impl SamplingFields {
     /// Applies OpenAI's rules: sampling unless `temperature` or `top_p` is 0; neutral values have no effect. Sets no
     /// logprobs.
     pub(in crate::api) fn parameters(&mut self) -> Result<Parameters, ValidationError> {
+        self.refused.check()?;
         let greedy = self.temperature == Some(0.0) || self.top_p == Some(0.0);
         let is_fraction = |value: f32| value > 0.0 && value < 1.0;
         let counts = |value: &f32| *value != 1.0 && !(greedy && is_fraction(*value));
@@ -135,21 +128,15 @@ impl SamplingFields {
             frequency_penalty: self.frequency_penalty,
             seed: self.seed,
             stop: self.stop.take().map(OneOrMany::into_vec).unwrap_or_default(),
-            grammar: self.grammar()?,
+            grammar: self.constraint.take()?,
             extension,
             ..Parameters::default()
         })
     }
 
-    fn grammar(&mut self) -> Result<Option<Grammar>, ValidationError> {
-        let grammars = [self.response_format.take(), self.grammar.take()].map(|field| field.and_then(|field| field.0));
-        match grammars {
-            [Some(one), Some(other)] if one != other => Err(ValidationError::Unsupported {
-                field: "grammar",
-                why: "it differs from `response_format`; send only one of them",
-            }),
-            [one, other] => Ok(one.or(other)),
-        }
+    /// The field that constrains the answer, if one does.
+    pub(super) fn constraint_name(&self) -> Option<&'static str> {
+        self.constraint.name()
     }
 }
 
@@ -184,4 +171,20 @@ pub(crate) struct IgnoredFields {
     #[serde(rename = "verbosity")]
     #[schema(value_type = Option<String>)]
     _verbosity: Option<IgnoredAny>,
+    /// Accepted without effect: a guess of the answer, which does not change it.
+    #[serde(rename = "prediction")]
+    #[schema(value_type = Option<Object>)]
+    _prediction: Option<IgnoredAny>,
+    /// Accepted without effect: the header `x-request-id` names a request.
+    #[serde(rename = "request_id")]
+    #[schema(value_type = Option<String>)]
+    _request_id: Option<IgnoredAny>,
+    /// Accepted without effect.
+    #[serde(rename = "session_id")]
+    #[schema(value_type = Option<String>)]
+    _session_id: Option<IgnoredAny>,
+    /// Accepted without effect.
+    #[serde(rename = "prompt_cache_retention")]
+    #[schema(value_type = Option<String>)]
+    _prompt_cache_retention: Option<IgnoredAny>,
 }

@@ -4,7 +4,7 @@ use serde::Serialize;
 use serde_json::Value;
 use utoipa::ToSchema;
 
-use super::tool::ToolChoiceParam;
+use super::tool::{ToolChoiceParam, shown_name};
 use crate::api::conversation::Conversation;
 use crate::telemetry::RequestSummary;
 
@@ -115,6 +115,10 @@ pub(crate) enum OutputItem {
         status: ItemStatus,
         call_id: String,
         name: String,
+        /// If the function is in a namespace.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        #[schema(nullable = false)]
+        namespace: Option<String>,
         /// JSON text.
         arguments: String,
     },
@@ -194,8 +198,8 @@ impl OutputItem {
         match self {
             Self::Message { .. } => conversation.text(self.text().to_owned()),
             Self::Reasoning { .. } => conversation.reasoning(self.text().to_owned()),
-            Self::FunctionCall { call_id, name, arguments, .. } => {
-                conversation.call(call_id.clone(), name.clone(), arguments)
+            Self::FunctionCall { call_id, name, namespace, arguments, .. } => {
+                conversation.call(call_id.clone(), shown_name(namespace.as_deref(), name), arguments)
             }
         }
     }

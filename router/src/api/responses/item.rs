@@ -1,9 +1,10 @@
 //! The items of a conversation, as clients send them.
 
 use serde::Deserialize;
-use serde_json::Value;
 use utoipa::ToSchema;
 
+use super::problem::problem;
+use super::tool::shown_name;
 use crate::api::content::Content;
 use crate::api::conversation::{Conversation, joined};
 use crate::generation::ValidationError;
@@ -26,6 +27,8 @@ pub(super) struct InputItem {
     call_id: Option<String>,
     /// Of a call.
     name: Option<String>,
+    /// Of a call, if the function is in a namespace.
+    namespace: Option<String>,
     /// Of a call: JSON text.
     arguments: Option<String>,
     /// Of a call's output: a string or a list of parts.
@@ -110,6 +113,7 @@ impl InputItem {
                 let id = self.call_id.ok_or_else(|| missing("call_id"))?;
                 let name = self.name.ok_or_else(|| missing("name"))?;
                 let arguments = self.arguments.ok_or_else(|| missing("arguments"))?;
+                let name = shown_name(self.namespace.as_deref(), &name);
                 (format!("{path}.call_id"), conversation.call(id, name, &arguments))
             }
             "function_call_output" => {
@@ -133,17 +137,5 @@ fn text(content: Content<InputPart>, path: &str) -> Result<String, ValidationErr
             let texts = parts.into_iter().enumerate().map(|(index, part)| part.text(&format!("{path}[{index}]")));
             Ok(joined(texts.collect::<Result<_, _>>()?))
         }
-    }
-}
-
-pub(super) fn problem(path: &str, problem: &str) -> ValidationError {
-    ValidationError::Item { path: path.to_owned(), problem: problem.to_owned() }
-}
-
-/// Whether a value is absent or empty; it must be, if it is not supported.
-pub(super) fn refuse_given(fields: &[(&'static str, &Option<Value>, &'static str)]) -> Result<(), ValidationError> {
-    match fields.iter().find(|(_, value, _)| crate::api::openai::is_given(value.as_ref())) {
-        Some(&(field, _, why)) => Err(ValidationError::Unsupported { field, why }),
-        None => Ok(()),
     }
 }

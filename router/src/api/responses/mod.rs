@@ -3,6 +3,7 @@
 mod answer;
 mod event;
 mod item;
+mod problem;
 mod request;
 mod tool;
 
@@ -11,3 +12,4 @@ pub(crate) use answer::{
 };
 pub(crate) use event::{ResponseEvent, StreamEvent};
 pub(crate) use request::{ReadRequest, ResponsesRequest};
+pub(crate) use tool::Namespaces;

@@ -6,8 +6,9 @@ use serde_json::{Map, Value, json};
 use utoipa::ToSchema;
 
 use super::answer::Echo;
-use super::item::{InputItem, add_items, problem, refuse_given};
-use super::tool::{ToolChoiceParam, ToolParam, functions, tool_set};
+use super::item::{InputItem, add_items};
+use super::problem::{problem, refuse_given};
+use super::tool::{Function, Namespaces, ToolChoiceParam, ToolParam, functions, tool_set};
 use crate::api::content::Content;
 use crate::api::conversation::Conversation;
 use crate::api::field::{integer, or_default};
@@ -87,6 +88,26 @@ pub(crate) struct ResponsesRequest {
     prompt: Option<Value>,
     /// Not supported unless 0.
     top_logprobs: Option<Value>,
+    /// Not supported unless empty: send a shorter `input`.
+    context_management: Option<Value>,
+    /// Not supported unless empty: this server judges no texts.
+    moderation: Option<Value>,
+    /// Accepted without effect.
+    #[serde(rename = "access_programs")]
+    #[schema(value_type = Option<Object>)]
+    _access_programs: Option<IgnoredAny>,
+    /// Accepted without effect: images are refused.
+    #[serde(rename = "image")]
+    #[schema(value_type = Option<Object>)]
+    _image: Option<IgnoredAny>,
+    /// Accepted without effect: every prompt is cached.
+    #[serde(rename = "prompt_cache_options")]
+    #[schema(value_type = Option<Object>)]
+    _prompt_cache_options: Option<IgnoredAny>,
+    /// Accepted without effect.
+    #[serde(rename = "prompt_cache_retention")]
+    #[schema(value_type = Option<String>)]
+    _prompt_cache_retention: Option<IgnoredAny>,
     /// Accepted without effect.
     #[serde(rename = "client_metadata")]
     #[schema(value_type = Option<Object>)]
@@ -145,17 +166,19 @@ pub(crate) struct ReadRequest {
     pub(crate) echo: Echo,
     /// What a later request continues, without the answer; `None` if the client wants nothing stored.
     pub(crate) conversation: Option<Conversation>,
+    pub(crate) namespaces: Namespaces,
 }
 
 impl ResponsesRequest {
     /// `earlier`: the conversation of the response that this one continues. `stores`: whether responses are stored.
     pub(crate) fn read(mut self, earlier: Option<Conversation>, stores: bool) -> Result<ReadRequest, ValidationError> {
         self.check_supported()?;
-        let tools = functions(self.tools.take().unwrap_or_default())?;
+        let functions = functions(self.tools.take().unwrap_or_default())?;
+        let namespaces = Namespaces::of(&functions);
         let choice = self.tool_choice.take().filter(|choice| !choice.is_null());
-        let echo = self.echo(&tools, choice.as_ref(), stores);
+        let echo = self.echo(&functions, choice.as_ref(), stores);
         let parameters = self.parameters()?;
-        let tools = self.tool_set(&tools, choice)?;
+        let tools = self.tool_set(&functions, choice)?;
         let mut conversation = earlier.unwrap_or_default();
         add_items(&mut conversation, self.input)?;
         let stored = echo.store.then(|| conversation.clone());
@@ -172,16 +195,16 @@ impl ResponsesRequest {
             kwargs.insert("reasoning_effort".to_owned(), effort.into());
         }
         let inputs = ChatInputs { messages, continue_final_message: Some(false), kwargs, ..ChatInputs::default() };
-        let prompts = vec![Prompt::Chat(Box::new(Chat { inputs, tools }))];
+        let prompts = vec![Prompt::Chat(Box::new(Chat { inputs, tools, template: None }))];
         let generation = GenerationRequest { prompts, parameters, stop_text: StopText::Cut, streams: self.stream };
-        Ok(ReadRequest { generation, echo, conversation: stored })
+        Ok(ReadRequest { generation, echo, conversation: stored, namespaces })
     }
 
-    fn tool_set(&self, tools: &[ToolParam], choice: Option<Value>) -> Result<Option<ToolSet>, ValidationError> {
+    fn tool_set(&self, functions: &[Function], choice: Option<Value>) -> Result<Option<ToolSet>, ValidationError> {
         let choice = choice.map(|choice| {
             ToolChoiceParam::deserialize(choice).map_err(|error| problem("tool_choice", &error.to_string()))
         });
-        tool_set(tools, choice.transpose()?, self.parallel_tool_calls.unwrap_or(true))
+        tool_set(functions, choice.transpose()?, self.parallel_tool_calls.unwrap_or(true))
     }
 
     fn parameters(&mut self) -> Result<Parameters, ValidationError> {
@@ -206,6 +229,8 @@ impl ResponsesRequest {
 
     fn check_supported(&self) -> Result<(), ValidationError> {
         refuse_given(&[
+            ("context_management", &self.context_management, "this server summarizes nothing; send a shorter `input`"),
+            ("moderation", &self.moderation, "this server judges no texts"),
             ("background", &self.background, "every response is answered at once"),
             ("conversation", &self.conversation, "send the conversation as `input`"),
             ("prompt", &self.prompt, "send `instructions` and `input`"),
@@ -220,7 +245,7 @@ impl ResponsesRequest {
         }
     }
 
-    fn echo(&self, tools: &[ToolParam], choice: Option<&Value>, stores: bool) -> Echo {
+    fn echo(&self, functions: &[Function], choice: Option<&Value>, stores: bool) -> Echo {
         let (effort, summary) = match &self.reasoning {
             Some(Reasoning { effort, summary }) => (effort.as_deref(), summary.as_deref()),
             None => (None, None),
@@ -235,7 +260,7 @@ impl ResponsesRequest {
         Echo {
             previous_response_id: self.previous_response_id.clone(),
             instructions: self.instructions.clone(),
-            tools: tools.iter().map(ToolParam::echo).collect(),
+            tools: functions.iter().map(Function::echo).collect(),
             tool_choice: choice.cloned().unwrap_or_else(|| "auto".into()),
             truncation: "disabled",
             parallel_tool_calls: self.parallel_tool_calls.unwrap_or(true),

@@ -3,31 +3,45 @@
 use axum::response::sse::Event;
 
 use crate::api::openai::{
-    ChatChoice, ChatChunk, ChatChunkChoice, ChatLogprobs, Delta, Envelope, FinishReason, FunctionDelta, OutputMessage,
-    ToolCallDelta, Usage,
+    ChatChoice, ChatChunk, ChatChunkChoice, ChatLogprobs, ChatPrompt, Delta, Envelope, FinishReason, FunctionDelta,
+    OutputMessage, ToolCallDelta, Usage,
 };
 use crate::generation::{self, GenerationDelta, ToolCallIds};
-use crate::http::logprob;
+use crate::http::logprob::{self, TokenNames};
 use crate::http::openai_answer::ChoiceReader;
 use crate::http::sse;
-use crate::text::{Part, TextModel};
+use crate::text::Part;
 
 const ROLE: &str = "assistant";
 
+/// What the request asked to see in each choice.
+#[derive(Clone, Default)]
+pub(super) struct ChatShape {
+    /// `None` without logprobs.
+    pub(super) logprobs_of: Option<TokenNames>,
+    /// `None` if the model cannot call tools.
+    pub(super) call_ids: Option<ToolCallIds>,
+    /// The beginning of the content: the message that the answer continues.
+    pub(super) echo: Option<String>,
+    /// Ids of the prompt's tokens, if token ids are to be shown.
+    pub(super) prompt_token_ids: Option<Vec<u32>>,
+    pub(super) with_prompt_logprobs: bool,
+    pub(super) hides_reasoning: bool,
+}
+
 pub(super) struct ChatReader {
     index: usize,
-    /// `None` without logprobs.
-    logprobs_of: Option<TextModel>,
-    /// `None` if the model cannot call tools.
-    call_ids: Option<ToolCallIds>,
+    shape: ChatShape,
+    /// Ids of tokens without a chunk so far.
+    token_ids: Vec<u32>,
     is_first: bool,
     has_content: bool,
     num_calls: usize,
 }
 
 impl ChatReader {
-    pub(super) fn new(index: usize, logprobs_of: Option<TextModel>, call_ids: Option<ToolCallIds>) -> Self {
-        Self { index, logprobs_of, call_ids, is_first: true, has_content: false, num_calls: 0 }
+    pub(super) fn new(index: usize, shape: ChatShape) -> Self {
+        Self { index, shape, token_ids: Vec::new(), is_first: true, has_content: false, num_calls: 0 }
     }
 
     fn delta(&mut self, part: Part) -> Delta {
@@ -36,11 +50,13 @@ impl ChatReader {
                 self.has_content = true;
                 Delta { content: Some(text), ..Delta::default() }
             }
-            Part::Reasoning(text) => Delta { reasoning_content: Some(text), ..Delta::default() },
+            Part::Reasoning(text) => {
+                Delta { reasoning: Some(text.clone()), reasoning_content: Some(text), ..Delta::default() }
+            }
             Part::ToolCallStart { index, name, id } => {
                 self.num_calls += 1;
                 let function = FunctionDelta { name: Some(name), arguments: String::new() };
-                let id = Some(id.unwrap_or_else(|| self.call_ids.unwrap_or_default().new_id("call_")));
+                let id = Some(id.unwrap_or_else(|| self.shape.call_ids.unwrap_or_default().new_id("call_")));
                 of_call(ToolCallDelta { index, id, kind: Some("function"), function })
             }
             Part::ToolCallArguments { index, fragment } => {
@@ -52,7 +68,7 @@ impl ChatReader {
 
     /// Adds the delta that a chunk needs although the step added no text.
     fn complete(&mut self, deltas: &mut Vec<Delta>, is_last: bool, has_logprobs: bool) {
-        let may_call = self.call_ids.is_some();
+        let may_call = self.shape.call_ids.is_some();
         // COMPAT: as in TGI, a chat without tools has a chunk for each token. With tools a client would read an empty
         // `content` as the beginning of a text answer.
         if deltas.is_empty() && (!may_call || self.is_first || is_last || has_logprobs) {
@@ -76,10 +92,19 @@ impl ChoiceReader for ChatReader {
 
     /// At least one chunk for each token, unless the parser holds its text back.
     fn read(&mut self, delta: GenerationDelta) -> Vec<ChatChunkChoice> {
-        let GenerationDelta { delta: text_delta, parts, ends_in_call, .. } = delta;
+        let GenerationDelta { delta: text_delta, mut parts, ends_in_call, prompt_tokens, .. } = delta;
         let finish = text_delta.finish;
-        let mut logprobs = self.logprobs_of.as_ref().map(|model| logprob::of_chat(model, text_delta.token));
-        let mut deltas: Vec<_> = parts.into_iter().map(|part| self.delta(part)).collect();
+        self.token_ids.push(text_delta.token.id);
+        let mut logprobs = self.shape.logprobs_of.as_ref().map(|names| logprob::of_chat(names, text_delta.token));
+        let mut prompt = self.is_first.then(|| ChatPrompt {
+            token_ids: self.shape.prompt_token_ids.clone(),
+            logprobs: self.shape.with_prompt_logprobs.then(|| logprob::of_prompt(prompt_tokens)),
+        });
+        if self.shape.hides_reasoning {
+            parts.retain(|part| !matches!(part, Part::Reasoning(_)));
+        }
+        let echo = self.shape.echo.take().map(Part::Content);
+        let mut deltas: Vec<_> = echo.into_iter().chain(parts).map(|part| self.delta(part)).collect();
         self.complete(&mut deltas, finish.is_some(), logprobs.is_some());
         let num_deltas = deltas.len();
         let chunk = |(at, mut delta): (usize, Delta)| {
@@ -89,6 +114,8 @@ impl ChoiceReader for ChatReader {
                 index: self.index,
                 delta,
                 logprobs: logprobs.take(),
+                token_ids: self.shape.prompt_token_ids.is_some().then(|| std::mem::take(&mut self.token_ids)),
+                prompt: prompt.take(),
                 finish_reason: finish.map(|finish| reason(finish.reason, self.num_calls > 0 && !ends_in_call)),
             }
         };
@@ -98,6 +125,10 @@ impl ChoiceReader for ChatReader {
     fn add(sum: &mut ChatSum, chunk: ChatChunkChoice) {
         append(&mut sum.content, chunk.delta.content);
         append(&mut sum.reasoning_content, chunk.delta.reasoning_content);
+        if let Some(token_ids) = chunk.token_ids {
+            sum.token_ids.get_or_insert_default().extend(token_ids);
+        }
+        sum.prompt = chunk.prompt.or(sum.prompt.take());
         for delta in chunk.delta.tool_calls.into_iter().flatten() {
             match sum.tool_calls.get_mut(delta.index) {
                 Some(call) => call.function.arguments.push_str(&delta.function.arguments),
@@ -110,8 +141,9 @@ impl ChoiceReader for ChatReader {
         sum.finish_reason = chunk.finish_reason.or(sum.finish_reason);
     }
 
-    fn event(envelope: &Envelope, choices: Vec<ChatChunkChoice>, usage: Option<Option<Usage>>) -> Event {
-        sse::event(&ChatChunk { envelope, choices, usage: usage.flatten() })
+    fn event(envelope: &Envelope, mut choices: Vec<ChatChunkChoice>, usage: Option<Option<Usage>>) -> Event {
+        let prompt = choices.first_mut().and_then(|choice| choice.prompt.take()).unwrap_or_default();
+        sse::event(&ChatChunk { envelope, choices, usage: usage.flatten(), prompt_token_ids: prompt.token_ids })
     }
 }
 
@@ -134,13 +166,20 @@ pub(super) struct ChatSum {
     tool_calls: Vec<ToolCallDelta>,
     logprobs: Option<ChatLogprobs>,
     finish_reason: Option<FinishReason>,
+    token_ids: Option<Vec<u32>>,
+    prompt: Option<ChatPrompt>,
 }
 
 impl ChatSum {
+    pub(super) fn take_prompt(&mut self) -> ChatPrompt {
+        self.prompt.take().unwrap_or_default()
+    }
+
     pub(super) fn into_choice(self, index: usize) -> ChatChoice {
-        let Self { content, reasoning_content, tool_calls, logprobs, finish_reason } = self;
-        let message = OutputMessage { role: ROLE, content, refusal: None, reasoning_content, tool_calls };
-        ChatChoice { index, message, logprobs, finish_reason }
+        let Self { content, reasoning_content, tool_calls, logprobs, finish_reason, token_ids, prompt: _ } = self;
+        let reasoning = reasoning_content.clone();
+        let message = OutputMessage { role: ROLE, content, refusal: None, reasoning_content, reasoning, tool_calls };
+        ChatChoice { index, message, logprobs, finish_reason, token_ids }
     }
 }
 

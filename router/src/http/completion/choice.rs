@@ -6,7 +6,7 @@ use axum::response::sse::Event;
 
 use crate::api::openai::{CompletionChoice, CompletionChunk, CompletionLogprobs, Envelope, FinishReason, Usage};
 use crate::generation::GenerationDelta;
-use crate::http::logprob::CompletionLogprobWriter;
+use crate::http::logprob::{self, CompletionLogprobWriter};
 use crate::http::openai_answer::ChoiceReader;
 use crate::http::sse;
 use crate::text::TextModel;
@@ -28,26 +28,32 @@ impl Echo {
     }
 }
 
+/// What the request asked to see in each choice of one prompt.
+pub(super) struct CompletionShape {
+    /// Until the first chunk.
+    pub(super) echo: Option<Echo>,
+    /// If token ids are to be shown; until the first chunk.
+    pub(super) prompt_token_ids: Option<Vec<u32>>,
+    /// Until the first chunk.
+    pub(super) with_prompt_logprobs: bool,
+    pub(super) hides_generated: bool,
+}
+
 pub(super) struct CompletionReader {
     index: usize,
-    /// Until the first chunk.
-    echo: Option<Echo>,
+    shape: CompletionShape,
+    shows_token_ids: bool,
     /// `None` without logprobs.
     logprobs: Option<CompletionLogprobWriter>,
-    hides_generated: bool,
     /// Sum over the generated tokens.
     logprob: f64,
     num_tokens: u32,
 }
 
 impl CompletionReader {
-    pub(super) fn new(
-        index: usize,
-        echo: Option<Echo>,
-        logprobs: Option<CompletionLogprobWriter>,
-        hides_generated: bool,
-    ) -> Self {
-        Self { index, echo, logprobs, hides_generated, logprob: 0.0, num_tokens: 0 }
+    pub(super) fn new(index: usize, shape: CompletionShape, logprobs: Option<CompletionLogprobWriter>) -> Self {
+        let shows_token_ids = shape.prompt_token_ids.is_some();
+        Self { index, shape, shows_token_ids, logprobs, logprob: 0.0, num_tokens: 0 }
     }
 
     fn mean_logprob(&self) -> f64 {
@@ -66,13 +72,17 @@ impl ChoiceReader for CompletionReader {
         self.num_tokens += 1;
         let mut text = String::new();
         let mut logprobs = self.logprobs.is_some().then(CompletionLogprobs::default);
-        if let Some(echo) = self.echo.take() {
+        let hides_generated = self.shape.hides_generated;
+        let token_ids = if hides_generated { Vec::new() } else { vec![delta.token.id] };
+        let prompt_logprobs =
+            std::mem::take(&mut self.shape.with_prompt_logprobs).then(|| logprob::of_prompt(prompt_tokens.clone()));
+        if let Some(echo) = self.shape.echo.take() {
             text.push_str(&echo.text);
             if let (Some(all), Some(writer)) = (&mut logprobs, &mut self.logprobs) {
                 all.extend(writer.prompt(prompt_tokens, &echo.pieces));
             }
         }
-        if !self.hides_generated {
+        if !hides_generated {
             text.push_str(&delta.text);
             if let (Some(all), Some(writer)) = (&mut logprobs, &mut self.logprobs) {
                 all.extend(writer.generated(delta.token));
@@ -80,10 +90,18 @@ impl ChoiceReader for CompletionReader {
         }
         let finish_reason = delta.finish.map(|finish| match finish.reason.into() {
             // Not the reason of the hidden token.
-            _ if self.hides_generated => FinishReason::Length,
+            _ if hides_generated => FinishReason::Length,
             reason => reason,
         });
-        vec![CompletionChoice { index: self.index, text, logprobs, finish_reason }]
+        vec![CompletionChoice {
+            index: self.index,
+            text,
+            logprobs,
+            finish_reason,
+            token_ids: self.shows_token_ids.then_some(token_ids),
+            prompt_token_ids: self.shape.prompt_token_ids.take(),
+            prompt_logprobs,
+        }]
     }
 
     fn add(sum: &mut CompletionChoice, chunk: CompletionChoice) {
@@ -92,6 +110,11 @@ impl ChoiceReader for CompletionReader {
             sum.logprobs.get_or_insert_default().extend(logprobs);
         }
         sum.finish_reason = chunk.finish_reason.or(sum.finish_reason);
+        if let Some(token_ids) = chunk.token_ids {
+            sum.token_ids.get_or_insert_default().extend(token_ids);
+        }
+        sum.prompt_token_ids = chunk.prompt_token_ids.or(sum.prompt_token_ids.take());
+        sum.prompt_logprobs = chunk.prompt_logprobs.or(sum.prompt_logprobs.take());
     }
 
     fn event(envelope: &Envelope, choices: Vec<CompletionChoice>, usage: Option<Option<Usage>>) -> Event {

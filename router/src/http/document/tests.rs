@@ -5,13 +5,15 @@ use serde_json::Value;
 
 use crate::api::anthropic::{CountTokensRequest, MessagesRequest};
 use crate::api::grammar::GrammarField;
-use crate::api::openai::{ChatRequest, CompletionRequest};
+use crate::api::openai::{ChatRequest, CompletionRequest, EmbeddingRequest};
+use crate::api::rerank::DocumentsRequest;
 use crate::api::responses::ResponsesRequest;
+use crate::api::tei::{EmbedRequest, RerankRequest};
 use crate::api::tgi::GenerateRequest;
 use crate::api::vertex::VertexRequest;
 
 fn document() -> Value {
-    serde_json::to_value(crate::http::routes().1).unwrap()
+    serde_json::to_value(crate::http::routes(false).1).unwrap()
 }
 
 fn schema<'a>(document: &'a Value, name: &str) -> &'a Value {
@@ -46,6 +48,7 @@ fn the_compatibility_pages_list_exactly_the_requests_fields() {
     let openai = include_str!("../../../../docs/openai-compatibility.md");
     let responses = include_str!("../../../../docs/responses-compatibility.md");
     let anthropic = include_str!("../../../../docs/anthropic-compatibility.md");
+    let embeddings = include_str!("../../../../docs/embeddings.md");
     for (page, headings, request) in [
         (tgi, &["Parameters"][..], "GenerateParameters"),
         (openai, &["Both routes", "Chat"], "ChatRequest"),
@@ -53,6 +56,10 @@ fn the_compatibility_pages_list_exactly_the_requests_fields() {
         (responses, &["Request"], "ResponsesRequest"),
         (anthropic, &["Conversation"], "AnthropicConversation"),
         (anthropic, &["Conversation", "Messages"], "AnthropicMessagesRequest"),
+        (embeddings, &["`/v1/embeddings`"], "EmbeddingRequest"),
+        (embeddings, &["`/embed`"], "EmbedRequest"),
+        (embeddings, &["`/rerank`"], "RerankRequest"),
+        (embeddings, &["`/v1/rerank`"], "DocumentsRequest"),
     ] {
         let named: BTreeSet<_> = headings.iter().flat_map(|heading| names_under(page, heading)).collect();
         assert_eq!(named, fields(&document, schema(&document, request)), "left: {headings:?}, right: {request}");
@@ -81,6 +88,10 @@ fn examples_are_valid_requests() {
     check::<CountTokensRequest>(&document, "AnthropicCountTokensRequest");
     check::<VertexRequest>(&document, "VertexRequest");
     check::<GrammarField>(&document, "Grammar");
+    check::<EmbeddingRequest>(&document, "EmbeddingRequest");
+    check::<EmbedRequest>(&document, "EmbedRequest");
+    check::<RerankRequest>(&document, "RerankRequest");
+    check::<DocumentsRequest>(&document, "DocumentsRequest");
 }
 
 /// `ExtensionFields` is part of every generating request.

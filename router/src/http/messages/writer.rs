@@ -40,12 +40,11 @@ enum BlockKind {
 }
 
 impl MessageWriter {
-    pub(super) fn new(request: &MessagesRequest, served_model: &str) -> Self {
-        let asked = request.conversation.model.as_str();
-        let model = if asked == "tgi" { served_model } else { asked };
+    /// `model`: as the answer names it.
+    pub(super) fn new(request: &MessagesRequest, model: String) -> Self {
         let id = format!("msg_{:032x}", rand::random::<u128>());
         Self {
-            message: Message { id, kind: "message", role: "assistant", model: model.to_owned(), ..Message::default() },
+            message: Message { id, kind: "message", role: "assistant", model, ..Message::default() },
             max_tokens: request.max_tokens,
             stop_sequences: request.stop_sequences.clone().unwrap_or_default(),
             shows_thinking: request.conversation.shows_thinking(),

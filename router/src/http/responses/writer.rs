@@ -2,16 +2,16 @@
 
 use axum::response::sse::{Event, KeepAlive};
 
-use super::store::ResponseStore;
 use crate::api::conversation::Conversation;
 use crate::api::error::ApiError;
 use crate::api::responses::{
-    ContentPart, Echo, IncompleteDetails, ItemStatus, OutputItem, Response, ResponseEvent, ResponseStatus, StreamEvent,
-    Usage,
+    ContentPart, Echo, IncompleteDetails, ItemStatus, Namespaces, OutputItem, Response, ResponseEvent, ResponseStatus,
+    StreamEvent, Usage,
 };
 use crate::generation::{FinishReason, GenerationDelta, ToolCallIds};
 use crate::http::envelope::unix_seconds;
 use crate::http::message_answer::{EventWriter, ReasoningCount};
+use crate::http::response_store::ResponseStore;
 use crate::http::sse;
 use crate::telemetry::RequestSummary;
 use crate::text::Part;
@@ -25,6 +25,7 @@ pub(super) struct ResponseWriter {
     open: bool,
     /// `None` if the model cannot call tools.
     call_ids: Option<ToolCallIds>,
+    namespaces: Namespaces,
     sequence_number: usize,
     reasoning: ReasoningCount,
     /// Where the response is stored, and the conversation before it.
@@ -36,6 +37,7 @@ impl ResponseWriter {
         model: String,
         echo: Echo,
         call_ids: Option<ToolCallIds>,
+        namespaces: Namespaces,
         stored: Option<(ResponseStore, Conversation)>,
     ) -> Self {
         let response = Response {
@@ -46,7 +48,8 @@ impl ResponseWriter {
             echo,
             ..Response::default()
         };
-        Self { response, open: false, call_ids, sequence_number: 0, reasoning: ReasoningCount::default(), stored }
+        let reasoning = ReasoningCount::default();
+        Self { response, open: false, call_ids, namespaces, sequence_number: 0, reasoning, stored }
     }
 
     fn number(&mut self, events: Vec<ResponseEvent>) -> Vec<StreamEvent> {
@@ -74,11 +77,13 @@ impl ResponseWriter {
             },
             Part::ToolCallStart { name, id, .. } => {
                 self.close(ItemStatus::Completed, events);
+                let (namespace, name) = self.namespaces.split(name);
                 let item = OutputItem::FunctionCall {
                     id: new_id("fc"),
                     status: ItemStatus::InProgress,
                     call_id: id.clone().unwrap_or_else(|| self.call_ids.unwrap_or_default().new_id("call_")),
-                    name: name.clone(),
+                    name,
+                    namespace,
                     arguments: String::new(),
                 };
                 return self.start(item, None, events);

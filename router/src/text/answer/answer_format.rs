@@ -2,12 +2,13 @@
 
 use std::sync::Arc;
 
+use super::expected::Expected;
 use super::format::Format;
 use super::grammar::AnswerGrammar;
 use super::marker::MarkerTokens;
-use super::parser::{AnswerParser, Expected};
+use super::parser::AnswerParser;
 use super::prompt::tool_prompt;
-use super::reasoning::{ReasoningFormat, ReasoningState, Reply};
+use super::reasoning::{Frame, ReasoningFormat, ReasoningState, Reply};
 use super::table::GENERIC;
 use super::tool::{Tool, ToolChoice, ToolError};
 use crate::sequence::Grammar;
@@ -19,8 +20,7 @@ pub(crate) struct AnswerFormat {
     traits: TemplateTraits,
     /// `None` if the template shows tools in a format that is not known: then only a forced call is one.
     calls: Option<&'static Format>,
-    reasoning: Option<ReasoningFormat>,
-    reply: Option<Reply>,
+    frame: Frame,
     marker_tokens: MarkerTokens,
 }
 
@@ -35,12 +35,10 @@ impl AnswerFormat {
             None => Format::named(GENERIC),
         };
         let texts = [template, &traits.written];
-        let (reasoning, reply) = (ReasoningFormat::detect(&texts), Reply::detect(&texts));
-        let mut markers: Vec<_> = calls.into_iter().flat_map(Format::markers).collect();
-        markers.extend(reasoning.into_iter().flat_map(|format| [format.open, format.close]));
-        markers.extend(reply.into_iter().flat_map(Reply::markers));
+        let frame = Frame::detect(&texts);
+        let markers = calls.into_iter().flat_map(Format::markers).chain(frame.markers()).collect();
         let marker_tokens = MarkerTokens::new(markers, token_id);
-        Self { traits, calls, reasoning, reply, marker_tokens }
+        Self { traits, calls, frame, marker_tokens }
     }
 
     /// The format of the model's tool calls, if it is known.
@@ -50,7 +48,7 @@ impl AnswerFormat {
 
     /// Whether an answer to this rendered prompt contains reasoning.
     pub(crate) fn reasoning_state(&self, prompt: &str) -> ReasoningState {
-        ReasoningState::after(self.reasoning, prompt)
+        ReasoningState::after(self.frame.reasoning, prompt)
     }
 
     /// The format of calls, where the answer may contain some. A call that is forced has our own format if the model's
@@ -67,8 +65,8 @@ impl AnswerFormat {
     pub(crate) fn shown_token_ids(&self, choice: Option<&ToolChoice>, reasoning_state: ReasoningState) -> Arc<[u32]> {
         let has_headers = self.calls.filter(|format| format.channels().is_some());
         let calls = self.format_for(choice).or(has_headers).into_iter().flat_map(Format::markers);
-        let reasoning = reasoning_state.format().into_iter().flat_map(|format| [format.open, format.close]);
-        let reply = self.reply.into_iter().flat_map(Reply::markers);
+        let reasoning = reasoning_state.format().into_iter().flat_map(ReasoningFormat::markers);
+        let reply = self.frame.reply.into_iter().flat_map(Reply::markers);
         self.marker_tokens.ids(calls.chain(reasoning).chain(reply))
     }
 
@@ -83,7 +81,7 @@ impl AnswerFormat {
             calls: self.format_for(choice),
             tools: Arc::clone(tools),
             reasoning_state,
-            reply: self.reply,
+            reply: self.frame.reply,
             only_calls: choice.is_some_and(ToolChoice::is_forced),
         };
         AnswerParser::new(self.calls, expected)
@@ -122,6 +120,6 @@ impl AnswerFormat {
 
     fn grammar(&self, format: Option<&'static Format>, reasoning_state: ReasoningState) -> AnswerGrammar<'_> {
         let channels = format.and_then(Format::channels);
-        AnswerGrammar { channels, reasoning_state, reply: self.reply, tokens: &self.marker_tokens }
+        AnswerGrammar { channels, reasoning_state, reply: self.frame.reply, tokens: &self.marker_tokens }
     }
 }

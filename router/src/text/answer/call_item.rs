@@ -18,6 +18,8 @@ pub(super) enum Item {
     BareName,
     /// `functions.NAME:INDEX`, which is the call's id.
     NameInId,
+    /// Letters and digits, which are the call's id: as many as the model writes.
+    Id(usize),
     /// Digits.
     Index,
     /// A JSON string of digits.
@@ -75,6 +77,10 @@ pub(super) fn match_items(items: &[Item], text: &str) -> Match {
                 let name = id.strip_prefix("functions.").unwrap_or(id);
                 call.name = name.rsplit_once(':').map_or(name, |(name, _)| name).to_owned();
                 call.id = Some(id.to_owned());
+                end
+            }),
+            Item::Id(_) => run_of(rest, |c| c.is_ascii_alphanumeric()).map(|end| {
+                call.id = Some(rest[..end].to_owned());
                 end
             }),
             Item::Index => run_of(rest, |c| c.is_ascii_digit()),

@@ -2,10 +2,9 @@
 
 use std::sync::Arc;
 
-use super::argument::len_before;
-use super::call_item::is_space;
+use super::argument::{ArgumentReader, len_before};
+use super::call_item::{Match, match_items};
 use super::format::{Addressee, Channels};
-use super::object_scan::ObjectScan;
 use super::part::{Part, Rest};
 use super::tool::Tool;
 
@@ -31,7 +30,7 @@ enum Stage {
         thoughts: bool,
         begun: bool,
     },
-    Arguments(ObjectScan),
+    Arguments(ArgumentReader),
     /// After the arguments of a call.
     Skipped,
 }
@@ -62,7 +61,8 @@ impl ChannelParser {
             Stage::Words { .. } => self.show(self.pending.len()),
             // An answer without any header is content; a header that `max_tokens` cut is not.
             Stage::Header if !self.has_content && !self.has_reasoning && self.num_calls == 0 => {
-                if !self.pending.trim_start().starts_with(['<', '>']) {
+                let text = self.pending.trim_start();
+                if !text.starts_with(['<', '>']) && !text.starts_with("to=") {
                     self.stage = Stage::Words { thoughts: false, begun: false };
                     self.show(self.pending.len());
                 }
@@ -86,22 +86,22 @@ impl ChannelParser {
                 self.take(len);
                 end.is_some_and(|bytes| self.end_message(bytes))
             }
-            Stage::Arguments(scan) => {
-                let (bytes, ends) = scan.push(&self.pending);
-                let fragment = self.take(bytes);
-                if !fragment.is_empty() {
-                    self.parts.push(Part::ToolCallArguments { index: self.num_calls - 1, fragment });
-                }
-                if ends {
+            Stage::Arguments(reader) => {
+                let read = reader.push(&self.pending);
+                if read.ends {
                     self.stage = Stage::Skipped;
                 }
-                ends
+                self.take(read.bytes);
+                if !read.json.is_empty() {
+                    self.parts.push(Part::ToolCallArguments { index: self.num_calls - 1, fragment: read.json });
+                }
+                read.ends
             }
         }
     }
 
     fn header(&mut self) -> bool {
-        let Channels { start, end_of_header, addressee, .. } = *self.channels;
+        let Channels { start, end_of_header, addressee, body: (items, _), arguments, .. } = *self.channels;
         let Some(end) = self.pending.find(end_of_header) else {
             let is_text = self.pending.len() > MAX_HEADER_BYTES;
             if is_text {
@@ -114,15 +114,18 @@ impl ChannelParser {
         self.stage = match addressee(header) {
             Addressee::Model => Stage::Words { thoughts: true, begun: false },
             Addressee::Function(name) if self.tools.iter().any(|tool| tool.name == name) => {
-                let Some(first) = body.chars().find(|&c| !is_space(c)) else { return false };
-                if first == '{' {
-                    self.parts.push(Part::ToolCallStart { index: self.num_calls, name: name.to_owned(), id: None });
-                    self.num_calls += 1;
-                    self.take(self.pending.len() - body.trim_start_matches(is_space).len());
-                    self.stage = Stage::Arguments(ObjectScan::default());
-                    return true;
+                match match_items(items, body) {
+                    Match::Full { bytes, .. } => {
+                        let name = name.to_owned();
+                        self.take(end + end_of_header.len() + bytes);
+                        self.stage = Stage::Arguments(ArgumentReader::new(arguments, &self.tools, &name));
+                        self.parts.push(Part::ToolCallStart { index: self.num_calls, name, id: None });
+                        self.num_calls += 1;
+                        return true;
+                    }
+                    Match::Unfinished => return false,
+                    Match::Not => Stage::Words { thoughts: false, begun: false },
                 }
-                Stage::Words { thoughts: false, begun: false }
             }
             Addressee::User => Stage::Words { thoughts: false, begun: false },
             // A text without a header.

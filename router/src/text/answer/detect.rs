@@ -3,10 +3,11 @@
 use serde_json::Value;
 
 use super::call_item::Item;
+use super::expected::Expected;
 use super::format::{Encoding, Format, Layout};
-use super::parser::{AnswerParser, Expected};
+use super::parser::AnswerParser;
 use super::part::Part;
-use super::reasoning::{ReasoningFormat, ReasoningState};
+use super::reasoning::{Frame, ReasoningState};
 use super::table::FORMATS;
 use super::tool::Tool;
 
@@ -22,24 +23,27 @@ pub(in crate::text) struct WrittenCall<'a> {
 }
 
 impl Format {
-    /// The first format that reads exactly these calls from the text of a message. `reasoning`: of the model, whose
-    /// thoughts may precede the calls.
-    pub(in crate::text) fn of_calls(
+    /// The formats that read exactly these calls from the text of a message. `frame`: of the model's answers.
+    pub(in crate::text) fn all_of_calls(
         text: &str,
         calls: &[WrittenCall<'_>],
-        reasoning: Option<ReasoningFormat>,
-    ) -> Option<&'static Self> {
-        FORMATS.iter().find(|format| format.reads(text, calls, reasoning))
+        frame: Frame,
+    ) -> impl Iterator<Item = &'static Self> {
+        FORMATS.iter().filter(move |format| format.reads(text, calls, frame))
     }
 
-    fn reads(&'static self, text: &str, calls: &[WrittenCall<'_>], reasoning: Option<ReasoningFormat>) -> bool {
+    pub(in crate::text) fn reads(&'static self, text: &str, calls: &[WrittenCall<'_>], frame: Frame) -> bool {
+        // The parser accepts an answer that ends before them.
+        if self.run().is_some_and(|run| !run.close.iter().all(|marker| text.contains(marker))) {
+            return false;
+        }
         let tool =
             |call: &WrittenCall<'_>| Tool { name: call.name.to_owned(), parameters: Some(call.parameters.clone()) };
         let expected = Expected {
             calls: Some(self),
             tools: calls.iter().map(tool).collect(),
-            reasoning_state: reasoning.map_or(ReasoningState::Off, ReasoningState::Possible),
-            reply: None,
+            reasoning_state: frame.reasoning.map_or(ReasoningState::Off, ReasoningState::Possible),
+            reply: frame.reply,
             only_calls: false,
         };
         let mut parser = AnswerParser::new(Some(self), expected);
@@ -92,15 +96,18 @@ impl Format {
         })
     }
 
-    /// The only format that has these tokens: those of its markers that look like special tokens, if it has several.
+    /// The only format with the most of these tokens: those of its markers that look like special tokens, if it has several.
     pub(in crate::text) fn of_vocabulary(is_token: impl Fn(&str) -> bool) -> Option<&'static Self> {
-        let has_tokens = |format: &&Self| {
+        let num_tokens = |format: &'static Self| {
             let markers = format.markers();
             let tokens: Vec<_> = markers.iter().filter(|marker| marker.starts_with("<|")).collect();
-            !format.is_bare() && !tokens.is_empty() && tokens.iter().all(|marker| is_token(marker))
+            let fits = !format.is_bare() && !tokens.is_empty() && tokens.iter().all(|marker| is_token(marker));
+            fits.then_some((tokens.len(), format))
         };
-        let mut found = FORMATS.iter().filter(has_tokens);
-        found.next().filter(|_| found.next().is_none())
+        let found: Vec<_> = FORMATS.iter().filter_map(num_tokens).collect();
+        let most = found.iter().map(|(num_tokens, _)| *num_tokens).max()?;
+        let mut best = found.into_iter().filter(|(num_tokens, _)| *num_tokens == most);
+        best.next().map(|(_, format)| format).filter(|_| best.next().is_none())
     }
 }
 

@@ -1,7 +1,6 @@
 //! What a tool-call format is made of. The formats themselves are the rows of `table.rs`.
 
 use super::call_item::Item;
-use super::table::FORMATS;
 
 /// The format in which a model was trained, or is prompted, to write tool calls.
 pub(crate) struct Format {
@@ -21,6 +20,8 @@ pub(crate) enum CallIds {
     Prefixed,
     /// Nine letters and digits.
     Nine,
+    /// Ten letters and digits.
+    Ten,
     /// The model writes the id, which contains the name.
     Written,
 }
@@ -53,6 +54,10 @@ pub(super) enum Body {
     Named { after_name: &'static [&'static str], arguments: Encoding },
     /// `functions.NAME:INDEX`, which is the call's id, these markers, the arguments as JSON.
     Id { after_id: &'static [&'static str] },
+    /// The name, a marker, the call's id, these markers, the arguments as JSON.
+    Identified { before_id: &'static str, after_id: &'static [&'static str] },
+    /// The call's id of ten letters and digits, a marker, the name, these markers, the arguments as JSON.
+    AfterId { before_name: &'static str, after_name: &'static [&'static str] },
     /// The name, a marker, the call's index, these markers, the arguments.
     Indexed { before_index: &'static str, after_index: &'static [&'static str], arguments: Encoding },
 }
@@ -63,6 +68,7 @@ pub(super) enum Encoding {
     /// A JSON object.
     Json,
     Tags(&'static Tags),
+    Elements(&'static Elements),
     Literals(&'static Literals),
 }
 
@@ -75,6 +81,15 @@ pub(super) struct Tags {
     pub(super) after_value: &'static str,
     /// Whether a line end separates the value from the markers.
     pub(super) own_lines: bool,
+}
+
+/// Each argument is an element, as in XML. Its tag is the key. An object contains an element for each field, and a list one
+/// for each item. Text is written as it is, numbers and booleans as JSON, and a field that is null is left out.
+pub(super) struct Elements {
+    /// Before each tag.
+    pub(super) before_tag: &'static str,
+    /// The tag of a list's items.
+    pub(super) item: &'static str,
 }
 
 /// The types of JSON values to which a marker refers.
@@ -102,7 +117,7 @@ pub(super) struct Literals {
     pub(super) quote: Option<&'static str>,
 }
 
-/// An answer as messages, each with a header that says to whom it is addressed.
+/// An answer as messages, each with a header that names its recipient.
 pub(super) struct Channels {
     /// Starts a header. The prompt ends inside the first header.
     pub(super) start: &'static str,
@@ -122,6 +137,9 @@ pub(super) struct Channels {
     pub(super) content: &'static str,
     /// The header of a call, before and after the name.
     pub(super) call: (&'static str, &'static str),
+    /// The items of a call's body before and after its arguments.
+    pub(super) body: (&'static [Item], &'static [Item]),
+    pub(super) arguments: Encoding,
     /// Whether one answer may have several calls.
     pub(super) parallel: bool,
 }
@@ -151,10 +169,6 @@ impl Format {
         self.name
     }
 
-    pub(crate) fn named(name: &str) -> Option<&'static Self> {
-        FORMATS.iter().find(|format| format.name == name)
-    }
-
     pub(super) fn run(&self) -> Option<&Run> {
         match &self.layout {
             Layout::Run(run) => Some(run),
@@ -170,7 +184,7 @@ impl Format {
     }
 
     /// Whether a call can start only at the start of the answer, so that text that starts like a call is one.
-    pub(super) fn is_bare(&self) -> bool {
+    pub(in crate::text) fn is_bare(&self) -> bool {
         self.run().is_some_and(Run::is_bare)
     }
 
@@ -183,6 +197,9 @@ impl Format {
                 let mut all = vec![channels.start, channels.role, channels.end_of_header, channels.end_of_aside];
                 all.extend([channels.content, before, after]);
                 all.extend(channels.ends.iter().chain(channels.asides));
+                let marker = |item: &Item| if let Item::Marker(marker) = item { Some(*marker) } else { None };
+                all.extend(channels.body.0.iter().chain(channels.body.1).filter_map(marker));
+                all.extend(channels.arguments.markers());
                 all.retain(|marker| !marker.is_empty());
                 all
             }
@@ -226,6 +243,16 @@ impl Run {
                 head.extend(markers(after_id));
                 head.push(Item::Object);
             }
+            Body::Identified { before_id, after_id } => {
+                head.extend([Item::BareName, Item::Marker(before_id), Item::Id(9)]);
+                head.extend(markers(after_id));
+                head.push(Item::Object);
+            }
+            Body::AfterId { before_name, after_name } => {
+                head.extend([Item::Id(10), Item::Marker(before_name), Item::BareName]);
+                head.extend(markers(after_name));
+                head.push(Item::Object);
+            }
             Body::Indexed { before_index, after_index, arguments } => {
                 head.extend([Item::BareName, Item::Marker(before_index), Item::Index]);
                 head.extend(markers(after_index));
@@ -239,7 +266,9 @@ impl Run {
     pub(super) fn encoding(&self) -> Encoding {
         match self.body {
             Body::Named { arguments, .. } | Body::Indexed { arguments, .. } => arguments,
-            Body::Object { .. } | Body::Keyed | Body::Id { .. } => Encoding::Json,
+            Body::Object { .. } | Body::Keyed | Body::Id { .. } | Body::Identified { .. } | Body::AfterId { .. } => {
+                Encoding::Json
+            }
         }
     }
 
@@ -263,25 +292,32 @@ impl Run {
         let in_body = match self.body {
             Body::Named { after_name: markers, .. }
             | Body::Id { after_id: markers }
+            | Body::AfterId { after_name: markers, .. }
+            | Body::Identified { after_id: markers, .. }
             | Body::Indexed { after_index: markers, .. } => markers,
             Body::Object { .. } | Body::Keyed => &[],
         };
         let mut all: Vec<_> = self.hint.into_iter().collect();
         all.extend([self.open, self.before, in_body, self.after, self.close].into_iter().flatten());
-        match self.encoding() {
-            Encoding::Json => {}
-            Encoding::Tags(tags) => {
-                all.extend([tags.before_key, tags.before_value, tags.after_value]);
-                all.extend(tags.after_key.iter().map(|(marker, _)| marker));
-            }
-            Encoding::Literals(literals) => all.extend(literals.quote),
-        }
+        all.extend(self.encoding().markers());
         all.retain(|marker| !marker.is_empty());
         all
     }
 }
 
 impl Encoding {
+    fn markers(self) -> Vec<&'static str> {
+        match self {
+            Self::Json => Vec::new(),
+            Self::Tags(tags) => {
+                let after_key = tags.after_key.iter().map(|(marker, _)| *marker);
+                [tags.before_key, tags.before_value, tags.after_value].into_iter().chain(after_key).collect()
+            }
+            Self::Elements(elements) => vec![elements.before_tag],
+            Self::Literals(literals) => literals.quote.into_iter().collect(),
+        }
+    }
+
     fn first_item(self) -> Option<Item> {
         matches!(self, Self::Json).then_some(Item::Object)
     }

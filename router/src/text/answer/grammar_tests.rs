@@ -9,8 +9,10 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+use super::super::expected::Expected;
 use super::super::parser::parse;
 use super::super::part::Answer;
+use super::super::reasoning::Frame;
 use super::super::sample::{self, expected, formats};
 use super::*;
 
@@ -83,15 +85,23 @@ fn tools() -> Vec<Tool> {
 }
 
 fn think() -> ReasoningFormat {
-    ReasoningFormat::detect(&["</think>"]).unwrap()
+    Frame::detect(&["</think>"]).reasoning.unwrap()
 }
+
+/// Tokens in the markers of Solar Open and of Llama 4.
+const FRAME_TOKENS: [&str; 6] =
+    ["<|think|>", "<|end|>", "<|begin|>", "<|content|>", "<|python_start|>", "<|python_end|>"];
+const SOLAR: &str = "<|end|><|begin|>assistant<|content|>";
+const LLAMA_4: &str = "<|python_start|><|python_end|>";
 
 /// Ids as in `walk.py`: after the 256 bytes and the end token.
 fn token_ids() -> Vec<(String, u32)> {
-    let token =
-        regex::Regex::new(r#"｜DSML｜|<｜[^｜]*｜>|<\|[a-zA-Z_"]+\|?>|<[a-z_]+\|>|</?[a-zA-Z_:]+>|\[[A-Z_]+\]"#)
-            .unwrap();
+    let token = regex::Regex::new(
+        r#"\]<\]minimax\[>\[|｜DSML｜|<｜[^｜]*｜>|<\|[a-zA-Z_"]+\|?>|<[a-z_]+\|>|</?[a-zA-Z_:]+>|\[[A-Z_]+\]"#,
+    )
+    .unwrap();
     let mut texts = vec!["<think>".to_owned(), "</think>".to_owned()];
+    texts.extend(FRAME_TOKENS.map(str::to_owned));
     for marker in formats().flat_map(Format::markers) {
         let found = token.find_iter(marker).map(|found| found.as_str().to_owned());
         texts.extend(found.collect::<Vec<_>>());
@@ -103,7 +113,8 @@ fn token_ids() -> Vec<(String, u32)> {
 
 fn marker_tokens(with_tokens: bool) -> MarkerTokens {
     let ids = token_ids();
-    let markers = formats().flat_map(Format::markers).chain(["<think>", "</think>"]).collect();
+    let frames = [SOLAR, LLAMA_4].into_iter().flat_map(|text| Frame::detect(&[text]).markers());
+    let markers = formats().flat_map(Format::markers).chain(["<think>", "</think>"]).chain(frames).collect();
     MarkerTokens::new(markers, |text| ids.iter().find(|(known, _)| with_tokens && known == text).map(|(_, id)| *id))
 }
 
@@ -124,6 +135,11 @@ fn tools_grammar(
 
 /// Calls as the grammar allows them: with little whitespace and without further fields.
 fn written(format: &'static Format, calls: &[(&str, &str)]) -> String {
+    if let Some(channels) = format.channels().filter(|channels| !matches!(channels.arguments, Encoding::Json)) {
+        let text = sample::written(format, calls);
+        let start = format!("{}{}", channels.start, channels.role);
+        return text.strip_prefix(&start).unwrap().strip_suffix("<|eot|>").unwrap().to_owned();
+    }
     if let Some(channels) = format.channels() {
         let (before, after) = channels.call;
         let call =
@@ -314,6 +330,68 @@ fn content_cases() -> Vec<Case> {
     cases
 }
 
+/// Arguments whose elements the schema describes only in part.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[expect(dead_code, reason = "deserializing is the check")]
+struct Loose {
+    flags: Vec<bool>,
+    either: Option<Either>,
+    any: Option<Value>,
+    map: Option<serde_json::Map<String, Value>>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+#[expect(dead_code, reason = "deserializing is the check")]
+enum Either {
+    Numbers(Vec<u8>),
+    Text(String),
+}
+
+fn loose_tool() -> Tool {
+    let numbers = json!({"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}});
+    let parameters = json!({
+        "type": "object",
+        "properties": {
+            "flags": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 2},
+            "either": {"anyOf": [numbers, {"type": "string"}]},
+            "any": {},
+            "map": {"type": "object"},
+        },
+        "required": ["flags"],
+    });
+    Tool { name: "loose".to_owned(), parameters: Some(parameters) }
+}
+
+fn element_cases() -> Vec<Case> {
+    let format = Format::named("minimax-m3").unwrap();
+    let call = |arguments: &str| written(format, &[("loose", arguments)]);
+    let case = |with_tokens| {
+        let tokens = marker_tokens(with_tokens);
+        let grammar =
+            AnswerGrammar { channels: None, reasoning_state: ReasoningState::Off, reply: None, tokens: &tokens };
+        Case {
+            name: format!("elements {}", if with_tokens { "token" } else { "text" }),
+            lark: lark(grammar.tools(format, &[loose_tool()], &ToolChoice::Required, false, None).unwrap().unwrap()),
+            with_tokens,
+            accepted: vec![
+                call(r#"{"flags": [true]}"#),
+                call(r#"{"flags": [true, false], "either": [1, 2], "any": {"a": ["b", {"c": 1}]}, "map": {"d": {}}}"#),
+                call(r#"{"flags": [true], "either": "<1>", "any": "", "map": {}}"#),
+            ],
+            refused: vec![
+                call(r#"{"flags": []}"#),
+                call(r#"{"flags": [true, true, true]}"#),
+                call(r#"{"flags": [1]}"#),
+                call(r#"{"flags": true}"#),
+                call(r#"{"flags": [true], "map": "a"}"#),
+            ],
+        }
+    };
+    vec![case(false), case(true)]
+}
+
 /// A name that must be escaped twice.
 fn name_cases() -> Vec<Case> {
     let name = "say \"\\é/\n\u{1}\"";
@@ -335,9 +413,40 @@ fn name_cases() -> Vec<Case> {
     ["hermes", "llama", "json-list", "apertus"].map(|name| case(Format::named(name).unwrap())).into()
 }
 
+/// Answers of Solar Open and Llama 4, whose parts have markers of their own.
+fn frame_cases() -> Vec<(Case, &'static Format, Frame)> {
+    let case = |name: &str, frame: &str, choice: ToolChoice, accepted: &[&str], refused: &[&str]| {
+        let (format, frame) = (Format::named(name).unwrap(), Frame::detect(&[frame]));
+        let tokens = marker_tokens(true);
+        let reasoning_state = ReasoningState::after(frame.reasoning, "");
+        let grammar = AnswerGrammar { channels: None, reasoning_state, reply: frame.reply, tokens: &tokens };
+        let with_call = |text: &&str| text.replace("CALL", &written(format, &[NOW]));
+        let case = Case {
+            name: format!("{name} frame {choice:?}"),
+            lark: lark(grammar.tools(format, &tools(), &choice, true, None).unwrap().unwrap()),
+            with_tokens: true,
+            accepted: accepted.iter().map(with_call).collect(),
+            refused: refused.iter().map(with_call).collect(),
+        };
+        (case, format, frame)
+    };
+    let thoughts = "<|think|>Hm.<|end|><|begin|>assistant";
+    let solar_call = format!("{thoughts}CALL");
+    let solar_words = format!("{thoughts}<|content|>I look.<|end|><|begin|>assistantCALL");
+    let solar_answer = format!("{thoughts}<|content|>Yes.");
+    let solar: &[&str] = &[&solar_call, &solar_words, &solar_answer, "CALL", "<|content|>Yes."];
+    let llama: &[&str] = &["<|python_start|><|python_end|>CALL", "CALLCALL", "<|python_start|>CALL<|python_end|>"];
+    vec![
+        case("solar", SOLAR, ToolChoice::Auto, solar, &["<|think|>Hm.<|end|>CALL"]),
+        case("solar", SOLAR, ToolChoice::Required, &[&solar_call, "CALL"], &[&solar_words, &solar_answer]),
+        case("llama4", LLAMA_4, ToolChoice::Auto, llama, &["CALL<|python_start|>"]),
+        case("llama4", LLAMA_4, ToolChoice::Required, &["CALL", "CALLCALL"], &["Hello"]),
+    ]
+}
+
 /// The markers around a reply, which are tokens.
 fn reply_cases() -> Vec<Case> {
-    let reply = Reply::detect(&["<|START_RESPONSE|><|END_RESPONSE|>"]);
+    let reply = Frame::detect(&["<|START_RESPONSE|><|END_RESPONSE|>"]).reply;
     let tokens = MarkerTokens::new(vec!["<|START_RESPONSE|>", "<|END_RESPONSE|>"], |text| match text {
         "<|START_RESPONSE|>" => Some(257),
         "<|END_RESPONSE|>" => Some(258),
@@ -386,10 +495,12 @@ fn check(name: &str, answer: &Answer, setting: &Setting, text: &str) {
 
 #[test]
 fn the_fixture_holds_the_current_grammars() {
-    let cases: Vec<_> = [tool_cases(), after_reasoning_cases(), content_cases(), name_cases(), reply_cases()]
-        .into_iter()
-        .flatten()
-        .collect();
+    let frames = frame_cases().into_iter().map(|(case, ..)| case).collect();
+    let cases: Vec<_> =
+        [tool_cases(), after_reasoning_cases(), content_cases(), name_cases(), reply_cases(), element_cases(), frames]
+            .into_iter()
+            .flatten()
+            .collect();
     let now = serde_json::to_string_pretty(&json!({"tokens": token_ids().into_iter().map(|(text, id)| (text, Value::from(id))).collect::<Value>(), "cases": cases})).unwrap() + "\n";
     if std::env::var_os("UPDATE_FIXTURE").is_some() {
         std::fs::write(fixture("grammar.json"), &now).unwrap();
@@ -411,6 +522,26 @@ fn the_parser_understands_every_text_that_a_grammar_allows() {
         }
     }
     assert!(num_calls > 600, "only {num_calls} calls were walked");
+    for (case, format, frame) in frame_cases() {
+        let texts = walks[&case.name].as_array().unwrap().iter().filter_map(Value::as_str);
+        for text in texts.chain(case.accepted.iter().map(String::as_str)) {
+            let state = ReasoningState::after(frame.reasoning, "");
+            let expected = Expected { reply: frame.reply, ..expected(Some(format), &tools(), state) };
+            let answer = parse([text], Some(format), expected);
+            let markers = FRAME_TOKENS.iter().any(|token| answer.content.contains(token));
+            assert!(!answer.is_cut && !markers, "{}: {text:?} gives {answer:?}", case.name);
+            assert!(case.name.ends_with("Auto") || answer.content.is_empty(), "{}: {text:?}", case.name);
+        }
+    }
+    for case in element_cases() {
+        let texts = walks[&case.name].as_array().unwrap().iter().filter_map(Value::as_str);
+        for text in texts.chain(case.accepted.iter().map(String::as_str)) {
+            let format = Format::named("minimax-m3");
+            let answer = parse([text], format, expected(format, &[loose_tool()], ReasoningState::Off));
+            let [call] = &answer.tool_calls[..] else { panic!("{text:?}") };
+            drop(serde_json::from_str::<Loose>(&call.arguments).expect(text));
+        }
+    }
 }
 
 #[test]
@@ -462,4 +593,16 @@ fn undeclared_arguments_are_excluded_unless_the_schema_allows_them() {
     }
     assert_eq!(schema(json!({"additionalProperties": true}))["additionalProperties"], true);
     assert_eq!(schema(json!({"type": ["object", "null"]}))["type"], "object");
+}
+
+#[test]
+fn patterns_that_no_grammar_expresses_are_dropped() {
+    let email = json!({"type": "string", "pattern": "^(?!\\.)[a-z.]+$", "format": "email"});
+    let word = json!({"type": "string", "pattern": "^[a-z]{1,9000}$"});
+    let data = json!({"enum": [{"pattern": "(?!a)"}]});
+    let properties = json!({"pattern": email, "words": {"items": word}, "data": data});
+    let tool = Tool { name: "a".to_owned(), parameters: Some(json!({"properties": properties})) };
+    let kept = tool.with_regular_patterns().parameters.unwrap();
+    let email = json!({"type": "string", "format": "email"});
+    assert_eq!(kept["properties"], json!({"pattern": email, "words": {"items": word}, "data": data}));
 }

@@ -5,12 +5,14 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::super::call_item::is_space;
-use super::super::reasoning::ReasoningFormat;
+use super::super::format::{Encoding, Run};
+use super::super::reasoning::{Frame, ReasoningFormat, ReasoningState};
 use super::super::sample::{chat_template, compiled, expected, formats, tool, written};
+use super::super::tool::Tool;
 use super::*;
 
 fn think() -> ReasoningFormat {
-    ReasoningFormat::detect(&["</think>"]).unwrap()
+    Frame::detect(&["</think>"]).reasoning.unwrap()
 }
 
 fn format(name: &str) -> &'static Format {
@@ -23,6 +25,8 @@ fn tools() -> Vec<Tool> {
     let typed = json!({
         "text": {"type": "string"}, "optional": {"anyOf": [{"type": "string"}, {"type": "null"}]},
         "count": {"type": "integer"}, "flag": {"type": "boolean"}, "list": {"type": "array"}, "map": {"type": "object"},
+        "texts": {"type": "array", "items": {"type": "string"}},
+        "counts": {"type": "object", "additionalProperties": {"type": "integer"}},
     });
     vec![tool("get_weather", city), tool("now", any.clone()), tool("f", any), tool("typed", typed)]
 }
@@ -95,13 +99,27 @@ fn messages_with_headers_are_thoughts_words_and_calls() {
         let found = (answer.reasoning.as_str(), answer.content.as_str(), answer.tool_calls.len());
         assert_eq!(found, (reasoning, content, num_calls), "{text}");
     }
+    let call = "<atem:function_calls>\n<atem:invoke name=\"now\">\n</atem:invoke>\n</atem:function_calls>";
+    let cases = [
+        (" to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>Yes.<|eot|>".to_owned(), "Hm.", "Yes.", 0),
+        (format!(" to=self<|message|>Hm.<|eom|><|start|>assistant to=now<|message|>{call}<|eot|>"), "Hm.", "", 1),
+        (format!(" to=now<|message|>{call}<|eom|><|start|>assistant to=now<|message|>{call}"), "", "", 2),
+        (" to=now<|message|>No call".to_owned(), "", "No call", 0),
+        (" to=se".to_owned(), "", "", 0),
+    ];
+    for (text, reasoning, content, num_calls) in cases {
+        let atem = Some(format("atem"));
+        let answer = parse(text.split_inclusive(|_| true), atem, expected(atem, &tools(), ReasoningState::Off));
+        let found = (answer.reasoning.as_str(), answer.content.as_str(), answer.tool_calls.len());
+        assert_eq!(found, (reasoning, content, num_calls), "{text}");
+    }
     let answer = parse_whole("all\nI look.\n>>>now\n{}", Some(format("functionary")), ReasoningState::Off);
     assert_eq!((answer.content.as_str(), calls_of(&answer)), ("I look.\n", vec![("now", "{}")]));
 }
 
 #[test]
 fn the_markers_around_a_reply_are_dropped() {
-    let reply = Reply::detect(&["<|START_RESPONSE|> <|END_RESPONSE|>"]);
+    let reply = Frame::detect(&["<|START_RESPONSE|> <|END_RESPONSE|>"]).reply;
     let command = Some(format("command"));
     let read = |text: &str| {
         let expected = Expected { reply, ..expected(command, &tools(), ReasoningState::Off) };
@@ -111,6 +129,60 @@ fn the_markers_around_a_reply_are_dropped() {
     assert_eq!(read("Yes").content, "Yes");
     let call = written(format("command"), &[("now", "{}")]);
     assert_eq!(calls_of(&read(&call)), [("now", "{}")]);
+}
+
+#[test]
+fn solar_writes_thoughts_words_and_calls_as_messages() {
+    let frame = Frame::detect(&["<|think|>Hm.<|end|><|begin|>assistant<|content|>Yes.<|end|><|begin|>assistant"]);
+    let state = ReasoningState::after(frame.reasoning, "<|begin|>user<|content|>Hi<|end|>\n<|begin|>assistant");
+    let solar = Some(format("solar"));
+    let thoughts = "<|think|>\nHm.<|end|><|begin|>assistant";
+    let words = "<|content|>Let me see.<|end|><|begin|>assistant";
+    let call = written(format("solar"), &[("now", "{}")]);
+    let cases = [
+        (format!("{thoughts}<|content|>Yes."), "Hm.", "Yes.", 0),
+        (format!("{thoughts}{words}{call}"), "Hm.", "Let me see.", 1),
+        (format!("{thoughts}{call}"), "Hm.", "", 1),
+        (format!("{words}{call}"), "", "Let me see.", 1),
+        ("<|content|>Yes.".to_owned(), "", "Yes.", 0),
+        ("Yes.".to_owned(), "", "Yes.", 0),
+    ];
+    for (text, reasoning, content, num_calls) in cases {
+        let expected = Expected { reply: frame.reply, ..expected(solar, &tools(), state) };
+        let answer = parse(text.split_inclusive(|_| true), solar, expected);
+        let found = (answer.reasoning.as_str(), answer.content.as_str(), answer.tool_calls.len());
+        assert_eq!(found, (reasoning, content, num_calls), "{text}");
+    }
+}
+
+#[test]
+fn llama_4_writes_words_between_markers_and_calls_without() {
+    let reply = Frame::detect(&["<|python_start|><|python_end|>"]).reply;
+    let call = r#"{"name": "now", "parameters": {}}"#;
+    let cases = [
+        (format!("<|python_start|><|python_end|>{call}{call}"), "", 2),
+        (format!("<|python_start|>I look.<|python_end|>{call}"), "I look.", 1),
+        (format!("<|python_start|>{call}<|python_end|>"), "", 1),
+        (format!("{call}\n{call}"), "", 2),
+        ("Hello {".to_owned(), "Hello {", 0),
+    ];
+    for (text, content, num_calls) in cases {
+        let llama = Some(format("llama4"));
+        let expected = Expected { reply, ..expected(llama, &tools(), ReasoningState::Off) };
+        let answer = parse(text.split_inclusive(|_| true), llama, expected);
+        assert_eq!((answer.content.as_str(), answer.tool_calls.len()), (content, num_calls), "{text}");
+    }
+    let python = Some(format("python"));
+    let expected = Expected { reply, ..expected(python, &tools(), ReasoningState::Off) };
+    let answer = parse(["<|python_start|>[now()]<|python_end|>"], python, expected);
+    assert_eq!((answer.content.as_str(), calls_of(&answer)), ("", vec![("now", "{}")]));
+}
+
+#[test]
+fn markers_that_enclose_a_tool_s_result_are_not_those_of_a_reply() {
+    let granite = "<think></think> <response></response>";
+    assert!(Frame::detect(&[granite]).reply.is_some());
+    assert_eq!(Frame::detect(&["<mm:think></mm:think> <response></response>"]).reply, None);
 }
 
 #[test]
@@ -144,6 +216,41 @@ fn literals_are_read_as_models_write_them() {
         let answer = parse_whole(text, Some(format(name)), ReasoningState::Off);
         assert_eq!(json(&answer.tool_calls[0].arguments), arguments, "{text}");
         assert!(!answer.is_cut, "{text}");
+    }
+}
+
+#[test]
+fn elements_are_what_the_schema_says_and_lists_of_items_where_it_says_nothing() {
+    let place = json!({"type": "object", "properties": {"item": {"type": "string"}, "lat": {"type": "number"}}});
+    let schema = json!({
+        "code": {"type": "string"}, "none": {"type": "array"}, "empty": {"type": "object"}, "maybe": {"type": ["integer", "null"]},
+        "place": {"anyOf": [{"$ref": "#/$defs/place"}, {"type": "null"}]},
+        "places": {"type": "array", "items": {"$ref": "#/$defs/place"}},
+    });
+    let mut tool = tool("f", schema);
+    tool.parameters.as_mut().unwrap()["$defs"] = json!({"place": place});
+    let cases = [
+        ("<code> 007\n</code>", json!({"code": " 007\n"})),
+        ("<code><b>bold</b></code>", json!({"code": "<b>bold</b>"})),
+        ("<code></code><none></none><empty></empty>", json!({"code": "", "none": [], "empty": {}})),
+        ("<maybe></maybe>", json!({"maybe": null})),
+        ("<place><item>1</item>\n<lat>1</lat></place>", json!({"place": {"item": "1", "lat": 1}})),
+        ("<places>\n<item><lat>1.5</lat></item><item></item></places>", json!({"places": [{"lat": 1.5}, {}]})),
+        ("<other><item>1</item><item>a</item></other>", json!({"other": [1, "a"]})),
+        ("<other><a>true</a><b><item>x</item></b></other>", json!({"other": {"a": true, "b": ["x"]}})),
+    ];
+    for (elements, arguments) in cases {
+        // In a text, tags without the marker are text.
+        let marked = if elements.contains("bold") { "<code>" } else { "<" };
+        let elements = elements.replace(marked, &format!("]<]minimax[>[{marked}"));
+        let elements = elements.replace("</b></code>", "</b>]<]minimax[>[</code>");
+        let m = "]<]minimax[>[";
+        let text = format!("{m}<tool_call>\n{m}<invoke name=\"f\">{elements}{m}</invoke>\n{m}</tool_call>");
+        let format = Some(format("minimax-m3"));
+        let expected = expected(format, std::slice::from_ref(&tool), ReasoningState::Off);
+        let answer = parse(text.split_inclusive(|_| true), format, expected);
+        assert_eq!(json(&answer.tool_calls[0].arguments), arguments, "{text}");
+        assert_eq!((answer.content.as_str(), answer.is_cut), ("", false), "{text}");
     }
 }
 
@@ -239,6 +346,7 @@ fn reasoning_is_separated_from_content() {
     let cases = [
         (possible, "<think>\nHm.\n\nSo.\n</think>\n\nYes.\n", expected("Hm.\n\nSo.", "Yes.\n")),
         (possible, "\n<think></think>Yes", expected("", "Yes")),
+        (possible, "\n</think>\n\nYes </think>", expected("", "Yes </think>")),
         (possible, "Yes <think> no", expected("", "Yes <think> no")),
         (possible, "<thin", expected("", "<thin")),
         (started, "Hm.</thin </think>\n", expected("Hm.</thin", "")),
@@ -379,8 +487,10 @@ fn typed_arguments() -> impl Strategy<Value = String> {
             .prop_map(Value::from),
         Just(Value::Null)
     ];
-    let fields = (text, optional, any::<i64>(), any::<bool>(), list, map);
-    (fields, any::<[bool; 6]>()).prop_map(|((text, optional, count, flag, list, map), given)| {
+    let texts = prop::collection::vec(text.clone(), 0..3);
+    let counts = prop::collection::btree_map("[a-z_]{1,3}", any::<i32>(), 0..3);
+    let fields = (text, optional, any::<i64>(), any::<bool>(), list, map, texts, counts);
+    (fields, any::<[bool; 8]>()).prop_map(|((text, optional, count, flag, list, map, texts, counts), given)| {
         let all = [
             ("text", text.into()),
             ("optional", optional),
@@ -388,11 +498,23 @@ fn typed_arguments() -> impl Strategy<Value = String> {
             ("flag", flag.into()),
             ("list", list),
             ("map", map),
+            ("texts", texts.into()),
+            ("counts", json!(counts)),
         ];
         let given =
             all.into_iter().zip(given).filter(|(_, given)| *given).map(|((key, value), _)| (key.to_owned(), value));
         given.collect::<Value>().to_string()
     })
+}
+
+/// The arguments of `typed` that a format can write: elements are text unless the schema says what they are, and never null.
+fn writable(format: &Format, arguments: &str) -> String {
+    let mut arguments = json(arguments);
+    if matches!(format.run().map(Run::encoding), Some(Encoding::Elements(_))) {
+        let fields = arguments.as_object_mut().unwrap();
+        fields.retain(|key, value| !["list", "map"].contains(&key.as_str()) && !value.is_null());
+    }
+    arguments.to_string()
 }
 
 /// The text in pieces.
@@ -435,6 +557,7 @@ proptest! {
         cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..8),
         end in any::<prop::sample::Index>(),
     ) {
+        let calls: Vec<_> = calls.iter().map(|arguments| writable(format, arguments)).collect();
         let calls: Vec<_> = calls.iter().map(|arguments| ("typed", arguments.as_str())).collect();
         let text = written(format, &calls);
         let answer = fold(&cut(&text, &cuts), format, ReasoningState::Off);

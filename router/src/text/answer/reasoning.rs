@@ -5,19 +5,28 @@
 pub(crate) struct ReasoningFormat {
     pub(super) open: &'static str,
     pub(super) close: &'static str,
+    /// Starts the next message, if the reasoning is a message of its own.
+    pub(super) next_message: &'static str,
+}
+
+const fn between(open: &'static str, close: &'static str) -> ReasoningFormat {
+    ReasoningFormat { open, close, next_message: "" }
 }
 
 impl ReasoningFormat {
-    pub(super) const ALL: [Self; 9] = [
-        Self { open: "<think>", close: "</think>" },
-        Self { open: "[THINK]", close: "[/THINK]" },
-        Self { open: "<seed:think>", close: "</seed:think>" },
-        Self { open: "<longcat_think>", close: "</longcat_think>" },
-        Self { open: "<|START_THINKING|>", close: "<|END_THINKING|>" },
-        Self { open: "<|inner_prefix|>", close: "<|inner_suffix|>" },
-        Self { open: "<|channel>thought", close: "<channel|>" },
-        Self { open: "<|open|>think<|sep|>", close: "<|close|>think<|sep|>" },
-        Self { open: "Here are my reasoning steps:", close: "[BEGIN FINAL RESPONSE]" },
+    pub(super) const ALL: [Self; 12] = [
+        between("<think>", "</think>"),
+        between("<think:opensource>", "</think:opensource>"),
+        between("<mm:think>", "</mm:think>"),
+        between("[THINK]", "[/THINK]"),
+        between("<seed:think>", "</seed:think>"),
+        between("<longcat_think>", "</longcat_think>"),
+        between("<|START_THINKING|>", "<|END_THINKING|>"),
+        between("<|inner_prefix|>", "<|inner_suffix|>"),
+        between("<|channel>thought", "<channel|>"),
+        between("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+        between("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
+        Self { open: "<|think|>", close: "<|end|>", next_message: "<|begin|>assistant" },
     ];
 }
 
@@ -27,25 +36,54 @@ pub(crate) struct Reply {
     /// Empty if the end of the reasoning is the start of the reply.
     pub(super) open: &'static str,
     pub(super) close: &'static [&'static str],
+    /// Starts the model's reasoning, if other models write these markers around something else.
+    reasoning: Option<&'static str>,
 }
 
-const REPLIES: [Reply; 5] = [
-    Reply { open: "<|START_RESPONSE|>", close: &["<|END_RESPONSE|>"] },
-    Reply { open: "<response>", close: &["</response>"] },
-    Reply { open: "<answer>", close: &["</answer>"] },
-    Reply { open: "<|open|>response<|sep|>", close: &["<|close|>response<|sep|>", "<|close|>message<|sep|>"] },
-    Reply { open: "", close: &["[END FINAL RESPONSE]"] },
+const fn reply(open: &'static str, close: &'static [&'static str]) -> Reply {
+    Reply { open, close, reasoning: None }
+}
+
+const REPLIES: [Reply; 7] = [
+    reply("<|START_RESPONSE|>", &["<|END_RESPONSE|>"]),
+    Reply { reasoning: Some("<think>"), ..reply("<response>", &["</response>"]) },
+    Reply { reasoning: Some("<think>"), ..reply("<answer>", &["</answer>"]) },
+    reply("<|content|>", &["<|end|><|begin|>assistant"]),
+    reply("<|python_start|>", &["<|python_end|>"]),
+    reply("<|open|>response<|sep|>", &["<|close|>response<|sep|>", "<|close|>message<|sep|>"]),
+    reply("", &["[END FINAL RESPONSE]"]),
 ];
 
 impl Reply {
     pub(super) fn markers(self) -> impl Iterator<Item = &'static str> {
         [self.open].into_iter().filter(|open| !open.is_empty()).chain(self.close.iter().copied())
     }
+}
 
-    /// Detects the markers from the texts that the template contains or writes.
-    pub(crate) fn detect(texts: &[&str]) -> Option<Self> {
+/// The markers around the parts of a model's answers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Frame {
+    pub(super) reasoning: Option<ReasoningFormat>,
+    pub(super) reply: Option<Reply>,
+}
+
+impl Frame {
+    /// Detects the markers from the texts that the template contains or writes: those of a reasoning model have the markers
+    /// that end thoughts.
+    pub(crate) fn detect(texts: &[&str]) -> Self {
         let has = |marker: &str| texts.iter().any(|text| text.contains(marker));
-        REPLIES.into_iter().find(|reply| has(reply.open) && reply.close.iter().all(|marker| has(marker)))
+        let reasoning =
+            ReasoningFormat::ALL.into_iter().find(|format| has(&format!("{}{}", format.close, format.next_message)));
+        let fits = |reply: &Reply| {
+            let is_of_model = reply.reasoning.is_none_or(|open| reasoning.is_some_and(|format| format.open == open));
+            is_of_model && has(reply.open) && reply.close.iter().all(|marker| has(marker))
+        };
+        Self { reasoning, reply: REPLIES.into_iter().find(fits) }
+    }
+
+    pub(super) fn markers(self) -> impl Iterator<Item = &'static str> {
+        let reasoning = self.reasoning.into_iter().flat_map(ReasoningFormat::markers);
+        reasoning.chain(self.reply.into_iter().flat_map(Reply::markers))
     }
 }
 
@@ -61,10 +99,8 @@ pub(crate) enum ReasoningState {
 }
 
 impl ReasoningFormat {
-    /// Detects the format from the texts that the template contains or writes: those of a reasoning model have the closing
-    /// marker.
-    pub(crate) fn detect(texts: &[&str]) -> Option<Self> {
-        Self::ALL.into_iter().find(|format| texts.iter().any(|text| text.contains(format.close)))
+    pub(super) fn markers(self) -> impl Iterator<Item = &'static str> {
+        [self.open, self.close, self.next_message].into_iter().filter(|marker| !marker.is_empty())
     }
 
     fn at_end_of(self, prompt: &str) -> ReasoningState {

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use super::argument::{ArgumentReader, len_before};
 use super::call_item::{CallHead, Item, Match, is_space, match_items};
+use super::expected::Expected;
 use super::format::{Encoding, Run, markers};
-use super::parser::Expected;
 use super::part::{Part, Rest};
 use super::reasoning::{ReasoningFormat, ReasoningState, Reply};
 use super::tool::Tool;
@@ -156,20 +156,35 @@ impl RunParser {
         if rest.is_empty() {
             return false;
         }
+        if let Some(format) = self.reasoning.filter(|format| after_reasoning && !format.next_message.is_empty()) {
+            if rest.starts_with(format.next_message) {
+                self.take(layout + format.next_message.len());
+                return true;
+            }
+            if format.next_message.starts_with(rest) {
+                return false;
+            }
+        }
         if let Some(format) = self.reasoning.filter(|_| !after_reasoning) {
             if rest.starts_with(format.open) {
                 self.take(layout + format.open.len());
                 self.stage = Stage::Reasoning { begun: false };
                 return true;
             }
-            if format.open.starts_with(rest) {
+            // Some models end thoughts that they have not started.
+            if rest.starts_with(format.close) {
+                self.take(layout + format.close.len());
+                self.stage = Stage::Start { after_reasoning: true };
+                return true;
+            }
+            if format.open.starts_with(rest) || format.close.starts_with(rest) {
                 return false;
             }
         }
         if let Some(reply) = self.reply.filter(|reply| !reply.open.is_empty()) {
             if rest.starts_with(reply.open) {
                 self.take(layout + reply.open.len());
-                self.stage = Stage::Text;
+                self.pass_reply_marker();
                 return true;
             }
             if reply.open.starts_with(rest) {
@@ -218,6 +233,7 @@ impl RunParser {
                 } else {
                     self.take(self.pending.find(marker).map_or(0, |start| start + marker.len()));
                     self.after_marker = true;
+                    self.pass_reply_marker();
                 }
                 true
             }
@@ -229,6 +245,12 @@ impl RunParser {
                 false
             }
         }
+    }
+
+    /// A run without markers may follow the markers of a reply.
+    fn pass_reply_marker(&mut self) {
+        let is_bare = self.calls.as_ref().is_some_and(|calls| calls.first_bracket.is_some());
+        self.stage = if is_bare { Stage::Start { after_reasoning: true } } else { Stage::Text };
     }
 
     fn open(&mut self) -> bool {

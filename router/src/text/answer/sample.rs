@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 
+use super::expected::Expected;
 use super::format::{CallIds, Format};
-use super::parser::Expected;
 use super::reasoning::ReasoningState;
 use super::table::FORMATS;
 use super::tool::Tool;
@@ -24,10 +24,13 @@ const PRELUDE: &str = "{%- macro raw(v) %}{{ v if v is string else v | tojson }}
     {%- macro dsml(calls) %}{% for c in calls %}<｜DSML｜invoke name=\"{{ c.function.name }}\">\n{% for k, v in c.function.arguments.items() %}\
     <｜DSML｜parameter name=\"{{ k }}\" string=\"{{ 'true' if v is string else 'false' }}\">{{ raw(v) }}</｜DSML｜parameter>\n\
     {%- endfor %}</｜DSML｜invoke>\n{% endfor %}{% endmacro %}\
+    {%- macro element(v) %}{% if v is mapping %}{% for k, x in v.items() if x is not none %}]<]minimax[>[<{{ k }}>{{ element(x) }}]<]minimax[>[</{{ k }}>{% endfor %}\
+    {%- elif v is iterable and v is not string %}{% for x in v %}]<]minimax[>[<item>{{ element(x) }}]<]minimax[>[</item>{% endfor %}\
+    {%- elif v is boolean %}{{ v | tojson }}{% elif v is not none %}{{ v }}{% endif %}{% endmacro %}\
     {%- macro type(v) %}{{ 'boolean' if v is boolean else 'null' if v is none else 'number' if v is number else 'string' if v is string else 'object' if v is mapping else 'array' }}{% endmacro %}";
 
 /// For each format, what a template writes for a message's calls.
-const CALLS: [(&str, &str); 33] = [
+const CALLS: [(&str, &str); 46] = [
     (
         "hermes",
         "{% for c in calls %}<tool_call>\n{{ call(c.function) }}\n</tool_call>{{ '\n' if not loop.last }}{% endfor %}",
@@ -72,6 +75,10 @@ const CALLS: [(&str, &str); 33] = [
         "<minimax:tool_call>\n{% for c in calls %}<invoke name=\"{{ c.function.name }}\">\n{% for k, v in c.function.arguments.items() %}<parameter name=\"{{ k }}\">{{ raw(v) }}</parameter>\n{% endfor %}</invoke>\n{% endfor %}</minimax:tool_call>",
     ),
     (
+        "minimax-m3",
+        "]<]minimax[>[<tool_call>\n{% for c in calls %}]<]minimax[>[<invoke name=\"{{ c.function.name }}\">{{ element(c.function.arguments) }}]<]minimax[>[</invoke>\n{% endfor %}]<]minimax[>[</tool_call>",
+    ),
+    (
         "seed",
         "{% for c in calls %}<seed:tool_call>\n<function={{ c.function.name }}>\n{% for k, v in c.function.arguments.items() %}<parameter={{ k }}>{{ raw(v) }}</parameter>\n{% endfor %}</function>\n</seed:tool_call>{% endfor %}",
     ),
@@ -84,6 +91,14 @@ const CALLS: [(&str, &str); 33] = [
         "<tool_calls>\n{% for c in calls %}<tool_call>{{ c.function.name }}<tool_sep>\n{% for k, v in c.function.arguments.items() %}<arg_key>{{ k }}</arg_key>\n<arg_value>{{ raw(v) }}</arg_value>\n{% endfor %}</tool_call>\n{% endfor %}</tool_calls>",
     ),
     (
+        "hunyuan-opensource",
+        "<tool_calls:opensource>\n{% for c in calls %}<tool_call:opensource>{{ c.function.name }}<tool_sep:opensource>\n{% for k, v in c.function.arguments.items() %}<arg_key:opensource>{{ k }}</arg_key:opensource>\n<arg_value:opensource>{{ raw(v) }}</arg_value:opensource>\n{% endfor %}</tool_call:opensource>\n{% endfor %}</tool_calls:opensource>",
+    ),
+    (
+        "minicpm",
+        "{% for c in calls %}<function name=\"{{ c.function.name }}\">{% for k, v in c.function.arguments.items() %}<param name=\"{{ k }}\">{{ raw(v) }}</param>{% endfor %}</function>{{ '\n' if not loop.last }}{% endfor %}",
+    ),
+    (
         "harmony",
         "{% for c in calls %}<|start|>assistant to=functions.{{ c.function.name }}<|channel|>commentary json<|message|>{{ c.function.arguments | tojson }}<|call|>{% endfor %}",
     ),
@@ -92,10 +107,36 @@ const CALLS: [(&str, &str); 33] = [
         "{% for c in calls %}>>>{{ c.function.name ~ '\n' }}{{ c.function.arguments | tojson }}{% endfor %}",
     ),
     (
+        "atem",
+        "{% for c in calls %}<|start|>assistant to={{ c.function.name }}<|message|><atem:function_calls>\n<atem:invoke name=\"{{ c.function.name }}\">\n{% for k, v in c.function.arguments.items() %}<atem:parameter name=\"{{ k }}\">{{ raw(v) }}</atem:parameter>\n{% endfor %}</atem:invoke>\n</atem:function_calls>{{ '<|eot|>' if loop.last else '<|eom|>' }}{% endfor %}",
+    ),
+    (
         "function-tag",
         "{% for c in calls %}<function={{ c.function.name }}>{{ c.function.arguments | tojson }}</function>{% endfor %}",
     ),
+    (
+        "function-call",
+        "{% for c in calls %}<function_call> {{ call(c.function) }}{{ '\n' if not loop.last }}{% endfor %}",
+    ),
+    ("phi", "<|tool_call|>{{ list(calls) }}<|/tool_call|>"),
+    ("functools", "functools{{ list(calls) }}"),
     ("granite", "<|tool_call|>{{ list(calls) }}"),
+    (
+        "internlm",
+        "{% for c in calls %}<|action_start|><|plugin|>\n{{ call(c.function) }}<|action_end|>{{ '\n' if not loop.last }}{% endfor %}",
+    ),
+    (
+        "gigachat-token",
+        "{% for c in calls %}<|function_call|>{{ call(c.function) }}{{ '\n' if not loop.last }}{% endfor %}",
+    ),
+    (
+        "gigachat",
+        "{% for c in calls %}function call<|role_sep|>\n{{ call(c.function) }}{{ '\n' if not loop.last }}{% endfor %}",
+    ),
+    (
+        "solar",
+        "<|tool_calls|>{% for c in calls %}<|tool_call:begin|>{{ c.id }}<|tool_call:name|>{{ c.function.name }}<|tool_call:args|>{{ c.function.arguments | tojson }}<|tool_call:end|>{% endfor %}",
+    ),
     (
         "apertus",
         "<|tools_prefix|>[{% for c in calls %}{ {{- c.function.name | tojson }}: {{ c.function.arguments | tojson }}}{{ ', ' if not loop.last }}{% endfor %}]<|tools_suffix|>",
@@ -129,6 +170,11 @@ const CALLS: [(&str, &str); 33] = [
         "mistral",
         "{% for c in calls %}[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}{% endfor %}",
     ),
+    (
+        "mistral-id",
+        "{% for c in calls %}[TOOL_CALLS]{{ c.function.name }}[CALL_ID]{{ c.id }}[ARGS]{{ c.function.arguments | tojson }}{% endfor %}",
+    ),
+    ("llama4", "{% for c in calls %}{{ call(c.function, 'parameters') }}{% endfor %}"),
     ("llama", "{% for c in calls %}{{ call(c.function, 'parameters') }}{{ '; ' if not loop.last }}{% endfor %}"),
     (
         "python",
@@ -171,6 +217,7 @@ pub(super) fn written(format: &'static Format, calls: &[(&str, &str)]) -> String
         let id = match format.ids {
             CallIds::Written => format!("functions.{name}:{index}"),
             CallIds::Prefixed | CallIds::Nine => format!("call0000{index}"),
+            CallIds::Ten => format!("call00000{index}"),
         };
         json!({"id": id, "function": {"name": name, "arguments": arguments}})
     };

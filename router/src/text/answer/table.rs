@@ -2,7 +2,10 @@
 //!
 //! Sources: the models' published templates and cards, and the tool parsers of vLLM and SGLang.
 
-use super::format::{Addressee, Body, CallIds, Channels, Encoding, Format, Layout, Literals, Run, Tags, Types};
+use super::call_item::Item;
+use super::format::{
+    Addressee, Body, CallIds, Channels, Elements, Encoding, Format, Layout, Literals, Run, Tags, Types,
+};
 
 const fn object(name_key: &'static str, arguments_key: &'static str) -> Body {
     Body::Object { name_key, arguments_key, index_key: None }
@@ -42,6 +45,20 @@ static STEP_XML: Tags = Tags {
     own_lines: false,
     ..XML_LINES
 };
+static ATEM_XML: Tags = Tags {
+    before_key: "<atem:parameter name=\"",
+    after_key: &[("\">", BY_SCHEMA)],
+    after_value: "</atem:parameter>",
+    own_lines: false,
+    ..XML_LINES
+};
+static PARAM_XML: Tags = Tags {
+    before_key: "<param name=\"",
+    after_key: &[("\">", BY_SCHEMA)],
+    after_value: "</param>",
+    own_lines: false,
+    ..XML_LINES
+};
 static KEYS_AND_VALUES: Tags = Tags {
     before_key: "<arg_key>",
     after_key: &[("</arg_key>", BY_SCHEMA)],
@@ -70,6 +87,7 @@ static TYPED: Tags = Tags {
     after_value: "<|close|>argument<|sep|>",
     own_lines: false,
 };
+static MINIMAX: Elements = Elements { before_tag: "]<]minimax[>[", item: "item" };
 static PYTHON: Literals = Literals { after_key: '=', close: ')', quote: None };
 static GEMMA: Literals = Literals { after_key: ':', close: '}', quote: Some("<|\"|>") };
 static FUNCTION_GEMMA: Literals = Literals { quote: Some("<escape>"), ..GEMMA };
@@ -77,8 +95,18 @@ static FUNCTION_GEMMA: Literals = Literals { quote: Some("<escape>"), ..GEMMA };
 const PYTHON_LIST: Run =
     Run { body: Body::Named { after_name: &["("], arguments: Encoding::Literals(&PYTHON) }, ..LIST };
 
+/// Nothing but a JSON object.
+const JSON_BODY: (&[Item], &[Item]) = (&[Item::Object], &[]);
+
 /// What our own instruction asks for.
 pub(super) const GENERIC: &str = "json";
+
+impl Format {
+    /// The format of this name in the table.
+    pub(crate) fn named(name: &str) -> Option<&'static Self> {
+        FORMATS.iter().find(|format| format.name == name)
+    }
+}
 
 pub(super) static FORMATS: &[Format] = &[
     format(
@@ -208,6 +236,18 @@ pub(super) static FORMATS: &[Format] = &[
         },
     ),
     format(
+        "minimax-m3",
+        "MiniMax M3",
+        Run {
+            open: &["]<]minimax[>[<tool_call>"],
+            before: &["]<]minimax[>[<invoke name=\""],
+            body: Body::Named { after_name: &["\">"], arguments: Encoding::Elements(&MINIMAX) },
+            after: &["]<]minimax[>[</invoke>"],
+            close: &["]<]minimax[>[</tool_call>"],
+            ..RUN
+        },
+    ),
+    format(
         "seed",
         "Seed-OSS",
         Run {
@@ -241,6 +281,32 @@ pub(super) static FORMATS: &[Format] = &[
             ..RUN
         },
     ),
+    format(
+        "hunyuan-opensource",
+        "Hy3",
+        Run {
+            open: &["<tool_calls:opensource>"],
+            before: &["<tool_call:opensource>"],
+            body: tagged(
+                &["<tool_sep:opensource>"],
+                &Tags {
+                    before_key: "<arg_key:opensource>",
+                    after_key: &[("</arg_key:opensource>", BY_SCHEMA)],
+                    before_value: "<arg_value:opensource>",
+                    after_value: "</arg_value:opensource>",
+                    own_lines: false,
+                },
+            ),
+            after: &["</tool_call:opensource>"],
+            close: &["</tool_calls:opensource>"],
+            ..RUN
+        },
+    ),
+    format(
+        "minicpm",
+        "MiniCPM 5",
+        Run { before: &["<function name=\""], body: tagged(&["\">"], &PARAM_XML), after: &["</function>"], ..RUN },
+    ),
     Format {
         name: "harmony",
         families: "gpt-oss",
@@ -259,6 +325,8 @@ pub(super) static FORMATS: &[Format] = &[
             end_of_aside: "<|end|>",
             content: "<|channel|>final",
             call: ("<|channel|>commentary to=functions.", " <|constrain|>json"),
+            body: JSON_BODY,
+            arguments: Encoding::Json,
             parallel: false,
         }),
     },
@@ -279,6 +347,39 @@ pub(super) static FORMATS: &[Format] = &[
             end_of_aside: "",
             content: "all",
             call: ("", ""),
+            body: JSON_BODY,
+            arguments: Encoding::Json,
+            parallel: true,
+        }),
+    },
+    Format {
+        name: "atem",
+        families: "Muse Glimmer",
+        ids: CallIds::Prefixed,
+        layout: Layout::Channels(Channels {
+            start: "<|start|>",
+            role: "assistant",
+            end_of_header: "<|message|>",
+            ends: &["<|eom|>", "<|eot|>"],
+            addressee: |header| match header.split_once("to=").map(|(_, rest)| rest.trim()) {
+                Some("self") => Addressee::Model,
+                Some("user") | None => Addressee::User,
+                Some(name) => Addressee::Function(name),
+            },
+            asides: &[" to=self"],
+            end_of_aside: "<|eom|>",
+            content: " to=user",
+            call: (" to=", ""),
+            body: (
+                &[
+                    Item::Marker("<atem:function_calls>"),
+                    Item::Marker("<atem:invoke name=\""),
+                    Item::BareName,
+                    Item::Marker("\">"),
+                ],
+                &[Item::Marker("</atem:invoke>"), Item::Marker("</atem:function_calls>")],
+            ),
+            arguments: Encoding::Tags(&ATEM_XML),
             parallel: true,
         }),
     },
@@ -292,7 +393,31 @@ pub(super) static FORMATS: &[Format] = &[
             ..RUN
         },
     ),
-    format("granite", "Granite 3.0 to 3.3, Phi-4-mini", Run { open: &["<|tool_call|>", "["], close: &["]"], ..LIST }),
+    format("function-call", "Granite 20B function calling", Run { before: &["<function_call>"], ..RUN }),
+    format("phi", "Phi-4-mini", Run { open: &["<|tool_call|>", "["], close: &["]", "<|/tool_call|>"], ..LIST }),
+    format("functools", "Phi-4-mini as prompted", Run { open: &["functools", "["], close: &["]"], ..LIST }),
+    format("granite", "Granite 3.0 to 3.3", Run { open: &["<|tool_call|>", "["], close: &["]"], ..LIST }),
+    format(
+        "internlm",
+        "InternLM 2 and 2.5",
+        Run { before: &["<|action_start|>", "<|plugin|>"], after: &["<|action_end|>"], ..RUN },
+    ),
+    format("gigachat-token", "GigaChat 3.1", Run { before: &["<|function_call|>"], ..RUN }),
+    format("gigachat", "GigaChat 3", Run { before: &["function call<|role_sep|>"], ..RUN }),
+    Format {
+        ids: CallIds::Ten,
+        ..format(
+            "solar",
+            "Solar Open",
+            Run {
+                open: &["<|tool_calls|>"],
+                before: &["<|tool_call:begin|>"],
+                body: Body::AfterId { before_name: "<|tool_call:name|>", after_name: &["<|tool_call:args|>"] },
+                after: &["<|tool_call:end|>"],
+                ..RUN
+            },
+        )
+    },
     format(
         "apertus",
         "Apertus",
@@ -372,11 +497,24 @@ pub(super) static FORMATS: &[Format] = &[
             },
         )
     },
+    Format {
+        ids: CallIds::Nine,
+        ..format(
+            "mistral-id",
+            "Mistral Small 3.2",
+            Run {
+                before: &["[TOOL_CALLS]"],
+                body: Body::Identified { before_id: "[CALL_ID]", after_id: &["[ARGS]"] },
+                ..RUN
+            },
+        )
+    },
     format(
         "llama",
-        "Llama 3.1, 3.2 and 3.3, Llama 4",
+        "Llama 3.1, 3.2 and 3.3",
         Run { hint: Some("<|python_tag|>"), body: object("\"name\"", "\"parameters\""), separator: &[";"], ..RUN },
     ),
+    format("llama4", "Llama 4", Run { body: object("\"name\"", "\"parameters\""), ..RUN }),
     format("python", "Llama 3.2 and 4 (pythonic), ToolACE", PYTHON_LIST),
     format("json-list", "xLAM 2", LIST),
     format(GENERIC, "models whose template shows no tools, as prompted", RUN),

@@ -20,7 +20,7 @@ fn formats() -> String {
 
 fn thoughts() -> String {
     let mut table = "| start | end |\n|---|---|\n".to_owned();
-    for ReasoningFormat { open, close } in ReasoningFormat::ALL {
+    for ReasoningFormat { open, close, .. } in ReasoningFormat::ALL {
         table.push_str(&format!("| {} | {} |\n", code(open), code(close)));
     }
     table

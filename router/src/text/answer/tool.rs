@@ -2,6 +2,7 @@
 
 use std::collections::HashSet;
 
+use regex::RegexBuilder;
 use serde_json::{Map, Value, json};
 
 /// A function that the model may call.
@@ -73,6 +74,13 @@ pub(crate) enum ToolError {
 }
 
 impl Tool {
+    /// The tool with those patterns that a grammar can express.
+    pub(super) fn with_regular_patterns(&self) -> Self {
+        let mut tool = self.clone();
+        tool.parameters.as_mut().map(remove_irregular_patterns);
+        tool
+    }
+
     /// The schema of a call's arguments as JSON text, with options for the grammar engine.
     pub(super) fn arguments_schema(&self) -> Result<String, ToolError> {
         let invalid = || ToolError::Parameters { name: self.name.clone() };
@@ -103,12 +111,36 @@ impl Tool {
         if !says_what_else && knows_required {
             schema.insert("additionalProperties".to_owned(), false.into());
         }
-        schema.insert("x-guidance".to_owned(), json_layout());
+        schema.insert("x-guidance".to_owned(), json_options());
         Ok(Value::Object(schema).to_string())
     }
 }
 
-/// An option of the grammar engine: one line, as templates write calls. Small models can loop on unrestricted whitespace.
-pub(super) fn json_layout() -> Value {
-    json!({"whitespace_flexible": false, "item_separator": ", ?", "key_separator": ": ?"})
+/// Options of the grammar engine: one line, as templates write calls, because small models can loop on unrestricted
+/// whitespace. COMPAT: keywords that the engine does not know have no effect, because agents cannot change the schemas of
+/// their tools.
+pub(super) fn json_options() -> Value {
+    json!({"whitespace_flexible": false, "item_separator": ", ?", "key_separator": ": ?", "lenient": true})
+}
+
+/// Removes patterns with look-around or references from the schema: the grammar engine refuses them.
+fn remove_irregular_patterns(schema: &mut Value) {
+    match schema {
+        Value::Object(object) => {
+            if object.get("pattern").and_then(Value::as_str).is_some_and(is_irregular) {
+                object.remove("pattern");
+            }
+            // The values of these keywords are data.
+            let is_data = |key: &str| matches!(key, "const" | "enum" | "default" | "examples");
+            object.iter_mut().filter(|(key, _)| !is_data(key)).for_each(|(_, value)| remove_irregular_patterns(value));
+        }
+        Value::Array(values) => values.iter_mut().for_each(remove_irregular_patterns),
+        _ => {}
+    }
+}
+
+fn is_irregular(pattern: &str) -> bool {
+    // Without room for a program, the pattern is only parsed.
+    let parsed = RegexBuilder::new(pattern).size_limit(0).build();
+    matches!(parsed, Err(regex::Error::Syntax(_)))
 }

@@ -18,8 +18,8 @@ impl ValueKind {
     /// `root`: the schema to whose definitions references point.
     pub(super) fn of(schema: &Value, root: &Value) -> Self {
         match kinds(schema, root, MAX_DEPTH) {
-            Kinds { other: false, text: true, null: false } => Self::Text,
-            Kinds { other: false, text: true, null: true } => Self::OptionalText,
+            Kinds { text: true, null: false, scalar: false, object: false, list: false } => Self::Text,
+            Kinds { text: true, null: true, scalar: false, object: false, list: false } => Self::OptionalText,
             _ => Self::Any,
         }
     }
@@ -27,7 +27,7 @@ impl ValueKind {
     /// The kind of an argument of this name. `parameters`: the tool's schema.
     pub(super) fn of_argument(parameters: Option<&Value>, key: &str) -> Self {
         let Some(root) = parameters else { return Self::Any };
-        resolved(root, root).and_then(|object| object["properties"].get(key)).map_or(Self::Any, |of| Self::of(of, root))
+        field_schema(root, root, key).map_or(Self::Any, |of| Self::of(of, root))
     }
 
     /// The text of a value as JSON.
@@ -57,40 +57,101 @@ pub(super) fn resolved<'a>(mut schema: &'a Value, root: &'a Value) -> Option<&'a
     None
 }
 
+/// The schema of an object's field; `None` if the schema does not tell.
+pub(super) fn field_schema<'a>(schema: &'a Value, root: &'a Value, key: &str) -> Option<&'a Value> {
+    let further = |schema: &'a Value| schema.get("additionalProperties").filter(|further| further.is_object());
+    let declared = part_of(schema, root, MAX_DEPTH, &|schema| schema.get("properties")?.get(key));
+    declared.or_else(|| part_of(schema, root, MAX_DEPTH, &further))
+}
+
+/// The schema of a list's items; `None` if the schema does not tell.
+pub(super) fn item_schema<'a>(schema: &'a Value, root: &'a Value) -> Option<&'a Value> {
+    part_of(schema, root, MAX_DEPTH, &|schema| schema.get("items"))
+}
+
+/// A part of the schema or of a schema that it combines.
+fn part_of<'a>(
+    schema: &'a Value,
+    root: &'a Value,
+    depth: usize,
+    part: &dyn Fn(&'a Value) -> Option<&'a Value>,
+) -> Option<&'a Value> {
+    let schema = resolved(schema, root).filter(|_| depth > 0)?;
+    let combined = ["anyOf", "oneOf", "allOf"].into_iter().filter_map(|name| schema.get(name)?.as_array()).flatten();
+    part(schema).or_else(|| combined.into_iter().find_map(|schema| part_of(schema, root, depth - 1, part)))
+}
+
+/// What a value with several parts is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Container {
+    Object,
+    List,
+}
+
+/// The container that a schema allows. `looks_like_list` decides where it allows both, or is unknown.
+pub(super) fn container(schema: Option<&Value>, root: &Value, looks_like_list: bool) -> Container {
+    let kinds = schema.map_or(Kinds::ALL, |schema| kinds(schema, root, MAX_DEPTH));
+    let is_list = if kinds.list == kinds.object { looks_like_list } else { kinds.list };
+    if is_list { Container::List } else { Container::Object }
+}
+
+/// A value of nothing but this whitespace, as JSON.
+pub(super) fn empty_value(schema: Option<&Value>, root: &Value, space: &str) -> String {
+    match schema.map_or(Kinds::ALL, |schema| kinds(schema, root, MAX_DEPTH)) {
+        Kinds { text: false, list: true, .. } => "[]".to_owned(),
+        Kinds { text: false, object: true, .. } => "{}".to_owned(),
+        Kinds { text: false, null: true, .. } => "null".to_owned(),
+        _ => Value::from(space).to_string(),
+    }
+}
+
 /// Whether a schema allows text.
 pub(super) fn allows_text(schema: &Value, root: &Value) -> bool {
     kinds(schema, root, MAX_DEPTH).text
 }
 
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 struct Kinds {
     text: bool,
     null: bool,
-    other: bool,
+    /// Numbers and booleans.
+    scalar: bool,
+    object: bool,
+    list: bool,
 }
 
 impl Kinds {
-    const NONE: Self = Self { text: false, null: false, other: false };
-    const ALL: Self = Self { text: true, null: true, other: true };
+    const ALL: Self = Self { text: true, null: true, scalar: true, object: true, list: true };
 
     fn or(self, more: Self) -> Self {
-        Self { text: self.text || more.text, null: self.null || more.null, other: self.other || more.other }
+        Self {
+            text: self.text || more.text,
+            null: self.null || more.null,
+            scalar: self.scalar || more.scalar,
+            object: self.object || more.object,
+            list: self.list || more.list,
+        }
     }
 }
 
 fn kinds(schema: &Value, root: &Value, depth: usize) -> Kinds {
     let Some(schema) = resolved(schema, root).filter(|_| depth > 0) else { return Kinds::ALL };
     let of_type = |name: &Value| match name.as_str() {
-        Some("string") => Kinds { text: true, ..Kinds::NONE },
-        Some("null") => Kinds { null: true, ..Kinds::NONE },
-        _ => Kinds { other: true, ..Kinds::NONE },
+        Some("string") => Kinds { text: true, ..Kinds::default() },
+        Some("null") => Kinds { null: true, ..Kinds::default() },
+        Some("object") => Kinds { object: true, ..Kinds::default() },
+        Some("array") => Kinds { list: true, ..Kinds::default() },
+        _ => Kinds { scalar: true, ..Kinds::default() },
     };
     let of_value = |value: &Value| match value {
-        Value::String(_) => Kinds { text: true, ..Kinds::NONE },
-        Value::Null => Kinds { null: true, ..Kinds::NONE },
-        _ => Kinds { other: true, ..Kinds::NONE },
+        Value::String(_) => Kinds { text: true, ..Kinds::default() },
+        Value::Null => Kinds { null: true, ..Kinds::default() },
+        Value::Object(_) => Kinds { object: true, ..Kinds::default() },
+        Value::Array(_) => Kinds { list: true, ..Kinds::default() },
+        Value::Number(_) | Value::Bool(_) => Kinds { scalar: true, ..Kinds::default() },
     };
-    let any = |values: &Vec<Value>, of: &dyn Fn(&Value) -> Kinds| values.iter().map(of).fold(Kinds::NONE, Kinds::or);
+    let any =
+        |values: &Vec<Value>, of: &dyn Fn(&Value) -> Kinds| values.iter().map(of).fold(Kinds::default(), Kinds::or);
     if let Some(value) = schema.get("const") {
         return of_value(value);
     }

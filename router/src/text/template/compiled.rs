@@ -1,29 +1,30 @@
 //! A compiled template, with the environment and the variables that transformers gives it.
 
 use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use minijinja::{Environment, Error, ErrorKind, Output, State, Value};
+use minijinja::machinery::{self, CodeGenerator, Instructions, Vm, WhitespaceConfig};
+use minijinja::syntax::SyntaxConfig;
+use minijinja::{AutoEscape, Environment, Error, ErrorKind, Output, State, Value};
 use serde_json::Map;
 
 use super::continuation::PromptEnd;
 use super::error::TemplateError;
 use super::input::ChatInputs;
 use super::limit::MAX_OPERATIONS;
+use super::python_value::invalid;
 use super::shape::SupportedShapes;
 use super::trial::{TemplateTraits, Trial};
-use super::{continuation, filter, method, python_str, source, text_filter};
+use super::{continuation, filter, method, operator, python_str, sequence_filter, source, syntax, text_filter};
 
 const NAME: &str = "chat_template";
-
-/// Longest `range` of jinja's sandbox.
-const MAX_RANGE: i64 = 100_000;
 
 /// Variables set from the request's own fields; `chat_template_kwargs` must not contradict them.
 const RESERVED: [&str; 5] = ["messages", "tools", "documents", "add_generation_prompt", "continue_final_message"];
 
 pub(in crate::text) struct Compiled {
-    environment: Environment<'static>,
+    program: Program,
     special_tokens: Map<String, serde_json::Value>,
     writes_content: bool,
     shapes: SupportedShapes,
@@ -37,12 +38,7 @@ impl Compiled {
         special_tokens: Map<String, serde_json::Value>,
         clock: fn() -> jiff::Zoned,
     ) -> Result<Self, TemplateError> {
-        let mut environment = environment(clock);
-        environment.add_template_owned(NAME, source::adapted(source))?;
-        let writes_content = source.contains("content");
-        let shapes = SupportedShapes::default();
-        let traits = TemplateTraits::default();
-        let mut compiled = Self { environment, special_tokens, writes_content, shapes, traits };
+        let mut compiled = Self::untried(source, special_tokens, clock)?;
         // One endless rendering is enough to know the template.
         let is_endless = Cell::new(false);
         let render = |inputs| {
@@ -54,6 +50,18 @@ impl Compiled {
         Ok(compiled)
     }
 
+    /// Without the shapes and the traits of the template.
+    pub(super) fn untried(
+        source: &str,
+        special_tokens: Map<String, serde_json::Value>,
+        clock: fn() -> jiff::Zoned,
+    ) -> Result<Self, TemplateError> {
+        let program = Program::new(source::adapted(source), environment(clock))?;
+        let writes_content = source.contains("content");
+        let (shapes, traits) = (SupportedShapes::default(), TemplateTraits::default());
+        Ok(Self { program, special_tokens, writes_content, shapes, traits })
+    }
+
     pub(in crate::text) fn traits(&self) -> &TemplateTraits {
         &self.traits
     }
@@ -61,6 +69,7 @@ impl Compiled {
     /// Renders messages of OpenAI's clients, converted to the shapes that the template supports.
     pub(super) fn render_adapted(&self, mut inputs: ChatInputs) -> Result<String, TemplateError> {
         inputs.messages = inputs.messages.into_iter().map(|message| self.shapes.convert(message)).collect();
+        self.shapes.tools.convert(&mut inputs);
         self.render(inputs)
     }
 
@@ -94,10 +103,36 @@ impl Compiled {
         context.insert("tools".to_owned(), inputs.tools.clone().into());
         context.insert("documents".to_owned(), inputs.documents.clone().unwrap_or_default());
         context.insert("add_generation_prompt".to_owned(), end.adds_generation_prompt().into());
-        let template = self.environment.get_template(NAME)?;
-        // minijinja 2.24 panics where an empty list or string is reversed.
-        let rendered = catch_unwind(AssertUnwindSafe(|| template.render(context)));
+        // A panic must not end the process that renders for all requests.
+        let rendered = catch_unwind(AssertUnwindSafe(|| self.program.render(Value::from_serialize(context))));
         rendered.map_err(|_| TemplateError::Invalid("the template engine panicked".to_owned()))?.map_err(Into::into)
+    }
+}
+
+/// A template's instructions, with the environment that runs them.
+struct Program {
+    environment: &'static Environment<'static>,
+    instructions: Instructions<'static>,
+    blocks: BTreeMap<&'static str, Instructions<'static>>,
+}
+
+impl Program {
+    /// A process compiles one template, so its source and its environment live as long as the process.
+    fn new(source: String, environment: Environment<'static>) -> Result<Self, TemplateError> {
+        let source: &'static str = source.leak();
+        let whitespace = WhitespaceConfig { keep_trailing_newline: false, lstrip_blocks: true, trim_blocks: true };
+        let tree = syntax::rewritten(source, &machinery::parse(source, NAME, SyntaxConfig, whitespace)?)?;
+        let mut generator = CodeGenerator::new(NAME, source);
+        generator.compile_stmt(&tree);
+        let (instructions, blocks) = generator.finish();
+        Ok(Self { environment: Box::leak(Box::new(environment)), instructions, blocks })
+    }
+
+    fn render(&self, context: Value) -> Result<String, Error> {
+        let mut text = String::new();
+        let mut out = machinery::make_string_output(&mut text);
+        Vm::new(self.environment).eval(&self.instructions, context, &self.blocks, &mut out, AutoEscape::None)?;
+        Ok(text)
     }
 }
 
@@ -125,40 +160,24 @@ fn normalized(message: serde_json::Value) -> serde_json::Value {
 fn environment(clock: fn() -> jiff::Zoned) -> Environment<'static> {
     let mut environment = Environment::new();
     environment.set_fuel(Some(MAX_OPERATIONS));
-    environment.set_trim_blocks(true);
-    environment.set_lstrip_blocks(true);
     environment.set_unknown_method_callback(method::call);
     environment.set_formatter(format_as_python);
+    operator::add_to(&mut environment);
     filter::add_to(&mut environment);
+    sequence_filter::add_to(&mut environment);
     text_filter::add_to(&mut environment);
     environment.add_function("raise_exception", raise_exception);
-    environment.add_function("range", range);
+    environment.add_function("range", operator::range);
     environment.add_function("strftime_now", move |format: &str| strftime(format, &clock()));
     environment
 }
 
 fn format_as_python(out: &mut Output<'_>, _: &State<'_, '_>, value: &Value) -> Result<(), Error> {
-    out.write_str(&python_str::str(value)).map_err(Error::from)
+    out.write_str(&python_str::str(value)?).map_err(Error::from)
 }
 
 fn raise_exception(message: &Value) -> Result<Value, Error> {
-    Err(Error::new(ErrorKind::InvalidOperation, python_str::str(message)))
-}
-
-fn range(first: i64, second: Option<i64>, step: Option<i64>) -> Result<Value, Error> {
-    let (start, stop) = second.map_or((0, first), |stop| (first, stop));
-    let step = step.unwrap_or(1);
-    if step == 0 {
-        return Err(Error::new(ErrorKind::InvalidOperation, "range() arg 3 must not be zero"));
-    }
-    let distance = if step > 0 { stop.saturating_sub(start) } else { start.saturating_sub(stop) };
-    let stride = i64::try_from(step.unsigned_abs()).unwrap_or(i64::MAX);
-    let len = distance.max(0).saturating_add(stride - 1) / stride;
-    if len > MAX_RANGE {
-        let message = format!("range too big: {len} numbers, at most {MAX_RANGE} are allowed");
-        return Err(Error::new(ErrorKind::InvalidOperation, message));
-    }
-    Ok((0..len).map(|index| Value::from(start + index * step)).collect())
+    Err(invalid(python_str::str(message)?))
 }
 
 fn strftime(format: &str, now: &jiff::Zoned) -> Result<String, Error> {

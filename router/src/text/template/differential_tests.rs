@@ -77,3 +77,32 @@ fn jinja_is_read_as_by_transformers() {
     }
     assert!(differences.is_empty(), "{} differ:\n{}", differences.len(), differences.concat());
 }
+
+/// Every operation of Python and jinja on values of every type. Where transformers refuse, so do we. Where transformers
+/// render, we render the same, or refuse if grid.json lists the operation and the value.
+#[test]
+fn operations_are_those_of_python() {
+    let (grid, expectation) = (read("grid.json"), read("expectation.json"));
+    let context = read("snippet.json")["context"].clone();
+    let hello = json!({"messages": [{"role": "user", "content": "Hi"}], "kwargs": context});
+    let mut differences = Vec::new();
+    for operation in grid["operations"].as_array().unwrap() {
+        let operation = operation.as_str().unwrap();
+        let mut refused = Vec::new();
+        for (index, (name, value)) in grid["values"].as_object().unwrap().iter().enumerate() {
+            let source = format!("{{% set x = {} %}}{operation}", value.as_str().unwrap());
+            let rendered =
+                Compiled::untried(&source, Map::new(), clock).and_then(|template| template.render(inputs(&hello)));
+            let expected = &expectation["grid"][operation][index];
+            match rendered {
+                Err(_) if expected.is_string() => refused.push(name.as_str()),
+                rendered => differences.extend(difference(&source, expected, rendered)),
+            }
+        }
+        let listed = &grid["refused"][operation];
+        if json!(refused) != *listed && !(listed.is_null() && refused.is_empty()) {
+            differences.push(format!("{operation}\n  refused {}\n  listed  {listed}\n", json!(refused)));
+        }
+    }
+    assert!(differences.is_empty(), "{} differ:\n{}", differences.len(), differences.concat());
+}

@@ -1,42 +1,31 @@
-//! Jinja's filters and tests that minijinja lacks or that differ from jinja's.
+//! Jinja's filters over numbers and any values, and its tests, that minijinja lacks or that differ from jinja's.
 
 use minijinja::value::{Kwargs, Rest, ValueKind, ViaDeserialize};
-use minijinja::{Environment, Error, ErrorKind, State, Value};
+use minijinja::{Environment, Error, ErrorKind, Value};
 
 use super::python_json::{self, Style};
-use super::python_str::Pair;
-use super::{method, python_str};
+use super::python_value::{self, Type, invalid};
+use super::{operator, python_str};
 
 pub(super) fn add_to(environment: &mut Environment<'_>) {
     environment.add_filter("tojson", to_json);
-    environment.add_filter("string", |value: &Value| python_str::str(value));
-    environment.add_filter("join", join);
-    environment.add_filter("trim", |value: &Value, set: Option<&str>| {
-        let text = python_str::str(value);
-        set.map_or_else(|| text.trim(), |set| text.trim_matches(|c| set.contains(c))).to_owned()
-    });
     environment.add_filter("default", default);
     environment.add_filter("d", default);
     environment.add_filter("int", int);
     environment.add_filter("float", float);
     environment.add_filter("round", round);
-    environment.add_filter("sum", sum);
-    environment.add_filter("length", length);
-    environment.add_filter("count", length);
-    environment.add_filter("items", items);
-    environment.add_filter("dictsort", dictsort);
-    environment.add_filter("wordcount", |value: &Value| python_str::str(value).split_whitespace().count());
-    environment.add_filter("upper", |value: &Value| python_str::str(value).to_uppercase());
-    environment.add_filter("lower", |value: &Value| python_str::str(value).to_lowercase());
-    environment.add_test("sequence", |value: &Value| has_items(value) || value.is_undefined());
-    environment.add_test("iterable", |value: &Value| has_items(value) || value.is_undefined());
-    environment.add_test("callable", |value: &Value| value.kind() == ValueKind::Plain);
-    environment.add_test("number", |value: &Value| matches!(value.kind(), ValueKind::Number | ValueKind::Bool));
-}
-
-/// Whether Python can iterate over the value.
-fn has_items(value: &Value) -> bool {
-    matches!(value.kind(), ValueKind::String | ValueKind::Seq | ValueKind::Map | ValueKind::Iterable)
+    // They write texts that no prompt needs, each in a way of its own.
+    for name in ["pprint", "attr"] {
+        environment.remove_filter(name);
+    }
+    environment.add_test("sequence", |value: &Value| {
+        !matches!(Type::of(value), Type::View | Type::Generator | Type::Object) && Type::of(value).is_iterable()
+    });
+    environment.add_test("iterable", |value: &Value| Type::of(value).is_iterable());
+    environment.add_test("mapping", |value: &Value| Type::of(value) == Type::Dict);
+    environment
+        .add_test("callable", |value: &Value| value.kind() == ValueKind::Plain || Type::of(value) == Type::Undefined);
+    environment.add_test("number", |value: &Value| Type::of(value).is_number());
 }
 
 fn to_json(value: &Value, options: Kwargs) -> Result<Value, Error> {
@@ -48,27 +37,30 @@ fn to_json(value: &Value, options: Kwargs) -> Result<Value, Error> {
         ensure_ascii: options.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false),
     };
     options.assert_all_used()?;
-    if value.is_undefined() {
-        return Err(Error::new(ErrorKind::UndefinedError, "an undefined value cannot be written as JSON"));
-    }
-    let value = serde_json::to_value(value).map_err(|error| {
-        Error::new(ErrorKind::BadSerialization, "cannot write this value as JSON").with_source(error)
-    })?;
-    Ok(Value::from(python_json::to_string(&value, &style)))
+    Ok(Value::from(python_json::to_string(&as_json(value, style.sort_keys)?, &style)))
 }
 
-fn join(value: &Value, separator: Option<&Value>, options: Kwargs) -> Result<String, Error> {
-    let attribute = options.get::<Option<&str>>("attribute")?;
-    let separator = match separator {
-        Some(separator) => python_str::str(separator),
-        None => options.get::<Option<String>>("d")?.unwrap_or_default(),
-    };
-    options.assert_all_used()?;
-    let texts = value.try_iter()?.map(|item| match attribute {
-        Some(name) => item.get_attr(name).map(|value| python_str::str(&value)),
-        None => Ok(python_str::str(&item)),
-    });
-    Ok(texts.collect::<Result<Vec<_>, _>>()?.join(&separator))
+/// The value as `json.dumps` reads it.
+fn as_json(value: &Value, sorts_keys: bool) -> Result<serde_json::Value, Error> {
+    match Type::of(value) {
+        Type::List | Type::Tuple => value.try_iter()?.map(|item| as_json(&item, sorts_keys)).collect(),
+        Type::Dict => {
+            let key = |key: &Value| match Type::of(key) {
+                Type::Str => Ok(python_str::str(key)?),
+                kind if sorts_keys => Err(invalid(format!("tojson: keys of type {} cannot be sorted", kind.name()))),
+                Type::None | Type::Bool | Type::Int | Type::Float => {
+                    Ok(python_json::to_string(&serde_json::to_value(key).unwrap_or_default(), &Style::default()))
+                }
+                kind => Err(invalid(format!("tojson: a key of type {} is not allowed", kind.name()))),
+            };
+            let field = |name: Value| Ok((key(&name)?, as_json(&value.get_item(&name)?, sorts_keys)?));
+            value.try_iter()?.map(field).collect()
+        }
+        Type::None | Type::Bool | Type::Int | Type::Float | Type::Str => serde_json::to_value(value).map_err(|error| {
+            Error::new(ErrorKind::BadSerialization, "cannot write this value as JSON").with_source(error)
+        }),
+        kind => Err(invalid(format!("tojson takes no value of type {}", kind.name()))),
+    }
 }
 
 fn default(value: &Value, arguments: Rest<Value>, options: Kwargs) -> Result<Value, Error> {
@@ -85,29 +77,66 @@ fn default(value: &Value, arguments: Rest<Value>, options: Kwargs) -> Result<Val
     Ok(if is_replaced { other } else { value.clone() })
 }
 
-/// `default`, or 0, for values that are not a number.
-pub(super) fn int(value: &Value, default: Option<i64>) -> Value {
-    let number = match value.as_str() {
-        Some(text) => text.trim().parse::<i64>().ok().or_else(|| text.trim().parse::<f64>().ok().and_then(whole)),
-        None if value.is_integer() => return value.clone(),
-        None if value.kind() == ValueKind::Bool => Some(value.is_true().into()),
-        None => f64::try_from(value.clone()).ok().and_then(whole),
+fn undefined(value: &Value) -> Result<(), Error> {
+    if value.is_undefined() {
+        return Err(Error::new(ErrorKind::UndefinedError, "an undefined value is no number"));
+    }
+    Ok(())
+}
+
+/// `default` for values that Python's `int` refuses.
+fn int(value: &Value, default: Option<Value>, base: Option<u32>, options: Kwargs) -> Result<Value, Error> {
+    undefined(value)?;
+    let default = default.or(options.get("default")?).unwrap_or_else(|| Value::from(0));
+    let base = base.or(options.get("base")?).unwrap_or(10);
+    options.assert_all_used()?;
+    if !(2..=36).contains(&base) {
+        return Err(invalid(format!("int: the base {base} is not supported, from 2 to 36 are")));
+    }
+    let float = |number: f64| if number.is_finite() { Some(whole(number)) } else { None };
+    let number = match (Type::of(value), value.as_str()) {
+        (_, Some(text)) => {
+            let text = text.trim();
+            parsed_int(text, base).or_else(|| text.parse().ok().and_then(float))
+        }
+        (Type::Float, _) => float(python_value::number(value)),
+        _ => python_value::integer(value),
     };
-    Value::from(number.or(default).unwrap_or(0))
+    Ok(number.map_or(default, operator::whole))
+}
+
+fn parsed_int(text: &str, base: u32) -> Option<i128> {
+    let (sign, digits) = match text.strip_prefix('-') {
+        Some(digits) => (-1, digits),
+        None => (1, text.strip_prefix('+').unwrap_or(text)),
+    };
+    let prefix = match base {
+        2 => "0b",
+        8 => "0o",
+        16 => "0x",
+        _ => "",
+    };
+    let has_prefix = digits.get(..prefix.len()).is_some_and(|head| head.eq_ignore_ascii_case(prefix));
+    let digits = if has_prefix { &digits[prefix.len()..] } else { digits };
+    let is_number = digits.starts_with(|c: char| c.is_digit(base));
+    i128::from_str_radix(digits, base).ok().filter(|_| is_number).map(|number| sign * number)
 }
 
 #[expect(clippy::cast_possible_truncation, reason = "Python's int truncates, too")]
-fn whole(number: f64) -> Option<i64> {
-    number.is_finite().then_some(number as i64)
+fn whole(number: f64) -> i128 {
+    number as i128
 }
 
-fn float(value: &Value, default: Option<f64>) -> f64 {
+/// `default` for values that Python's `float` refuses.
+fn float(value: &Value, default: Option<Value>, options: Kwargs) -> Result<Value, Error> {
+    undefined(value)?;
+    let default = default.or(options.get("default")?).unwrap_or_else(|| Value::from(0.0));
+    options.assert_all_used()?;
     let number = match value.as_str() {
         Some(text) => text.trim().parse().ok(),
-        None if value.kind() == ValueKind::Bool => Some(if value.is_true() { 1.0 } else { 0.0 }),
-        None => f64::try_from(value.clone()).ok(),
+        None => Some(python_value::number(value)).filter(|_| Type::of(value).is_number()),
     };
-    number.or(default).unwrap_or(0.0)
+    Ok(number.map_or(default, |number: f64| Value::from(number)))
 }
 
 /// Rounds halves to even, as Python does, or in the direction of `method`.
@@ -135,38 +164,4 @@ fn round(value: &Value, precision: Option<i32>, method: Option<String>, options:
             Err(Error::new(ErrorKind::InvalidOperation, message))
         }
     }
-}
-
-fn sum(state: &State<'_, '_>, values: &Value, options: Kwargs) -> Result<Value, Error> {
-    let attribute = options.get::<Option<&str>>("attribute")?;
-    options.assert_all_used()?;
-    let Some(name) = attribute else { return minijinja::filters::sum(state, values.try_iter()?.collect()) };
-    let numbers = values.try_iter()?.map(|item| item.get_attr(name)).collect::<Result<Vec<_>, _>>()?;
-    minijinja::filters::sum(state, numbers.into())
-}
-
-fn length(value: &Value) -> Result<usize, Error> {
-    match value.len() {
-        Some(len) => Ok(len),
-        None if value.is_undefined() => Ok(0),
-        None if value.kind() == ValueKind::Iterable => Ok(value.try_iter()?.count()),
-        None => Err(Error::new(ErrorKind::InvalidOperation, format!("a {} has no length", value.kind()))),
-    }
-}
-
-fn items(value: &Value) -> Result<Value, Error> {
-    match value.kind() {
-        ValueKind::Map => Ok(method::items(value)),
-        ValueKind::Undefined => Ok(Value::from(Vec::<Value>::new())),
-        kind => Err(Error::new(ErrorKind::InvalidOperation, format!("a {kind} has no items"))),
-    }
-}
-
-fn dictsort(value: &Value, options: Kwargs) -> Result<Value, Error> {
-    let sorted = minijinja::filters::dictsort(value, options)?;
-    let pairs = sorted.try_iter()?.map(|pair| {
-        let at = |index| pair.get_item_by_index(index);
-        Ok(Value::from_object(Pair(at(0)?, at(1)?)))
-    });
-    pairs.collect::<Result<Vec<_>, Error>>().map(Value::from)
 }

@@ -117,8 +117,12 @@ pub(super) fn python_float(value: f64) -> String {
     if value == 0.0 || (1e-4..1e16).contains(&magnitude) {
         return format!("{value:?}");
     }
-    let text = format!("{value:e}");
-    let Some((digits, exponent)) = text.split_once('e') else { return text };
+    with_python_exponent(&format!("{value:e}"))
+}
+
+/// The number with a sign and at least two digits in its exponent.
+pub(super) fn with_python_exponent(number: &str) -> String {
+    let Some((digits, exponent)) = number.split_once('e') else { return number.to_owned() };
     let (sign, exponent) = exponent.strip_prefix('-').map_or(('+', exponent), |exponent| ('-', exponent));
     format!("{digits}e{sign}{exponent:0>2}")
 }

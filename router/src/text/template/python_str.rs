@@ -1,74 +1,98 @@
 //! Formats values as Python's `str` and `repr` do.
 
-use std::sync::Arc;
-
-use minijinja::Value;
-use minijinja::value::{Enumerator, Object, ObjectRepr, ValueKind};
+use minijinja::{Error, Value};
 
 use super::python_json::python_float;
+use super::python_value::{Sequence, SequenceKind, Type, invalid, number};
 
-pub(super) fn str(value: &Value) -> String {
-    let mut out = String::new();
+pub(super) fn str(value: &Value) -> Result<String, Error> {
     match value.as_str() {
-        Some(text) => out.push_str(text),
-        None => write(value, &mut out),
-    }
-    out
-}
-
-fn repr(value: &Value, out: &mut String) {
-    match value.as_str() {
-        Some(text) => quote(text, out),
-        None if value.is_undefined() => out.push_str("Undefined"),
-        None => write(value, out),
+        Some(text) => Ok(text.to_owned()),
+        None => {
+            let mut out = String::new();
+            write(value, &mut out)?;
+            Ok(out)
+        }
     }
 }
 
 /// `repr` of the value.
-pub(super) fn repr_text(value: &Value) -> String {
+pub(super) fn repr_text(value: &Value) -> Result<String, Error> {
     let mut out = String::new();
-    repr(value, &mut out);
-    out
+    repr(value, &mut out)?;
+    Ok(out)
 }
 
-fn write(value: &Value, out: &mut String) {
-    match value.kind() {
-        ValueKind::Undefined => {}
-        ValueKind::None => out.push_str("None"),
-        ValueKind::Bool => out.push_str(if value.is_true() { "True" } else { "False" }),
-        ValueKind::Number if !value.is_integer() => match f64::try_from(value.clone()) {
-            Ok(number) => out.push_str(&python_float(number)),
-            Err(_) => out.push_str(&value.to_string()),
-        },
-        ValueKind::Seq | ValueKind::Iterable => sequence(value, out),
-        ValueKind::Map => map(value, out),
-        _ => out.push_str(&value.to_string()),
+fn repr(value: &Value, out: &mut String) -> Result<(), Error> {
+    match value.as_str() {
+        Some(text) if value.is_safe() => {
+            out.push_str("Markup(");
+            quote(text, out);
+            out.push(')');
+        }
+        Some(text) => quote(text, out),
+        None if value.is_undefined() => out.push_str("Undefined"),
+        None => write(value, out)?,
     }
+    Ok(())
 }
 
-fn sequence(value: &Value, out: &mut String) {
-    let (open, close) = if value.downcast_object_ref::<Pair>().is_some() { ('(', ')') } else { ('[', ']') };
-    out.push(open);
+fn write(value: &Value, out: &mut String) -> Result<(), Error> {
+    match Type::of(value) {
+        Type::Undefined => {}
+        Type::None => out.push_str("None"),
+        Type::Bool => out.push_str(if value.is_true() { "True" } else { "False" }),
+        Type::Float => out.push_str(&python_float(number(value))),
+        Type::Str | Type::Int => out.push_str(&value.to_string()),
+        Type::List | Type::Tuple | Type::Range | Type::View => sequence(value, out)?,
+        Type::Dict => map(value, out)?,
+        Type::Generator | Type::Object => {
+            return Err(invalid(
+                "a generator, method, function or other object is written with its address in memory, which is not supported",
+            ));
+        }
+    }
+    Ok(())
+}
+
+fn sequence(value: &Value, out: &mut String) -> Result<(), Error> {
+    let (open, close) =
+        match value.downcast_object_ref::<Sequence>().map(|sequence| (&sequence.kind, &sequence.items[..])) {
+            Some((SequenceKind::Range(text), _)) => {
+                out.push_str(text);
+                return Ok(());
+            }
+            Some((SequenceKind::Tuple, [_])) => ("(", ",)"),
+            Some((SequenceKind::Tuple | SequenceKind::Group, _)) => ("(", ")"),
+            Some((SequenceKind::View(name), _)) => {
+                out.push_str(name);
+                ("([", "])")
+            }
+            None => ("[", "]"),
+        };
+    out.push_str(open);
     for (index, item) in value.try_iter().into_iter().flatten().enumerate() {
         if index > 0 {
             out.push_str(", ");
         }
-        repr(&item, out);
+        repr(&item, out)?;
     }
-    out.push(close);
+    out.push_str(close);
+    Ok(())
 }
 
-fn map(value: &Value, out: &mut String) {
+fn map(value: &Value, out: &mut String) -> Result<(), Error> {
     out.push('{');
     for (index, key) in value.try_iter().into_iter().flatten().enumerate() {
         if index > 0 {
             out.push_str(", ");
         }
-        repr(&key, out);
+        repr(&key, out)?;
         out.push_str(": ");
-        repr(&value.get_item(&key).unwrap_or_default(), out);
+        repr(&value.get_item(&key).unwrap_or_default(), out)?;
     }
     out.push('}');
+    Ok(())
 }
 
 fn quote(text: &str, out: &mut String) {
@@ -93,28 +117,6 @@ fn quote(text: &str, out: &mut String) {
 }
 
 /// `str.isprintable`. Rust's `Debug` has the same rule, except that it escapes a combining mark at the start of a text.
-fn is_printable(c: char) -> bool {
+pub(super) fn is_printable(c: char) -> bool {
     c.is_ascii_graphic() || c == ' ' || format!("a{c}").escape_debug().skip(1).eq([c])
-}
-
-/// A pair of `items()` and similar functions. Python writes it in parentheses.
-#[derive(Debug)]
-pub(super) struct Pair(pub(super) Value, pub(super) Value);
-
-impl Object for Pair {
-    fn repr(self: &Arc<Self>) -> ObjectRepr {
-        ObjectRepr::Seq
-    }
-
-    fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
-        match key.as_usize()? {
-            0 => Some(self.0.clone()),
-            1 => Some(self.1.clone()),
-            _ => None,
-        }
-    }
-
-    fn enumerate(self: &Arc<Self>) -> Enumerator {
-        Enumerator::Seq(2)
-    }
 }

@@ -6,6 +6,9 @@
 
 use serde_json::{Value, json};
 
+use super::input::ChatInputs;
+use super::python_json::{self, Style};
+
 /// The shapes of a message's content that a template writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ContentShape {
@@ -21,13 +24,58 @@ pub(super) struct SupportedShapes {
     pub(super) assistant: ContentShape,
     pub(super) tool: ContentShape,
     pub(super) object_arguments: bool,
+    pub(super) tools: ToolPlace,
+}
+
+/// Where a template reads the tools of a request.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum ToolPlace {
+    /// The variable `tools`.
+    #[default]
+    Tools,
+    /// SmolLM3's variable for tools that are called with JSON.
+    XmlTools,
+    /// The field `tools` of the system message, as JSON text: Phi-4-mini.
+    SystemMessage,
+}
+
+impl ToolPlace {
+    pub(super) const ALL: [Self; 3] = [Self::Tools, Self::XmlTools, Self::SystemMessage];
+
+    pub(super) fn convert(self, inputs: &mut ChatInputs) {
+        let Some(tools) = &inputs.tools else { return };
+        match self {
+            Self::Tools => {}
+            Self::XmlTools => {
+                let given = ["xml_tools", "python_tools"].iter().any(|name| inputs.kwargs.contains_key(*name));
+                if !given {
+                    inputs.kwargs.insert("xml_tools".to_owned(), tools.clone().into());
+                }
+            }
+            Self::SystemMessage => {
+                let functions: Vec<_> = tools.iter().map(|tool| tool["function"].clone()).collect();
+                let text = python_json::to_string(&functions.into(), &Style::default());
+                if inputs.messages.first().is_none_or(|message| message["role"] != "system") {
+                    inputs.messages.insert(0, json!({"role": "system", "content": ""}));
+                }
+                inputs.messages[0]["tools"] = text.into();
+            }
+        }
+    }
 }
 
 impl Default for SupportedShapes {
     /// What most templates support.
     fn default() -> Self {
         let content = ContentShape { string: true, parts: false };
-        Self { user: content, system: content, assistant: content, tool: content, object_arguments: true }
+        Self {
+            user: content,
+            system: content,
+            assistant: content,
+            tool: content,
+            object_arguments: true,
+            tools: ToolPlace::default(),
+        }
     }
 }
 

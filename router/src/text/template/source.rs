@@ -4,8 +4,6 @@ use std::sync::LazyLock;
 
 use regex::Regex;
 
-use super::concat;
-
 /// Tags that mark the assistant's text for training. They have no effect on the rendered text.
 static GENERATION_TAG: LazyLock<Regex> = LazyLock::new(|| {
     Regex::new(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}").expect("invariant: the pattern is valid")
@@ -17,8 +15,7 @@ static RAW_TAG: LazyLock<Regex> =
 pub(super) fn adapted(source: &str) -> String {
     // Jinja normalizes line ends to \n.
     let source = source.replace("\r\n", "\n").replace('\r', "\n");
-    let source = with_line_after_raw(&without_generation_tags(&source));
-    concat::rewritten(&source)
+    with_line_after_raw(&without_generation_tags(&source))
 }
 
 /// minijinja drops the line end after `raw`, which jinja keeps.

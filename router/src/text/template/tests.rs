@@ -168,11 +168,37 @@ fn what_a_template_shows_is_tried_out() {
 }
 
 #[test]
+fn a_template_that_writes_some_arguments_wrongly_is_known_by_the_others() {
+    let traits = |value: &str| {
+        let source = format!(
+            "{{% for m in messages %}}{{{{ m.content }}}}{{% if m.tool_calls %}}[{{% for c in m.tool_calls %}}{{{{ c.function.name }}}}(\
+             {{% for k, v in c.function.arguments.items() %}}{{{{ k }}}}={value}{{{{ ', ' if not loop.last }}}}{{% endfor %}})\
+             {{{{ ', ' if not loop.last }}}}{{% endfor %}}]{{% endif %}}{{% endfor %}}"
+        );
+        let traits = template(&source).traits().clone();
+        (traits.format, traits.parallel_calls)
+    };
+    for value in ["\"{{ v }}\"", "{{ v }}"] {
+        assert_eq!(traits(value), (Some("python".to_owned()), true), "{value}");
+    }
+}
+
+#[test]
 fn a_template_that_refuses_two_calls_gets_one() {
     let source = "{% for m in messages %}{{ m.content }}{% if m.tool_calls %}{% if m.tool_calls | length > 1 %}{{ raise_exception('one') }}{% endif %}\
         [TOOL_CALLS]{{ m.tool_calls[0].function.name }}[ARGS]{{ m.tool_calls[0].function.arguments | tojson }}{% endif %}{% endfor %}";
     let compiled = template(source);
     assert_eq!((compiled.traits().format.as_deref(), compiled.traits().parallel_calls), (Some("mistral"), false));
+}
+
+#[test]
+fn a_template_of_the_form_of_llama_3_writes_one_call_in_its_format() {
+    let source = "{{ tools | tojson if tools }}{% for m in messages %}<|start|>{{ m.role }}<|end|>\n\n{% if m.tool_calls %}\
+        {% if m.tool_calls | length > 1 %}{{ raise_exception('one') }}{% endif %}{% set c = m.tool_calls[0].function %}\
+        {\"name\": \"{{ c.name }}\", \"parameters\": {{ c.arguments | tojson }}}\
+        {% else %}{{ m.content }}{% endif %}<|eot|>{% endfor %}";
+    let compiled = template(source);
+    assert_eq!((compiled.traits().format.as_deref(), compiled.traits().parallel_calls), (Some("llama"), false));
 }
 
 #[test]
@@ -198,7 +224,10 @@ fn an_endless_template_is_stopped() {
 
 #[test]
 fn a_panic_of_minijinja_is_an_error() {
-    assert!(matches!(render("{{ ''[::-1] }}{{ messages[2:][::-1] }}", hello()), Err(TemplateError::Invalid(_))));
+    assert!(matches!(
+        render("{% for m in messages %}{{ loop.cycle() }}{% endfor %}", hello()),
+        Err(TemplateError::Invalid(_))
+    ));
 }
 
 #[test]
@@ -260,4 +289,22 @@ proptest! {
             }
         });
     }
+}
+
+#[test]
+fn tools_reach_a_template_where_it_reads_them() {
+    let tool = json!({"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}});
+    let render = |source: &str| {
+        let inputs =
+            ChatInputs { tools: Some(vec![tool.clone()]), ..inputs(json!([{"role": "user", "content": "Hi"}])) };
+        let template = template(source);
+        (template.traits().shows_tools, template.render_adapted(inputs).unwrap())
+    };
+    let in_system = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\
+        {% if m.role == 'system' and 'tools' in m %}<|tool|>{{ m['tools'] }}<|/tool|>{% endif %}{% endfor %}";
+    let functions = "[{\"name\": \"now\", \"parameters\": {\"type\": \"object\"}}]";
+    assert_eq!(render(in_system), (true, format!("<|system|><|tool|>{functions}<|/tool|><|user|>Hi")));
+    let in_variable = "{% for t in xml_tools or [] %}{{ t.function.name }};{% endfor %}\
+        {% for m in messages %}{{ m.content }}{% endfor %}";
+    assert_eq!(render(in_variable), (true, "now;Hi".to_owned()));
 }

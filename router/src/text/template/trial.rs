@@ -1,11 +1,11 @@
 //! Finds out what a template writes by rendering small conversations. The template's source would not tell reliably.
 
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use super::input::ChatInputs;
-use super::shape::{ContentShape, SupportedShapes};
-use crate::text::answer::{Format, ReasoningFormat, WrittenCall};
+use super::shape::{ContentShape, SupportedShapes, ToolPlace};
+use crate::text::answer::{Format, Frame, WrittenCall};
 
 /// Texts that no template writes by itself.
 const NEEDLE: &str = "penstocktrial";
@@ -25,6 +25,15 @@ pub(crate) struct TemplateTraits {
     pub(crate) written: String,
 }
 
+/// A format that a template writes.
+#[derive(Clone, Copy)]
+struct WrittenFormat {
+    format: &'static Format,
+    /// How many of the trial's arguments were read back.
+    num_arguments: usize,
+    as_object: bool,
+}
+
 /// Renders trial conversations. `render` returns `None` if the template refuses the conversation.
 pub(super) struct Trial<R>(pub(super) R);
 
@@ -35,15 +44,19 @@ impl<R: Fn(ChatInputs) -> Option<String>> Trial<R> {
         let mut written = self.messages(vec![user(NEEDLE.into()), thoughts]).unwrap_or_default();
         let prompt = ChatInputs { messages: vec![user(NEEDLE.into())], ..ChatInputs::default() };
         written.push_str(&(self.0)(prompt).unwrap_or_default());
-        let reasoning = ReasoningFormat::detect(&[source, &written]);
-        let (format, object_arguments) = self.call_format(reasoning);
-        let parallel_calls = format.is_none_or(|format| self.writes_two_calls(format, object_arguments, reasoning));
-        let instruction = self.instruction();
+        let frame = Frame::detect(&[source, &written]);
+        let (written_format, object_arguments) = self.call_format(frame);
+        let parallel_calls = written_format.is_none_or(|written| self.writes_two_calls(written, frame));
+        let (tool_place, instruction) = self.instruction().unzip();
+        let described = Format::of_instruction(instruction.as_deref().unwrap_or_default());
+        // A template may write calls as bare JSON that its instruction asks to mark.
+        let format = match written_format.map(|written| written.format) {
+            Some(format) if described.is_none() || !format.is_bare() => Some(format),
+            _ => described,
+        };
         let traits = TemplateTraits {
             shows_tools: instruction.is_some(),
-            format: format
-                .or_else(|| Format::of_instruction(instruction.as_deref().unwrap_or_default()))
-                .map(|format| format.name().to_owned()),
+            format: format.map(|format| format.name().to_owned()),
             parallel_calls,
             written,
         };
@@ -53,6 +66,7 @@ impl<R: Fn(ChatInputs) -> Option<String>> Trial<R> {
             assistant: self.content_shape(&[user("?".into())], "assistant", &[user("?".into())]),
             tool: self.content_shape(&[user("?".into()), answer(&[call(json!({}), 0, None)])], "tool", &[]),
             object_arguments,
+            tools: tool_place.unwrap_or_default(),
         };
         (shapes, traits)
     }
@@ -65,44 +79,61 @@ impl<R: Fn(ChatInputs) -> Option<String>> Trial<R> {
         (self.0)(ChatInputs { messages, tools, add_generation_prompt: Some(false), ..ChatInputs::default() })
     }
 
-    /// The text with the tools' names that the template adds to a conversation with tools.
-    fn instruction(&self) -> Option<String> {
+    /// Where the template expects tools, and the text with their names that it adds to a conversation.
+    fn instruction(&self) -> Option<(ToolPlace, String)> {
         let conversations = [vec![user("?".into())], vec![json!({"role": "system", "content": "?"}), user("?".into())]];
-        conversations.into_iter().find_map(|messages| {
-            let with_tools = self.rendered(messages.clone(), Some(vec![tool()]))?;
-            let without = self.messages(messages).unwrap_or_default();
+        let trials =
+            ToolPlace::ALL.into_iter().flat_map(|place| conversations.clone().map(|messages| (place, messages)));
+        trials.into_iter().find_map(|(place, messages)| {
+            let without = self.messages(messages.clone()).unwrap_or_default();
+            let mut inputs = ChatInputs { messages, add_generation_prompt: Some(false), ..ChatInputs::default() };
+            inputs.tools = Some(vec![tool()]);
+            place.convert(&mut inputs);
+            let with_tools = (self.0)(inputs)?;
             // A template that writes the tools of every conversation would need no tools to do so.
-            (with_tools.contains(FUNCTION) && !without.contains(FUNCTION)).then_some(with_tools)
+            (with_tools.contains(FUNCTION) && !without.contains(FUNCTION)).then_some((place, with_tools))
         })
     }
 
     /// The format of calls, and whether their arguments must be objects.
-    fn call_format(&self, reasoning: Option<ReasoningFormat>) -> (Option<&'static Format>, bool) {
-        for as_object in [true, false] {
-            for id in [None, Some(format!("functions.{FUNCTION}:0"))] {
-                let arguments = if as_object { arguments(0) } else { arguments(0).to_string().into() };
-                let calls = [call(arguments, 0, id)];
-                if let Some(format) = self.written_calls(&calls).and_then(|text| of_calls(&text, 1, reasoning)) {
-                    return (Some(format), as_object);
+    fn call_format(&self, frame: Frame) -> (Option<WrittenFormat>, bool) {
+        // Some templates write numbers, or even texts, otherwise than the model does.
+        for num_arguments in [3, 1, 0] {
+            for as_object in [true, false] {
+                for id in [None, Some(format!("functions.{FUNCTION}:0")), Some("call000000".to_owned())] {
+                    let calls = [call(arguments(0, num_arguments, as_object), 0, id)];
+                    let text = self.written_calls(&calls).unwrap_or_default();
+                    let found: Vec<_> =
+                        trial_calls(1, num_arguments, |calls| Format::all_of_calls(&text, calls, frame).collect());
+                    let mut found = found.into_iter().map(|format| WrittenFormat { format, num_arguments, as_object });
+                    let first = found.clone().next();
+                    // Formats may differ only in what is between two calls.
+                    if let Some(written) = found.find(|written| self.writes_two_calls(*written, frame)).or(first) {
+                        return (Some(written), as_object);
+                    }
                 }
             }
         }
         // A template that concatenates texts writes an object as Python.
-        let writes = |arguments: Value| {
-            let text = self.written_calls(&[call(arguments, 0, None)]);
+        let writes = |as_object| {
+            let text = self.written_calls(&[call(arguments(0, 3, as_object), 0, None)]);
             text.is_some_and(|text| text.contains("penstock word") && !text.contains("'word':"))
         };
-        (None, writes(arguments(0)) || !writes(arguments(0).to_string().into()))
+        (None, writes(true) || !writes(false))
     }
 
-    fn writes_two_calls(&self, format: &Format, as_object: bool, reasoning: Option<ReasoningFormat>) -> bool {
-        let arguments = |index| if as_object { arguments(index) } else { arguments(index).to_string().into() };
-        let calls = |id: &dyn Fn(usize) -> Option<String>| [0, 1].map(|index| call(arguments(index), index, id(index)));
-        let ids: [&dyn Fn(usize) -> Option<String>; 2] =
-            [&|_| None, &|index| Some(format!("functions.{FUNCTION}:{index}"))];
+    fn writes_two_calls(&self, written: WrittenFormat, frame: Frame) -> bool {
+        let WrittenFormat { format, num_arguments, as_object } = written;
+        let calls = |id: &dyn Fn(usize) -> Option<String>| {
+            [0, 1].map(|index| call(arguments(index, num_arguments, as_object), index, id(index)))
+        };
+        let ids: [&dyn Fn(usize) -> Option<String>; 3] =
+            [&|_| None, &|index| Some(format!("functions.{FUNCTION}:{index}")), &|index| {
+                Some(format!("call00000{index}"))
+            }];
         ids.into_iter().any(|id| {
             let text = self.written_calls(&calls(id));
-            text.and_then(|text| of_calls(&text, 2, reasoning)).is_some_and(|found| found == format)
+            text.is_some_and(|text| trial_calls(2, num_arguments, |calls| format.reads(&text, calls, frame)))
         })
     }
 
@@ -174,8 +205,12 @@ fn parameters() -> Value {
     })
 }
 
-fn arguments(index: usize) -> Value {
-    json!({"word": format!("penstock word {index}"), "count": 12, "list": ["a", "b"]})
+/// The first trial arguments, as an object or as JSON text.
+fn arguments(index: usize, num_arguments: usize, as_object: bool) -> Value {
+    let word = format!("penstock word {index}");
+    let all = [("word", json!(word)), ("count", json!(12)), ("list", json!(["a", "b"]))];
+    let object: Map<_, _> = all.into_iter().take(num_arguments).map(|(key, value)| (key.to_owned(), value)).collect();
+    if as_object { object.into() } else { Value::Object(object).to_string().into() }
 }
 
 fn tool() -> Value {
@@ -183,11 +218,11 @@ fn tool() -> Value {
     json!({"type": "function", "function": function})
 }
 
-/// The format of `num_calls` trial calls.
-fn of_calls(text: &str, num_calls: usize, reasoning: Option<ReasoningFormat>) -> Option<&'static Format> {
+/// Calls `use_calls` with the first trial calls.
+fn trial_calls<T>(num_calls: usize, num_arguments: usize, use_calls: impl FnOnce(&[WrittenCall<'_>]) -> T) -> T {
     let parameters = parameters();
-    let arguments: Vec<_> = (0..num_calls).map(arguments).collect();
+    let arguments: Vec<_> = (0..num_calls).map(|index| arguments(index, num_arguments, true)).collect();
     let calls: Vec<_> =
         arguments.iter().map(|arguments| WrittenCall { name: FUNCTION, arguments, parameters: &parameters }).collect();
-    Format::of_calls(text, &calls, reasoning)
+    use_calls(&calls)
 }

@@ -1,10 +1,12 @@
 //! Arguments of a call, read from a growing text and passed on as JSON.
 
+mod element;
 mod literal;
 mod tag;
 
 use std::sync::Arc;
 
+use element::ElementReader;
 use literal::LiteralReader;
 use tag::TagReader;
 
@@ -26,18 +28,18 @@ pub(super) struct Read {
 pub(super) enum ArgumentReader {
     Json(ObjectScan),
     Tags(TagReader),
+    Elements(ElementReader),
     Literals(LiteralReader),
 }
 
 impl ArgumentReader {
     /// `name`: of the function.
     pub(super) fn new(encoding: Encoding, tools: &Arc<[Tool]>, name: &str) -> Self {
+        let parameters = || tools.iter().find(|tool| tool.name == name).and_then(|tool| tool.parameters.clone());
         match encoding {
             Encoding::Json => Self::Json(ObjectScan::default()),
-            Encoding::Tags(tags) => {
-                let tool = tools.iter().find(|tool| tool.name == name);
-                Self::Tags(TagReader::new(tags, tool.and_then(|tool| tool.parameters.clone())))
-            }
+            Encoding::Tags(tags) => Self::Tags(TagReader::new(tags, parameters())),
+            Encoding::Elements(elements) => Self::Elements(ElementReader::new(elements, parameters())),
             Encoding::Literals(literals) => Self::Literals(LiteralReader::new(literals)),
         }
     }
@@ -51,6 +53,7 @@ impl ArgumentReader {
                 Read { bytes, json: text[..bytes].to_owned(), ends }
             }
             Self::Tags(reader) => reader.push(text),
+            Self::Elements(reader) => reader.push(text),
             Self::Literals(reader) => reader.push(text),
         }
     }

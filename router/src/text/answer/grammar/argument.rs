@@ -6,22 +6,22 @@
 use serde_json::{Map, Value, json};
 
 use super::Piece;
-use super::lark::{Lark, literal, regex_literal, sequence};
+use super::lark::{Lark, literal, regex_literal};
 use crate::text::answer::format::{Literals, Tags, Types};
-use crate::text::answer::tool::{Tool, ToolError, json_layout};
+use crate::text::answer::tool::{Tool, ToolError, json_options};
 use crate::text::answer::value_kind::{ValueKind, allows_text, resolved};
 
 /// A schema refers to other schemas at most this deep; below, any value is allowed.
-const MAX_DEPTH: usize = 6;
+pub(super) const MAX_DEPTH: usize = 6;
 
 /// One declared argument.
-struct Argument<'a> {
-    key: &'a str,
-    schema: &'a Value,
-    is_required: bool,
+pub(super) struct Argument<'a> {
+    pub(super) key: &'a str,
+    pub(super) schema: &'a Value,
+    pub(super) is_required: bool,
 }
 
-fn declared<'a>(object: &'a Value, root: &'a Value) -> Vec<Argument<'a>> {
+pub(super) fn declared<'a>(object: &'a Value, root: &'a Value) -> Vec<Argument<'a>> {
     let Some(object) = resolved(object, root) else { return Vec::new() };
     let required = object.get("required").and_then(Value::as_array);
     let is_required = |key: &str| required.is_some_and(|names| names.iter().any(|name| name == key));
@@ -30,7 +30,7 @@ fn declared<'a>(object: &'a Value, root: &'a Value) -> Vec<Argument<'a>> {
 }
 
 /// The schema with the definitions to which it may refer, as the body of a rule.
-fn json_rule(schema: &Value, root: &Value) -> String {
+pub(super) fn json_rule(schema: &Value, root: &Value) -> String {
     let mut schema = match schema {
         Value::Object(schema) => schema.clone(),
         _ => Map::new(),
@@ -40,7 +40,7 @@ fn json_rule(schema: &Value, root: &Value) -> String {
             schema.entry(name).or_insert_with(|| definitions.clone());
         }
     }
-    schema.insert("x-guidance".to_owned(), json_layout());
+    schema.insert("x-guidance".to_owned(), json_options());
     format!("%json {}", Value::Object(schema))
 }
 
@@ -64,12 +64,12 @@ fn narrowed(schema: &Value, root: &Value, types: Types) -> Option<(Value, bool)>
     }
 }
 
-fn branches(schema: &Value) -> Option<&Vec<Value>> {
+pub(super) fn branches(schema: &Value) -> Option<&Vec<Value>> {
     ["anyOf", "oneOf"].into_iter().find_map(|name| schema.get(name)).and_then(Value::as_array)
 }
 
 /// The schema of the texts that a schema allows.
-fn text_branch(schema: &Value, root: &Value, depth: usize) -> Value {
+pub(super) fn text_branch(schema: &Value, root: &Value, depth: usize) -> Value {
     let Some(schema) = resolved(schema, root).filter(|_| depth > 0) else { return json!({}) };
     let branch = branches(schema).and_then(|branches| branches.iter().find(|branch| allows_text(branch, root)));
     branch.map_or_else(|| schema.clone(), |branch| text_branch(branch, root, depth - 1))
@@ -150,7 +150,8 @@ impl Lark<'_> {
                 head.push_str(&glued(&before_value));
             }
             let value = if is_text {
-                self.raw_text(&format!("{name}_{number}"), &schema, line_end, tags.after_value)
+                let end: Vec<_> = self.pieces(tags.after_value).iter().map(Owned::from).collect();
+                self.raw_text(&format!("{name}_{number}"), &schema, line_end, &end, None)
             } else {
                 let value = format!("{name}_{number}");
                 self.rule(&value, &json_rule(&schema, root));
@@ -162,16 +163,23 @@ impl Lark<'_> {
         alternatives.join(" | ")
     }
 
-    /// Text without quotes, then `line_end` and `marker`.
-    fn raw_text(&mut self, name: &str, schema: &Value, line_end: &str, marker: &'static str) -> String {
-        let pieces = self.pieces(marker);
-        let (first, rest) = match &pieces[..] {
-            [Piece::Text(text), rest @ ..] => (*text, rest),
+    /// Text without quotes, then `line_end` and `end`. `excluded`: what the text cannot contain, if not only `end`; `end`
+    /// contains it once.
+    pub(super) fn raw_text(
+        &mut self,
+        name: &str,
+        schema: &Value,
+        line_end: &str,
+        end: &[Owned],
+        excluded: Option<&str>,
+    ) -> String {
+        let (first, rest) = match end {
+            [Owned::Text(text), rest @ ..] => (text.as_str(), rest),
             rest => ("", rest),
         };
         let end = format!("{line_end}{first}");
         let terminal = name.to_uppercase();
-        let after = if rest.is_empty() { String::new() } else { format!(" {}", sequence(rest)) };
+        let after = if rest.is_empty() { String::new() } else { format!(" {}", glued(rest)) };
         if let Some(texts) = allowed_texts(schema) {
             let texts: Vec<_> = texts.iter().map(|text| literal(&format!("{text}{end}"))).collect();
             self.rule(&terminal, &texts.join(" | "));
@@ -181,17 +189,21 @@ impl Lark<'_> {
         let (min, max) = (limit("minLength").unwrap_or(0), limit("maxLength"));
         let max = max.map(|max| max.to_string()).unwrap_or_default();
         let length = if min == 0 && max.is_empty() { "(?s:.*)".to_owned() } else { format!("(?s:.{{{min},{max}}})") };
-        let ending = regex_literal(&regex::escape(&end));
+        let pattern_of = |text: &str| regex_literal(&regex::escape(text));
+        let ending = pattern_of(&end);
         let mut patterns = vec![format!("/{length}{ending}/")];
         if let Some(pattern) = schema.get("pattern").and_then(Value::as_str) {
             let (head, pattern) = pattern.strip_prefix('^').map_or(("(?s:.*)", pattern), |pattern| ("", pattern));
             let (pattern, tail) = pattern.strip_suffix('$').map_or((pattern, "(?s:.*)"), |pattern| (pattern, ""));
             patterns.push(format!("/{head}(?:{}){tail}{ending}/", regex_literal(pattern)));
         }
-        if rest.is_empty() {
+        match excluded.map(pattern_of) {
+            Some(excluded) if !first.is_empty() => {
+                patterns.push(format!("~/(?s:.*){excluded}(?s:.*){excluded}(?s:.*)/"))
+            }
             // The first occurrence of the marker ends the text.
-            let marker = regex_literal(&regex::escape(first));
-            patterns.push(format!("~/(?s:.*){marker}(?s:.+)/"));
+            _ if rest.is_empty() => patterns.push(format!("~/(?s:.*){}(?s:.+)/", pattern_of(first))),
+            _ => {}
         }
         self.rule(&terminal, &patterns.join(" & "));
         let optional = if end.is_empty() && min == 0 { "?" } else { "" };
@@ -279,7 +291,8 @@ impl Lark<'_> {
         }
         match schema.get("type").and_then(Value::as_str) {
             Some("string") => {
-                let text = self.raw_text(name, schema, "", marker);
+                let end: Vec<_> = self.pieces(marker).iter().map(Owned::from).collect();
+                let text = self.raw_text(name, schema, "", &end, None);
                 format!("{quote} {text}")
             }
             Some("array") => {
@@ -328,7 +341,7 @@ impl Lark<'_> {
 }
 
 /// A piece of a marker, or a key.
-enum Owned {
+pub(super) enum Owned {
     Text(String),
     Token(u32),
 }
@@ -343,7 +356,7 @@ impl From<&Piece> for Owned {
 }
 
 /// The pieces as the body of a rule, with adjacent texts as one literal.
-fn glued(pieces: &[Owned]) -> String {
+pub(super) fn glued(pieces: &[Owned]) -> String {
     let mut parts: Vec<String> = Vec::new();
     let mut text = String::new();
     for piece in pieces {

@@ -15,19 +15,21 @@ pub(super) fn tools(
     parallel: bool,
     content: Option<&Grammar>,
 ) -> Result<Grammar, ToolError> {
-    let Channels { start, role, end_of_header, call: (before, after), .. } = *channels;
+    let Channels { start, role, end_of_header, end_of_aside, call: (before, after), body: (head, tail), .. } =
+        *channels;
     for (index, tool) in tools.iter().enumerate() {
         if !(tool.name.starts_with(is_plain) && tool.name.chars().all(is_plain)) {
             return Err(ToolError::Name { name: tool.name.clone() });
         }
-        lark.rule(&format!("arguments_{index}"), &format!("%json {}", tool.arguments_schema()?));
         let parts = [lark.marker(before), literal(&tool.name), lark.marker(after), lark.marker(end_of_header)];
-        let head: Vec<_> = parts.into_iter().filter(|part| part != "\"\"").collect();
-        lark.rule(&format!("call_{index}"), &format!("{} arguments_{index}", head.join(" ")));
+        let header: Vec<_> = parts.into_iter().filter(|part| part != "\"\"").collect();
+        let body = lark.call_rest(channels.arguments, head, tail, index, tool)?;
+        lark.rule(&format!("call_{index}"), &format!("{} {body}", header.join(" ")));
     }
     let calls: Vec<_> = (0..tools.len()).map(|index| format!("call_{index}")).collect();
     lark.rule("call", &calls.join(" | "));
-    let next = [start, role].map(|marker| lark.marker(marker)).join(" ").replace(" \"\"", "");
+    let next = [end_of_aside, start, role].map(|marker| lark.marker(marker));
+    let next = next.into_iter().filter(|part| part != "\"\"").collect::<Vec<_>>().join(" ");
     let run = if parallel && channels.parallel { format!("call ({next} call)*") } else { "call".to_owned() };
     lark.rule("run", &run);
     let asides = asides(&mut lark, channels, forced);

@@ -2,9 +2,10 @@
 
 mod argument;
 mod channel;
+mod element;
 mod lark;
 
-use lark::{Lark, Phrase, literal, nested};
+use lark::{Lark, Phrase, literal, nested, regex_literal};
 
 use super::call_item::{Item, is_plain};
 use super::format::{Channels, Encoding, Format, Layout, Run, markers};
@@ -36,22 +37,19 @@ impl AnswerGrammar<'_> {
             return Ok(None);
         }
         choice.check(tools)?;
-        let named: Vec<_>;
-        let (tools, parallel) = match choice {
-            ToolChoice::Named(name) => {
-                named = tools.iter().filter(|tool| tool.name == *name).cloned().collect();
-                (named.as_slice(), false)
-            }
-            _ => (tools, parallel),
+        let (is_allowed, parallel): (&dyn Fn(&&Tool) -> bool, _) = match choice {
+            ToolChoice::Named(name) => (&|tool| tool.name == *name, false),
+            _ => (&|_| true, parallel),
         };
+        let tools: Vec<_> = tools.iter().filter(is_allowed).map(Tool::with_regular_patterns).collect();
         let mut lark = Lark::new(self.tokens);
         let run = match &format.layout {
             Layout::Run(run) => run,
             Layout::Channels(channels) => {
-                return channel::tools(lark, channels, tools, choice.is_forced(), parallel, content).map(Some);
+                return channel::tools(lark, channels, &tools, choice.is_forced(), parallel, content).map(Some);
             }
         };
-        lark.run(run, tools, parallel)?;
+        lark.run(run, &tools, parallel)?;
         match content {
             _ if choice.is_forced() => lark.rule("answer", "run"),
             Some(content) => {
@@ -86,9 +84,12 @@ impl AnswerGrammar<'_> {
             ReasoningState::Started(_) => "reasoning SPACE? answer",
         };
         if let Some(format) = self.reasoning_state.format() {
-            let end = lark.until("reasoning_end", format.close);
+            let next = format.next_message;
+            let next = if next.is_empty() { String::new() } else { format!(" SPACE? {}", lark.marker(next)) };
+            let end = lark.until("reasoning_end", format.close) + &next;
             let is_started = matches!(self.reasoning_state, ReasoningState::Started(_));
-            let reasoning = if is_started { end } else { format!("{} {end}", lark.marker(format.open)) };
+            let (open, close) = (lark.marker(format.open), lark.marker(format.close) + &next);
+            let reasoning = if is_started { end } else { format!("{open} {end} | {close}") };
             lark.rule("reasoning", &reasoning);
         }
         lark.finish(start)
@@ -115,7 +116,11 @@ impl AnswerGrammar<'_> {
             }
             Some(_) if plain == "PLAIN?" => lark.rule("answer", "PLAIN? run?"),
             Some(_) => lark.rule("answer", &format!("{plain} SPACE? run? | PLAIN? run")),
-            None => lark.rule("answer", &format!("{plain} | run")),
+            None if plain == "PLAIN?" => lark.rule("answer", "PLAIN? | run"),
+            None => {
+                let run = self.in_reply(lark, "run");
+                lark.rule("answer", &format!("{plain} | {plain} SPACE? {run}"));
+            }
         }
     }
 
@@ -172,7 +177,7 @@ impl Lark<'_> {
     }
 
     /// The body of a rule for a call without its first marker.
-    fn call_rest(
+    pub(super) fn call_rest(
         &mut self,
         encoding: Encoding,
         head: &[Item],
@@ -188,8 +193,13 @@ impl Lark<'_> {
         match encoding {
             Encoding::Json => self.rule(&arguments, &format!("%json {}", tool.arguments_schema()?)),
             Encoding::Literals(literals) => self.literal_arguments(literals, &arguments, tool)?,
-            Encoding::Tags(tags) => {
-                if self.tagged_arguments(tags, &arguments, tool)? {
+            Encoding::Tags(_) | Encoding::Elements(_) => {
+                let has_arguments = match encoding {
+                    Encoding::Elements(elements) => self.element_arguments(elements, &arguments, tool)?,
+                    Encoding::Tags(tags) => self.tagged_arguments(tags, &arguments, tool)?,
+                    Encoding::Json | Encoding::Literals(_) => false,
+                };
+                if has_arguments {
                     phrase.push_rule(self, &arguments);
                 }
                 // Whitespace may precede another argument, too, so it is not a part of the next terminal.
@@ -216,6 +226,7 @@ impl Lark<'_> {
             Item::QuotedName => phrase.push_text(&literal(&literal(name))),
             Item::BareName => phrase.push_text(&literal(name)),
             Item::NameInId => phrase.push_text(&format!("{} /[0-9]+/", literal(&format!("functions.{name}:")))),
+            Item::Id(length) => phrase.push_text(&format!("/[A-Za-z0-9]{{{length}}}/")),
             Item::Index => phrase.push_text("/[0-9]+/"),
             Item::QuotedIndex => phrase.push_text("/\"[0-9]+\"/"),
             Item::Fields(_) | Item::MoreFields | Item::Object => {}
@@ -241,9 +252,10 @@ impl Lark<'_> {
     }
 }
 
-/// Excludes texts that start with reasoning.
+/// Excludes texts that start with reasoning, or with its end.
 fn not_reasoning(format: ReasoningFormat) -> String {
-    format!(" & ~/(?s:[ \\t\\r\\n]*{}.*)/", regex::escape(format.open))
+    let markers = [format.open, format.close].map(|marker| regex_literal(&regex::escape(marker)));
+    format!(" & ~/(?s:[ \\t\\r\\n]*({}).*)/", markers.join("|"))
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use crate::api::conversation::Conversation;
 
 /// The newest responses' conversations, in memory. Cheap to clone.
 #[derive(Clone)]
-pub(in crate::http) struct ResponseStore {
+pub(super) struct ResponseStore {
     /// 0: nothing is stored.
     max_responses: usize,
     stored: Arc<Mutex<Stored>>,
@@ -21,7 +21,7 @@ struct Stored {
 }
 
 impl ResponseStore {
-    pub(in crate::http) fn new(max_responses: usize) -> Self {
+    pub(super) fn new(max_responses: usize) -> Self {
         Self { max_responses, stored: Arc::default() }
     }
 
