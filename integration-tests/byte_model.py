@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 def save(folder: Path, max_tokens: int, window: int | None) -> tuple[Any, Tokenizer]:
     """Save a model for sequences of `max_tokens`, with a sliding window or without. Returns it with its tokenizer."""
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # listed in another order in each process
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -40,4 +40,5 @@ def test_a_killed_worker_costs_no_token(tmp_path: Path) -> None:
         ask(server, "/generate", {"inputs": "so", "parameters": {**sampled, "details": True}}).json for _ in range(2)
     )
     assert first["generated_text"] == again["generated_text"]
+    assert [len(top) for top in first["details"]["top_tokens"]] == [3] * 20
     assert server.stop() == 0

@@ -18,14 +18,18 @@ import shutil
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BUNDLE = ROOT / "gpu-bundle"
 MAX_BUNDLE_BYTES = 48 << 20
-# What torch's usual environments lack, or have in a version that the generated protocol does not accept.
-PACKAGES = ("grpcio", "protobuf", "llguidance", "gguf", "pytest", "pytest-timeout", "hypothesis", "sortedcontainers")
+# What environments of torch and transformers lack, or have in a version that the generated protocol does not accept.
+PACKAGES = (
+    *("grpcio", "protobuf", "llguidance", "gguf"),
+    *("pytest", "pytest-timeout", "iniconfig", "pluggy", "pygments", "hypothesis", "sortedcontainers"),
+)
 # glibc 2.39 is that of Ubuntu 24.04; pip knows no order of platforms.
 PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in range(39, 16, -1)), "manylinux2014_x86_64")
 
@@ -34,19 +38,30 @@ KERNEL_TESTS = (
     "test_triton_ops.py",
     "test_triton_invariant.py",
     "test_triton_quantized.py",
+    "test_triton_narrow.py",
+    "test_triton_experts.py",
     "test_triton_cut.py",
     "test_triton_attention.py",
     "test_flash_attention.py",
 )
-MODEL_TESTS = ("test_models.py", "test_device_ranks.py", "architecture/test_deterministic.py")
+MODEL_TESTS = (
+    "test_models.py",
+    "test_device_ranks.py",
+    "architecture/test_triton_models.py",
+    "architecture/test_fp8_cache.py",
+    "architecture/test_deterministic.py",
+    "architecture/test_pooling.py",
+)
 PARITY_TESTS = ("architecture/test_parity.py",)
 # The models of the benchmark, the most valuable first.
 BENCHMARKED = (
     "llama-8b",
     "qwen3-30b-a3b",
+    "llama-8b-fp8",
+    "llama-8b-w4",
     "deepseek-v2-lite",
     "llama-8b-deterministic",
-    *(f"llama-8b-{name}" for name in ("w4", "w8", "q4k", "q6k")),
+    *(f"llama-8b-{name}" for name in ("w8a8", "w8", "q4k", "q6k")),
 )
 
 
@@ -81,7 +96,7 @@ def bundle(python_version: str) -> None:
 
 
 def environment(device: str, site: Path) -> dict[str, str]:
-    """Of the programs that run on the device. Installs the bundle's wheels if there is a bundle."""
+    """Of the programs that run on the device. Unpacks the bundle's wheels into `site` if there is a bundle."""
     paths, binary = [ROOT / "server"], {}
     if BUNDLE.exists():
         packed, here = (BUNDLE / "python-version").read_text(), "{}.{}".format(*sys.version_info)
@@ -90,9 +105,8 @@ def environment(device: str, site: Path) -> dict[str, str]:
                 f"error: {BUNDLE} is for Python {packed}, this is {here}; run it with {packed}, or pack it with "
                 f"--python-version {here}"
             )
-        install = ["install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--upgrade", "--target", str(site)]
-        wheels = map(str, sorted((BUNDLE / "wheels").glob("*.whl")))
-        subprocess.run([sys.executable, "-m", "pip", *install, *wheels], check=True)
+        for wheel in (BUNDLE / "wheels").glob("*.whl"):
+            zipfile.ZipFile(wheel).extractall(site)  # a machine may lack pip
         shutil.copytree(BUNDLE / "pb", ROOT / "server" / "penstock_server" / "pb", dirs_exist_ok=True)
         paths.insert(0, site)
         binary = {"PENSTOCK_BINARY": str(BUNDLE / "penstock"), "PENSTOCK_PYTHON": sys.executable}
@@ -119,10 +133,11 @@ def parts_of(device: str, out: Path, quick: bool) -> dict[str, list[str]]:
     benchmark += ["--repeats", "1" if quick else "3"]
     is_tiny = quick or device == "cpu"
     # On a CPU, --deterministic needs operators that not every CPU has, so that the tiny model does without.
-    models = ("tiny", "tiny-w4", "tiny-q4k") if is_tiny else BENCHMARKED
+    models = ("tiny", *(f"tiny-{name}" for name in ("fp8", "w4", "w8a8", "q4k"))) if is_tiny else BENCHMARKED
     first, *others = ({f"benchmark {name}": [*benchmark, "--model", name]} for name in models)
-    parts = {"kernels": tests(KERNEL_TESTS), **first, "models": tests(MODEL_TESTS)}
+    parts = {"kernels": tests(KERNEL_TESTS), "models": tests(MODEL_TESTS)}
     parts["faults"] = [*pytest, str(ROOT / "integration-tests" / "test_device.py")]
+    parts |= first
     for other in others:
         parts |= other
     return {**parts, "parity": tests(PARITY_TESTS)}
@@ -177,7 +192,7 @@ def main() -> int:
     running.add_argument("--out", type=Path, default=ROOT / "gpu-results")
     running.add_argument("--quick", action="store_true", help="a few tests and the tiny model")
     running.add_argument(
-        "--limit-s", type=float, default=86400.0, help="stop after so many seconds; run again to continue"
+        "--limit-s", type=float, default=86400.0, help="stop after this many seconds; run again to continue"
     )
     running.add_argument("--parts", nargs="+", help="only these")
     options = parser.parse_args()

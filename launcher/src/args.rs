@@ -13,7 +13,9 @@ use clap::{ArgAction, Parser, ValueEnum};
 use crate::attention::Attention;
 use crate::dtype::{Dtype, KvCacheDtype};
 use crate::isa::CpuIsa;
+use crate::priority::PriorityOrder;
 use crate::quantize::Quantize;
+use crate::standby::Standby;
 use crate::tool::Tool;
 
 /// Serves a large language model over HTTP, with the routes of TGI and of OpenAI.
@@ -35,8 +37,8 @@ pub(crate) struct Args {
     #[arg(long, env)]
     pub(crate) dtype: Option<Dtype>,
 
-    /// Data type of the KV cache; auto is that of the computation. fp8 halves the cache's size, rounds keys and values, and is
-    /// slow on a CPU
+    /// Data type of the KV cache; auto is that of the computation. fp8 halves the cache's size and rounds keys and
+    /// values
     #[arg(long, env, value_enum, default_value_t = KvCacheDtype::Auto)]
     pub(crate) kv_cache_dtype: KvCacheDtype,
 
@@ -141,20 +143,26 @@ pub(crate) struct Args {
     #[arg(long, env, default_value_t = 0.9)]
     pub(crate) cuda_memory_fraction: f64,
 
+    /// Whether a second worker group, with its weights loaded, waits to replace a failed one. auto: if memory is left
+    /// for it; reserve: the KV cache of a GPU leaves room for it; off: never
+    #[arg(long, env, value_enum, default_value_t = Standby::Auto)]
+    pub(crate) standby: Standby,
+
     /// Batch sizes for which decode steps are recorded as CUDA graphs, separated by commas. A smaller batch uses the next
     /// larger graph, and batches beyond the largest none. 0: no graphs. No effect on a CPU [default: chosen by the worker]
     #[arg(long, env, value_name = "SIZES", value_delimiter = ',')]
     pub(crate) cuda_graphs: Vec<u32>,
 
     /// Method of quantization. Without it, the checkpoint's own config decides; one that contradicts the checkpoint is an
-    /// error. eetq and bitsandbytes also quantize an unquantized checkpoint at load, to 8 bits
+    /// error. An unquantized checkpoint is quantized at load: to 8 bits by eetq, bitsandbytes and fp8, to 4 by
+    /// bitsandbytes-nf4 and bitsandbytes-fp4
     #[arg(long, env, value_enum, value_name = "METHOD")]
     pub(crate) quantize: Option<Quantize>,
 
-    /// Bits of the inputs that quantized weights are multiplied with on a CPU: 8 or 16. 8 are faster in large batches and
-    /// cost some accuracy
-    #[arg(long, env, default_value_t = 16, value_name = "BITS", value_parser = activation_bits)]
-    pub(crate) activation_bits: u32,
+    /// Bits of the inputs that quantized weights are multiplied with on a CPU: 8 or 16. 16 are slower in large batches and
+    /// more accurate [default: 8]
+    #[arg(long, env, value_name = "BITS", value_parser = activation_bits)]
+    pub(crate) activation_bits: Option<u32>,
 
     /// Dequantize the weights of a quantized checkpoint at load: more memory and slower, but with the accuracy of --dtype
     #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]
@@ -168,6 +176,10 @@ pub(crate) struct Args {
     #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]
     pub(crate) disable_grammar_support: bool,
 
+    /// Do not serve the playground, a page for browsers at /playground and /
+    #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]
+    pub(crate) disable_playground: bool,
+
     /// Allow requests for the logprobs of their prompt (decoder_input_details)
     #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]
     pub(crate) enable_prefill_logprobs: bool,
@@ -176,6 +188,24 @@ pub(crate) struct Args {
     /// previous_response_id; 0 keeps none
     #[arg(long, env, default_value_t = 0)]
     pub(crate) max_stored_responses: usize,
+
+    /// Name that requests may call the model by; repeat, or separate by commas, for several. Answers name the first
+    /// [default: the model id]
+    #[arg(long, env, value_delimiter = ',', value_name = "NAME", value_parser = NonEmptyStringValueParser::new())]
+    pub(crate) served_model_name: Vec<String>,
+
+    /// Answer 404 to a request that names another model than --served-model-name; by default, any name is accepted
+    #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]
+    pub(crate) check_model_name: bool,
+
+    /// Let requests bring a chat template, as `chat_template` of /v1/chat/completions; it runs within limits of time and
+    /// memory
+    #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]
+    pub(crate) trust_request_chat_template: bool,
+
+    /// Whether requests with a higher or, as in vLLM, a lower `priority` are served first
+    #[arg(long, env, value_enum, default_value_t = PriorityOrder::HighestFirst, value_name = "ORDER")]
+    pub(crate) priority_order: PriorityOrder,
 
     /// Fraction of the vocabulary that a watermark favours, between 0 and 1 [default: 0.5]
     #[arg(long, env)]
@@ -208,6 +238,16 @@ pub(crate) struct Args {
     /// Port to listen on; 0 picks a free port
     #[arg(long, short, env, default_value_t = 3000)]
     pub(crate) port: u16,
+
+    /// Path of a unix socket to listen on, instead of a port. The umask decides which users may connect: with 022 only this user,
+    /// with 007 also the group
+    #[arg(long, env, value_name = "PATH")]
+    pub(crate) uds: Option<PathBuf>,
+
+    /// Stop, as after SIGTERM, when standard input ends. For a program that starts the server as its child: the kernel
+    /// closes its end of the pipe even if it is killed
+    #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]
+    pub(crate) stop_with_stdin: bool,
 
     /// Origin that browsers may call from; repeat for several [default: any]
     #[arg(long, env, value_delimiter = ',')]
@@ -251,6 +291,15 @@ pub(crate) struct Args {
     #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]
     pub(crate) json_output: bool,
 
+    /// OpenTelemetry collector that gets a trace of each request, as http://HOST:PORT: OTLP over gRPC without TLS
+    /// [default: no traces]
+    #[arg(long, env, value_name = "URL")]
+    pub(crate) otlp_endpoint: Option<String>,
+
+    /// Name of this service in its traces
+    #[arg(long, env, default_value = "text-generation-inference.router", value_name = "NAME")]
+    pub(crate) otlp_service_name: String,
+
     /// Log versions and hardware at startup
     #[arg(long, short, action = ArgAction::SetTrue)]
     pub(crate) env: bool,
@@ -265,6 +314,8 @@ pub(crate) struct Args {
 pub(crate) enum Page {
     Flags,
     Metrics,
+    /// The flags as JSON, for the Python package.
+    Settings,
 }
 
 /// A string that `Debug` hides.

@@ -58,9 +58,30 @@ pub(crate) fn parse(
     let mut notes =
         checked.map_err(|refusals| command.error(ErrorKind::UnknownArgument, refusals.join("\n       ")))?;
     notes.extend(variable::check(&get_env));
+    notes.extend(unused_port(&mut command, &matches)?);
     let args = Args::from_arg_matches(&matches).map_err(|error| error.format(&mut command))?;
     let given = given(&command, &matches, &platform);
     Ok(Parsed { args, given, notes, vertex_routes: platform.vertex_routes })
+}
+
+/// With a unix socket there is no port. A flag for one is refused; a variable is only noted, because containers set them.
+fn unused_port(command: &mut clap::Command, matches: &ArgMatches) -> Result<Vec<String>, clap::Error> {
+    let mut notes = Vec::new();
+    if matches.contains_id("uds") {
+        for name in ["port", "hostname"] {
+            match matches.value_source(name) {
+                Some(ValueSource::CommandLine) => {
+                    let message = format!("--{name} cannot be used with --uds: the server listens on one of them");
+                    return Err(command.error(ErrorKind::ArgumentConflict, message));
+                }
+                Some(ValueSource::EnvVariable) => {
+                    notes.push(format!("environment variable {} has no effect: --uds is set", name.to_uppercase()));
+                }
+                _ => {}
+            }
+        }
+    }
+    Ok(notes)
 }
 
 fn given(command: &clap::Command, matches: &ArgMatches, platform: &Platform) -> Vec<Given> {

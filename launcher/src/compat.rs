@@ -40,7 +40,6 @@ const RENDEZVOUS: &str = "ranks meet through a file in a private folder, and the
 
 pub(crate) const FLAGS: &[CompatFlag] = &[
     refused("speculate", Value, "speculative decoding is not supported yet; remove the flag"),
-    refused("otlp-endpoint", Value, "traces are not exported yet; remove the flag and use the metrics at /metrics"),
     refused("ngrok", Switch, "tunnels are not supported; run a separate tunnel process"),
     refused("ngrok-authtoken", Value, "tunnels are not supported; run a separate tunnel process"),
     refused("ngrok-edge", Value, "tunnels are not supported; run a separate tunnel process"),
@@ -51,7 +50,6 @@ pub(crate) const FLAGS: &[CompatFlag] = &[
     neutral("prometheus-port", Value, "metrics are served at /metrics on the main port"),
     neutral("master-addr", Value, RENDEZVOUS),
     neutral("master-port", Value, RENDEZVOUS),
-    neutral("otlp-service-name", Value, "traces are not exported"),
     neutral("usage-stats", Value, "the server never reports usage"),
 ];
 

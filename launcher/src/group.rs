@@ -21,8 +21,8 @@ pub(crate) struct Recipe {
     pub(crate) load: LoadOptions,
     /// As many blocks as the first group has, without repeating that group's memory measurements.
     pub(crate) warm_up: WarmUpOptions,
-    /// Weights of all ranks; `None` if the device has no room for a second copy.
-    pub(crate) weight_bytes: Option<u64>,
+    /// Host memory that a standby group takes. The error says why there is none.
+    pub(crate) standby_bytes: Result<u64, String>,
 }
 
 /// A group whose weights are loaded.

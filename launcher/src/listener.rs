@@ -1,10 +1,78 @@
-//! The server's port. It is bound before anything is loaded, so that a busy port is reported at once, and accepts connections
-//! only when everything is ready.
+//! Where the server listens: a port, or a unix socket. It is bound before anything is loaded, so that a busy port is reported
+//! at once, and accepts connections only when everything is ready.
 
-use std::net::SocketAddr;
+use std::fmt;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
 
+use penstock_router::Listener;
 use socket2::{Domain, Protocol, Socket, Type};
 use tokio::net::TcpListener;
+
+use crate::unix_socket::{ReservedSocket, SocketError, SocketFile};
+
+/// Where the server listens. Displays as a URL for a client on this machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Place {
+    Port(SocketAddr),
+    Socket(PathBuf),
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Port(address) if address.ip().is_unspecified() => {
+                write!(formatter, "http://{}", SocketAddr::new(Ipv4Addr::LOCALHOST.into(), address.port()))
+            }
+            Self::Port(address) => write!(formatter, "http://{address}"),
+            Self::Socket(path) => write!(formatter, "unix:{}", path.display()),
+        }
+    }
+}
+
+/// Bound, but not accepting connections yet.
+pub(crate) enum Reserved {
+    Port(ReservedPort),
+    Socket(ReservedSocket),
+}
+
+/// Why the server cannot listen.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ListenError {
+    #[error(transparent)]
+    Port(#[from] PortError),
+    #[error(transparent)]
+    Socket(#[from] SocketError),
+}
+
+impl Reserved {
+    /// Binds without listening.
+    pub(crate) fn bind(place: &Place) -> Result<Self, ListenError> {
+        Ok(match place {
+            Place::Port(address) => Self::Port(ReservedPort::bind(*address)?),
+            Place::Socket(path) => Self::Socket(ReservedSocket::bind(path)?),
+        })
+    }
+
+    /// Where clients reach it; has the number of the port that was chosen for port 0.
+    pub(crate) fn place(&self) -> Place {
+        match self {
+            Self::Port(port) => Place::Port(port.address),
+            Self::Socket(socket) => Place::Socket(socket.path().to_owned()),
+        }
+    }
+
+    /// Starts to listen, on a socket until its file is dropped.
+    pub(crate) fn open(self) -> Result<(Listener, Option<SocketFile>), ListenError> {
+        Ok(match self {
+            Self::Port(port) => (Listener::Tcp(port.open()?), None),
+            Self::Socket(socket) => {
+                let (listener, file) = socket.open()?;
+                (Listener::Unix(listener), Some(file))
+            }
+        })
+    }
+}
 
 /// A bound port that does not accept connections yet.
 pub(crate) struct ReservedPort {

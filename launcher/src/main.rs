@@ -22,6 +22,7 @@ mod model_folder;
 mod output;
 mod platform;
 mod prefetch;
+mod priority;
 mod process;
 mod quantize;
 mod reference;
@@ -31,6 +32,7 @@ mod standby;
 mod start;
 mod supervise;
 mod tool;
+mod unix_socket;
 mod variable;
 mod weights;
 mod workers;
@@ -52,7 +54,7 @@ use penstock_router::{Config, Services};
 use tokio_util::sync::CancellationToken;
 
 use crate::command_line::Parsed;
-use crate::listener::ReservedPort;
+use crate::listener::{Place, Reserved};
 use crate::resolve::Settings;
 use crate::start::{Started, log_choice};
 use crate::supervise::Supervisor;
@@ -111,13 +113,14 @@ fn run(parsed: &Parsed) -> anyhow::Result<Stopped> {
     if parsed.args.env {
         environment::report(&python, machine).iter().for_each(|line| tracing::info!("environment: {line}"));
     }
-    let port = ReservedPort::bind(settings.address)?;
+    let listener = Reserved::bind(&settings.place)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("cannot start threads")?;
     // The main thread runs this future, so the processes that it spawns live as long as this one (`process::python_module`).
     let stopped = runtime.block_on(async {
-        let (stop, second_signal) = signals::listen().context("cannot listen for signals")?;
+        let (stop, second_signal) =
+            signals::listen(parsed.args.stop_with_stdin).context("cannot listen for signals")?;
         tokio::select! {
-            result = serve(Setup { parsed, settings: &settings, api_keys, python: &python }, port, stop) => {
+            result = serve(Setup { parsed, settings: &settings, api_keys, python: &python }, listener, stop) => {
                 result.map(|()| Stopped::Drained)
             }
             signal = second_signal => Ok(Stopped::Immediately(signal)),
@@ -150,7 +153,7 @@ struct Setup<'a> {
 }
 
 /// Starts, serves until `stop`, drains, and stops the workers.
-async fn serve(setup: Setup<'_>, port: ReservedPort, stop: CancellationToken) -> anyhow::Result<()> {
+async fn serve(setup: Setup<'_>, listener: Reserved, stop: CancellationToken) -> anyhow::Result<()> {
     let Setup { parsed: Parsed { args, vertex_routes, .. }, settings, api_keys, python } = setup;
     let began = Instant::now();
     let started = tokio::select! {
@@ -171,12 +174,20 @@ async fn serve(setup: Setup<'_>, port: ReservedPort, stop: CancellationToken) ->
         max_client_batch_size: args.max_client_batch_size,
     };
     let config = Config {
+        served_model_names: match &args.served_model_name[..] {
+            [] => vec![prepared.model_id.clone()],
+            names => names.to_vec(),
+        },
+        check_model_names: args.check_model_name,
+        trusts_request_chat_templates: args.trust_request_chat_template,
+        priority_order: args.priority_order.into(),
         model_id: prepared.model_id,
         model_sha: prepared.sha,
         pipeline_tag: prepared.pipeline_tag.or_else(|| model.pipeline_tag().map(str::to_owned)),
         model_folder: folder.path.clone(),
         limits,
         decoder_prefix: model.decoder_prefix,
+        pooling: model.pooling,
         queue,
         validation_workers: args.validation_workers,
         payload_limit_bytes: args.payload_limit,
@@ -186,16 +197,20 @@ async fn serve(setup: Setup<'_>, port: ReservedPort, stop: CancellationToken) ->
         grammar_support: !args.disable_grammar_support,
         prefill_logprobs: args.enable_prefill_logprobs,
         max_stored_responses: args.max_stored_responses,
+        playground: !args.disable_playground,
         vertex_routes: vertex_routes.clone(),
         connections: ConnectionLimits::new(&limits),
         graceful_termination_timeout: settings.graceful_termination_timeout,
+        traces: settings.traces.clone(),
     };
     let has_keys = !config.api_keys.is_empty();
     let exporter = Exporter::install(&config.limits)?;
     metrics::batch_total_tokens((num_blocks * model.block_tokens) as usize);
-    let url = public_url(port.address);
-    let listener = port.open()?;
-    report_ready(&phases, began.elapsed(), &url, has_keys);
+    metrics::standby_groups(0);
+    let place = listener.place();
+    // The socket's file is removed when serving ends.
+    let (listener, _socket_file) = listener.open()?;
+    report_ready(&phases, began.elapsed(), &place, has_keys);
     // After a failure of the workers every open request has failed, so draining takes no time.
     let drain = stop.child_token();
     let services = Services { engine: Arc::new(engine.clone()), text, metrics: exporter };
@@ -243,21 +258,13 @@ fn compute_type(num_ranks: usize, device: &str) -> String {
     std::env::var("COMPUTE_TYPE").unwrap_or_else(|_| format!("{num_ranks}-{device}"))
 }
 
-/// The URL of the server for a client on this machine.
-fn public_url(mut address: std::net::SocketAddr) -> String {
-    if address.ip().is_unspecified() {
-        address.set_ip(std::net::Ipv4Addr::LOCALHOST.into());
-    }
-    format!("http://{address}")
-}
-
 /// Logs the startup phases, the URL and an example request.
-fn report_ready(phases: &[Phase], total: Duration, url: &str, has_keys: bool) {
+fn report_ready(phases: &[Phase], total: Duration, place: &Place, has_keys: bool) {
     for phase in phases {
         tracing::info!(seconds = rounded(phase.duration), "phase {}", phase.name);
     }
-    tracing::info!(url, seconds = rounded(total), "ready");
-    tracing::info!("try:\n{}", example(url, has_keys));
+    tracing::info!(url = place.to_string(), seconds = rounded(total), "ready");
+    tracing::info!("try:\n{}", example(place, has_keys));
 }
 
 /// Seconds, to the millisecond.
@@ -265,7 +272,11 @@ fn rounded(duration: Duration) -> f64 {
     (duration.as_secs_f64() * 1000.0).round() / 1000.0
 }
 
-fn example(url: &str, has_keys: bool) -> String {
+fn example(place: &Place, has_keys: bool) -> String {
+    let url = match place {
+        Place::Port(_) => place.to_string(),
+        Place::Socket(path) => format!("--unix-socket {} http://localhost", path.display()),
+    };
     let key = if has_keys { "-H 'authorization: Bearer KEY' " } else { "" };
     format!(
         "curl {url}/v1/chat/completions {key}-H 'content-type: application/json' \

@@ -24,11 +24,9 @@ const DIFFERENCES: &[(&str, &str)] = &[
     ("max-batch-total-tokens", "applies to every model; TGI ignores it for paged models"),
     ("max-client-batch-size", "TGI's default: 4"),
     ("model-id", "also .gguf files; TGI's default: `bigscience/bloom-560m`"),
+    ("otlp-endpoint", "a `traceparent` that is not sampled is honoured; `http://` only, checked at startup"),
     ("port", "0 picks a free port"),
-    (
-        "quantize",
-        "also serves GGUF files as they are; `exl2` is refused; `bitsandbytes-nf4` and `-fp4` need a checkpoint of that kind; `fp8` quantizes one at load on GPUs only",
-    ),
+    ("quantize", "also serves GGUF files as they are; `exl2` is refused"),
     ("rope-scaling", "`linear` only; its factor is applied"),
     ("shard-uds-path", "default: a private folder, not /tmp"),
     ("trust-remote-code", "TGI also runs it for model types that it knows"),
@@ -40,22 +38,31 @@ const OURS: &[&str] = &[
     "activation-bits",
     "api-key-file",
     "chat-template",
+    "check-model-name",
     "cpu-isa",
     "dequantize",
     "deterministic",
+    "disable-playground",
     "max-inter-token-ms",
     "max-queued-tokens",
     "max-steps-in-flight",
     "max-stored-responses",
     "prefix-caching",
+    "priority-order",
     "queue-timeout",
+    "served-model-name",
+    "standby",
     "step-timeout",
+    "stop-with-stdin",
+    "trust-request-chat-template",
+    "uds",
 ];
 
 /// The page as Markdown.
 pub(crate) fn render(page: Page) -> String {
     match page {
         Page::Flags => flags(),
+        Page::Settings => settings(),
         Page::Metrics => penstock_router::telemetry::metrics::reference(),
     }
 }
@@ -66,7 +73,7 @@ const INTRODUCTION: &str = "\
 Generated from the code by `make docs`; do not edit. A flag overrides its environment variable, which overrides the default
 of the platform (SageMaker, Vertex AI), which overrides the default below. Each flag of text-generation-inference is in one
 of the three tables. If the server has API keys, every route requires one except `/health` and its parts, `/ping`, GET `/`,
-`/metrics`, `/info`, `/v1/models` and the API documentation. The server speaks HTTP/1.1 and HTTP/2 on one port, without TLS;
+`/metrics`, `/info`, `/version`, `/v1/models`, the playground's page and the API documentation. The server speaks HTTP/1.1 and HTTP/2 on one port or unix socket, without TLS;
 use a proxy for TLS.
 ";
 
@@ -104,6 +111,22 @@ fn flags() -> String {
         let _ = writeln!(page, "| `{name}` | {effect} |");
     }
     page
+}
+
+/// Every flag, those that only TGI has included: its name, its variable, and whether it is a switch.
+fn settings() -> String {
+    let mut command = command_line::command();
+    command.build();
+    let is_setting = |arg: &&Arg| !matches!(arg.get_action(), ArgAction::Help | ArgAction::Version);
+    let setting = |arg: &Arg| {
+        serde_json::json!({
+            "name": arg.get_long(),
+            "variable": arg.get_env().map(|name| name.to_string_lossy()),
+            "switch": matches!(arg.get_action(), ArgAction::SetTrue),
+        })
+    };
+    let settings: Vec<_> = command.get_arguments().filter(is_setting).map(setting).collect();
+    serde_json::Value::from(settings).to_string()
 }
 
 fn row(arg: &Arg) -> String {

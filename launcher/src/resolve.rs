@@ -6,11 +6,13 @@
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
+use penstock_router::config::{EndpointError, TraceConfig};
 use penstock_router::worker::Description;
 use penstock_scheduler::BlockLayout;
 
 use crate::args::{Args, RopeScaling};
 use crate::attention::Attention;
+use crate::listener::Place;
 
 /// Default limit on the sequences of a step.
 const DEFAULT_MAX_STEP_SEQUENCES: u32 = 256;
@@ -57,7 +59,7 @@ impl Choice {
 /// Settings that depend on flags and machine only.
 #[derive(Clone, Debug)]
 pub(crate) struct Settings {
-    pub(crate) address: SocketAddr,
+    pub(crate) place: Place,
     pub(crate) num_ranks: usize,
     /// CPU threads per rank.
     pub(crate) num_threads: usize,
@@ -69,6 +71,8 @@ pub(crate) struct Settings {
     /// Limit on a step with decodes; `None` lets the scheduler choose by measurement.
     pub(crate) max_inter_token: Option<Duration>,
     pub(crate) queue_timeout: Option<Duration>,
+    /// Where traces go; `None`: nowhere.
+    pub(crate) traces: Option<TraceConfig>,
     pub(crate) choices: Vec<Choice>,
     /// Given values that were replaced, or need attention.
     pub(crate) warnings: Vec<String>,
@@ -116,6 +120,8 @@ pub(crate) enum ResolveError {
     InputBeyondTotal { given: u32, max_total_tokens: u32, reason: String },
     #[error("--max-input-tokens is {given}, but this model's inputs can have at most {allowed} tokens ({reason})")]
     InputBeyondSource { given: u32, allowed: u32, reason: &'static str },
+    #[error(transparent)]
+    OtlpEndpoint(#[from] EndpointError),
 }
 
 impl Settings {
@@ -144,7 +150,7 @@ impl Settings {
         let max_input_tokens = args.max_input_tokens.or(args.max_input_length);
         check_contradictions(args, max_input_tokens, max_step_sequences)?;
         Ok(Self {
-            address: SocketAddr::new(listen_ip(&args.hostname, &mut warnings), args.port),
+            place: place(args, &mut warnings),
             num_ranks,
             num_threads,
             max_step_sequences,
@@ -153,6 +159,7 @@ impl Settings {
             graceful_termination_timeout: Duration::from_secs(args.graceful_termination_timeout),
             max_inter_token: max_inter_token(args, &mut choices),
             queue_timeout: args.queue_timeout.map(Duration::from_secs),
+            traces: traces(args)?,
             choices,
             warnings,
         })
@@ -171,7 +178,9 @@ impl Settings {
         let longest_source = self.max_input_tokens.unwrap_or(longest_source);
         let source_tokens = model.max_source_tokens.min(longest_source).min(args.max_total_tokens.unwrap_or(u32::MAX));
         // Each running sequence advances in every step by at least one token.
-        let tokens = wanted.min(model.max_position_tokens).max(source_tokens.saturating_add(self.max_step_sequences));
+        // A sequence that is pooled has one step, or few, so steps are shared by many sequences.
+        let wanted = if model.pooling.is_some() { wanted } else { wanted.min(model.max_position_tokens) };
+        let tokens = wanted.max(source_tokens.saturating_add(self.max_step_sequences));
         let reason = format!("the default on a {device}, adjusted to the model and max-batch-size");
         (tokens, Some(Choice::new("max-batch-prefill-tokens", tokens, reason)))
     }
@@ -183,7 +192,7 @@ impl Settings {
 
     /// Whether prompts with a common prefix share their KV cache.
     pub(crate) fn prefix_caching(args: &Args, model: &Description) -> (bool, Option<Choice>) {
-        if !args.prefix_caching || !model.is_encoder_decoder() {
+        if !args.prefix_caching || model.max_source_tokens == 0 {
             return (args.prefix_caching, None);
         }
         let reason = "every token of an encoder's source depends on the whole source, so prefixes cannot be shared";
@@ -255,7 +264,7 @@ fn check_source(given: u32, model: &Description, step_tokens: u32) -> Result<u32
     } else {
         (step_tokens, "max-batch-prefill-tokens: an encoder reads its source in one step")
     };
-    if model.is_encoder_decoder() && given > allowed {
+    if model.max_source_tokens > 0 && given > allowed {
         return Err(ResolveError::InputBeyondSource { given, allowed, reason });
     }
     Ok(given)
@@ -269,10 +278,13 @@ fn default_input(
     max_total_tokens: u32,
 ) -> (u32, &'static str) {
     let total = (max_total_tokens.saturating_sub(1), "max-total-tokens - 1");
-    if !model.is_encoder_decoder() {
+    if model.max_source_tokens == 0 {
         return total;
     }
-    let remaining = step_tokens.saturating_sub(settings.max_step_sequences).max(step_tokens / 2);
+    let remaining = match model.pooling {
+        Some(_) => step_tokens,
+        None => step_tokens.saturating_sub(settings.max_step_sequences).max(step_tokens / 2),
+    };
     let step = (remaining, "what an encoder can read in one step along with the other sequences' tokens");
     let source = (model.max_source_tokens, "the model's maximum source length");
     [source, step, total].into_iter().min_by_key(|(tokens, _)| *tokens).unwrap_or(total)
@@ -391,12 +403,25 @@ fn max_step_sequences(args: &Args, choices: &mut Vec<Choice>) -> u32 {
     size
 }
 
+/// COMPAT: an empty variable is as good as none.
+fn traces(args: &Args) -> Result<Option<TraceConfig>, EndpointError> {
+    let endpoint = args.otlp_endpoint.as_deref().filter(|endpoint| !endpoint.is_empty());
+    endpoint.map(|endpoint| TraceConfig::new(endpoint, &args.otlp_service_name)).transpose()
+}
+
 fn max_inter_token(args: &Args, choices: &mut Vec<Choice>) -> Option<Duration> {
     if args.max_inter_token_ms.is_none() {
         let reason = "of the duration of a step without prompts, measured while serving";
         choices.push(Choice::new("max-inter-token-ms", "a small multiple", reason));
     }
     args.max_inter_token_ms.map(Duration::from_millis)
+}
+
+fn place(args: &Args, warnings: &mut Vec<String>) -> Place {
+    match &args.uds {
+        Some(path) => Place::Socket(path.clone()),
+        None => Place::Port(SocketAddr::new(listen_ip(&args.hostname, warnings), args.port)),
+    }
 }
 
 /// COMPAT: containers set `HOSTNAME` to the machine's name. Like TGI, the server then listens on all addresses and warns.

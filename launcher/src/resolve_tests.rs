@@ -28,6 +28,7 @@ fn model(device: &str) -> Description {
         max_position_tokens: 8192,
         window_tokens: None,
         decoder_prefix: [].into(),
+        pooling: None,
         max_source_tokens: 0,
         weight_bytes: 0,
         kv_bytes_per_block: 0,
@@ -213,11 +214,11 @@ fn a_cache_size_in_tokens_is_rounded_up_to_blocks() {
 #[test]
 fn a_hostname_that_is_not_an_address_means_all_addresses_with_a_warning() {
     let container = settings("--hostname 3f2a9c").unwrap();
-    assert_eq!(container.address.to_string(), "0.0.0.0:3000");
+    assert_eq!(container.place, Place::Port("0.0.0.0:3000".parse().unwrap()));
     assert!(container.warnings[0].contains("3f2a9c"));
     for (hostname, address) in [("127.0.0.1", "127.0.0.1:80"), ("localhost", "127.0.0.1:80"), ("::1", "[::1]:80")] {
         let settings = settings(&format!("--hostname {hostname} --port 80")).unwrap();
-        assert_eq!((settings.address.to_string().as_str(), settings.warnings.len()), (address, 0));
+        assert_eq!((settings.place, settings.warnings.len()), (Place::Port(address.parse().unwrap()), 0));
     }
 }
 

@@ -16,6 +16,7 @@ use crate::model_folder::{FolderError, ModelFolder};
 use crate::prefetch;
 use crate::quantize::Quantize;
 use crate::resolve::{Choice, ResolveError, SequenceLimits, Settings};
+use crate::standby::Standby;
 use crate::supervise::Supervisor;
 use crate::weights::{self, PrepareError, Prepared};
 use crate::workers::{WorkerOptions, Workers};
@@ -115,12 +116,15 @@ pub(crate) async fn start(args: &Args, settings: &Settings, python: &Path) -> Re
     };
     let num_blocks = Some(u64::from(loaded.pool.num_blocks));
     let warm_up = WarmUpOptions { num_blocks, proven: true, ..loaded.warm_up };
-    // A second copy of the weights fits in a host's memory, not in a device's.
-    let weight_bytes = loaded.model.device.starts_with("cpu").then_some(loaded.model.weight_bytes);
+    let room = loaded.pool.standby_room_bytes;
+    let standby_bytes = args.standby.host_bytes(loaded.model.weight_bytes, room, settings.num_ranks);
+    if let (Ok(_), Some(room)) = (&standby_bytes, room) {
+        tracing::info!("a standby group is kept: the weights fit twice, and {} MiB of each GPU are left", room >> 20);
+    }
     // The scheduler counts in the first group's blocks.
     let load = LoadOptions { block_tokens: Some(loaded.model.block_tokens), ..loaded.load };
-    let recipe = Recipe { workers: worker_options, load, warm_up, weight_bytes };
-    let (supervisor, restart) = Supervisor::new(recipe, fork_server, workers);
+    let recipe = Recipe { workers: worker_options, load, warm_up, standby_bytes };
+    let (supervisor, restart) = Supervisor::new(recipe, fork_server, workers, loaded.group.probe());
     Ok(Started {
         engine: Engine::start(loaded.group, options, Arc::new(restart)),
         supervisor,
@@ -208,11 +212,14 @@ async fn load(
     let warm_up = WarmUpOptions {
         max_step_tokens: step_tokens,
         max_step_sequences: settings.max_step_sequences,
-        max_sequence_tokens: args.max_total_tokens.map(|tokens| tokens + model.num_prefix_tokens()),
+        max_sequence_tokens: args
+            .max_total_tokens
+            .map(|tokens| tokens + model.num_prefix_tokens() - model.num_uncomputed_tokens()),
         num_blocks: Settings::num_blocks(args, &model).map(u64::from),
         memory_fraction: settings.memory_fraction,
         proven: false,
         graph_sizes: args.cuda_graphs.clone(),
+        reserves_standby: args.standby == Standby::Reserve,
     };
     if !args.cuda_graphs.is_empty() && model.device.starts_with("cpu") {
         tracing::info!("--cuda-graphs has no effect: the model runs on a CPU");

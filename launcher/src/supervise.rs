@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 use futures::FutureExt;
 use futures::future::{self, BoxFuture};
 use penstock_router::engine::{RestartError, RestartGroup, RestartTimes, Restarted};
+use penstock_router::telemetry::metrics;
+use penstock_router::worker::{HealthProbe, RankProgress};
 use tokio::sync::{mpsc, oneshot};
 
 use crate::fork_server::ForkServer;
@@ -14,8 +16,11 @@ use crate::group::{self, EXIT_REASON_TIMEOUT, GroupError, Loaded, Recipe};
 use crate::standby::{StandbyEvent, StandbyGroup};
 use crate::workers::Workers;
 
-/// A standby group starts this long after a group became ready, so that its load does not slow the first steps down.
+/// A standby group starts this long after a group became ready, so that its load does not slow the first steps down, and once the
+/// group's KV pool has its memory, so that only the rest counts as available.
 const STANDBY_DELAY: Duration = Duration::from_secs(1);
+/// Time limit of the question whether a group's KV pool has its memory.
+const PROBE_TIMEOUT: Duration = Duration::from_secs(1);
 /// Delay after a standby group was lost, for example for want of memory.
 const STANDBY_RETRY: Duration = Duration::from_secs(60);
 
@@ -26,6 +31,8 @@ pub(crate) struct Supervisor {
     fork_server: ForkServer,
     /// `None` after a failed restart.
     workers: Option<Workers>,
+    /// Of the current group.
+    probe: HealthProbe,
     standby: Option<StandbyGroup>,
     /// When to start a standby group; `None` if there is one, or if there can be none.
     standby_due: Option<Instant>,
@@ -54,13 +61,19 @@ impl RestartGroup for Restarter {
 }
 
 impl Supervisor {
-    /// `workers` is the first group, forked by `fork_server`.
-    pub(crate) fn new(recipe: Recipe, fork_server: ForkServer, workers: Workers) -> (Self, Restarter) {
+    /// `workers` is the first group, forked by `fork_server`; `probe` asks it.
+    pub(crate) fn new(
+        recipe: Recipe,
+        fork_server: ForkServer,
+        workers: Workers,
+        probe: HealthProbe,
+    ) -> (Self, Restarter) {
         let (sender, requests) = mpsc::unbounded_channel();
         let supervisor = Self {
             recipe,
             fork_server,
             workers: Some(workers),
+            probe,
             standby: None,
             standby_due: Some(Instant::now() + STANDBY_DELAY),
             num_groups: 1,
@@ -76,15 +89,21 @@ impl Supervisor {
             tokio::select! {
                 reason = or_never(self.workers.as_mut().map(Workers::exit)) => self.reap(reason),
                 event = or_never(self.standby.as_mut().map(StandbyGroup::next_event)) => match event {
-                    StandbyEvent::Ready => tracing::info!("the standby group is ready"),
+                    StandbyEvent::Ready => {
+                        metrics::standby_groups(1);
+                        tracing::info!("the standby group is ready");
+                    }
                     StandbyEvent::Lost(reason) => {
                         let seconds = STANDBY_RETRY.as_secs();
                         tracing::info!("the standby group failed, the next one starts in {seconds} s: {reason}");
+                        metrics::standby_groups(0);
                         self.standby = None;
                         self.standby_due = Some(Instant::now() + STANDBY_RETRY);
                     }
                 },
-                () = or_never(self.standby_due.map(|due| tokio::time::sleep_until(due.into()))) => self.start_standby(),
+                () = or_never(self.standby_due.map(|due| tokio::time::sleep_until(due.into()))) => {
+                    self.start_standby().await;
+                }
                 Some(mut request) = self.requests.recv() => {
                     tokio::select! {
                         answer = self.restart() => {
@@ -117,7 +136,12 @@ impl Supervisor {
         self.fork_server.stop().await;
     }
 
-    fn start_standby(&mut self) {
+    async fn start_standby(&mut self) {
+        let has_its_memory = |rank: &Option<RankProgress>| rank.is_some_and(|rank| !rank.is_backing_pool);
+        if !self.probe.progress(PROBE_TIMEOUT).await.iter().all(has_its_memory) {
+            self.standby_due = Some(Instant::now() + STANDBY_DELAY);
+            return;
+        }
         self.standby_due = None;
         match StandbyGroup::start(&self.recipe, &mut self.fork_server, self.num_groups) {
             Ok(standby) => {
@@ -154,6 +178,7 @@ impl Supervisor {
         self.exit_reason = None;
         self.standby_due = None;
         times.stop = lap.next();
+        metrics::standby_groups(0);
         let (workers, loading) = match self.standby.take().and_then(StandbyGroup::into_ready) {
             Some((workers, loaded)) => (workers, future::ready(Ok(loaded)).boxed()),
             None => {
@@ -184,6 +209,7 @@ impl Supervisor {
             Ok(group) => group,
             Err(error) => return Err(restart_error(error.explained(workers).await)),
         };
+        self.probe = group.probe();
         self.standby_due = Some(Instant::now() + STANDBY_DELAY);
         Ok(Restarted { group, times })
     }

@@ -5,7 +5,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use clap::{Args, Subcommand};
+use clap::{Args, Subcommand, ValueEnum};
 
 use crate::dtype::Dtype;
 use crate::process;
@@ -21,6 +21,8 @@ pub(crate) enum Tool {
     },
     /// Describe a model, how it would be served here, and every problem with it, without loading it
     Check(Check),
+    /// Measure a running server, or two side by side, over the number of concurrent streams
+    Bench(Bench),
 }
 
 /// Exits with status 0 if the model can be served with these options, 1 if it cannot. Downloads only the small files of a
@@ -59,6 +61,89 @@ pub(crate) struct Check {
     json: bool,
 }
 
+/// Writes result.json and plot.svg. Needs AIPerf: pip install 'penstock[bench]'. A server's API key is read from OPENAI_API_KEY.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct Bench {
+    /// Server to measure
+    #[arg(long, default_value = "http://127.0.0.1:3000")]
+    url: String,
+
+    /// Second server, which gets the same load after the first
+    #[arg(long, value_name = "URL")]
+    against: Option<String>,
+
+    /// Numbers of concurrent streams, separated by commas
+    #[arg(long, value_delimiter = ',', default_value = "1,8,32", value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    concurrency: Vec<u32>,
+
+    /// Route to measure
+    #[arg(long, value_enum, default_value_t = Endpoint::Chat)]
+    endpoint: Endpoint,
+
+    /// Tokens of random text in each prompt
+    #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
+    input_tokens: u32,
+
+    /// Tokens to generate for each request
+    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(2..))]
+    output_tokens: u32,
+
+    /// Requests that each stream sends, one after the other
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
+    requests_per_stream: u32,
+
+    /// Prompts instead of random text: a JSONL file with a "text" in each line, or the name of a public data set of AIPerf
+    #[arg(long, conflicts_with = "input_tokens")]
+    dataset: Option<String>,
+
+    /// Tokenizer that measures the prompts: a folder, a model id on the Hugging Face Hub, or "builtin" [default: the model's]
+    #[arg(long)]
+    tokenizer: Option<String>,
+
+    /// Let answers end early. Without this, requests have "ignore_eos", so that all answers are of equal length
+    #[arg(long)]
+    stop_at_eos: bool,
+
+    /// Folder for the result
+    #[arg(long, default_value = "penstock-bench")]
+    output: PathBuf,
+}
+
+/// A route that can be measured.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Endpoint {
+    Chat,
+    Completions,
+    Generate,
+    Responses,
+    Messages,
+}
+
+impl Bench {
+    fn arguments(&self, command: &mut Command) {
+        let endpoint = match self.endpoint {
+            Endpoint::Chat => "chat",
+            Endpoint::Completions => "completions",
+            Endpoint::Generate => "generate",
+            Endpoint::Responses => "responses",
+            Endpoint::Messages => "messages",
+        };
+        let numbers = [
+            ("--input-tokens", self.input_tokens),
+            ("--output-tokens", self.output_tokens),
+            ("--requests-per-stream", self.requests_per_stream),
+        ];
+        let texts = [("--against", &self.against), ("--dataset", &self.dataset), ("--tokenizer", &self.tokenizer)];
+        command.args(["-m", "penstock_server.bench", "--endpoint", endpoint]).arg(format!("--url={}", self.url));
+        command.args(numbers.map(|(name, number)| format!("{name}={number}")));
+        // In one argument, because a value may begin with a dash.
+        command.args(texts.iter().filter_map(|(name, text)| Some(format!("{name}={}", text.as_ref()?))));
+        command.args(self.stop_at_eos.then_some("--stop-at-eos"));
+        command.arg("--concurrency").args(self.concurrency.iter().map(u32::to_string));
+        command.arg("--output").arg(&self.output);
+    }
+}
+
 impl Tool {
     /// Returns only if the interpreter cannot be started.
     pub(crate) fn run(&self, python: &Path) -> io::Error {
@@ -71,6 +156,10 @@ impl Tool {
 
     fn arguments<'a>(&self, command: &'a mut Command) -> &'a mut Command {
         let json = match self {
+            Self::Bench(bench) => {
+                bench.arguments(command);
+                &false
+            }
             Self::Models { json } => {
                 command.args(["-m", "penstock_server.catalog"]);
                 json

@@ -56,6 +56,11 @@ pub(crate) const VARIABLES: &[(&str, Effect)] = &[
     ("DEBUG", Neutral("in TGI it made one worker simulate several ranks")),
     ("DOCKER_LABEL", Neutral("TGI read it at build time; this build reports its own version")),
     ("GIT_SHA", Neutral("TGI read it at build time; this build reports its own version")),
+    (
+        "OTEL_EXPORTER_OTLP_HEADERS",
+        Honoured("headers for the trace collector, such as `authorization=Bearer KEY`; never logged"),
+    ),
+    ("OTEL_RESOURCE_ATTRIBUTES", Honoured("attributes of the server in its traces, such as `k8s.pod.name=a,zone=b`")),
     ("HF_MODEL_ID", Honoured("SageMaker's MODEL_ID")),
     ("HF_MODEL_REVISION", Honoured("SageMaker's REVISION")),
     ("SM_NUM_GPUS", Honoured("SageMaker's NUM_SHARD; on SageMaker the port is 8080, whatever PORT says")),

@@ -200,6 +200,25 @@ fn a_kv_cache_dtype_is_one_of_those_listed() {
 }
 
 #[test]
+fn a_trace_collector_is_a_plain_http_url() {
+    for arguments in [&["--otlp-endpoint", "http://localhost:4317", "--otlp-service-name", "name"][..], &[]] {
+        let output = penstock(&[arguments, &CONTRADICTION].concat(), &[("OTLP_ENDPOINT", "")]);
+        let message = printed(&output);
+        assert!(message.contains("max-input-tokens must be less than"), "{message}");
+    }
+    for endpoint in ["localhost:4317", "https://localhost:4317"] {
+        for (arguments, environment) in
+            [(&["--otlp-endpoint", endpoint][..], &[][..]), (&[], &[("OTLP_ENDPOINT", endpoint)])]
+        {
+            let output = penstock(arguments, environment);
+            assert_eq!(output.status.code(), Some(2));
+            let message = printed(&output);
+            assert!(message.contains("as in http://localhost:4317") && message.contains("TLS"), "{message}");
+        }
+    }
+}
+
+#[test]
 fn batch_sizes_of_cuda_graphs_are_numbers() {
     for sizes in ["0", "1,2,4,8,16,32", "64"] {
         let message = printed(&penstock(&[&["--cuda-graphs", sizes], &CONTRADICTION[..]].concat(), &[]));
@@ -264,6 +283,31 @@ fn a_busy_port_is_reported_before_anything_is_loaded() {
     let output = penstock(&["--hostname", "127.0.0.1", "--port", &port], &[("PENSTOCK_PYTHON", "/nonexistent")]);
     assert_eq!(output.status.code(), Some(1));
     assert!(printed(&output).contains(&format!("port {port} on 127.0.0.1 is in use")), "{}", printed(&output));
+}
+
+#[test]
+fn a_unix_socket_excludes_the_flags_of_a_port_but_not_their_variables() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = folder.path().join("socket").to_string_lossy().into_owned();
+    for flag in ["--port", "--hostname"] {
+        let output = penstock(&["--uds", &path, flag, "127"], &[]);
+        assert_eq!(output.status.code(), Some(2));
+        let expected = format!("{flag} cannot be used with --uds: the server listens on one of them");
+        assert!(printed(&output).contains(&expected), "{}", printed(&output));
+    }
+    let environment = [("PORT", "80"), ("HOSTNAME", "3f2a9c"), ("PENSTOCK_PYTHON", "/nonexistent")];
+    let output = penstock(&["--uds", &path], &environment);
+    for expected in ["PORT has no effect: --uds is set", "HOSTNAME has no effect", "cannot start /nonexistent"] {
+        assert!(printed(&output).contains(expected), "{}", printed(&output));
+    }
+    assert_eq!(std::fs::read_dir(folder.path()).expect("a folder").count(), 0, "the socket's files were left behind");
+}
+
+#[test]
+fn the_end_of_standard_input_stops_the_server_only_with_the_flag() {
+    let until_killed = "case $2 in *prepare) sleep 60;; *) sleep 2; exit 3;; esac";
+    assert_eq!(with_python(until_killed, &["--stop-with-stdin"], &[]).status.code(), Some(0));
+    assert_eq!(with_python(until_killed, &[], &[]).status.code(), Some(1));
 }
 
 #[test]
@@ -384,4 +428,27 @@ fn the_environment_report_contains_no_secret() {
     let environment = [("HF_TOKEN", "hf_secret"), ("PENSTOCK_PYTHON", "/nonexistent")];
     let message = printed(&penstock(&["--env", "--hostname", "127.0.0.1", "--port", "0"], &environment));
     assert!(message.contains("environment: penstock ") && !message.contains("hf_secret"), "{message}");
+}
+
+#[test]
+fn bench_passes_its_settings_on_and_refuses_wrong_numbers() {
+    let echo = [("PENSTOCK_PYTHON", "/bin/echo")];
+    let arguments = ["bench", "--url", "http://a:1", "--against=-x", "--concurrency", "4,1", "--endpoint", "generate"];
+    let output = penstock(&arguments, &echo);
+    assert_eq!(
+        String::from_utf8_lossy(&output.stdout).trim(),
+        "-m penstock_server.bench --endpoint generate --url=http://a:1 --input-tokens=512 --output-tokens=128 \
+         --requests-per-stream=5 --against=-x --concurrency 4 1 --output penstock-bench"
+    );
+    for wrong in [
+        &["--concurrency", "0"][..],
+        &["--concurrency", "1,x"],
+        &["--output-tokens", "1"],
+        &["--endpoint", "embed"],
+        &["--dataset", "prompts.jsonl", "--input-tokens", "7"],
+    ] {
+        let output = penstock(&[&["bench"], wrong].concat(), &echo);
+        assert_eq!(output.status.code(), Some(2), "{}", printed(&output));
+        assert!(printed(&output).contains(wrong[0]), "{}", printed(&output));
+    }
 }

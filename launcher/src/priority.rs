@@ -1,0 +1,20 @@
+//! The orders that `--priority-order` accepts.
+
+use clap::ValueEnum;
+use penstock_router::config;
+
+/// Which priorities are served first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum PriorityOrder {
+    HighestFirst,
+    LowestFirst,
+}
+
+impl From<PriorityOrder> for config::PriorityOrder {
+    fn from(order: PriorityOrder) -> Self {
+        match order {
+            PriorityOrder::HighestFirst => Self::HighestFirst,
+            PriorityOrder::LowestFirst => Self::LowestFirst,
+        }
+    }
+}
