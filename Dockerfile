@@ -7,6 +7,8 @@ FROM ${BUILD_BASE} AS build
 RUN apt-get update && apt-get install -y --no-install-recommends build-essential python3 python3-venv \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
+# Otherwise each container would compile a thousand modules of torch at its start.
+ENV UV_COMPILE_BYTECODE=1
 RUN python3 -m venv /opt/penstock && /opt/penstock/bin/pip install --no-cache-dir uv
 COPY requirements.txt .
 RUN /opt/penstock/bin/uv pip install --no-cache --python /opt/penstock/bin/python -r requirements.txt \

@@ -127,7 +127,10 @@ clean: ## remove everything that was built
 
 .make/penstock: .make/venv $(RUST) pyproject.toml packaging/backend.py README.md
 	cargo build --release --locked --package penstock
-	$(UV) --quiet --no-deps --no-build-isolation --reinstall --editable .
+	# Installers that are not pip write no bytecode, and with PYTHONDONTWRITEBYTECODE an import does not either: each start
+	# would compile a thousand modules of torch.
+	$(UV) --quiet --no-deps --no-build-isolation --reinstall --compile-bytecode --editable .
+	$(BIN)/python -m compileall -q server/penstock server/penstock_server
 	@mkdir -p .make && touch $@
 
 .make/kernels: .make/venv $(KERNELS)

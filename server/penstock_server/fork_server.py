@@ -31,6 +31,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
 from penstock_server import log
@@ -218,7 +219,24 @@ def _import_all() -> Callable[[WorkerConfig], int]:
                 importlib.import_module(module.name)
     # The native kernels of the default data type.
     native_build.find_build(torch.device("cpu"), torch.bfloat16)
+    check_bytecode(torch)
     return worker.run
+
+
+def check_bytecode(module: ModuleType) -> None:
+    """Warn if the bytecode of an imported package is not on disk, because every start then compiles all imports again.
+
+    An import writes it, unless PYTHONDONTWRITEBYTECODE is set or the folder is read-only.
+    """
+    spec = module.__spec__
+    if spec is None or spec.cached is None or spec.origin is None or Path(spec.cached).exists():
+        return
+    logger.warning(
+        "%s has no bytecode on disk, so every start compiles the imported packages again; run: %s -m compileall -q %s",
+        module.__name__,
+        sys.executable,
+        Path(spec.origin).parents[1],
+    )
 
 
 def main() -> int:

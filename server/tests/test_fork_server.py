@@ -266,3 +266,29 @@ print(
     environment = {**os.environ, **threads, "PYTHONPATH": str(Path(__file__).parents[1]), "TRITON_INTERPRET": "0"}
     printed = subprocess.check_output([sys.executable, "-c", program], env=environment, text=True)
     assert printed.split() == [str(has_gpu), "False", "False", "1"]
+
+
+def test_imports_without_bytecode_on_disk_are_warned_of(tmp_path: Path) -> None:
+    (tmp_path / "packages" / "example").mkdir(parents=True)
+    (tmp_path / "packages" / "example" / "__init__.py").touch()
+    program = "import example\nfrom penstock_server import fork_server, log\nlog.configure()\n"
+    program += "fork_server.check_bytecode(example)"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path / "packages"), str(Path(__file__).parents[1])]),
+        "PYTHONPYCACHEPREFIX": str(tmp_path / "cache"),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+
+    def warnings() -> list[str]:
+        command = [sys.executable, "-c", program]
+        lines = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=True).stderr
+        return [json.loads(line)["message"] for line in lines.splitlines()]
+
+    (warning,) = warnings()
+    assert warning.startswith("example has no bytecode on disk")
+    assert warning.endswith(f"run: {sys.executable} -m compileall -q {tmp_path / 'packages'}")
+    environment["PYTHONDONTWRITEBYTECODE"] = ""
+    assert warnings() == []
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
+    assert warnings() == []
