@@ -22,6 +22,12 @@ pub(crate) const VARIABLES: &[(&str, Effect)] = &[
     ("HF_HOME", Honoured("folder for all files of the Hub's library; models are under hub/")),
     ("HF_HUB_CACHE", Honoured("folder that holds Hub models; --huggingface-hub-cache overrides it")),
     ("HF_HUB_OFFLINE", Honoured("1: use cached models only")),
+    (
+        "PENSTOCK_HUB_RETRIES",
+        Honoured(
+            "how often in a row the Hub is asked again after 429, 5xx or a lost connection, from 0 on [default: 5]",
+        ),
+    ),
     ("HF_HUB_USER_AGENT_ORIGIN", Honoured("sent to the Hub by its library; this server sends nothing else")),
     ("HF_HUB_ENABLE_HF_TRANSFER", Neutral("the Hub's library has a fast download of its own")),
     ("LOG_LEVEL", Honoured("trace, debug, info, warn, error, off, or a filter such as `hyper=debug`")),

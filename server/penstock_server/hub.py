@@ -1,15 +1,17 @@
 """Downloads the files of a hub model that serving needs into the Hugging Face cache. Imports no torch.
 
-The library keeps finished files and resumes interrupted ones. Without a connection, or with HF_HUB_OFFLINE=1, the cache
-is used as it is.
+INVARIANT: a file under its final name is complete: the library writes to another name and renames. It resumes a broken
+connection; a new process downloads only the missing files. Without a connection, or with HF_HUB_OFFLINE=1, the cache is
+used as it is.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +30,10 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from penstock_server.errors import ConfigError
+from penstock_server.hub_disk import check_room, remove_abandoned, write_errors
+from penstock_server.hub_retry import Passing, Retries, as_passing
 from penstock_server.progress import Progress
-from penstock_server.weights.folder import choose_weights
+from penstock_server.weights.folder import choose_weights, find_weights
 
 SMALL_FILE_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 DEFAULT_REVISION = "main"
@@ -54,23 +58,58 @@ def download(
     with_code: also the checkpoint's Python files. with_weights: whether to download weights.
     Raises ConfigError when the model does not exist, is not accessible, or has no supported weights.
     """
-    return online_or_cached(model_id, revision, lambda: _download(model_id, revision, with_code, with_weights))
+    return online_or_cached(
+        model_id,
+        revision,
+        lambda: _download(model_id, revision, with_code, with_weights),
+        is_complete=lambda folder: _is_complete(folder, with_weights),
+    )
 
 
-def online_or_cached(model_id: str, revision: str | None, fetch: Callable[[], Result]) -> Result | Snapshot:
-    """The result of `fetch`, or the cached snapshot when the hub is offline or fails. Raises ConfigError."""
+def online_or_cached(
+    model_id: str,
+    revision: str | None,
+    fetch: Callable[[], Result],
+    is_complete: Callable[[Path], bool] = lambda folder: True,
+) -> Result | Snapshot:
+    """The result of `fetch`, or the cached snapshot when the hub is offline or fails.
+
+    is_complete: whether a cached snapshot can be used at once. Otherwise `fetch` is tried again first, because it
+    continues where it failed. Raises ConfigError.
+    """
     disable_progress_bars()
-    with hub_errors(model_id, revision):
-        try:
-            return fetch()
-        except OfflineModeIsEnabled:
-            return cached(model_id, revision, "HF_HUB_OFFLINE is set")
-        except HfHubHTTPError as error:
-            if error.response is not None and error.response.status_code < 500:
-                raise
-            return cached(model_id, revision, f"the hub answered {error}")
-        except (HTTPError, ConnectionError, TimeoutError) as error:
-            return cached(model_id, revision, f"the hub cannot be reached ({error})")
+    retries, num_files = Retries(), _num_blobs(model_id)
+    with hub_errors(model_id, revision), write_errors(hub_cache(model_id), model_id):
+        while True:
+            try:
+                return fetch()
+            except OfflineModeIsEnabled:
+                return cached(model_id, revision, "HF_HUB_OFFLINE is set")
+            except (HTTPError, OSError) as error:
+                failure = as_passing(error)
+                if failure is None:
+                    raise
+            snapshot = _find_cached(model_id, revision)
+            if snapshot is not None and is_complete(snapshot.folder):
+                print(f"{failure}; using commit {snapshot.sha} from the cache", file=sys.stderr, flush=True)
+                return snapshot
+            if (arrived := _num_blobs(model_id)) > num_files:
+                num_files = arrived
+                retries.reset()
+            if not retries.wait(failure):
+                return cached(model_id, revision, str(failure))
+
+
+def _num_blobs(model_id: str) -> int:
+    """The number of finished files in the cache."""
+    return sum(1 for path in _repository(model_id).glob("blobs/*") if path.suffix != ".incomplete")
+
+
+def _is_complete(folder: Path, with_weights: bool) -> bool:
+    try:
+        return not with_weights or bool(find_weights(folder).paths)
+    except ConfigError:
+        return False
 
 
 def _download(model_id: str, revision: str | None, with_code: bool, with_weights: bool) -> Snapshot:
@@ -85,11 +124,20 @@ def _download(model_id: str, revision: str | None, with_code: bool, with_weights
 
     names = wanted_files(model_id, sizes, read, with_code, with_weights)
     repository = cache / repository_name(model_id)
-    with _watched(model_id, repository, names, sum(sizes[name] for name in names), commit):
-        folder = snapshot_download(model_id, revision=commit, allow_patterns=names, cache_dir=cache)
+    snapshot = repository / "snapshots" / str(commit)
+    if missing := [name for name in names if not (snapshot / name).exists()]:
+        remove_abandoned(repository)
+        check_room(repository, model_id, sum(sizes[name] for name in missing))
+        with _watched(model_id, repository, sizes, names, missing):
+            folder = Path(snapshot_download(model_id, revision=commit, allow_patterns=names, cache_dir=cache))
+        # When the hub fails in between, the library may return what is there.
+        if missing := [name for name in names if not (folder / name).exists()]:
+            raise Passing(f"the hub did not give {missing[0]}")
+    else:
+        folder = snapshot
     if info.sha is not None:
         _remember(repository, revision or DEFAULT_REVISION, info.sha)
-    return Snapshot(Path(folder), info.sha, info.pipeline_tag)
+    return Snapshot(folder, info.sha, info.pipeline_tag)
 
 
 @contextmanager
@@ -165,15 +213,24 @@ def cached(model_id: str, revision: str | None, why: str) -> Snapshot:
 
     why: the reason for using the cache, for the message.
     """
-    repository = hub_cache(model_id) / repository_name(model_id)
+    snapshot = _find_cached(model_id, revision)
+    if snapshot is None:
+        revision_part = f" at revision {revision}" if revision else ""
+        raise ConfigError(f"{model_id}{revision_part} is not in the cache, and {why}")
+    return snapshot
+
+
+def _find_cached(model_id: str, revision: str | None) -> Snapshot | None:
+    repository = _repository(model_id)
     name = revision or DEFAULT_REVISION
     reference = repository / "refs" / name
     sha = reference.read_text(encoding="utf-8").strip() if reference.is_file() else name
     folder = repository / "snapshots" / sha
-    if not folder.is_dir():
-        revision_part = f" at revision {revision}" if revision else ""
-        raise ConfigError(f"{model_id}{revision_part} is not in the cache, and {why}")
-    return Snapshot(folder, sha, None)
+    return Snapshot(folder, sha, None) if folder.is_dir() else None
+
+
+def _repository(model_id: str) -> Path:
+    return hub_cache(model_id) / repository_name(model_id)
 
 
 def _remember(repository: Path, revision: str, sha: str) -> None:
@@ -191,13 +248,11 @@ def _remember(repository: Path, revision: str, sha: str) -> None:
 
 
 @contextmanager
-def _watched(model_id: str, repository: Path, names: list[str], total_bytes: int, commit: str | None) -> Iterator[None]:
+def _watched(
+    model_id: str, repository: Path, sizes: Mapping[str, int], names: list[str], missing: list[str]
+) -> Iterator[None]:
     """Reports the progress of the download from the bytes on disk, independent of the library's transfer method."""
-    snapshot = repository / "snapshots" / str(commit)
-    missing = [name for name in names if not (snapshot / name).exists()]
-    if not missing:
-        yield
-        return
+    total_bytes = sum(sizes[name] for name in missing)
     before = _blob_bytes(repository)
     ended = threading.Event()
 

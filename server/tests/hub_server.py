@@ -6,7 +6,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -25,6 +25,8 @@ class Hub:
     gated: bool = False  # the files are gated, their list is not
     break_after: dict[str, int] = field(default_factory=dict)  # file → bytes after which its connection breaks once
     status: int = 200  # any other status is the reply to every request
+    failures: dict[str, list[int]] = field(default_factory=dict)  # file, or "api" → statuses of the next replies
+    holds: dict[str, threading.Event] = field(default_factory=dict)  # file → half of it is sent before the event is set
     gets: list[tuple[str, str | None]] = field(default_factory=list)  # (file, requested range)
 
 
@@ -46,10 +48,13 @@ def running(hub: Hub) -> Iterator[Hub]:
             if hub.token and self.headers["Authorization"] != f"Bearer {hub.token}":
                 return self.answer(b"{}", 401, {"X-Error-Code": "RepoNotFound"})
             parts = path.strip("/").split("/", 5)
+            name = "api" if parts[0] == "api" else "/".join(path.strip("/").split("/")[4:])
+            if (name == "api" or self.is_get) and (statuses := hub.failures.get(name)):
+                return self.answer(b"{}", statuses.pop(0), {"Retry-After": "0"})
             if parts[:2] == ["api", "models"]:
                 return self.describe(parts[2:])
             if parts[:2] == ["someone", "tiny"] and parts[2] == "resolve":
-                return self.give("/".join(path.strip("/").split("/")[4:]))
+                return self.give(name)
             return self.answer(b"{}", 404, {"X-Error-Code": "RepoNotFound"})
 
         def describe(self, parts: list[str]) -> None:
@@ -77,6 +82,8 @@ def running(hub: Hub) -> Iterator[Hub]:
             asked = self.headers["Range"]
             if self.command == "GET":
                 hub.gets.append((name, asked))
+            if self.is_get and (hold := hub.holds.get(name)):
+                return self.answer(data, 200, headers, hold=hold)
             if asked is None:
                 return self.answer(data, 200, headers, hub.break_after.pop(name, None) if self.is_get else None)
             first, _, last = asked.removeprefix("bytes=").partition("-")
@@ -89,14 +96,24 @@ def running(hub: Hub) -> Iterator[Hub]:
             return self.command == "GET"
 
         def answer(
-            self, body: bytes, status: int = 200, headers: dict[str, str] | None = None, breaks: int | None = None
+            self,
+            body: bytes,
+            status: int = 200,
+            headers: dict[str, str] | None = None,
+            breaks: int | None = None,
+            hold: threading.Event | None = None,
         ) -> None:
             self.send_response(status)
             for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
                 self.send_header(name, value)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            if self.is_get:
+            if hold is not None:
+                with suppress(OSError):  # the client may be gone
+                    self.wfile.write(body[: len(body) // 2])
+                    hold.wait()
+                    self.wfile.write(body[len(body) // 2 :])
+            elif self.is_get:
                 self.wfile.write(body if breaks is None else body[:breaks])
             if breaks is not None:
                 self.close_connection = True
@@ -108,6 +125,8 @@ def running(hub: Hub) -> Iterator[Hub]:
     try:
         yield hub
     finally:
+        for hold in hub.holds.values():
+            hold.set()
         server.shutdown()
         server.server_close()
         thread.join()

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import io
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hub_server import SHA, Hub, running
 from penstock_server.errors import ConfigError
 from penstock_server.hub import wanted_files
+from penstock_server.hub_disk import check_room, write_errors
+from penstock_server.hub_retry import DEFAULT_RETRIES, Passing, Retries
 from penstock_server.weights.folder import choose_weights
+from safetensors.torch import load_file
 from tiny_models import make_model, save_model
 
 PACKAGES = str(Path(__file__).parents[1])
@@ -42,23 +53,33 @@ def home(tmp_path: Path) -> Path:
     return tmp_path / "home"
 
 
-def prepare(hub: Hub, home: Path, *arguments: str, **environment: str) -> tuple[dict[str, Any], str]:
-    """Returns (its JSON, empty on failure; its stderr)."""
-    answer = subprocess.run(
+def preparing(hub: Hub, home: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [sys.executable, "-m", "penstock_server.prepare", "--model-id", "someone/tiny", *arguments],
         env={
             **{name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))},
             "PYTHONPATH": PACKAGES,
             "HF_ENDPOINT": hub.url,
             "HF_HOME": str(home),
+            "PENSTOCK_HUB_RETRIES": "0",
             **environment,
         },
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
     )
-    assert answer.returncode == (0 if answer.stdout else 1), answer.stderr
-    return json.loads(answer.stdout or "{}"), answer.stderr
+
+
+def result(process: subprocess.Popen[str]) -> tuple[dict[str, Any], str]:
+    """Returns (its JSON, empty on failure; its stderr)."""
+    answer, said = process.communicate()
+    assert process.returncode == (0 if answer else 1), said
+    return json.loads(answer or "{}"), said
+
+
+def prepare(hub: Hub, home: Path, *arguments: str, **environment: str) -> tuple[dict[str, Any], str]:
+    """Returns (its JSON, empty on failure; its stderr)."""
+    return result(preparing(hub, home, *arguments, **environment))
 
 
 def error(said: str) -> str:
@@ -117,7 +138,125 @@ def test_a_repository_without_a_shard_is_refused_before_the_download(hub: Hub, h
 def test_a_failing_hub_is_reported_when_the_cache_is_empty(hub: Hub, home: Path) -> None:
     hub.status = 503
     _, said = prepare(hub, home)
-    assert error(said).startswith("error: someone/tiny is not in the cache, and the hub answered ")
+    assert error(said) == "error: someone/tiny is not in the cache, and the hub answered 503 Service Unavailable"
+    _, said = prepare(hub, home, PENSTOCK_HUB_RETRIES="-1")
+    assert error(said) == "error: PENSTOCK_HUB_RETRIES is '-1', must be a number from 0 to 1000"
+
+
+def test_failures_that_pass_are_retried(hub: Hub, home: Path) -> None:
+    hub.failures = {"api": [503, 429], "config.json": [500], SHARD: [429, 502]}
+    prepared, said = prepare(hub, home, PENSTOCK_HUB_RETRIES="3")
+    assert (Path(prepared["folder"]) / SHARD).read_bytes() == hub.files[SHARD]
+    assert not any(hub.failures.values())
+    # The library retries some of them itself.
+    assert re.search(r"^the hub answered \d+ [A-Z][A-Za-z ]+; retry 1 of 3 in 0 s$", said, re.MULTILINE), said
+    assert len([name for name, _ in hub.gets if name == SHARD]) == 1, "what has arrived is not fetched again"
+
+
+def test_a_file_that_arrives_allows_new_retries() -> None:
+    retries = Retries()
+    failure = Passing("the hub answered 503", wait_s=0)
+    assert [retries.wait(failure) for _ in range(DEFAULT_RETRIES + 1)] == [True] * DEFAULT_RETRIES + [False]
+    retries.reset()
+    assert retries.wait(failure)
+
+
+def test_a_full_disk_leaves_nothing_half_written(hub: Hub, home: Path) -> None:
+    hub.files["model-00001-of-00005.safetensors"] = os.urandom(3 << 20)
+    limit = [
+        sys.executable,
+        "-c",
+        "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20,) * 2)",
+    ]
+    limit[-1] += "; os.execv(sys.executable, [sys.executable, '-m', 'penstock_server.prepare', *sys.argv[1:]])"
+    environment = {**os.environ, "PYTHONPATH": PACKAGES, "HF_ENDPOINT": hub.url, "HF_HOME": str(home)}
+    environment.pop("HF_HUB_OFFLINE", None)
+    run = [*limit, "--model-id", "someone/tiny"]
+    said = subprocess.run(run, env=environment, capture_output=True, text=True, check=False).stderr
+    assert error(said) == (
+        f"error: the disk of the hub's cache {home}/hub is full: someone/tiny does not fit, File too large; "
+        "make room, mount a larger volume there, or set HF_HOME to a folder on a larger disk"
+    )
+    repository = home / "hub" / "models--someone--tiny"
+    arrived = {hashlib.sha1(data).hexdigest() for data in hub.files.values()}
+    assert {path.name for path in (repository / "blobs").iterdir()} < arrived
+    assert not (repository / "snapshots" / SHA / "model-00001-of-00005.safetensors").exists()
+    assert "is not in the cache" in error(prepare(hub, home, HF_HUB_OFFLINE="1")[1])
+    folder = Path(prepare(hub, home)[0]["folder"])
+    assert (folder / "model-00001-of-00005.safetensors").read_bytes() == hub.files["model-00001-of-00005.safetensors"]
+
+
+def test_a_download_without_room_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = shutil.disk_usage(tmp_path)._replace(free=3 * 10**9)
+    monkeypatch.setattr("penstock_server.hub_disk.shutil.disk_usage", lambda path: free)
+    check_room(tmp_path / "not" / "there", "a/b", 3 * 10**9)
+    with pytest.raises(ConfigError, match=r"a/b needs 5\.00 GB more, 3\.00 GB are free; make room"):
+        check_room(tmp_path / "not" / "there", "a/b", 5 * 10**9)
+
+
+@pytest.mark.parametrize(("number", "message"), [(errno.EACCES, "chown -R"), (errno.EROFS, "mount it writable")])
+def test_a_cache_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path, number: int, message: str) -> None:
+    expected = f"{tmp_path}.* user {os.geteuid()} .*{message}.*HF_HOME"
+    with pytest.raises(ConfigError, match=expected), write_errors(tmp_path / "hub", "a/b"):
+        raise OSError(number, os.strerror(number))
+
+
+def test_a_killed_download_is_completed_and_its_rest_removed(hub: Hub, home: Path) -> None:
+    hub.holds[SHARD] = threading.Event()
+    process = preparing(hub, home)
+    blobs = home / "hub" / "models--someone--tiny" / "blobs"
+    names = [name for name in hub.files if name.startswith("model-") and name != SHARD]
+    names += ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors.index.json"]
+    others = {hashlib.sha1(hub.files[name]).hexdigest() for name in names}
+
+    def is_held() -> bool:
+        found = {path.name for path in blobs.glob("*")}
+        return others <= found and len(found) == len(others) + 1
+
+    while not is_held():
+        assert process.poll() is None, result(process)
+        time.sleep(0.02)
+    process.kill()
+    process.communicate()
+    (unfinished,) = blobs.glob("*.incomplete")
+    assert "is not in the cache" in error(prepare(hub, home, HF_HUB_OFFLINE="1")[1])
+    hub.holds.pop(SHARD).set()
+    hub.gets.clear()
+    os.utime(unfinished, (0, 0))
+    folder = Path(prepare(hub, home)[0]["folder"])
+    assert (folder / SHARD).read_bytes() == hub.files[SHARD]
+    assert {name for name, _ in hub.gets if name.startswith("model-")} == {SHARD}
+    assert not unfinished.exists()
+
+
+def test_two_servers_on_one_cache_download_each_file_once(hub: Hub, home: Path) -> None:
+    both = [preparing(hub, home), preparing(hub, home)]
+    first, second = (result(process)[0] for process in both)
+    assert first == second
+    names = [name for name, _ in hub.gets]
+    assert sorted(names) == sorted({path.name for path in Path(first["folder"]).iterdir()})
+
+
+def test_a_repository_with_pickles_only_is_converted(hub: Hub, home: Path) -> None:
+    model = make_model("llama")
+    pickled = io.BytesIO()
+    torch.save(model.state_dict(), pickled)
+    hub.files = {name: data for name, data in hub.files.items() if not name.endswith((".safetensors", ".index.json"))}
+    hub.files["pytorch_model.bin"] = pickled.getvalue()
+    del hub.files["tokenizer.json"]  # not a real one
+    prepared, _ = prepare(hub, home)
+    (weights,) = map(Path, prepared["weights"])
+    assert home / "penstock" in weights.parents
+    assert set(load_file(weights)) <= set(model.state_dict())
+    assert {name for name, _ in hub.gets} >= {"pytorch_model.bin", "config.json"}
+
+
+def test_an_adapter_is_refused_before_the_download(hub: Hub, home: Path) -> None:
+    config = {"peft_type": "LORA", "base_model_name_or_path": "org/base"}
+    hub.files = {"adapter_config.json": json.dumps(config).encode(), "adapter_model.safetensors": b"x"}
+    message = "error: someone/tiny holds a LORA adapter, not a model; merge it into its base model org/base"
+    assert error(prepare(hub, home)[1]).startswith(message)
+    assert [name for name, _ in hub.gets] == ["adapter_config.json"]
 
 
 def test_the_cache_is_used_without_a_connection(hub: Hub, home: Path) -> None:
