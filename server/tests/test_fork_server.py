@@ -205,8 +205,9 @@ def test_real_workers_ignore_sigint_and_exit_0_on_sigterm_and_what_is_no_request
         assert launcher.hear("ended") == {"name": name, "status": 0}
         assert not (tmp_path / name).exists()
     launcher.send(begin={"name": "worker"})
-    reason = 'error: the request \'{"begin": {"name": "worker"}}\' is neither a start nor a signal of a worker\n'
-    assert launcher.last_words() == (1, reason)
+    reason = 'error: the request \'{"begin": {"name": "worker"}}\' is neither a start nor a signal of a worker'
+    status, said = launcher.last_words()
+    assert (status, said.splitlines()[-1]) == (1, reason)
 
 
 def test_a_worker_of_an_own_model_imports_nothing_more() -> None:
