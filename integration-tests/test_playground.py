@@ -1,4 +1,7 @@
-"""The playground in a real browser: the real binary, and the real model unless a test says what the model answers."""
+"""The playground in real browsers: the real binary, and the real model unless a test says what the model answers.
+
+Firefox is driven over WebDriver BiDi, as Debian ships it; its tests are slow ones (`make chaos`).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,6 @@ Browser, Page, expect = sync_api.Browser, sync_api.Page, sync_api.expect
 
 REMOTE = "server.test"
 SOURCE = Path(__file__).parent.parent / "playground"
-CHROMIUM = shutil.which("chromium")
 
 # Fields of a chat request that are not among the page's parameters: those with controls of their own, older names of
 # others, and those without a meaning in a stream.
@@ -52,10 +54,7 @@ new Promise((resolve, reject) => {
 })
 """
 
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium, such as Debian's package"),
-    pytest.mark.xdist_group("playground"),
-]
+pytestmark = pytest.mark.xdist_group("playground")
 # Reading waits for all writes that the page has begun.
 WAIT_FOR_WRITES = """
 new Promise((resolve) => {
@@ -84,15 +83,38 @@ new Promise((resolve) => {
 """
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+@pytest.fixture(
+    scope="module", params=["chromium", pytest.param("firefox", marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+)
+def browser(request: pytest.FixtureRequest) -> Iterator[Browser]:
+    """Both browsers see `REMOTE` as a name that is not this machine's, as in a network."""
     expect.set_options(timeout=15_000)
     with sync_api.sync_playwright() as playwright:
-        # A name that is not this machine's to the browser, as in a network.
-        resolve = f"--host-resolver-rules=MAP {REMOTE} 127.0.0.1"
-        running = playwright.chromium.launch(executable_path=CHROMIUM, args=[resolve])
+        if request.param == "chromium":
+            resolve = f"--host-resolver-rules=MAP {REMOTE} 127.0.0.1"
+            running = playwright.chromium.launch(executable_path=installed("chromium"), args=[resolve])
+        else:
+            preferences = {"network.dns.localDomains": REMOTE}
+            running = playwright.firefox.launch(
+                executable_path=installed("firefox-esr", "firefox"),
+                channel="moz-firefox",
+                firefox_user_prefs=preferences,
+            )
         yield running
         running.close()
+
+
+def installed(*names: str) -> str:
+    """The path of the first of these programs that there is."""
+    for name in names:
+        if (path := shutil.which(name)) is not None:
+            return path
+    pytest.skip(f"needs {names[0]}, such as Debian's package")
+
+
+def needs_chromium(browser: Browser, what: str) -> None:
+    if browser.browser_type.name != "chromium":
+        pytest.skip(f"Playwright does not {what} over WebDriver BiDi")
 
 
 @pytest.fixture
@@ -141,7 +163,13 @@ def set_parameters(page: Page, **values: object) -> None:
         if field.evaluate("field => field.tagName") == "SELECT":
             field.select_option(str(value))
         else:
-            field.fill(str(value))
+            fill(field, value)
+
+
+def fill(field: sync_api.Locator, value: object) -> None:
+    """Playwright appends to a number in Firefox."""
+    field.fill("")
+    field.fill(str(value))
 
 
 def finished_answer(page: Page, number: int = -1) -> sync_api.Locator:
@@ -232,10 +260,26 @@ def test_answers_match_a_schema_or_an_expression(page: Page) -> None:
     expect(finished_answer(page).locator(".markdown")).to_have_text(re.compile(r"^\d{3}-\d{2}$"))
 
 
+def test_editors_colour_their_text(page: Page) -> None:
+    page.get_by_label("Answer format").select_option(label="JSON schema")
+    editor, copy = page.get_by_label("JSON schema", exact=True), page.locator(".highlighted pre").first
+    editor.fill('{"type": "string", "maxLength": 12, ' + '"x": 1, ' * 200)  # wrong, and longer than the editor
+    expect(copy.locator(".s-key").first).to_have_text('"type"')
+    expect(copy.locator(".s-number").first).to_have_text("12")
+    size = "element => [element.scrollHeight, element.clientWidth, element.clientHeight]"
+    assert copy.text_content() == editor.input_value() + "\n"
+    assert copy.evaluate(size) == editor.evaluate(size), "a letter and its coloured copy are at the same place"
+    editor.evaluate("element => element.scrollTop = 60")
+    page.wait_for_function("document.querySelector('.highlighted pre').scrollTop === 60")
+    page.get_by_label("Answer format").select_option(label="Regular expression")
+    page.get_by_label("Regular expression", exact=True).fill("[a-z]{2}")
+    expect(copy.locator("span")).to_have_text(["[a-z]", "{2}"])
+
+
 def test_tokens_show_their_alternatives(page: Page) -> None:
     set_parameters(page, max_tokens=8, temperature=0)
     page.get_by_label("Ask for tokens").check()
-    page.get_by_label("Alternatives of each token").fill("3")
+    fill(page.get_by_label("Alternatives of each token"), 3)
     say(page, "Count to three.")
     answer = finished_answer(page)
     text = answer.locator(".markdown").inner_text()
@@ -315,7 +359,9 @@ def test_the_shown_code_gives_the_shown_answer(page: Page, tmp_path: Path) -> No
     assert printed.split() == shown.split()
 
 
-def test_the_theme_follows_the_system_until_one_is_chosen(page: Page) -> None:
+def test_the_theme_follows_the_system_until_one_is_chosen(page: Page, browser: Browser) -> None:
+    needs_chromium(browser, "emulate a dark system")
+
     def brightness() -> int:
         colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
         return sum(int(part) for part in re.findall(r"\d+", colour)[:3])
@@ -409,7 +455,7 @@ def test_the_browser_refuses_html_from_the_page(browser: Browser, server: Server
     page = browser.new_page()
     page.goto(server.url)
     expect(page.locator("#draft")).to_be_visible()
-    with pytest.raises(sync_api.Error, match="TrustedHTML"):
+    with pytest.raises(sync_api.Error, match=r"TrustedHTML|blocked by CSP"):
         page.evaluate("document.body.innerHTML = '<b>text</b>'")
     page.close()
 
@@ -495,6 +541,7 @@ def test_the_keyboard_is_enough(page: Page) -> None:
 @needs_node
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing(browser: Browser, server: Server, scheme: Literal["light", "dark"]) -> None:
+    needs_chromium(browser, "bypass a content security policy")
     install(SOURCE)
     axe = (SOURCE / "node_modules" / "axe-core" / "axe.min.js").read_text()
     # axe needs a page without a content security policy.

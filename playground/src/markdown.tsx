@@ -2,6 +2,7 @@
 
 import { type Token, type Tokens, lexer } from "marked";
 import { Fragment, type ComponentChildren, type JSX } from "preact";
+import { Highlighted } from "./highlight.tsx";
 import { memo } from "./memo.ts";
 import { CopyButton } from "./copy.tsx";
 
@@ -113,7 +114,7 @@ export function Code({ text, language }: { text: string; language?: string }) {
   return (
     <div class="code">
       <div class="code-head"><span>{language || "text"}</span><CopyButton text={text} label="Copy code" /></div>
-      <pre tabIndex={0} aria-label="Code"><code>{text}</code></pre>
+      <pre tabIndex={0} aria-label="Code"><code>{language === "json" ? <Highlighted text={text} language="json" /> : text}</code></pre>
     </div>
   );
 }

@@ -1,6 +1,7 @@
 // Everything that a request can say beyond its messages.
 
-import { useId } from "preact/hooks";
+import { useId, useRef } from "preact/hooks";
+import { Highlighted, type Language } from "./highlight.tsx";
 import { type Parameter, jsonOf, rangeOf, valueOf } from "./parameter.ts";
 import { type FormatKind, MAX_ALTERNATIVES, toolNames } from "./request.ts";
 import { change, changeParameter, info, modelNames, parameterGroups, settings } from "./state.ts";
@@ -10,11 +11,16 @@ const FORMATS: [FormatKind, string][] = [
   ["choice", "One of several texts"], ["lark", "Lark grammar"],
 ];
 const EXAMPLES: Partial<Record<FormatKind, string>> = {
-  json_schema: '{\n  "type": "object",\n  "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},\n  "required": ["name", "age"]\n}',
+  json_schema: JSON.stringify(
+    { type: "object", properties: { name: { type: "string" }, age: { type: "integer" } }, required: ["name", "age"] },
+    null,
+    2,
+  ),
   regex: "[0-9]{4}-[0-9]{2}-[0-9]{2}",
   choice: "yes\nno",
   lark: 'start: "yes" | "no"',
 };
+const LANGUAGES: Partial<Record<FormatKind, Language>> = { json_schema: "json", regex: "regex", lark: "lark" };
 const TOOL_EXAMPLE = JSON.stringify(
   [{
     type: "function",
@@ -57,7 +63,9 @@ export function SettingsPanel() {
             min={0}
             max={MAX_ALTERNATIVES[mode]}
             value={Math.min(numAlternatives, MAX_ALTERNATIVES[mode])}
-            onInput={(event) => change({ numAlternatives: Math.max(0, Math.floor(event.currentTarget.valueAsNumber || 0)) })}
+            onInput={({ currentTarget: { valueAsNumber: typed } }) => {
+              if (!Number.isNaN(typed)) change({ numAlternatives: Math.max(0, Math.floor(typed)) });
+            }}
           />
         </label>
       )}
@@ -92,7 +100,7 @@ function Format() {
           hint={format === "choice" ? "One text on each line." : ""}
           text={text}
           problem={problem}
-          isJson={format === "json_schema"}
+          language={LANGUAGES[format]}
           onInput={(changed) => change({ formatTexts: { ...formatTexts, [format]: changed } })}
         />
       )}
@@ -107,7 +115,7 @@ function Tools() {
   return (
     <details>
       <summary>{names.length > 0 ? `Tools (${names.length})` : "Tools"}</summary>
-      <Editor label="Tools as JSON" hint="" text={tools} problem={problem} isJson onInput={(text) => change({ tools: text })} />
+      <Editor label="Tools as JSON" hint="" text={tools} problem={problem} language="json" onInput={(text) => change({ tools: text })} />
       {!tools.trim() && <button type="button" onClick={() => change({ tools: TOOL_EXAMPLE })}>Insert an example</button>}
       <label>Tool choice
         <select value={toolChoice} onChange={(event) => change({ toolChoice: event.currentTarget.value })}>
@@ -127,27 +135,36 @@ interface EditorProperties {
   hint: string;
   text: string;
   problem: string;
-  isJson: boolean;
+  /** Undefined: plain text. */
+  language: Language | undefined;
   onInput: (text: string) => void;
 }
 
-function Editor({ label, hint, text, problem, isJson, onInput }: EditorProperties) {
+/** The text is a transparent `textarea` over its coloured copy, which has the same lines. */
+function Editor({ label, hint, text, problem, language, onInput }: EditorProperties) {
   const id = useId();
+  const copy = useRef<HTMLPreElement>(null);
+  const isJson = language === "json";
   const parsed = isJson ? jsonOf(text) : undefined;
   const format = () => parsed && "value" in parsed && onInput(JSON.stringify(parsed.value, null, 2));
   return (
     <div class="field">
       <label for={id}>{label}</label>
-      <textarea
-        id={id}
-        class="source"
-        rows={Math.min(16, Math.max(3, text.split("\n").length))}
-        spellcheck={false}
-        aria-invalid={problem !== ""}
-        aria-describedby={`${id}-note`}
-        value={text}
-        onInput={(event) => onInput(event.currentTarget.value)}
-      />
+      <div class="highlighted">
+        {/* A line end at the end of a `pre` is not shown. */}
+        {language && <pre class="source" ref={copy} aria-hidden="true"><Highlighted text={`${text}\n`} language={language} /></pre>}
+        <textarea
+          id={id}
+          class={language ? "source clear" : "source"}
+          rows={Math.min(16, Math.max(3, text.split("\n").length))}
+          spellcheck={false}
+          aria-invalid={problem !== ""}
+          aria-describedby={`${id}-note`}
+          value={text}
+          onInput={(event) => onInput(event.currentTarget.value)}
+          onScroll={(event) => { if (copy.current) copy.current.scrollTop = event.currentTarget.scrollTop; }}
+        />
+      </div>
       {isJson && <button type="button" class="quiet" disabled={!parsed || "problem" in parsed} onClick={format}>Format</button>}
       <small id={`${id}-note`} class={problem ? "error" : undefined}>{problem || hint}</small>
     </div>
@@ -169,12 +186,14 @@ function Field({ parameter }: { parameter: Parameter }) {
   const problem = text === "" ? "" : problemOf(valueOf(parameter, text));
   const set = (typed: string) => changeParameter(name, typed);
   const preset = parameter.default === undefined ? "" : String(parameter.default);
-  const common = { id, "aria-invalid": problem !== "", "aria-describedby": `${id}-note` };
+  const range = rangeOf(parameter);
+  const common = { id, "aria-invalid": problem !== "", "aria-describedby": range ? `${id}-range ${id}-note` : `${id}-note` };
   const isBounded = kind === "number" && minimum !== undefined && maximum !== undefined;
-  const note = [description.replaceAll("`", ""), limitOf(name), rangeOf(parameter)].filter(Boolean).join(" · ");
+  const about = [description.replaceAll("`", ""), limitOf(name)].filter(Boolean).join(" · ");
   return (
     <div class="field parameter">
       <label for={id}>{name}</label>
+      {range && <small id={`${id}-range`} class="range">{range}</small>}
       {kind === "boolean" ? (
         <select {...common} value={text} onChange={(event) => set(event.currentTarget.value)}>
           <option value="">{preset ? `default (${preset})` : "default"}</option>
@@ -182,7 +201,17 @@ function Field({ parameter }: { parameter: Parameter }) {
           <option value="false">false</option>
         </select>
       ) : kind === "number" || kind === "integer" ? (
-        <div class="row">
+        <>
+          <input
+            {...common}
+            type="number"
+            min={minimum}
+            max={maximum}
+            step={kind === "integer" ? 1 : "any"}
+            placeholder={preset || "default"}
+            value={text}
+            onInput={(event) => set(event.currentTarget.value)}
+          />
           {isBounded && (
             <input
               type="range"
@@ -194,23 +223,13 @@ function Field({ parameter }: { parameter: Parameter }) {
               onInput={(event) => set(event.currentTarget.value)}
             />
           )}
-          <input
-            {...common}
-            type="number"
-            min={minimum}
-            max={maximum}
-            step={kind === "integer" ? 1 : "any"}
-            placeholder={preset || "default"}
-            value={text}
-            onInput={(event) => set(event.currentTarget.value)}
-          />
-        </div>
+        </>
       ) : kind === "text" || kind === "integers" ? (
-        <input {...common} type="text" placeholder="default" value={text} onInput={(event) => set(event.currentTarget.value)} />
+        <input {...common} class="wide" type="text" placeholder="default" value={text} onInput={(event) => set(event.currentTarget.value)} />
       ) : (
-        <textarea {...common} class="source" rows={2} placeholder="default" value={text} onInput={(event) => set(event.currentTarget.value)} />
+        <textarea {...common} class="source wide" rows={2} placeholder="default" value={text} onInput={(event) => set(event.currentTarget.value)} />
       )}
-      <small id={`${id}-note`} class={problem ? "error" : undefined}>{problem || note}</small>
+      <small id={`${id}-note`} class={problem ? "wide error" : "wide"}>{problem ? `${name} ${problem}` : about}</small>
     </div>
   );
 }

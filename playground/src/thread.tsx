@@ -3,7 +3,7 @@
 import { useSignal } from "@preact/signals";
 import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
 import { MessageView } from "./message.tsx";
-import { current, isRunning, path, runningIds } from "./state.ts";
+import { current, isRunning, modelNames, path, runningIds, settings } from "./state.ts";
 
 const SHOWN_AT_FIRST = 100;
 const SHOWN_MORE = 400;
@@ -50,7 +50,12 @@ export function Thread() {
         {numHidden > 0 && (
           <button type="button" class="more" onClick={showMore}>{`Show earlier messages (${numHidden})`}</button>
         )}
-        {places.length === 0 && <p class="empty">{mode === "chat" ? "Ask the model something." : "Write a text that the model continues."}</p>}
+        {places.length === 0 && (
+          <div class="empty">
+            <p class="model">{settings.value.model || modelNames.value[0]}</p>
+            <p>{mode === "chat" ? "Ask the model something." : "Write a text that the model continues."}</p>
+          </div>
+        )}
         {places.slice(numHidden).map(({ message, siblings }, index) => (
           <MessageView
             key={message.id}
