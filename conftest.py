@@ -1,14 +1,21 @@
-"""Rules for the tests of all folders: which tests share a process, and which need the native operators."""
+"""Rules for the tests of all folders: which share a process, what they draw, and which need the native operators."""
 
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
+from hypothesis import settings
 
 # Triton decides at its import whether kernels are interpreted, on the CPU, or compiled. On a GPU, set it to 0. The
 # conftest.py of a folder below may import it, so `pytest_configure` would be too late.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+# hypothesis's own profile for CI: the same examples in every run, and no deadlines, which a loaded machine misses.
+# `pytest --hypothesis-profile default` draws new ones.
+settings.load_profile("ci")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -26,6 +33,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    # What a test draws without a generator of its own must not depend on the tests that its process ran before.
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
     if item.get_closest_marker("native") is None:
         return
     import torch

@@ -21,7 +21,7 @@ from fault.probe import wait_for_rest
 pytestmark = pytest.mark.native
 
 SEED = 20_260_101
-TIME_LIMIT_S = 60  # a grammar may take 5 s of CPU time, and two of them share two slow cores with the streams
+TIME_LIMIT_S = 240  # a grammar may take 5 s of CPU time, which streams and other tests share
 NUM_TOKENS = 24
 SCHEMA = {
     "type": "object",
@@ -65,7 +65,7 @@ class Streams:
             return list(pool.map(lambda body: events(self._server, "/generate_stream", body), STREAMS))
 
     def _repeat(self, n: int) -> None:
-        while not self._stopping.is_set():
+        while True:
             try:
                 answer = events(self._server, "/generate_stream", STREAMS[n])
             except OSError as error:
@@ -74,6 +74,8 @@ class Streams:
             if answer != self._expected[n]:
                 self.differences.append(f"stream {n}: {answer[-1]} instead of {self._expected[n][-1]}")
             self.num_answers += 1
+            if self._stopping.is_set():
+                return
 
     def __enter__(self) -> Streams:
         assert all(answer[-1]["generated_text"] for answer in self._expected)
@@ -123,7 +125,7 @@ def send(server: Server, bad: Bad) -> str | None:
     return None if is_expected else f"{bad.name} {bad.path} {bad.body[:150]!r}: {response.status} {text[:300]}"
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_bad_requests_get_clear_errors_and_change_no_other_stream(server: Server) -> None:
     bad_requests = every()
     with leaks_nothing(server), Streams(server) as streams, ThreadPoolExecutor(8) as pool:
@@ -187,7 +189,7 @@ def drip(server: Server, stopping: threading.Event) -> None:
         client.close()
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_disconnects_and_slow_clients_change_no_other_stream(server: Server) -> None:
     stopping = threading.Event()
     dripping = threading.Thread(target=drip, args=(server, stopping))

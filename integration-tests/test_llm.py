@@ -61,8 +61,8 @@ def texts(completions: list[Completion]) -> list[str]:
 
 def test_tokens_and_logprobs_are_the_bits_of_the_server(llm: LLM, server: Server) -> None:
     for params in ({"temperature": 0}, {"temperature": 0.9, "top_p": 0.9, "seed": 7, "n": 2}):
-        found = llm.generate(PROMPTS, SamplingParams(max_tokens=12, logprobs=2, **params))
-        body = {"max_tokens": 12, "logprobs": 2, "return_token_ids": True, **params}
+        found = llm.generate(PROMPTS, SamplingParams(max_tokens=12, logprobs=2, ignore_eos=True, **params))
+        body = {"max_tokens": 12, "logprobs": 2, "return_token_ids": True, "ignore_eos": True, **params}
         answers = [ask(server, "/v1/completions", {"prompt": prompt, **body}).json for prompt in PROMPTS]
         choices = [(index, choice) for index, answer in enumerate(answers) for choice in answer["choices"]]
         assert [(one.index, one.choice) for one in found] == [(index, choice["index"]) for index, choice in choices]
@@ -219,6 +219,7 @@ class Run:
     def wait_for_results(self, destination: Path, num: int) -> None:
         while not destination.exists():
             assert self.program.poll() is None
+            time.sleep(0.01)
         found = 0
         with destination.open("rb") as results:
             while found < num:

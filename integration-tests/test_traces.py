@@ -160,7 +160,7 @@ def test_an_error_is_a_root_alone(traced: Server, collector: Collector) -> None:
 
 
 def test_each_choice_is_a_sequence(traced: Server, collector: Collector) -> None:
-    body = {"prompt": "A story:", "n": 2, "temperature": 1.0, "top_p": 0.9, "max_tokens": 4, "ignore_eos": True}
+    body = {"prompt": "A story:", "n": 2, "temperature": 1.0, "top_p": 0.9, "max_tokens": 9, "ignore_eos": True}
     trace_id, _ = post(traced, "/v1/completions", body)
     trace = collector.trace(trace_id)
     sequences = trace.sequences()
@@ -213,6 +213,7 @@ def test_the_log_names_the_trace_of_a_request_without_one(traced: Server, collec
     trace_id = answer.headers["traceparent"].split("-")[1]
     trace = collector.trace(trace_id)
     assert trace.root.parent_span_id == b""
+    wait_until(lambda: any(trace_id in line for line in traced.lines), "the request is in the log", timeout_s=60)
     logged = [json.loads(line)["fields"] for line in traced.lines if trace_id in line]
     assert [fields["request_id"] for fields in logged] == [answer.headers["x-request-id"]]
     assert attributes(trace.root)["penstock.request_id"] == answer.headers["x-request-id"]

@@ -107,8 +107,8 @@ GBNF = {
     r"""
     # A word that may take the letters of what follows.
     root ::= word "end" [.!]
-    word ::= [a-z]+
-    """: r"[a-z]+end[.!]",
+    word ::= [a-z]{1,12}
+    """: r"[a-z]{1,12}end[.!]",
     r"""
     root ::= sum
     sum ::= product ("+" product){0,2}
