@@ -9,8 +9,8 @@ use super::rank::Rank;
 use super::{WorkerError, convert};
 use crate::sequence::Grammar;
 
-/// The worker ends a compilation by itself long before.
-const TIMEOUT: Duration = Duration::from_secs(30);
+/// The worker refuses a grammar by itself after 120 s.
+const TIMEOUT: Duration = Duration::from_secs(180);
 
 /// Further compilations wait here, because the worker refuses those that it cannot begin soon.
 const MAX_CONCURRENT: usize = 16;

@@ -24,7 +24,8 @@ from penstock_server.grammar.vocabulary import Vocabulary, fast_vocabulary, read
 MAX_RUNNING = 2
 MAX_WAITING = 24  # concurrent calls of `compile`, each of which blocks a thread
 MAX_CACHED = 64
-_WAIT_LIMIT_S = 5 * TIME_LIMIT_S
+# Twice what the grammars before it may take: trials have a low priority, so they wait for CPU time on a busy machine.
+_WAIT_LIMIT_S = 2 * MAX_WAITING / MAX_RUNNING * TIME_LIMIT_S
 _STACK_BYTES = 64 << 20  # of threads that compile or compute masks: 16 times a trial's; only touched pages count
 
 
