@@ -107,8 +107,8 @@ GBNF = {
     r"""
     # A word that may take the letters of what follows.
     root ::= word "end" [.!]
-    word ::= [a-z]{1,12}
-    """: r"[a-z]{1,12}end[.!]",
+    word ::= [a-z]+
+    """: r"[a-z]+end[.!]",
     r"""
     root ::= sum
     sum ::= product ("+" product){0,2}
@@ -128,7 +128,7 @@ GBNF = {
 @pytest.mark.parametrize("gbnf", GBNF)
 def test_gbnf_is_enforced(openai: OpenAI, gbnf: str) -> None:
     matched = 0
-    for seed in range(4):
+    for seed in range(6):  # a word may be as long as the answer
         chat = openai.chat.completions.create(
             model="tgi", messages=QUESTION, max_tokens=100, seed=seed, extra_body={"guided_grammar": gbnf}
         )
