@@ -23,12 +23,12 @@ use crate::simd::{self, Float8};
 use activation::Activation;
 use attention::{AttentionShape, Batch, PagedAttention};
 use collective::Collective;
-use linear::{PackedLinear, Packing};
+use linear::{PackedLinear, Packing, WideLinear};
 use norm::PackedNorm;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use quantized::{QuantizedPacking, SegmentParts};
-use routing::Routing;
+use routing::{Routing, RoutingSpec};
 use stack::{Program, Stack};
 use std::ffi::CString;
 use view::{Rows, View};
@@ -109,18 +109,14 @@ impl Kernels {
         Activation::new(self.pool, name, &parameters, is_gate)
     }
 
-    /// How rows of logits choose `top_k` experts: weights are a softmax over all logits, or the chosen ones if `over_chosen`, divided by
-    /// their sum plus `norm_epsilon` if it is given, times `scale`.
-    fn routing(
-        &self,
-        num_experts: usize,
-        top_k: usize,
-        over_chosen: bool,
-        norm_epsilon: Option<f64>,
-        scale: f64,
-    ) -> PyResult<Routing> {
-        let routing = crate::routing::Routing { num_experts, top_k, over_chosen, norm_epsilon, scale };
-        Routing::new(self.pool, routing)
+    /// A weight [out_features, in_features], which is copied, of a layer whose results are float32.
+    fn wide_linear(&self, weight: View<'_, Element, 2>) -> PyResult<WideLinear> {
+        WideLinear::new(self.pool, &weight)
+    }
+
+    /// How rows of logits choose experts. correction [experts] is added to their scores for the choice.
+    fn routing(&self, spec: RoutingSpec, correction: Option<View<'_, f32, 1>>) -> PyResult<Routing> {
+        Routing::new(self.pool, spec, correction.as_ref())
     }
 
     /// Rotates queries [tokens, heads, head_dim] and keys [tokens, kv_heads, head_dim] in place, by the angles at their positions
@@ -246,5 +242,6 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Program>()?;
     module.add_class::<Routing>()?;
     module.add_class::<Stack>()?;
+    module.add_class::<WideLinear>()?;
     module.add_function(wrap_pyfunction!(advise_huge_pages, module)?)
 }

@@ -231,6 +231,54 @@ def test_correction_changes_the_choice_but_not_the_weights() -> None:
     torch.testing.assert_close(weights, logits[0, [3, 0]].sigmoid()[None])
 
 
+ROUTINGS = {
+    "softmax": RoutingSpec(30, 4, is_wide=True),
+    "normalized": RoutingSpec(30, 4, norm_power=1.0, norm_epsilon=0.1, scale=2.5, is_wide=True),
+    "chosen": RoutingSpec(30, 4, scoring="softmax-chosen", norm_power=2.0, is_wide=True),
+    "groups": RoutingSpec(32, 4, num_groups=8, top_groups=3, is_wide=True),
+    "corrected": RoutingSpec(30, 4, has_correction=True, norm_power=1.0, is_wide=True),
+    "sigmoid": RoutingSpec(30, 1, scoring="sigmoid", is_wide=True),
+    "deepseek-v3": RoutingSpec(
+        32,
+        4,
+        scoring="sigmoid",
+        norm_power=1.0,
+        norm_epsilon=1e-20,
+        scale=2.5,
+        has_correction=True,
+        num_groups=4,
+        top_groups=2,
+        group_score="best-two",
+        is_wide=True,
+    ),
+    "power": RoutingSpec(30, 3, scoring="sigmoid", norm_power=3.0, norm_epsilon=0.1, is_wide=True),
+    "sparsemixer": RoutingSpec(30, 3, scoring="sparsemixer", jitter=0.2, is_wide=True),
+}
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_native_routing_is_that_of_torch(name: str) -> None:
+    spec, generator = ROUTINGS[name], torch.Generator().manual_seed(1)
+    logits = torch.randn(99, spec.num_experts, generator=generator)
+    correction = torch.rand(spec.num_experts, generator=generator) if spec.has_correction else None
+    weights, experts = native_ops().routing(spec, correction)(logits)
+    want_weights, want_experts = choose_experts(logits, correction, spec)
+    assert torch.equal(experts, want_experts)
+    torch.testing.assert_close(weights, want_weights, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.native
+def test_native_routing_refuses_what_does_not_fit() -> None:
+    spec, ops = RoutingSpec(8, 2, is_wide=True), native_ops()
+    with pytest.raises(ValueError, match="there are 7 corrections for 8 experts"):
+        ops.routing(spec, torch.zeros(7))
+    with pytest.raises(ValueError, match=r"logits has shape \[1, 7\], must be \[1, 8\]"):
+        ops.routing(spec, None)(torch.zeros(1, 7))
+    with pytest.raises(TypeError, match=r"must be torch\.float32"):
+        ops.routing(spec, None)(torch.zeros(1, 8, dtype=torch.bfloat16))
+
+
 @torch.inference_mode()
 def test_wide_routing_does_not_depend_on_the_place_in_the_batch() -> None:
     """To the bit of float32, where torch's own float32 operators do depend on it."""

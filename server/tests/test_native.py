@@ -798,6 +798,41 @@ WRONG_PROGRAMS: dict[str, tuple[str, Write]] = {
             program.rotate(small_attention(), angles(18), interleaved=False),
         ),
     ),
+    "heads of more columns than there are": (
+        "3 heads do not fit: 16 columns each to 8",
+        lambda ops, program: (
+            program.reserve("values", 24),
+            program.heads([DenseLinear(ops.pack_linear(zeros(8, 16), None))] * 3, "residual", "values", 8),
+        ),
+    ),
+    "heads whose results overlap": (
+        "2 heads do not fit: 16 columns each to 8, 7 apart",
+        lambda ops, program: (
+            program.reserve("values", 24),
+            program.heads([DenseLinear(ops.pack_linear(zeros(8, 16), None))] * 2, "residual", "values", 7),
+        ),
+    ),
+    "a gated layer of a head": (
+        "heads do not all have a dense layer",
+        lambda ops, program: (
+            program.reserve("values", 24),
+            program.heads([DenseLinear(ops.pack_gate_up(zeros(8, 16), None))] * 2, "residual", "values", 8),
+        ),
+    ),
+    "copies to columns that there are not": (
+        "Values has 24 columns, not 3 pieces of 8, 9 apart",
+        lambda _, program: (
+            program.reserve("values", 24),
+            program.copy("residual", (0, 8), "values", (0, 9), 8, 3),
+        ),
+    ),
+    "copies from columns that there are not": (
+        "Residual has 32 columns, not 1 pieces of 8",
+        lambda _, program: (
+            program.reserve("values", 24),
+            program.copy("residual", (25, 8), "values", (0, 8), 8),
+        ),
+    ),
     "attention without a cache": ("attention needs a cache", lambda _, program: program.attend()),
     "attention of sampled rows": (
         "only the sampled rows are left",

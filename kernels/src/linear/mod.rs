@@ -12,10 +12,12 @@ mod quantized;
 #[cfg(target_feature = "avx512bf16")]
 mod registers;
 mod tile;
+mod wide;
 
 pub(crate) use pack::{PackedLinear, Weight};
 pub(crate) use quantized::{Format, InputBits, Number, QuantizedLinear, QuantizedRows, SUPER_GROUP, Segment};
 pub(crate) use tile::PANEL;
+pub(crate) use wide::WideLinear;
 
 #[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
 use crate::cpu::Amx;
@@ -37,20 +39,19 @@ pub(crate) struct Rows {
     pub(crate) num_rows: usize,
 }
 
-/// The output, contiguous rows, and how results are combined with it.
+/// Where the output's rows are, `stride` elements apart, and how results are combined with them.
 #[derive(Clone, Copy)]
-pub(crate) enum Output {
-    /// y = x·Wᵀ
-    Store(Target<Element>),
-    /// y += x·Wᵀ, with the product rounded before the addition, like two separate operators
-    Add(Target<Element>),
+pub(crate) struct Output {
+    pub(crate) address: Target<Element>,
+    pub(crate) stride: usize,
+    /// Whether y += x·Wᵀ, with the product rounded before the addition, like two separate operators, instead of y = x·Wᵀ.
+    pub(crate) adds: bool,
 }
 
 impl Output {
-    fn address(self) -> Target<Element> {
-        match self {
-            Output::Store(address) | Output::Add(address) => address,
-        }
+    /// y = x·Wᵀ
+    pub(crate) fn store(address: Target<Element>, stride: usize) -> Output {
+        Output { address, stride, adds: false }
     }
 }
 
@@ -188,12 +189,12 @@ impl PackedLinear {
 
     /// Where a unit's results go, from row `first` on.
     fn outcome(&self, unit: usize, first: usize, output: Output) -> Outcome {
-        let (columns, first_column) = (self.output_columns(), unit * PANEL);
+        let first_column = unit * PANEL;
         Outcome {
-            target: output.address().at(first * columns + first_column),
-            stride: columns,
-            num_columns: PANEL.min(columns - first_column),
-            add: matches!(output, Output::Add(_)),
+            target: output.address.at(first * output.stride + first_column),
+            stride: output.stride,
+            num_columns: PANEL.min(self.output_columns() - first_column),
+            add: output.adds,
         }
     }
 

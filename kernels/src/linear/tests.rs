@@ -70,13 +70,14 @@ fn pack(amx: Option<Amx>, out_features: usize, in_features: usize, with_bias: bo
 }
 
 fn apply(packed: &PackedLinear, pool: &Pool, x: &[Element], stride: usize, num_rows: usize) -> Vec<Element> {
-    let mut y = vec![Element::from_f32(f32::NAN); num_rows * packed.output_columns()];
+    let columns = packed.output_columns();
+    let mut y = vec![Element::from_f32(f32::NAN); num_rows * columns];
     // SAFETY: x has `num_rows` rows, y room for their results.
     unsafe {
         packed.apply(
             pool,
             Rows { address: Source::new(x.as_ptr()), stride, num_rows },
-            Output::Store(Target::new(y.as_mut_ptr())),
+            Output::store(Target::new(y.as_mut_ptr()), columns),
         )
     };
     y
@@ -222,7 +223,8 @@ fn adding_to_a_residual_rounds_like_two_operators(amx: Option<Amx>) {
         // SAFETY: sizes as packed.
         unsafe {
             let rows = Rows { address: Source::new(x.as_ptr()), stride: 40, num_rows };
-            packed.apply(&Pool::single(), rows, Output::Add(Target::new(sum.as_mut_ptr())));
+            let output = Output { address: Target::new(sum.as_mut_ptr()), stride: 70, adds: true };
+            packed.apply(&Pool::single(), rows, output);
         }
         for index in 0..sum.len() {
             assert_eq!(sum[index], Element::from_f32(Element::to_f32(residual[index]) + Element::to_f32(plain[index])));

@@ -95,13 +95,14 @@ impl PackedLinear {
     fn apply(&self, py: Python<'_>, x: View<'_, Element, 2>, output: View<'_, Element, 2>) -> PyResult<()> {
         let [num_rows, _] = x.shape();
         let (address, stride) = x.expect("x", [num_rows, self.packed.in_features()])?.rows("x")?;
-        let output = output.expect("output", [num_rows, self.packed.output_columns()])?.target("output")?;
+        let columns = self.packed.output_columns();
+        let output = Output::store(output.expect("output", [num_rows, columns])?.target("output")?, columns);
         let work = self.packed.out_features() * self.packed.in_features() * (num_rows + 4);
         let rows = Rows { address, stride, num_rows };
         let mut scratch = vec![0; self.packed.scratch_bytes(num_rows)];
         let scratch = Target::new(scratch.as_mut_ptr());
         // SAFETY: the views have the sizes of the layer and live until the call ends, like the scratch.
-        maybe_detached(py, work, || unsafe { self.packed.apply(&self.pool, rows, Output::Store(output), scratch) });
+        maybe_detached(py, work, || unsafe { self.packed.apply(&self.pool, rows, output, scratch) });
         Ok(())
     }
 
@@ -113,6 +114,36 @@ impl PackedLinear {
         let output = output.expect("output", [num_rows, self.packed.in_features()])?.target("output")?;
         // SAFETY: the ids are rows of the weight, and the output has room for them.
         unsafe { self.packed.copy_rows(&self.pool, ids, num_rows, output) };
+        Ok(())
+    }
+}
+
+/// A linear layer whose results are float32.
+#[pyclass(frozen)]
+pub(super) struct WideLinear {
+    pool: Pool,
+    pub(super) linear: Arc<linear::WideLinear>,
+}
+
+impl WideLinear {
+    pub(super) fn new(pool: Pool, weight: &View<'_, Element, 2>) -> PyResult<WideLinear> {
+        let ([out_features, in_features], elements) = (weight.shape(), weight.elements("weight")?.to_vec());
+        let linear = linear::WideLinear::new(elements, out_features, in_features).map_err(PyValueError::new_err)?;
+        Ok(WideLinear { pool, linear: Arc::new(linear) })
+    }
+}
+
+#[pymethods]
+impl WideLinear {
+    /// output [rows, out_features] = x·Wᵀ for x [rows, in_features].
+    fn apply(&self, py: Python<'_>, x: View<'_, Element, 2>, output: View<'_, f32, 2>) -> PyResult<()> {
+        let ([num_rows, _], linear) = (x.shape(), &self.linear);
+        let (address, stride) = x.expect("x", [num_rows, linear.in_features()])?.rows("x")?;
+        let output = output.expect("output", [num_rows, linear.out_features()])?.target("output")?;
+        let rows = Rows { address, stride, num_rows };
+        let work = linear.out_features() * linear.in_features() * num_rows;
+        // SAFETY: the views have the sizes of the layer and live until the call ends.
+        maybe_detached(py, work, || unsafe { linear.apply(&self.pool, rows, output) });
         Ok(())
     }
 }

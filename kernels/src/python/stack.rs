@@ -3,7 +3,7 @@
 use super::activation::Activation;
 use super::attention::{Batch, PagedAttention, cache_of};
 use super::collective::{Collective, error_of};
-use super::linear::PackedLinear;
+use super::linear::{PackedLinear, WideLinear};
 use super::norm::PackedNorm;
 use super::routing::Routing;
 use super::view::{Rows, View};
@@ -25,6 +25,10 @@ impl<'py> FromPyObject<'_, 'py> for Register {
             "normed" => Register::Normed,
             "qkv" => Register::Qkv,
             "attended" => Register::Attended,
+            "latents" => Register::Latents,
+            "query_latent" => Register::QueryLatent,
+            "queries" => Register::Queries,
+            "values" => Register::Values,
             "inner" => Register::Inner,
             "activated" => Register::Activated,
             "projected" => Register::Projected,
@@ -74,6 +78,34 @@ impl Program {
         adds: bool,
     ) -> PyResult<()> {
         self.append(|program| program.linear(Arc::clone(&linear.packed), source, target, adds))
+    }
+
+    /// Gives a register a width; `heads` and `copy` write its columns.
+    fn reserve(&mut self, register: Register, width: usize) -> PyResult<()> {
+        self.append(|program| program.reserve(register, width))
+    }
+
+    /// target = a dense linear layer of each head, whose inputs follow each other in source, and whose results begin `step` columns apart.
+    fn heads(
+        &mut self,
+        linears: Vec<PyRef<'_, PackedLinear>>,
+        source: Register,
+        target: Register,
+        step: usize,
+    ) -> PyResult<()> {
+        let linears = linears.iter().map(|linear| Arc::clone(&linear.packed)).collect();
+        self.append(|program| program.heads(linears, source, target, step))
+    }
+
+    /// Copies `count` pieces of `width` columns; source, target: a register, the first piece's column, and the distance to the next one.
+    fn copy(
+        &mut self,
+        source: (Register, usize, usize),
+        target: (Register, usize, usize),
+        count: usize,
+        width: usize,
+    ) -> PyResult<()> {
+        self.append(|program| program.copy(source, target, count, width))
     }
 
     /// target = norm(source), which may be the same.
@@ -151,13 +183,14 @@ impl Program {
         self.append(|program| program.gather(Arc::clone(&collective.0), &widths, source, target))
     }
 
-    /// target = the weighted sum of the experts of each row of source, routed by "logits", plus "shared" if `shared` is "plain", or times
+    /// target = the weighted sum of the experts of each row of source, routed by the router, or by "logits" if it is None, plus "shared" if `shared` is "plain", or times
     /// the sigmoid of "gate" if it is "gated". experts: for each of this rank, gate and up, and down; activation: of the former, if they
     /// are not gated. ranks: the collective and the numbers of experts of each rank; None: there is one rank.
     #[expect(clippy::too_many_arguments, reason = "the parts of a mixture of experts")]
     fn experts(
         &mut self,
         routing: PyRef<'_, Routing>,
+        router: Option<PyRef<'_, WideLinear>>,
         experts: Vec<(PyRef<'_, PackedLinear>, PyRef<'_, PackedLinear>)>,
         activation: Option<PyRef<'_, Activation>>,
         ranks: Option<(PyRef<'_, Collective>, Vec<usize>)>,
@@ -186,7 +219,8 @@ impl Program {
             Exchange { collective: Arc::clone(&collective.0), experts: counts.into_iter().map(next).collect() }
         });
         let experts = Experts {
-            routing: routing.routing,
+            routing: routing.routing.clone(),
+            router: router.map(|router| Arc::clone(&router.linear)),
             experts: experts.collect(),
             exchange,
             activation: activation.map(|activation| activation.activation),

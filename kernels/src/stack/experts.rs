@@ -5,7 +5,7 @@ use super::{gather, has_failed};
 use crate::activation::Activation;
 use crate::collective::{Collective, Failure};
 use crate::element::Element;
-use crate::linear::{Linear, Output, Rows};
+use crate::linear::{Linear, Output, Rows, WideLinear};
 use crate::pool::{Executor, Target, Walker};
 use crate::routing::Routing;
 use crate::simd::{F32, LANES};
@@ -35,9 +35,11 @@ pub(crate) struct Exchange {
     pub(crate) experts: Vec<Range<usize>>,
 }
 
-/// All experts of a layer, of one shape. Reads the router's result from `Logits`.
+/// All experts of a layer, of one shape.
 pub(crate) struct Experts {
     pub(crate) routing: Routing,
+    /// The router if its logits are float32; `None`: they are in `Logits`.
+    pub(crate) router: Option<Arc<WideLinear>>,
     /// Of this rank.
     pub(crate) experts: Vec<Expert>,
     /// `None`: this rank has all experts.
@@ -54,6 +56,8 @@ pub(crate) struct Experts {
 /// Which rows are whose. A pair is a row and the place of one of its experts.
 #[derive(Default)]
 pub(super) struct Routes {
+    /// By row, of a router whose logits are float32.
+    logits: Vec<f32>,
     /// By pair.
     weights: Vec<f32>,
     experts: Vec<i64>,
@@ -67,6 +71,7 @@ pub(super) struct Routes {
 /// The addresses of `Routes`.
 #[derive(Clone, Copy)]
 pub(super) struct RoutePlaces {
+    logits: Target<f32>,
     weights: Target<f32>,
     experts: Target<i64>,
     places: Target<usize>,
@@ -74,13 +79,15 @@ pub(super) struct RoutePlaces {
 }
 
 impl Routes {
-    /// Makes room for the pairs of an operation and the experts of all.
-    pub(super) fn reserve(&mut self, num_pairs: usize, num_ends: usize) -> RoutePlaces {
+    /// Makes room for the logits in float32 and the pairs of an operation, and the experts of all.
+    pub(super) fn reserve(&mut self, num_logits: usize, num_pairs: usize, num_ends: usize) -> RoutePlaces {
+        self.logits.resize(num_logits.max(self.logits.len()), 0.0);
         self.weights.resize(num_pairs.max(self.weights.len()), 0.0);
         self.experts.resize(num_pairs.max(self.experts.len()), 0);
         self.places.resize(num_pairs.max(self.places.len()), 0);
         self.ends.resize(num_ends.max(self.ends.len()), 0);
         RoutePlaces {
+            logits: Target::new(self.logits.as_mut_ptr()),
             weights: Target::new(self.weights.as_mut_ptr()),
             experts: Target::new(self.experts.as_mut_ptr()),
             places: Target::new(self.places.as_mut_ptr()),
@@ -107,8 +114,9 @@ impl Experts {
 
     /// Most phases that it takes of a section.
     pub(super) fn max_phases(&self, num_rows: usize) -> usize {
-        // Routing, order, copies, exchange and sums; inputs of each product may be quantized first, and an activation follows the first.
-        5 + 5 * self.experts.len().min(self.num_pairs(num_rows))
+        // Logits, routing, order, copies, exchange and sums; inputs of each product may be quantized first, and an activation follows the
+        // first.
+        6 + 5 * self.experts.len().min(self.num_pairs(num_rows))
     }
 
     pub(super) fn scratch_bytes(&self, num_rows: usize) -> usize {
@@ -130,18 +138,13 @@ impl Experts {
         scratch: Target<u8>,
         failure: &OnceLock<Failure>,
     ) {
-        let &Routing { num_experts, top_k, .. } = &self.routing;
+        let &Routing { top_k, .. } = &self.routing;
         let (hidden, routed) = (self.hidden(), registers[Register::Routed as usize]);
-        let (logits, inputs) = (registers[Register::Logits as usize], registers[self.from as usize]);
+        let inputs = registers[self.from as usize];
         // SAFETY: the caller vouches for registers and routes. In each phase, a row or pair is one thread's, and the next phase reads what
         // this one wrote.
         unsafe {
-            walker.for_ranges(num_rows, 4, |range| {
-                for row in range {
-                    let (experts, weights) = (routes.experts.at(row * top_k), routes.weights.at(row * top_k));
-                    self.routing.apply_row(logits.at(row * num_experts), experts, weights);
-                }
-            });
+            self.route(walker, Rows { address: inputs.source(), stride: hidden, num_rows }, registers, routes);
             walker.for_each(1, |_| self.order(num_rows, routes));
             walker.for_ranges(num_rows, 4, |range| {
                 let mine = self.places_of(self.mine(), routes);
@@ -166,6 +169,37 @@ impl Experts {
                 }
             }
             walker.for_ranges(num_rows, 4, |range| range.for_each(|row| self.sum(row, registers, routes)));
+        }
+    }
+
+    /// Chooses the experts of each row.
+    unsafe fn route(
+        &self,
+        walker: &Walker<'_>,
+        inputs: Rows,
+        registers: &PerRegister<Target<Element>>,
+        routes: &RoutePlaces,
+    ) {
+        let &Routing { num_experts, top_k, .. } = &self.routing;
+        let (logits, wide_logits) = (registers[Register::Logits as usize], routes.logits);
+        // SAFETY: as for `run`.
+        unsafe {
+            if let Some(router) = &self.router {
+                router.apply(walker, inputs, wide_logits);
+            }
+            walker.for_ranges(inputs.num_rows, 4, |range| {
+                for row in range {
+                    let (experts, weights) = (routes.experts.at(row * top_k), routes.weights.at(row * top_k));
+                    let at = |expert: usize| row * num_experts + expert;
+                    if self.router.is_some() {
+                        let logit = |expert: usize| f64::from(wide_logits.at(at(expert)).read());
+                        self.routing.apply_row(logit, experts, weights);
+                    } else {
+                        let logit = |expert: usize| f64::from(logits.at(at(expert)).read().to_f32());
+                        self.routing.apply_row(logit, experts, weights);
+                    }
+                }
+            });
         }
     }
 
@@ -225,13 +259,13 @@ impl Experts {
                 if let Some(activation) = &self.activation {
                     let width = gate_up.output_columns();
                     let inner = Target::new(inner.at(first * width));
-                    gate_up.apply(walker, input, Output::Store(inner), scratch);
+                    gate_up.apply(walker, input, Output::store(inner, width), scratch);
                     activation.apply(walker, (inner.source(), width), activated, width, num_rows);
                 } else {
-                    gate_up.apply(walker, input, Output::Store(activated), scratch);
+                    gate_up.apply(walker, input, Output::store(activated, down.in_features()), scratch);
                 }
                 let input = Rows { address: activated.source(), stride: down.in_features(), num_rows };
-                down.apply(walker, input, Output::Store(rows), scratch);
+                down.apply(walker, input, Output::store(rows, hidden), scratch);
             }
         }
     }

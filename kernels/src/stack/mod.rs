@@ -19,7 +19,7 @@ pub(crate) use register::Register;
 use crate::attention::{Attention, Batch, KvScales, Operands, Work};
 use crate::collective::{Collective, Failure, Part};
 use crate::element::Element;
-use crate::linear::{Output, Rows};
+use crate::linear::{Linear, Output, Rows};
 use crate::pool::{Executor, Pool, Source, Target, Walker};
 use experts::{RoutePlaces, Routes};
 use operation::{Operation, RowOperation, TokenContext};
@@ -34,8 +34,9 @@ pub(crate) struct Stack {
     /// The different attentions, and which of them each cache belongs to, with its scales.
     attentions: Vec<Arc<Attention>>,
     cache_attentions: Vec<(usize, KvScales)>,
-    /// The most experts of a row, and the number of experts in all layers.
+    /// The most experts of a row, the most logits of a row in float32, and the number of experts in all layers.
     max_top_k: usize,
+    max_wide_logits: usize,
     num_experts: usize,
     /// Rows of the shortest table of cosines and sines.
     pub(crate) num_positions: usize,
@@ -114,7 +115,8 @@ impl Buffers {
         registers[Register::Output as usize] = step.output;
         sampled[Register::Output as usize] = step.output;
         let states = Target::new(self.states.as_mut_ptr());
-        let routes = self.routes.reserve(step.num_tokens * stack.max_top_k, stack.num_experts);
+        let (num_logits, num_pairs) = (step.num_tokens * stack.max_wide_logits, step.num_tokens * stack.max_top_k);
+        let routes = self.routes.reserve(num_logits, num_pairs, stack.num_experts);
         Places { registers, sampled, states, scratch: Target::new(self.scratch.as_mut_ptr()), routes }
     }
 }
@@ -177,7 +179,7 @@ impl Stack {
                     Operation::Linear { linear, from, to, adds } => {
                         let (from, to) = (registers[*from as usize], registers[*to as usize]);
                         let rows = Rows { address: from.source(), stride: linear.in_features(), num_rows };
-                        let output = if *adds { Output::Add(to) } else { Output::Store(to) };
+                        let output = Output { address: to, stride: linear.output_columns(), adds: *adds };
                         linear.apply(walker, rows, output, places.scratch);
                     }
                     Operation::Rows(of_row) => {
@@ -211,6 +213,10 @@ impl Stack {
                             return;
                         }
                     }
+                    Operation::Heads { linears, from, to, step, widths } => {
+                        let (from, to) = (registers[*from as usize], registers[*to as usize]);
+                        apply_heads(walker, linears, num_rows, [from, to], *step, *widths);
+                    }
                     Operation::Select(kept) if step.num_samples < step.num_tokens => {
                         select(walker, kept, step, &registers, &places.sampled);
                         for &(register, _) in kept {
@@ -238,6 +244,34 @@ unsafe fn run_rows(walker: &Walker<'_>, of_row: &[RowOperation], num_rows: usize
                 unsafe { operation.apply(row, context) };
             }
         }
+    });
+}
+
+/// Rows of a head that one part computes.
+const HEAD_ROWS: usize = 64;
+
+/// Applies a dense layer for each head: a head's rows are one part, because there are many heads and their layers are small. `widths`:
+/// elements of a row of `from` and of `to`.
+///
+/// # Safety
+/// The registers must have the rows, and their rows the columns of all heads.
+unsafe fn apply_heads(
+    walker: &Walker<'_>,
+    linears: &[Arc<Linear>],
+    num_rows: usize,
+    [from, to]: [Target<Element>; 2],
+    step: usize,
+    widths: [usize; 2],
+) {
+    let num_chunks = num_rows.div_ceil(HEAD_ROWS);
+    walker.for_each(linears.len() * num_chunks, |part| {
+        let (head, first) = (part / num_chunks, part % num_chunks * HEAD_ROWS);
+        let (linear, num_rows) = (&linears[head], HEAD_ROWS.min(num_rows - first));
+        let address = Source::new(from.at(first * widths[0] + head * linear.in_features()).cast_const());
+        let rows = Rows { address, stride: widths[0], num_rows };
+        let output = Output::store(Target::new(to.at(first * widths[1] + head * step)), widths[1]);
+        // SAFETY: guaranteed by the caller; a dense layer needs no scratch.
+        unsafe { linear.apply(&Pool::single(), rows, output, Target::new(std::ptr::null_mut())) };
     });
 }
 

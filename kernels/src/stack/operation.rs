@@ -40,6 +40,15 @@ pub(super) enum Operation {
         to: Register,
     },
     Experts(Experts),
+    /// A dense linear layer for each head, from consecutive columns of `from` to columns of `to` that begin `step` apart.
+    Heads {
+        linears: Vec<Arc<Linear>>,
+        from: Register,
+        to: Register,
+        step: usize,
+        /// Of both registers.
+        widths: [usize; 2],
+    },
     /// Keeps the sampled rows of these registers, given with their widths, and no other register.
     Select(Vec<(Register, usize)>),
 }
@@ -51,7 +60,7 @@ impl Operation {
             Operation::Experts(experts) => experts.max_phases(num_rows),
             // Inputs may be quantized first; segments of a context may have to be merged.
             Operation::Linear { .. } | Operation::Attend { .. } => 2,
-            Operation::Rows(_) | Operation::Gather { .. } | Operation::Select(_) => 1,
+            Operation::Rows(_) | Operation::Gather { .. } | Operation::Heads { .. } | Operation::Select(_) => 1,
         }
     }
 
@@ -105,9 +114,17 @@ pub(super) enum RowOperation {
         to: Register,
         width: usize,
     },
-    /// Of the first heads of `Qkv`.
+    /// Copies `count` pieces of `width` elements.
+    Copy {
+        from: Pieces,
+        to: Pieces,
+        count: usize,
+        width: usize,
+    },
+    /// Of the first heads of `Qkv`, from their element `first` on.
     Rotate {
         tables: Tables,
+        first: usize,
         num_heads: usize,
         head_dim: usize,
         stride: usize,
@@ -119,6 +136,15 @@ pub(super) enum RowOperation {
         stride: usize,
         scales: KvScales,
     },
+}
+
+/// Where pieces of a row are: the first one's column, and the distance to the next one. `stride`: elements of the row.
+#[derive(Clone, Copy)]
+pub(super) struct Pieces {
+    pub(super) register: Register,
+    pub(super) first: usize,
+    pub(super) step: usize,
+    pub(super) stride: usize,
 }
 
 /// Cosines and sines [positions, half].
@@ -146,7 +172,8 @@ impl RowOperation {
             | RowOperation::Scale { width, .. }
             | RowOperation::Clamp { width, .. }
             | RowOperation::Add { width, .. } => *width,
-            RowOperation::Rotate { num_heads, head_dim, .. } => 2 * num_heads * head_dim,
+            RowOperation::Copy { count, width, .. } => count * width,
+            RowOperation::Rotate { tables, num_heads, .. } => 4 * num_heads * tables.half,
             RowOperation::Write { layout, .. } => 2 * layout.num_kv_heads * (layout.head_dim + layout.value_dim),
         }
     }
@@ -175,9 +202,22 @@ impl RowOperation {
                 RowOperation::Scale { register, factor, width } => row::scale(at(register, width), factor, width),
                 RowOperation::Clamp { register, bound, width } => row::clamp(at(register, width), bound, width),
                 RowOperation::Add { from, to, width } => row::add(at(from, width), at(to, width), width),
-                RowOperation::Rotate { tables: Tables { cos, sin, half, pairs }, num_heads, head_dim, stride } => {
+                RowOperation::Copy { from, to, count, width } => {
+                    let place = |of: Pieces, index: usize| at(of.register, of.stride).add(of.first + index * of.step);
+                    for index in 0..count {
+                        place(to, index).copy_from_nonoverlapping(place(from, index), width);
+                    }
+                }
+                RowOperation::Rotate {
+                    tables: Tables { cos, sin, half, pairs },
+                    first,
+                    num_heads,
+                    head_dim,
+                    stride,
+                } => {
                     let angles = Angles { cos, sin, positions: context.step.positions, half, pairs };
-                    rotate_token(&angles, &Heads { address: qkv, stride, num_heads, head_dim }, row);
+                    let address = Target::new(qkv.at(first));
+                    rotate_token(&angles, &Heads { address, stride, num_heads, head_dim }, row);
                 }
                 RowOperation::Write { layout, cache, stride, scales } => {
                     let Layout { num_heads, num_kv_heads, head_dim, .. } = layout;

@@ -1,7 +1,7 @@
 //! Writes the operations of a stack, and checks that each finds what it needs: the widths of registers, and rows of the step.
 
 use super::experts::{Exchange, Expert, Experts, Shared};
-use super::operation::{Operation, RowOperation, Tables};
+use super::operation::{Operation, Pieces, RowOperation, Tables};
 use super::register::{PerRegister, Register};
 use super::{Buffers, Stack};
 use crate::activation::Activation;
@@ -41,6 +41,7 @@ impl Program {
             attentions: Vec::new(),
             cache_attentions: Vec::new(),
             max_top_k: 0,
+            max_wide_logits: 0,
             num_experts: 0,
             num_positions: usize::MAX,
             buffers: Mutex::<Buffers>::default(),
@@ -70,6 +71,67 @@ impl Program {
             self.assign(to, width)?;
         }
         self.stack.operations.push(Operation::Linear { linear, from, to, adds });
+        Ok(())
+    }
+
+    /// Gives a register a width, so that other operations write its columns.
+    pub(crate) fn reserve(&mut self, register: Register, width: usize) -> Result<(), String> {
+        self.assign(register, width)
+    }
+
+    /// Applies a dense layer to each head: the columns of a head in `from` follow each other, and its results begin `step` columns of `to`
+    /// after those of the head before.
+    pub(crate) fn heads(
+        &mut self,
+        linears: Vec<Arc<Linear>>,
+        from: Register,
+        to: Register,
+        step: usize,
+    ) -> Result<(), String> {
+        expect_different(from, to)?;
+        let widths = [self.width(from)?, self.width(to)?];
+        let Some((count, first)) = linears.len().checked_sub(1).zip(linears.first()) else {
+            return Err("there are no heads".to_owned());
+        };
+        let (inputs, outputs) = (first.in_features(), first.output_columns());
+        let is_alike = |linear: &Arc<Linear>| {
+            matches!(**linear, Linear::Dense(_))
+                && (linear.in_features(), linear.output_columns()) == (inputs, outputs)
+                && !linear.is_gated()
+        };
+        if !linears.iter().all(is_alike) {
+            return Err(format!("heads do not all have a dense layer from {inputs} columns to {outputs}"));
+        }
+        let end = count.checked_mul(step).and_then(|start| start.checked_add(outputs));
+        if linears.len() * inputs > widths[0] || end.is_none_or(|end| end > widths[1]) || step < outputs {
+            let count = linears.len();
+            return Err(format!(
+                "{count} heads do not fit: {inputs} columns each to {outputs}, {step} apart: {widths:?}"
+            ));
+        }
+        self.stack.operations.push(Operation::Heads { linears, from, to, step, widths });
+        Ok(())
+    }
+
+    /// Copies `count` pieces of `width` columns, given the first one's column and the distance to the next one.
+    pub(crate) fn copy(
+        &mut self,
+        from: (Register, usize, usize),
+        to: (Register, usize, usize),
+        count: usize,
+        width: usize,
+    ) -> Result<(), String> {
+        expect_different(from.0, to.0)?;
+        let pieces = |(register, first, step): (Register, usize, usize)| {
+            let stride = self.width(register)?;
+            let last = count.checked_sub(1).and_then(|before| before.checked_mul(step)?.checked_add(first));
+            match last.and_then(|last| last.checked_add(width)) {
+                Some(end) if end <= stride => Ok(Pieces { register, first, step, stride }),
+                _ => Err(format!("{register:?} has {stride} columns, not {count} pieces of {width}, {step} apart")),
+            }
+        };
+        let (from, to) = (pieces(from)?, pieces(to)?);
+        self.push_row(RowOperation::Copy { from, to, count, width });
         Ok(())
     }
 
@@ -131,27 +193,29 @@ impl Program {
         Ok(())
     }
 
-    /// Rotates queries and keys of an attention in place.
+    /// Rotates queries and keys of an attention in place; if keys contain values, the elements behind these.
     pub(crate) fn rotate(&mut self, attention: &Attention, rotation: Rotation) -> Result<(), String> {
-        let Layout { num_heads, num_kv_heads, head_dim, .. } = attention.layout;
+        let Layout { num_heads, num_kv_heads, head_dim, value_dim, values_in_keys, .. } = attention.layout;
+        let first = if values_in_keys { value_dim } else { 0 };
         let stride = self.expect_qkv(attention)?;
         let Rotation { cos, sin, num_positions, half, pairs } = rotation;
-        if half > head_dim / 2 {
-            return Err(format!("cos has {half} columns, must have at most half of the {head_dim} of a head"));
+        if half > (head_dim - first) / 2 {
+            let rotated = head_dim - first;
+            return Err(format!("cos has {half} columns, must have at most half of the {rotated} of a head"));
         }
         let tables = Tables { cos, sin, half, pairs };
         self.stack.num_positions = self.stack.num_positions.min(num_positions);
         // The keys follow the queries.
-        self.push_row(RowOperation::Rotate { tables, num_heads: num_heads + num_kv_heads, head_dim, stride });
+        self.push_row(RowOperation::Rotate { tables, first, num_heads: num_heads + num_kv_heads, head_dim, stride });
         Ok(())
     }
 
     /// Stores keys and values in the next cache, which belongs to this attention.
     pub(crate) fn write(&mut self, attention: &Arc<Attention>, scales: KvScales) -> Result<(), String> {
         let layout = attention.layout;
-        if layout.value_dim != layout.head_dim || layout.values_in_keys || attention.has_relative_bias {
+        if (layout.value_dim != layout.head_dim && !layout.values_in_keys) || attention.has_relative_bias {
             return Err(
-                "a stack's values are as wide as its keys, beside them, and its scores have no learned bias".to_owned()
+                "a stack's values are as wide as its keys or in them, and its scores have no learned bias".to_owned()
             );
         }
         let stride = self.expect_qkv(attention)?;
@@ -205,7 +269,7 @@ impl Program {
 
     /// to = the weighted sum of the experts of each row of `from`, by the logits in `Logits`, and what the shared expert adds.
     pub(crate) fn experts(&mut self, experts: Experts) -> Result<(), String> {
-        let Experts { routing, experts: each, exchange, activation, shared, from, to, .. } = &experts;
+        let Experts { routing, router, experts: each, exchange, activation, shared, from, to, .. } = &experts;
         let (num_experts, top_k) = (routing.num_experts, routing.top_k);
         let num_mine = match exchange {
             None => num_experts,
@@ -234,7 +298,11 @@ impl Program {
             return Err(format!("experts are not all gated, from {hidden} columns to {inner} and back"));
         }
         self.expect(*from, hidden, "the experts' input")?;
-        self.expect(Register::Logits, num_experts, "the router's logits")?;
+        match router {
+            None => self.expect(Register::Logits, num_experts, "the router's logits")?,
+            Some(router) if (router.in_features(), router.out_features()) == (hidden, num_experts) => {}
+            Some(_) => return Err(format!("the router is not from {hidden} columns to {num_experts} experts")),
+        }
         if *shared != Shared::Nothing {
             self.expect(Register::Shared, hidden, "the shared expert's output")?;
         }
@@ -252,6 +320,9 @@ impl Program {
         self.assign(Register::Activated, top_k * inner)?;
         self.assign(*to, hidden)?;
         self.stack.max_top_k = self.stack.max_top_k.max(top_k);
+        if router.is_some() {
+            self.stack.max_wide_logits = self.stack.max_wide_logits.max(num_experts);
+        }
         let first_end = self.stack.num_experts;
         self.stack.num_experts += num_experts;
         self.stack.operations.push(Operation::Experts(Experts { first_end, ..experts }));
@@ -303,10 +374,10 @@ impl Program {
         if self.has_selected { Err("only the sampled rows are left".to_owned()) } else { Ok(()) }
     }
 
-    /// Checks that `Qkv` has the heads of an attention, and returns its width.
+    /// Checks that `Qkv` has the heads of an attention, and returns its width. Values that are in keys are not stored apart.
     fn expect_qkv(&self, attention: &Attention) -> Result<usize, String> {
-        let Layout { num_heads, num_kv_heads, head_dim, .. } = attention.layout;
-        let width = (num_heads + 2 * num_kv_heads) * head_dim;
+        let Layout { num_heads, num_kv_heads, head_dim, values_in_keys, .. } = attention.layout;
+        let width = (num_heads + if values_in_keys { 1 } else { 2 } * num_kv_heads) * head_dim;
         self.expect_tokens()?;
         self.expect(Register::Qkv, width, "queries, keys and values")?;
         Ok(width)

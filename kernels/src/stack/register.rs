@@ -10,6 +10,15 @@ pub(crate) enum Register {
     /// Queries, keys and values.
     Qkv,
     Attended,
+    /// Of latent attention: what all heads share, before it is normed and rotated: the latent of the queries if there is one, the latent
+    /// of keys and values, and the rotated part of the keys.
+    Latents,
+    /// The normed latent of the queries.
+    QueryLatent,
+    /// The plain parts of the queries of all heads, and then their rotated parts.
+    Queries,
+    /// The values of all heads, which latent attention makes of what it attended to.
+    Values,
     /// The MLP's first product.
     Inner,
     /// The MLP's activated product.

@@ -46,7 +46,8 @@ fn layers_of_experts() -> Stack {
             down: linear(&mut random, HIDDEN, HIDDEN, false),
         };
         let experts = Experts {
-            routing: Routing { num_experts: NUM_EXPERTS, top_k: 2, over_chosen: false, norm_epsilon: None, scale: 1.0 },
+            routing: Routing::plain(NUM_EXPERTS, 2),
+            router: None,
             experts: (0..NUM_EXPERTS).map(expert).collect(),
             exchange: None,
             activation: None,

@@ -6,7 +6,7 @@ TypeError or ValueError.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -150,20 +150,66 @@ class NativeGate(NativeActivation):
         return y
 
 
+class NativeWideLinear:
+    """A linear layer whose results are float32."""
+
+    __slots__ = ("_apply", "in_features", "out_features", "packed")
+
+    def __init__(self, packed: Any, out_features: int, in_features: int) -> None:
+        self.packed = packed
+        self._apply = packed.apply
+        self.in_features = in_features
+        self.out_features = out_features
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, in_features] → [rows, out_features] float32"""
+        y = torch.empty((x.shape[0], self.out_features))
+        self._apply(x, y)
+        return y
+
+
+class RoutingRule(Protocol):
+    """What the kernels read of a `RoutingSpec`."""
+
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def scoring(self) -> str: ...
+    @property
+    def norm_power(self) -> float | None: ...
+    @property
+    def norm_epsilon(self) -> float: ...
+    @property
+    def scale(self) -> float: ...
+    @property
+    def num_groups(self) -> int: ...
+    @property
+    def top_groups(self) -> int: ...
+    @property
+    def group_score(self) -> str: ...
+    @property
+    def jitter(self) -> float: ...
+    @property
+    def is_wide(self) -> bool: ...
+
+
 class NativeRouting:
     """How logits choose experts."""
 
-    __slots__ = ("_top_k", "packed")
+    __slots__ = ("_apply", "_top_k", "packed")
 
-    def __init__(self, packed: Any, top_k: int) -> None:
+    def __init__(self, packed: Any, rule: RoutingRule) -> None:
         self.packed = packed
-        self._top_k = top_k
+        self._apply = packed.apply_wide if rule.is_wide else packed.apply
+        self._top_k = rule.top_k
 
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """logits [rows, experts] → weights [rows, top_k] float32 and experts [rows, top_k] int64, the highest first."""
+        """logits [rows, experts] → weights [rows, top_k] float32 and experts [rows, top_k] int64, the best first."""
         weights = torch.empty((logits.shape[0], self._top_k))
         experts = torch.empty((logits.shape[0], self._top_k), dtype=torch.int64)
-        self.packed.apply(logits, experts, weights)
+        self._apply(logits, experts, weights)
         return weights, experts
 
 
@@ -199,7 +245,7 @@ class NativeOps:
         return NativeLinear.dense(kernels, weight, bias, gated=False)
 
     def pack_wide(self, weight: Tensor) -> PackedLinear:
-        return self._torch.pack_wide(weight)  # the native operators know no float64
+        return NativeWideLinear(self._kernels.wide_linear(weight.contiguous()), *weight.shape)
 
     def pack_tied(self, weight: Weight) -> tuple[NativeLinear, Lookup]:
         """The packed weight serves both."""
@@ -231,12 +277,9 @@ class NativeOps:
         packed = self._kernels.norm(kind, weights, biases, variant.eps)
         return NativeNorm(packed, self.build.dtype, self._torch.pack_norm(weight, bias, variant))
 
-    def routing(
-        self, num_experts: int, top_k: int, *, over_chosen: bool, norm_epsilon: float | None, scale: float
-    ) -> NativeRouting:
-        """Weights are a softmax over all experts or the chosen ones, divided by their sum + `norm_epsilon` if it is not
-        None, times `scale`."""
-        return NativeRouting(self._kernels.routing(num_experts, top_k, over_chosen, norm_epsilon, scale), top_k)
+    def routing(self, rule: RoutingRule, correction: Tensor | None) -> NativeRouting:
+        """correction [experts] float32: added to the scores for the choice."""
+        return NativeRouting(self._kernels.routing(rule, correction), rule)
 
     def add(self, residual: Tensor, summand: Summand, norm: PackedNorm | None) -> Tensor:
         return summand.add_to(residual, norm)

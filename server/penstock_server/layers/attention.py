@@ -184,8 +184,8 @@ class AttentionBlock:
         """[rows, heads on this rank * head_dim] → [rows, hidden], the same on all ranks."""
         return self.output(attended, step)
 
-    def append_to(self, program: NativeProgram, source: Register) -> None:
-        """Appends `store` and `attend` to a native stack: the input is in `source`, the result in "attended"."""
+    def append_to(self, program: NativeProgram, source: Register) -> Register:
+        """Appends `store` and `attend` of the input in `source` to a native stack. Returns where the result is."""
         if self.bias is not None:
             raise NotNativeError("attention with a learned bias")
         program.linear(self.qkv, source, "qkv")
@@ -199,6 +199,7 @@ class AttentionBlock:
             self._append_norms(program)
         program.write(self.attention, self.scales)
         program.attend(self.sinks)
+        return "attended"
 
     def _append_norms(self, program: NativeProgram) -> None:
         first = 0

@@ -21,6 +21,7 @@ from penstock_server.kernels.torch_ops import TorchNorm
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.linear import DenseWeights, Linear
+from penstock_server.layers.native_stack import NativeProgram, Register
 from penstock_server.layers.norm import NormSpec, load_norm
 from penstock_server.layers.rope import RopeSpec
 from penstock_server.layers.row_parallel import RowParallelLinear
@@ -220,6 +221,30 @@ class LatentAttentionBlock:
         values = attended.new_empty((*attended.shape[:2], self.spec.v_head_dim))
         self.unfold(attended, values, step)
         return values.flatten(1)
+
+    def append_to(self, program: NativeProgram, source: Register) -> Register:
+        """Appends `store` and `attend` of the input in `source` to a native stack. Returns where the result is."""
+        spec, heads = self.spec, self.shape.num_heads
+        query_rank, rank, key_dim = spec.q_lora_rank or 0, spec.kv_lora_rank, spec.key_dim
+        program.linear(self.down, source, "latents")
+        if self.q_norm is not None:
+            program.reserve("query_latent", query_rank)
+            program.copy("latents", (0, query_rank), "query_latent", (0, query_rank), query_rank)
+            program.norm(self.q_norm, "query_latent", "query_latent")
+        program.linear(self.queries, source if self.q_norm is None else "query_latent", "queries")
+        # The queries of all heads, then the key: each a latent, then a rotated part.
+        program.reserve("qkv", (heads + 1) * key_dim)
+        program.heads(self.absorb.linears, "queries", "qkv", key_dim)
+        rotated = heads * spec.qk_nope_head_dim, spec.qk_rope_head_dim
+        program.copy("queries", rotated, "qkv", (rank, key_dim), spec.qk_rope_head_dim, heads)
+        program.copy("latents", (query_rank, key_dim), "qkv", (heads * key_dim, key_dim), key_dim)
+        program.norm_heads(self.kv_norm, heads * key_dim, 1)
+        program.rotate(self.attention, (self.cos, self.sin), interleaved=False)
+        program.write(self.attention, self.scales)
+        program.attend()
+        program.reserve("values", heads * spec.v_head_dim)
+        program.heads(self.unfold.linears, "attended", "values", spec.v_head_dim)
+        return "values"
 
     def _queries(self, x: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
         """The plain parts [tokens, heads, qk_nope_head_dim] and those to be rotated [tokens, heads,

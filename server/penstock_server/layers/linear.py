@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from penstock_server.kernels.native_ops import NativeLinear
+from penstock_server.kernels.native_ops import NativeLinear, NativeWideLinear
 from penstock_server.kernels.ops import Lookup, Ops, PackedLinear, Weight, whole
 from penstock_server.layers.step import StepContext
 from penstock_server.weights.loader import Loader, Parameter
@@ -107,7 +107,7 @@ class DenseLinear:
 
     @property
     def native(self) -> object | None:
-        return self.packed.packed if isinstance(self.packed, NativeLinear) else None
+        return self.packed.packed if isinstance(self.packed, NativeLinear | NativeWideLinear) else None
 
     def __call__(self, x: Tensor, step: StepContext | None) -> Tensor:
         return self.packed(x)

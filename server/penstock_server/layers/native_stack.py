@@ -34,6 +34,10 @@ Register = Literal[
     "normed",  # the input of attention or MLP
     "qkv",
     "attended",
+    "latents",  # of latent attention: what all heads share, before it is normed and rotated
+    "query_latent",  # normed
+    "queries",  # the plain parts of the queries of all heads, then their rotated parts
+    "values",  # of all heads, of what latent attention attended to
     "inner",  # the MLP's first product
     "activated",
     "projected",  # what attention or MLP add to the residual
@@ -65,6 +69,26 @@ class NativeProgram:
         """adds: to what is in the target."""
         self._native.linear(self._packed(linear), source, target, adds)
 
+    def reserve(self, register: Register, width: int) -> None:
+        """Gives a register a width, so that `heads` and `copy` write its columns."""
+        self._native.reserve(register, width)
+
+    def heads(self, linears: Sequence[Linear], source: Register, target: Register, step: int) -> None:
+        """A dense linear layer of each head: its inputs follow each other, its results begin `step` columns apart."""
+        self._native.heads([self._packed(linear) for linear in linears], source, target, step)
+
+    def copy(
+        self,
+        source: Register,
+        source_columns: tuple[int, int],
+        target: Register,
+        target_columns: tuple[int, int],
+        width: int,
+        count: int = 1,
+    ) -> None:
+        """Copies `count` pieces of `width` columns, given the first one's column and the distance to the next one."""
+        self._native.copy((source, *source_columns), (target, *target_columns), count, width)
+
     def norm(self, norm: PackedNorm, source: Register, target: Register) -> None:
         self._native.norm(_native_norm(norm), source, target)
 
@@ -86,7 +110,7 @@ class NativeProgram:
         self._native.add(source, target)
 
     def rotate(self, attention: Attention, rope: tuple[Tensor, Tensor], *, interleaved: bool) -> None:
-        """Rotates the queries and keys in "qkv"."""
+        """Rotates the queries and keys in "qkv"; of keys that contain values, what is behind these."""
         self._native.rotate(_native_attention(attention).native, *rope, interleaved)
 
     def write(self, attention: Attention, scales: KvScales | None = None) -> None:
@@ -114,6 +138,7 @@ class NativeProgram:
     def experts(
         self,
         routing: NativeRouting,
+        router: Linear | None,
         experts: Iterable[tuple[Linear, Linear]],
         activation: Elementwise | None,
         split: Split,
@@ -122,13 +147,14 @@ class NativeProgram:
         source: Register,
         target: Register,
     ) -> None:
-        """The weighted sum of each row's experts, routed by "logits". experts: gate and up, and down, of each expert of
-        this rank. activation: of gate and up, if these layers are not gated. split: the experts of each rank. shared:
-        adds "shared", or its product with the sigmoid of "gate"."""
+        """The weighted sum of each row's experts, routed by "logits", or by a router whose logits are float32. experts:
+        gate and up, and down, of each expert of this rank. activation: of gate and up, if these layers are not gated.
+        split: the experts of each rank. shared: adds "shared", or its product with the sigmoid of "gate"."""
         packed = [(self._packed(gate_up), self._packed(down)) for gate_up, down in experts]
         ranks = (self._collective(group), split.widths()) if group.size > 1 else None
         native = None if activation is None else _native_activation(activation)
-        self._native.experts(routing.packed, packed, native, ranks, shared, source, target)
+        wide = None if router is None else router.native
+        self._native.experts(routing.packed, wide, packed, native, ranks, shared, source, target)
 
     def select(self, registers: Sequence[Register]) -> None:
         """From here on, these registers have the sampled rows only, and no other register is read."""

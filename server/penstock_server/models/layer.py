@@ -19,6 +19,7 @@ from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.mlp import Mlp, MlpSpec
 from penstock_server.layers.native_stack import NativeProgram, NotNativeError, Register
 from penstock_server.layers.norm import load_norm, norm_parameters
+from penstock_server.layers.row_parallel import RowParallelLinear
 from penstock_server.layers.step import StepContext
 from penstock_server.models.spec import LayerSpec, NormPlacement
 from penstock_server.weights.loader import Parameter
@@ -30,6 +31,9 @@ class AttentionPart(Protocol):
     @property
     def attention(self) -> Attention: ...
 
+    @property
+    def output(self) -> RowParallelLinear: ...
+
     def store(self, x: Tensor, cache: Tensor, step: StepContext) -> Any:
         """x [tokens, hidden]: writes keys and values to the cache, and returns the queries for `attend`."""
         ...
@@ -40,6 +44,11 @@ class AttentionPart(Protocol):
 
     def project(self, attended: Tensor, step: StepContext) -> Tensor:
         """Any rows of what `attend` returned → [rows, hidden], the same on all ranks. step: of these rows."""
+        ...
+
+    def append_to(self, program: NativeProgram, source: Register) -> Register:
+        """Appends `store` and `attend` of the input in `source` to a native stack. Returns where the result is. Raises
+        NotNativeError."""
         ...
 
 
@@ -147,18 +156,16 @@ class Layer:
     def append_to(self, program: NativeProgram, *, is_last: bool) -> None:
         """Appends `run` to a native stack. is_last: after its attention, only the sampled rows continue."""
         attention, spec = self.attention, self.spec
-        if not isinstance(attention, AttentionBlock):
-            raise NotNativeError("latent attention")
         if self.cross is not None:
             raise NotNativeError("cross-attention")
         if spec.placement is NormPlacement.SUM or spec.residual_is_normed:
             raise NotNativeError("norms that replace the residual")
         x = self._append_enter(program, "attention_norm")
-        attention.append_to(program, x)
+        attended = attention.append_to(program, x)
         if is_last:
-            kept: list[Register] = ["residual", "attended"]
+            kept: list[Register] = ["residual", attended]
             program.select([*kept, x] if spec.parallel and spec.shares_norm else kept)
-        project = partial(attention.output.append_to, program, "attended")
+        project = partial(attention.output.append_to, program, attended)
         if spec.parallel:
             self._append_leave(program, project, "attention_post_norm", "projected")
             x = x if spec.shares_norm else self._append_enter(program, "mlp_norm")

@@ -123,10 +123,10 @@ impl QuantizedLinear {
     /// Where a panel's results go, from row `first` on.
     fn outcome(&self, panel: Panel, first: usize, output: Output) -> Outcome {
         Outcome {
-            target: output.address().at(first * self.output_columns() + panel.first_column),
-            stride: self.output_columns(),
+            target: output.address.at(first * output.stride + panel.first_column),
+            stride: output.stride,
             num_columns: panel.num_columns,
-            add: matches!(output, Output::Add(_)),
+            add: output.adds,
         }
     }
 }

@@ -100,11 +100,13 @@ fn pack_for(formats: &[(Format, usize)], in_features: usize, gated: bool, bits: 
 }
 
 fn apply(packed: &QuantizedLinear, pool: &Pool, x: &[Element], stride: usize, num_rows: usize) -> Vec<Element> {
-    let mut y = vec![Element::from_f32(f32::NAN); num_rows * packed.output_columns()];
+    let columns = packed.output_columns();
+    let mut y = vec![Element::from_f32(f32::NAN); num_rows * columns];
     let mut scratch = vec![0; packed.scratch_bytes(num_rows)];
     let rows = Rows { address: Source::new(x.as_ptr()), stride, num_rows };
+    let output = Output::store(Target::new(y.as_mut_ptr()), columns);
     // SAFETY: x has `num_rows` rows, y room for their results.
-    unsafe { packed.apply(pool, rows, Output::Store(Target::new(y.as_mut_ptr())), Target::new(scratch.as_mut_ptr())) };
+    unsafe { packed.apply(pool, rows, output, Target::new(scratch.as_mut_ptr())) };
     y
 }
 

@@ -117,17 +117,19 @@ class ListedExperts:
         """Appends the weighted sum of the experts and of "shared", if there is a shared expert, to a native stack."""
         if self.shard.intermediate is not None:
             raise NotNativeError("fewer experts than ranks")
-        if self.router.native is None:
-            raise NotNativeError(f"routing by {self.router.spec.scoring}")
+        assert self.router.native is not None, "only native operators have a native stack"
         activations = [each.activation for each in self.gate_up if isinstance(each, ActivatedLinear)]
         gate_up = [each.linear if isinstance(each, ActivatedLinear) else each for each in self.gate_up]
         shared: Literal["plain", "gated"] | None = "plain" if has_shared else None
         if self.shared_gate is not None:
             shared = "gated"
             program.linear(self.shared_gate, source, "gate")
-        program.linear(self.router.linear, source, "logits")
+        wide = self.router.linear if self.router.spec.is_wide else None
+        if wide is None:
+            program.linear(self.router.linear, source, "logits")
         program.experts(
             self.router.native,
+            wide,
             zip(gate_up, self.down, strict=True),
             activations[0] if activations else None,
             self.shard.experts,

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from penstock_server.kernels.native_ops import NativeOps, NativeRouting
-from penstock_server.kernels.ops import Ops
 from penstock_server.kernels.torch_ops import widened
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.experts.spec import RoutingSpec
@@ -29,10 +28,13 @@ class Router:
         if spec.has_correction:
             correction = context.loader.read(f"{prefix}.correction", dtype=torch.float32)
         if not spec.is_wide:
-            return cls(context.linear(prefix), correction, spec, _native(spec, context.ops))
-        weight, bias = context.weights(prefix).dense()
-        assert bias is None
-        return cls(DenseLinear(context.ops.pack_wide(weight)), correction, spec)
+            linear: Linear = context.linear(prefix)
+        else:
+            weight, bias = context.weights(prefix).dense()
+            assert bias is None
+            linear = DenseLinear(context.ops.pack_wide(weight))
+        native = context.ops.routing(spec, correction) if isinstance(context.ops, NativeOps) else None
+        return cls(linear, correction, spec, native)
 
     def __call__(self, x: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
         """x [rows, hidden] → weights [rows, top_k] float32 and experts [rows, top_k] int64, in any order."""
@@ -40,19 +42,6 @@ class Router:
         if self.native is not None:
             return self.native(logits)
         return choose_experts(logits.float(), self.correction, self.spec)
-
-
-def _native(spec: RoutingSpec, ops: Ops) -> NativeRouting | None:
-    is_softmax = spec.scoring in ("softmax", "softmax-chosen") and not spec.has_correction
-    if not isinstance(ops, NativeOps) or not is_softmax or spec.num_groups > 1 or spec.norm_power not in (None, 1.0):
-        return None
-    return ops.routing(
-        spec.num_experts,
-        spec.top_k,
-        over_chosen=spec.scoring == "softmax-chosen",
-        norm_epsilon=None if spec.norm_power is None or spec.scoring == "softmax-chosen" else spec.norm_epsilon,
-        scale=spec.scale,
-    )
 
 
 def choose_experts(logits: Tensor, correction: Tensor | None, spec: RoutingSpec) -> tuple[Tensor, Tensor]:

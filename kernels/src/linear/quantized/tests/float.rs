@@ -47,7 +47,7 @@ fn floats_have_the_bits_of_the_dequantized_weight() {
                 let found = apply(&case.packed, &spawning_pool(2), &x, in_features, num_rows);
                 let mut expected = vec![Element::default(); num_rows * columns];
                 let rows = Rows { address: Source::new(x.as_ptr()), stride: in_features, num_rows };
-                let output = Output::Store(Target::new(expected.as_mut_ptr()));
+                let output = Output::store(Target::new(expected.as_mut_ptr()), columns);
                 // SAFETY: x has the rows, `expected` room for their results.
                 unsafe { dense.apply(&spawning_pool(2), rows, output) };
                 assert!(found == expected, "{formats:?}, {num_rows} rows of {in_features} features, gated: {gated}");
