@@ -127,10 +127,11 @@ clean: ## remove everything that was built
 
 .make/penstock: .make/venv $(RUST) pyproject.toml packaging/backend.py README.md
 	cargo build --release --locked --package penstock
-	# Installers that are not pip write no bytecode, and with PYTHONDONTWRITEBYTECODE an import does not either: each start
-	# would compile a thousand modules of torch.
-	$(UV) --quiet --no-deps --no-build-isolation --reinstall --compile-bytecode --editable .
-	$(BIN)/python -m compileall -q server/penstock server/penstock_server
+	$(UV) --quiet --no-deps --no-build-isolation --reinstall --editable .
+	# These imports write bytecode, because uv does not, and those of a server cannot where PYTHONDONTWRITEBYTECODE is set: each
+	# start would compile a thousand modules of torch.
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m penstock_server.fork_server < /dev/null > /dev/null
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import penstock_server.prepare, penstock_server.grammar.trial, penstock_server.grammar.start"
 	@mkdir -p .make && touch $@
 
 .make/kernels: .make/venv $(KERNELS)
