@@ -100,8 +100,8 @@ async fn until_closed(server: &Server, sent: &str) -> io::Result<String> {
 
 async fn hurried() -> Server {
     let adjust = |config: &mut Config| {
-        config.connections.idle_timeout = Duration::from_millis(30);
-        config.connections.body_timeout = Duration::from_millis(30);
+        config.connections.idle_timeout = Duration::from_millis(300);
+        config.connections.body_timeout = Duration::from_millis(300);
         config.connections.max_head_bytes = 2000;
     };
     Server::start(|sequence| sequence.answer(&[IM_END]), adjust).await
@@ -129,7 +129,7 @@ async fn http2_connection(server: &Server) -> (http2::SendRequest<Full<Bytes>>, 
 
 #[tokio::test]
 async fn an_idle_http2_connection_is_closed_and_one_with_an_open_stream_is_not() {
-    let adjust = |config: &mut Config| config.connections.idle_timeout = Duration::from_millis(30);
+    let adjust = |config: &mut Config| config.connections.idle_timeout = Duration::from_millis(300);
     let (server, mut sequences) = Server::manual_with(adjust).await;
     let (mut busy, _busy_connection) = http2_connection(&server).await;
     let body = Full::new(Bytes::from_static(br#"{"inputs": "Hi"}"#));
@@ -198,7 +198,7 @@ async fn a_body_that_is_late_is_answered_408() {
     let head = "HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{";
     let said = until_closed(&server, &format!("POST /generate {head}")).await.unwrap();
     assert!(said.starts_with("HTTP/1.1 408"), "{said}");
-    assert!(said.contains("the request's body was not complete after 0.03 s"), "{said}");
+    assert!(said.contains("the request's body was not complete after 0.3 s"), "{said}");
     let said = until_closed(&server, &format!("POST /v1/completions {head}")).await.unwrap();
     assert!(said.starts_with("HTTP/1.1 408") && said.contains(r#""code":"malformed_request""#), "{said}");
     assert!(server.engine.requests.lock().unwrap().is_empty());

@@ -12,7 +12,7 @@ use crate::fake_worker::fleet::Fleet;
 use crate::fake_worker::sequences::{Advance, unpack};
 use crate::fake_worker::setting::request;
 use crate::fake_worker::{FakeWorker, Script, Seen};
-use crate::server::{LIMITS, Server};
+use crate::server::{LIMITS, Server, TIMEOUT};
 
 const ROUTES: [&str; 2] = ["/generate", "/generate_stream"];
 /// Prompt length that needs several steps.
@@ -99,14 +99,16 @@ async fn reach(server: &Server, state: &State, worker: &FakeWorker, gate: &watch
 
 /// Checks that the only permit is free.
 async fn has_room(server: &Server) -> bool {
-    for _ in 0..10_000 {
-        match server.status("/generate", &body(2, 1)).await.as_str() {
-            "200" => return true,
-            "429" => tokio::task::yield_now().await,
-            status => panic!("{status}"),
+    let until_accepted = async {
+        loop {
+            match server.status("/generate", &body(2, 1)).await.as_str() {
+                "200" => return,
+                "429" => tokio::task::yield_now().await,
+                status => panic!("{status}"),
+            }
         }
-    }
-    false
+    };
+    tokio::time::timeout(TIMEOUT, until_accepted).await.is_ok()
 }
 
 #[tokio::test]
