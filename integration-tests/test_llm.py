@@ -294,7 +294,7 @@ def memory_mib(pid: int) -> float:
 def test_100_000_prompts_in_flat_memory_and_a_kill_in_the_middle(tmp_path: Path) -> None:
     model, source, destination = tmp_path / "model", tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     model.mkdir()
-    byte_model.save(model, max_tokens=64, window=None)
+    byte_model.save(model, max_tokens=512, window=None)
     num, options = 100_000, {"max_tokens": 2, "max_in_flight": 128, "model": str(model)}
     with source.open("w") as lines:
         lines.writelines(json.dumps({"id": i, "prompt": f"{i:08}"}) + "\n" for i in range(num))

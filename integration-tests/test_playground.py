@@ -613,6 +613,7 @@ def test_an_answer_that_a_reload_cut_off_says_so(page: Page) -> None:
     page.evaluate(WAIT_FOR_STORED_TEXT)
     page.reload()
     answer = finished_answer(page)
-    expect(answer.locator(".figures")).to_contain_text("incomplete")
+    # Firefox tells the page that the connection broke before it reloads the page.
+    expect(answer.locator(".figures")).to_contain_text(re.compile("incomplete|failed"))
     assert answer.locator(".markdown").inner_text()
     expect(page.locator(".server")).to_contain_text("0 running")
