@@ -341,6 +341,45 @@ def llm(record: Record) -> Iterator[Figure]:
     yield Figure("LLM.generate to the server at its best load", "≥ 0.97", pairs)
 
 
+def traces(record: Record) -> Iterator[Figure]:
+    repeats, streams = record["repeats"], record["load"]["streams"]
+
+    def router_us(repeat: Record, mode: str) -> float:
+        return float(1e6 * repeat[mode]["router_s"] / repeat[mode]["num_tokens"])
+
+    def all_us(repeat: Record) -> float:
+        return float(1e6 * repeat["off"]["all_s"] / repeat["off"]["num_tokens"])
+
+    rates = [100 * (repeat["on"]["tokens_per_s"] / repeat["off"]["tokens_per_s"] - 1) for repeat in repeats]
+    yield Figure(f"throughput with traces, to without, {streams} streams", "≥ −1 %", rates, " %", 1)
+    for mode in ("off", "on"):
+        values = [router_us(repeat, mode) for repeat in repeats]
+        yield Figure(f"router CPU per token, traces {mode}", "", values, " µs", 2)
+    added = [router_us(repeat, "on") - router_us(repeat, "off") for repeat in repeats]
+    yield Figure("router CPU per token that traces add", "", added, " µs", 2)
+    shares = [100 * more / all_us(repeat) for more, repeat in zip(added, repeats, strict=True)]
+    yield Figure("the same, to the CPU time of all processes", "≤ 1 %", shares, " %", 3)
+    spans = [repeat["on"]["spans_exported"] / repeat["on"]["num_requests"] for repeat in repeats]
+    yield Figure("spans that the collector took, per request", "", spans, "", 1)
+
+
+def endpoints(record: Record) -> Iterator[Figure]:
+    """By AIPerf's load, with both servers on each route that both have."""
+    streams = record["load"]["concurrency"]
+    for endpoint in dict.fromkeys(endpoint for repeat in record["repeats"] for endpoint in repeat):
+        repeats = [repeat[endpoint] for repeat in record["repeats"]]
+        for name in repeats[0]:
+            points = [repeat[name] for repeat in repeats]
+            where = f"{endpoint}, {streams} streams, {name}"
+            yield Figure(f"{where}: throughput", "", [point["tokens_per_s"] for point in points], " tokens/s", 0)
+            yield Figure(f"{where}: median TTFT", "", [point["ttft"]["p50"] for point in points], " ms", 0)
+            yield Figure(f"{where}: failed requests", "0", [point["num_failed"] for point in points], "", 0)
+        if len(repeats[0]) == 2:
+            ours, other = repeats[0]
+            pairs = [repeat[ours]["tokens_per_s"] / repeat[other]["tokens_per_s"] for repeat in repeats]
+            yield Figure(f"{endpoint}, {streams} streams: throughput to {other}", "", pairs)
+
+
 def long_context(record: Record) -> Iterator[Figure]:
     for name, cell in record["cells"].items():
         shares = [floor_s(cell, repeat["limits"]) / repeat["seconds"][name] for repeat in record["repeats"]]
@@ -389,6 +428,8 @@ BENCHMARKS: dict[str, Callable[[Record], Iterator[Figure]]] = {
     "contention": contention,
     "ranks": ranks,
     "llm": llm,
+    "traces": traces,
+    "endpoints": endpoints,
     "long-context": long_context,
     "scheduler": scheduler,
     "router": router,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,11 @@ def family_of(root: int) -> dict[int, list[str]]:
 def cpu_s_of(root: int) -> float:
     """Processor seconds of a process and all its descendants, also of those that have exited and were waited for."""
     return sum(sum(map(int, fields[11:15])) for fields in family_of(root).values()) / os.sysconf("SC_CLK_TCK")
+
+
+def clock_s_of(pid: int) -> float:
+    """Processor seconds of one process, over all threads, to the nanosecond. /proc counts in hundredths of a second."""
+    return time.clock_gettime(~pid << 3 | 2)  # the clock's id is the kernel's ABI: clock_getcpuclockid(3)
 
 
 def memory_of(root: int) -> list[dict[str, Any]]:
