@@ -295,7 +295,7 @@ def test_warm_up_allocates_the_default_pool() -> None:
     assert 1 <= capacity.num_blocks <= memory.default_cap_bytes(longest_bytes) >> 24
     assert len(engine.model.cache) == capacity.num_blocks
     worst = ["worst prefill", "worst decode", "worst mixed step"]
-    before, behind = ["measure memory", "first step"], ["wait for grammars", "measure what is left"]
+    before, behind = ["measure memory", "first step"], ["measure what is left"]
     names = [*before, *worst, *behind, "allocate KV pool", "rehearse"]
     assert [phase.name for phase in capacity.phases] == names
     assert 0 < capacity.worst_step_s <= max(phase.seconds for phase in capacity.phases if phase.name in worst)
@@ -313,9 +313,7 @@ def test_the_worst_step_is_estimated_from_the_layers_that_ran() -> None:
         return StepTiming(prepare_s=1, forward_s=4, sample_s=2, idle_s=100)
 
     probe = CapacityProbe(model, RankGroup(), torch.device("cpu"), BLOCK_TOKENS, has_grammars=False)
-    measured = probe.measure(
-        WarmUpConfig(16, 4, num_blocks=40, memory_fraction=0.9), run, lambda: 0, lambda: 0, PhaseClock()
-    )
+    measured = probe.measure(WarmUpConfig(16, 4, num_blocks=40, memory_fraction=0.9), run, 0, lambda: 0, PhaseClock())
     assert ran == [model, sample, sample, sample], "the first step brings all layers into memory"
     assert measured.worst_step_s == 1 + 4 * 30 / 2 + 2
 
@@ -427,7 +425,7 @@ def test_a_pool_leaves_room_for_a_standby_group_if_it_is_asked_to(monkeypatch: p
         probe.measure(
             replace(config, reserves_standby=reserves),
             lambda model, plan, num_blocks: StepTiming(),
-            lambda: 0,
+            0,
             lambda: 0,
             PhaseClock(),
         ).num_blocks

@@ -195,24 +195,26 @@ def test_a_fast_and_a_small_vocabulary_allow_the_same_tokens(embedded_folder: Pa
         assert start.is_accepting == expected.is_accepting
 
 
-def test_the_first_grammar_uses_the_process_started_before(small_folder: Path) -> None:
-    first = Trial(small_folder)
-    first.start()
-    assert first._process is not None
-    pid = first._process.pid
-    compiler = GrammarCompiler(small_folder, 40, first=first)
-    assert compiler.wait() > 1 << 20, "the memory to reserve for the other process"
+def test_the_first_grammar_reads_the_vocabulary_and_starts_one_process(small_folder: Path) -> None:
+    compiler = GrammarCompiler(small_folder, 40)
+    assert not compiler.rehearse(Grammar("regex", "b")), "there is no vocabulary yet"
+    assert compiler._reading is None
+    assert [trial._process for trial in compiler._trials.queue] == [None, None]
     compiler.compile(Grammar("regex", "a"))
-    assert first._process.pid == pid
-    others = [trial for trial in compiler._trials.queue if trial is not first]
-    assert [trial._process for trial in others] == [None]
+    reading = compiler.read()
+    processes = [trial._process for trial in compiler._trials.queue]
+    assert sorted(process is None for process in processes) == [False, True]
+    compiler.compile(Grammar("regex", "0"))
+    assert compiler.read() is reading
+    assert {trial._process for trial in compiler._trials.queue} == set(processes)
     compiler.close()
 
 
 def test_a_trial_process_without_a_vocabulary_exits(tmp_path: Path) -> None:
     trial = Trial(tmp_path)
     trial.start()
-    assert trial.wait() == 0
+    assert trial._process is not None
+    assert trial._process.wait(60) == 0
     trial.close()
 
 
@@ -261,11 +263,17 @@ def test_too_many_concurrent_grammars_are_refused(compiler: GrammarCompiler, mon
 
 
 def test_a_model_without_a_usable_tokenizer_refuses_grammars(tmp_path: Path) -> None:
-    with pytest.raises(GrammarError, match=r"no tokenizer\.json"):
-        GrammarCompiler(tmp_path, 40).compile(Grammar("regex", "a"))
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(GrammarError, match="tokenizer cannot be constrained"):
-        GrammarCompiler(tmp_path, 40).compile(Grammar("regex", "a"))
+    for reason in (r"no tokenizer\.json", "tokenizer cannot be constrained"):
+        compiler = GrammarCompiler(tmp_path, 40)
+        for _ in range(2):
+            with pytest.raises(GrammarError, match=reason):
+                compiler.compile(Grammar("regex", "a"))
+        with pytest.raises(GrammarError, match=reason):
+            compiler.start(Grammar("regex", "a")).result()
+        assert (compiler.vocab_size, compiler.eos_ids) == (0, [])
+        assert not compiler.rehearse(Grammar("regex", "a"))
+        compiler.close()
+        (tmp_path / "tokenizer.json").write_text("{}")
 
 
 def test_all_eos_tokens_of_the_folder_are_used(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""What is not held twice: the bytes of weights, and libraries in processes that do not need them."""
+"""What is not held: a second copy of the weights, what only grammars need before the first one, and libraries in
+processes that do not need them."""
 
 from __future__ import annotations
 
@@ -7,29 +8,47 @@ import sys
 
 import pytest
 
-LOADED = """
-import gc, re
+PRIVATE = """
+import re
 from pathlib import Path
-import torch
-from penstock_server.models import load_model
-from penstock_server.models.interface import LoadOptions
-from penstock_server.parallel import RankGroup
-from penstock_server import fork_server
 from penstock_server.heap import return_free_pages
-from penstock_server.prepare import embedded_gguf, prepare
 
 def private():
     return_free_pages()
     fields = re.findall(r"^Private_\\w+: +(\\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)
     return sum(map(int, fields)) << 10
 
+"""
+LOADED = f"""
+import gc
+{PRIVATE}
+from penstock_server import fork_server
+from penstock_server.prepare import prepare
+
 fork_server._import_all()
+from penstock_server.config import LoadConfig, WarmUpConfig
+from penstock_server.engine import Engine
 from penstock_server.grammar.vocabulary import Vocabulary
-held = [each for each in gc.get_objects() if isinstance(each, Vocabulary)]
 folder = Path(prepare(None).folder)
 before = private()
-model = load_model(LoadOptions(folder, torch.bfloat16, torch.device("cpu"), 16), RankGroup())
-print(private() - before, model.weight_bytes, ".gguf" in Path("/proc/self/maps").read_text(), len(held))
+engine, description = Engine.load(LoadConfig(folder, 16, device="cpu"))
+taken = private() - before
+engine.warm_up(WarmUpConfig(max_step_tokens=16, max_step_sequences=2, max_sequence_tokens=64, num_blocks=20))
+num_vocabularies = sum(isinstance(each, Vocabulary) for each in gc.get_objects())
+num_processes = sum(trial._process is not None for trial in engine._compiler._trials.queue)
+is_mapped = ".gguf" in Path("/proc/self/maps").read_text()
+print(taken, description.weight_bytes, is_mapped, num_vocabularies, num_processes)
+"""
+VOCABULARY = f"""
+{PRIVATE}
+from penstock_server.grammar.compiler import TOKEN_BYTES
+from penstock_server.grammar.start import build_start
+from penstock_server.grammar.vocabulary import fast_vocabulary, read_vocabulary
+from penstock_server.prepare import prepare
+folder = Path(prepare(None).folder)
+before = private()
+vocabulary = fast_vocabulary(read_vocabulary(folder))
+print(private() - before, vocabulary.tokenizer.vocab_size * TOKEN_BYTES)
 """
 IMPORTED = {
     "trial": "import penstock_server.grammar.trial, penstock_server.grammar.start",
@@ -43,10 +62,16 @@ def output_of(code: str) -> str:
 
 @pytest.mark.native
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
-def test_a_loaded_model_holds_its_weights_once_and_the_fork_server_no_vocabulary() -> None:
-    taken, weights, is_mapped, num_vocabularies = output_of(LOADED).splitlines()[-1].split()
-    assert (is_mapped, num_vocabularies) == ("False", "0")
+def test_a_ready_worker_holds_its_weights_once_and_nothing_that_only_grammars_need() -> None:
+    taken, weights, is_mapped, num_vocabularies, num_processes = output_of(LOADED).splitlines()[-1].split()
+    assert (is_mapped, num_vocabularies, num_processes) == ("False", "0", "0")
     assert int(weights) < int(taken) < 1.5 * int(weights)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_a_vocabulary_takes_no_more_than_is_reserved_for_it() -> None:
+    taken, reserved = map(int, output_of(VOCABULARY).split())
+    assert taken < reserved
 
 
 @pytest.mark.parametrize("name", IMPORTED)

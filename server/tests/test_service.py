@@ -301,7 +301,7 @@ def test_the_load_and_warm_up_responses_describe_the_model(client: Client) -> No
     assert (description.architecture, description.dtype, description.device) == ("fake", "float32", "cpu")
     assert (description.vocab_size, description.max_position_tokens) == (997, 64)
     assert description.block_tokens == BLOCK_TOKENS
-    assert [phase.name for phase in description.phases] == ["meet ranks", "load model", "read vocabulary"]
+    assert [phase.name for phase in description.phases] == ["meet ranks", "load model"]
     assert client.stub.WarmUp(WARM_UP, timeout=TIMEOUT_S).num_blocks == 40
 
 

@@ -40,7 +40,6 @@ class Measured:
 
 
 Run = Callable[[CausalModel, Plan, int], StepTiming]  # runs a first plan over a pool of this many blocks
-Wait = Callable[[], int]  # waits for what starts during the warm-up; returns the bytes it will still allocate
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +50,14 @@ class CapacityProbe:
     group: RankGroup
     device: torch.device
     block_tokens: int
-    has_grammars: bool  # whether this model's output can be constrained
+    has_grammars: bool  # whether grammars can be used already
 
     def measure(
-        self, config: WarmUpConfig, run: Run, wait: Wait, graph_bytes: Callable[[], int], clock: PhaseClock
+        self, config: WarmUpConfig, run: Run, later_bytes: int, graph_bytes: Callable[[], int], clock: PhaseClock
     ) -> Measured:
         """Run the most expensive steps over a small pool, and count the blocks that fit in the memory left.
-        graph_bytes: returns the memory that recorded steps will take."""
+        later_bytes: host memory that the worker and its processes will take for grammars. graph_bytes: returns the
+        memory that recorded steps will take."""
         longest = self.longest_sequence(config)
         per_block = self.model.kv_bytes_per_block
         on_cpu = self.device.type == "cpu"
@@ -99,8 +99,6 @@ class CapacityProbe:
                 timing = run(sample, plan, worst.num_blocks())
             forward_s = timing.forward_s * self.model.num_layers / sample.num_layers
             seconds.append(timing.prepare_s + forward_s + timing.sample_s)
-        with clock.phase("wait for grammars"):
-            later_bytes = wait()
         recorded_bytes = graph_bytes()
         with clock.phase("measure what is left"):
             left = meter.measure(releasing=worst.num_blocks() * per_block)

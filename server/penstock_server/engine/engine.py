@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from concurrent.futures import wait
 from functools import partial
 from typing import Any, Protocol
 
@@ -36,12 +37,10 @@ from penstock_server.engine.watermark import Watermark
 from penstock_server.errors import ConfigError, GrammarError
 from penstock_server.grammar.compiler import GrammarCompiler
 from penstock_server.grammar.state import GrammarStates
-from penstock_server.grammar.trial import Trial
 from penstock_server.heap import return_free_pages
 from penstock_server.kernels import ACTIVATION_BITS
 from penstock_server.kernels.native_build import find_build
 from penstock_server.models.interface import CausalModel, LoadOptions
-from penstock_server.models.pooling import read_pooling
 from penstock_server.parallel import RankGroup
 from penstock_server.phase import PhaseClock
 from penstock_server.plan import Advances, Grammar, NewSequence, Plan, StepResult, StepTiming
@@ -105,12 +104,6 @@ class Engine:
         native = find_build(device, dtype, config.cpu_isa)
         torch.set_num_threads(choose_num_threads(config, world_size))
         open_device(device)
-        trial, is_pooled = None, read_pooling(config.model_path) is not None
-        if not is_pooled and rank == 0 and (config.model_path / "tokenizer.json").is_file():
-            trial = Trial(config.model_path)
-            if not config.background:
-                # Its process starts while the model loads, so that no grammar waits for it.
-                trial.start()
         with clock.phase("meet ranks"):
             backend = "nccl" if device.type == "cuda" else "gloo"
             group = RankGroup.join(rank, world_size, config.rendezvous, backend, native)
@@ -130,15 +123,19 @@ class Engine:
         )
         advice = "use a larger GPU, or more shards (--num-shard), or end the other processes"
 
-        def read() -> tuple[CausalModel, GrammarCompiler | None]:
+        def read() -> CausalModel:
             with clock.phase("load model"), torch.inference_mode(), naming_full_memory(device, "the weights", advice):
-                model = load_model(options, group)
-            if rank != 0 or is_pooled:
-                return model, None
-            with clock.phase("read vocabulary"):
-                return model, GrammarCompiler(config.model_path, model.vocab_size, first=trial)
+                return load_model(options, group)
 
-        model, compiler = run_in_background(read) if config.background else read()
+        model = run_in_background(read) if config.background else read()
+        compiler = None
+        if rank == 0 and model.pooler is None:
+            compiler = GrammarCompiler(config.model_path, model.vocab_size)
+            if device.type != "cpu":
+                # Reading it holds Python's GIL for long enough to delay many short steps. On a CPU steps are longer and
+                # the memory is the model's own, so there the first grammar reads it.
+                with clock.phase("read vocabulary"):
+                    wait([compiler.read()])
         watermark = Watermark.of(model.vocab_size, config.watermark_gamma, config.watermark_delta)
         description = Description(
             architecture=model.architecture,
@@ -182,8 +179,6 @@ class Engine:
 
     def _warm_up(self, config: WarmUpConfig) -> Capacity:
         clock = PhaseClock()
-        if self._compiler is not None:
-            self._compiler.start_trial()  # of a standby group, which has none before it serves
         has_grammars = self._compiler is not None and self._compiler.rehearse(warmup.ANY_TEXT)
         has_grammars = self._group.minimum(-has_grammars) < 0  # the first rank alone has a compiler
         probe = CapacityProbe(self.model, self._group, self._device, self._block_tokens, has_grammars)
@@ -237,7 +232,8 @@ class Engine:
         if config.proven:
             probe.check_room(config, config.num_blocks)
         else:
-            measured = probe.measure(config, run, self._wait_for_grammars, graph_bytes, clock)
+            later_bytes = 0 if self._compiler is None else self._compiler.later_bytes
+            measured = probe.measure(config, run, later_bytes, graph_bytes, clock)
         num_blocks = measured.num_blocks
         with clock.phase("allocate KV pool"):
             self.model.allocate_cache(num_blocks)
@@ -262,11 +258,6 @@ class Engine:
         memory.release_pages(sampler.forget())
         return_free_pages()
         return Capacity(num_blocks, tuple(clock.phases), measured.worst_step_s, room)
-
-    def _wait_for_grammars(self) -> int:
-        """Wait until everything that starts during the warm-up has its memory. Returns the bytes it will still
-        allocate."""
-        return 0 if self._compiler is None else self._compiler.wait()
 
     def _rehearse(self) -> None:
         """Run a prompt and a decode, if there is any, so that no request is the first to use any part."""

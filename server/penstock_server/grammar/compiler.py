@@ -1,7 +1,8 @@
 """Compiles grammars concurrently with the steps, and caches the most recently used ones.
 
 Each grammar is first compiled once in a trial process, then here, where Python's GIL is held for less than a
-millisecond, so that no step waits. INVARIANT: at most MAX_RUNNING grammars compile at a time.
+millisecond, so that no step waits. The first grammar also reads the vocabulary, unless `read` was called before, and
+starts the first trial process. INVARIANT: at most MAX_RUNNING grammars compile at a time.
 """
 
 from __future__ import annotations
@@ -26,56 +27,63 @@ MAX_WAITING = 24  # concurrent calls of `compile`, each of which blocks a thread
 MAX_CACHED = 64
 # Twice what the grammars before it may take: trials have a low priority, so they wait for CPU time on a busy machine.
 _WAIT_LIMIT_S = 2 * MAX_WAITING / MAX_RUNNING * TIME_LIMIT_S
+# What grammars take before any is compiled, at most: for each token in this process and in each trial process, and for
+# a trial process itself.
+TOKEN_BYTES, _TRIAL_BYTES = 1 << 10, 32 << 20
 _STACK_BYTES = 64 << 20  # of threads that compile or compute masks: 16 times a trial's; only touched pages count
 
 
 class GrammarCompiler:
-    """Compiles and caches grammars. Thread-safe. first: a trial whose process has already been started."""
+    """Compiles and caches grammars. Thread-safe."""
 
-    def __init__(
-        self, folder: Path, vocab_size: int, time_limit_s: float = TIME_LIMIT_S, first: Trial | None = None
-    ) -> None:
-        self._vocabulary: Vocabulary | None = None
-        self._unusable = ""
-        try:
-            self._vocabulary = fast_vocabulary(read_vocabulary(folder, vocab_size))
-        except GrammarError as error:
-            self._unusable = str(error)
+    def __init__(self, folder: Path, num_logits: int, time_limit_s: float = TIME_LIMIT_S) -> None:
+        self._folder = folder
+        self._num_logits = num_logits
+        self._reading: Future[Vocabulary] | None = None
         self._cached: OrderedDict[Grammar, Future[Start]] = OrderedDict()
         self._num_waiting = 0
         self._lock = threading.Lock()
         self._pool = threads_with_stack(MAX_RUNNING, "grammar")
         # Last in, first out: further processes are started only when several grammars compile at a time.
         self._trials: LifoQueue[Trial] = LifoQueue()
-        for _ in range(MAX_RUNNING - 1):
+        for _ in range(MAX_RUNNING):
             self._trials.put(Trial(folder, time_limit_s))
-        self._first = first or Trial(folder, time_limit_s)
-        self._trials.put(self._first)
+
+    def read(self) -> Future[Vocabulary]:
+        """Starts to read the vocabulary, the first time. The future raises GrammarError when the tokenizer cannot be
+        constrained."""
+        with self._lock:
+            if self._reading is None:
+                # Before any job that waits for it, so that such jobs cannot take all threads.
+                self._reading = self._pool.submit(_read, self._folder, self._num_logits)
+            return self._reading
 
     @property
     def vocab_size(self) -> int:
-        """Bits in a mask, at least the number of logits. 0: the model's tokenizer cannot be constrained."""
-        return 0 if self._vocabulary is None else self._vocabulary.tokenizer.vocab_size
+        """Bits in a mask, at least the number of logits. 0: the model's tokenizer cannot be constrained. Reads the
+        vocabulary."""
+        reading = self.read()
+        return reading.result().tokenizer.vocab_size if reading.exception() is None else 0
 
     @property
     def eos_ids(self) -> list[int]:
-        """The EOS tokens of the model."""
-        return [] if self._vocabulary is None else self._vocabulary.tokenizer.eos_tokens
+        """The EOS tokens of the model. Reads the vocabulary."""
+        reading = self.read()
+        return reading.result().tokenizer.eos_tokens if reading.exception() is None else []
 
-    def start_trial(self) -> None:
-        """Starts the first trial's process if it is not running. No grammar may be compiling yet."""
-        self._first.start()
-
-    def wait(self) -> int:
-        """Waits until the first trial's process is ready, if it was started. Returns the bytes the others will need."""
-        return self._first.wait() * (MAX_RUNNING - 1)
+    @property
+    def later_bytes(self) -> int:
+        """The most memory that grammars take before any is compiled."""
+        return self._num_logits * TOKEN_BYTES * (1 + MAX_RUNNING) + _TRIAL_BYTES * MAX_RUNNING
 
     def rehearse(self, grammar: Grammar) -> bool:
-        """Compiles and caches a trusted grammar without a trial. Returns whether the tokenizer can be constrained."""
-        if self._vocabulary is None:
+        """Compiles and caches a trusted grammar without a trial, if a usable vocabulary has been read. Returns whether
+        it has."""
+        reading = self._reading
+        if reading is None or reading.exception() is not None:
             return False
         with self._lock:
-            self._cached[grammar] = self._pool.submit(build_start, self._vocabulary, grammar)
+            self._cached[grammar] = self._pool.submit(build_start, reading.result(), grammar)
         return True
 
     def compile(self, grammar: Grammar) -> bool:
@@ -106,15 +114,12 @@ class GrammarCompiler:
         return self._start(grammar, self._compile)
 
     def _start(self, grammar: Grammar, compile_it: Callable[[Grammar], Start]) -> Future[Start]:
+        self.read()
         with self._lock:
             cached = self._cached.get(grammar)
             if cached is not None:
                 self._cached.move_to_end(grammar)
                 return cached
-            if self._unusable:
-                failed: Future[Start] = Future()
-                failed.set_exception(GrammarError(self._unusable))
-                return failed
             future = self._cached[grammar] = self._pool.submit(compile_it, grammar)
             if len(self._cached) > MAX_CACHED:
                 self._cached.popitem(last=False)
@@ -130,20 +135,25 @@ class GrammarCompiler:
     def _try_and_compile(self, grammar: Grammar) -> Start:
         trial = self._trials.get()
         try:
+            trial.start()  # the first time, its process reads the vocabulary while this one does
+            vocabulary = self.read().result()
             trial.check(grammar)
         finally:
             self._trials.put(trial)
-        return self._compile(grammar)
+        return build_start(vocabulary, grammar)
 
     def _compile(self, grammar: Grammar) -> Start:
-        assert self._vocabulary is not None
-        return build_start(self._vocabulary, grammar)
+        return build_start(self.read().result(), grammar)
 
     def _forget_failed(self, grammar: Grammar, future: Future[Start]) -> None:
         if future.cancelled() or future.exception() is not None:
             with self._lock:
                 if self._cached.get(grammar) is future:
                     del self._cached[grammar]
+
+
+def _read(folder: Path, num_logits: int) -> Vocabulary:
+    return fast_vocabulary(read_vocabulary(folder, num_logits))
 
 
 def threads_with_stack(num_threads: int, name: str) -> ThreadPoolExecutor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import resource
 import signal
 import subprocess
@@ -28,7 +27,7 @@ _READY = "ready\n"
 
 
 class Trial:
-    """A trial process. `start` or the first grammar starts it, and it is restarted after a grammar that killed it.
+    """A trial process. `start` or the first grammar starts it; after a grammar that killed it, the next one does.
 
     Not thread-safe.
     """
@@ -37,20 +36,12 @@ class Trial:
         self._arguments = [str(folder), str(time_limit_s)]
         self._time_limit_s = time_limit_s
         self._process: subprocess.Popen[str] | None = None
-        self._is_ready = False
+        self._is_ready = False  # the process has read the vocabulary
 
     def start(self) -> None:
         """Starts the process if it is not running. Does not wait until it has read the vocabulary."""
         if self._process is None:
             self._process = self._spawn()
-
-    def wait(self) -> int:
-        """Waits until the process has read the vocabulary. Returns its resident bytes; 0 if there is no process."""
-        process = self._process
-        if process is None or not self._hear_ready(process):
-            return 0
-        resident = re.search(r"^VmRSS:\s+(\d+) kB$", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
-        return int(resident[1]) << 10 if resident else 0
 
     def check(self, grammar: Grammar) -> None:
         """Raises GrammarError when the grammar cannot be compiled within the limits."""
@@ -94,19 +85,14 @@ class Trial:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )
 
-    def _hear_ready(self, process: subprocess.Popen[str]) -> bool:
-        """Waits for the ready line. Returns False if the process exits because the vocabulary is unusable."""
-        if not self._is_ready:
-            assert process.stdout is not None
-            self._is_ready = process.stdout.readline() == _READY
-        return self._is_ready
-
     def _ask(self, process: subprocess.Popen[str], grammar: Grammar) -> str:
         """Returns the reply line; empty when the process died."""
         assert process.stdin is not None
         assert process.stdout is not None
-        if not self._hear_ready(process):
-            return ""
+        if not self._is_ready:
+            self._is_ready = process.stdout.readline() == _READY
+            if not self._is_ready:
+                return ""
         try:
             process.stdin.write(json.dumps({"kind": grammar.kind, "text": grammar.text}) + "\n")
             process.stdin.flush()
@@ -117,7 +103,6 @@ class Trial:
 
 def main(folder: str, time_limit_s: str) -> None:
     """The process: reads a grammar per line and prints an error per line, until the worker exits."""
-    os.nice(10)
     # When memory runs out, the kernel should kill this process, not the worker.
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -135,6 +120,7 @@ def main(folder: str, time_limit_s: str) -> None:
         return  # the worker reports the same error
     return_free_pages()
     signal.setitimer(signal.ITIMER_PROF, 0)
+    os.nice(10)  # for grammars, which may take long; the first one waits for the vocabulary
     print(_READY, end="", flush=True)
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, float(time_limit_s))
