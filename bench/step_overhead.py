@@ -39,6 +39,7 @@ class NullModel:
     weight_bytes = 1
     kv_bytes_per_block = 1
     is_recordable = False
+    is_row_independent = True
     pooler = None
 
     def __init__(self, max_rows: int) -> None:

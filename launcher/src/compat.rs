@@ -39,7 +39,6 @@ const RENDEZVOUS: &str = "ranks meet through a file in a private folder, and the
      interface (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose another one)";
 
 pub(crate) const FLAGS: &[CompatFlag] = &[
-    refused("speculate", Value, "speculative decoding is not supported yet; remove the flag"),
     refused("ngrok", Switch, "tunnels are not supported; run a separate tunnel process"),
     refused("ngrok-authtoken", Value, "tunnels are not supported; run a separate tunnel process"),
     refused("ngrok-edge", Value, "tunnels are not supported; run a separate tunnel process"),

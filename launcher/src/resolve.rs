@@ -198,6 +198,21 @@ impl Settings {
         let reason = "every token of an encoder's source depends on the whole source, so prefixes cannot be shared";
         (false, Some(Choice::new("prefix-caching", false, reason)))
     }
+
+    /// Draft tokens per sequence and step. `--speculate` is 0 where drafts cannot be verified with the same bits.
+    pub(crate) fn speculation(args: &Args, model: &Description) -> (u32, Option<Choice>) {
+        let reason = match model {
+            _ if args.speculate == 0 => return (0, None),
+            Description { can_draft: false, .. } => {
+                "drafts are verified on CPUs only so far, by a native decoder and native kernels"
+            }
+            Description { window_tokens: Some(_), .. } => {
+                "models whose layers all have a sliding window have no drafts"
+            }
+            _ => return (args.speculate, None),
+        };
+        (0, Some(Choice::new("speculate", 0, reason)))
+    }
 }
 
 impl SequenceLimits {

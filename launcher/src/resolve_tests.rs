@@ -30,6 +30,7 @@ fn model(device: &str) -> Description {
         decoder_prefix: [].into(),
         pooling: None,
         max_source_tokens: 0,
+        can_draft: true,
         weight_bytes: 0,
         kv_bytes_per_block: 0,
         phases: Vec::new(),

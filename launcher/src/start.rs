@@ -94,6 +94,8 @@ pub(crate) async fn start(args: &Args, settings: &Settings, python: &Path) -> Re
     };
     let (prefix_caching, choice) = Settings::prefix_caching(args, &loaded.model);
     choice.iter().for_each(log_choice);
+    let (max_draft_tokens, choice) = Settings::speculation(args, &loaded.model);
+    choice.iter().for_each(log_choice);
     let limits = Limits {
         max_step_tokens: loaded.step_tokens,
         max_step_sequences: settings.max_step_sequences,
@@ -106,6 +108,7 @@ pub(crate) async fn start(args: &Args, settings: &Settings, python: &Path) -> Re
         max_inter_token: settings.max_inter_token,
         max_overtaking: MAX_OVERTAKING,
         window_tokens: loaded.model.window_tokens,
+        max_draft_tokens,
     };
     let options = EngineOptions {
         limits,

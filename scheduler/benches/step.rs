@@ -85,6 +85,7 @@ impl Run {
             max_inter_token: None,
             max_overtaking: 0,
             window_tokens: None,
+            max_draft_tokens: 0,
         });
         for text in 0..load.num_cached_blocks / 500 {
             submit(&mut scheduler, text, prompt(1_000_000 + text, 500 * BLOCK_TOKENS), 1);
@@ -158,7 +159,9 @@ fn apply(scheduler: &mut Scheduler, result: &StepResult) {
 
 fn answer(plan: &Plan) -> StepResult {
     let sampled = plan.advances.iter().filter(|advance| advance.sample);
-    let outputs = sampled.map(|it| SequenceOutput { id: it.id, token_ids: Some(vec![plan.step as TokenId]) }).collect();
+    let outputs = sampled
+        .map(|it| SequenceOutput { id: it.id, token_ids: Some(vec![plan.step as TokenId]), num_draft_tokens: 0 })
+        .collect();
     StepResult { step: plan.step, outputs }
 }
 

@@ -57,6 +57,15 @@ impl Work {
         self.terms[DECODE_CONTEXT] += f64::from(num_computed_tokens);
     }
 
+    /// Adds draft tokens to the decodes: each is a row of the model, as a decode is.
+    pub(crate) fn add_drafts(&mut self, num_tokens: u32) {
+        *self = self.with_decodes(num_tokens as usize);
+    }
+
+    pub(crate) fn num_decodes(&self) -> f64 {
+        self.terms[DECODES]
+    }
+
     /// The same work with `num_more` decodes more, of the same mean context.
     pub(crate) fn with_decodes(mut self, num_more: usize) -> Self {
         let growth = (self.terms[DECODES] + num_more as f64) / self.terms[DECODES];

@@ -50,7 +50,10 @@ pub enum ApplyError {
     /// The sequence was to sample and has no output.
     #[error("the result of step {step} has no output for sequence {}, which was to sample", id.0)]
     MissingOutput { step: u64, id: SequenceId },
-    /// The output has more or fewer tokens than were planned.
+    /// The output has more or fewer tokens than were planned: one, and one more for each draft token that was verified.
     #[error("the result of step {step} has {got} tokens for sequence {}, {expected} were planned", id.0)]
     TokenCount { step: u64, id: SequenceId, expected: usize, got: usize },
+    /// The worker verified more draft tokens than were planned.
+    #[error("the result of step {step} has {got} draft tokens for sequence {}, at most {most} were planned", id.0)]
+    DraftCount { step: u64, id: SequenceId, most: u32, got: u32 },
 }

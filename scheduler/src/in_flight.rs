@@ -20,6 +20,8 @@ pub(crate) struct InFlightAdvance {
     pub(crate) id: SequenceId,
     pub(crate) residency: Residency,
     pub(crate) sample: bool,
+    /// Draft tokens that the worker may verify.
+    pub(crate) num_draft_tokens: u32,
     /// Blocks that this advance fills, and that other sequences can therefore share.
     pub(crate) filled_blocks: Vec<BlockId>,
     /// Shared blocks that the sequence started with although the step that fills them was still in flight.

@@ -18,6 +18,7 @@ mod queue;
 mod resident;
 mod scheduler;
 mod sequence;
+mod speculation;
 
 pub use error::{ApplyError, SubmitError};
 pub use layout::BlockLayout;

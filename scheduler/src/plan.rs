@@ -46,6 +46,8 @@ pub struct Limits {
     /// Sliding window: a token attends to this many last tokens, itself included. Blocks before the window are
     /// released. `None`: a token attends to all tokens before it.
     pub window_tokens: Option<u32>,
+    /// Draft tokens that a step verifies for one sequence at most (`--speculate`). 0: none.
+    pub max_draft_tokens: u32,
 }
 
 /// A sequence to generate.
@@ -111,9 +113,11 @@ pub struct Advance {
     pub id: SequenceId,
     /// Known tokens to compute; at least 1.
     pub num_tokens: u32,
+    /// Draft tokens that the worker may compute and verify after them, at most; 0 unless the advance samples.
+    pub num_draft_tokens: u32,
     /// Blocks to append to the sequence's block table before the step.
     pub new_block_ids: Vec<BlockId>,
-    /// Whether a token is sampled after the last computed one.
+    /// Whether a token is sampled after the last known one, and after each draft token that turns out to be right.
     pub sample: bool,
 }
 
@@ -132,8 +136,10 @@ pub struct StepResult {
 pub struct SequenceOutput {
     /// Id of the sequence.
     pub id: SequenceId,
-    /// Sampled tokens. `None`: the worker cannot continue the sequence.
+    /// Sampled tokens: 1, and 1 more for each right draft token. `None`: the worker cannot continue the sequence.
     pub token_ids: Option<Vec<TokenId>>,
+    /// Draft tokens that the worker verified, right or not; at most `Advance::num_draft_tokens`.
+    pub num_draft_tokens: u32,
 }
 
 /// What a result means for one sequence.

@@ -2,6 +2,10 @@
 //!
 //! Both counters include the steps in flight, so the next step can be planned before their results are back. Only the
 //! ids of the last known tokens may be missing.
+//!
+//! Draft tokens in flight count as right until their result is back: the counters are upper bounds then, and
+//! `num_in_flight_drafts` is how much lower they can still become. Blocks are allocated for the upper bound; only what
+//! the lower bound covers is registered in the prefix cache.
 
 use std::cmp::Reverse;
 use std::sync::Arc;
@@ -13,6 +17,7 @@ use crate::plan::{Advance, BlockId, FinishReason, Limits, NewSequence, SequenceI
 use crate::precedence::{Precedence, PrefillOrder};
 use crate::prefix::{PendingPrefix, Root};
 use crate::resident::Residency;
+use crate::speculation::Acceptance;
 
 #[derive(Debug)]
 pub(crate) struct Sequence {
@@ -32,8 +37,10 @@ pub(crate) struct Sequence {
     num_source_tokens: u32,
     /// `None`: the worker does not know the sequence; the next three fields are 0 and empty.
     residency: Option<Residency>,
-    /// Tokens sampled by steps in flight: known by number, not yet by id.
+    /// Tokens sampled by steps in flight, at most: known by number, not yet by id.
     num_in_flight_tokens: u32,
+    /// Draft tokens of steps in flight.
+    num_in_flight_drafts: u32,
     num_computed_tokens: u32,
     table: BlockTable,
     /// Allocatable blocks that the last failed admission lacked some of; 0: no admission failed since the last change.
@@ -43,6 +50,7 @@ pub(crate) struct Sequence {
     /// Tokens of prompts of lower precedence that were computed before this one's.
     num_overtaken_tokens: u64,
     borrowed_budget: Option<BorrowedBudget>,
+    acceptance: Acceptance,
 }
 
 /// The overtaking budget of a sequence that waits for blocks of this one: this one is as urgent until it has computed
@@ -77,12 +85,14 @@ impl Sequence {
             num_source_tokens: submission.num_source_tokens,
             residency: None,
             num_in_flight_tokens: 0,
+            num_in_flight_drafts: 0,
             num_computed_tokens: 0,
             table: BlockTable::default(),
             num_blocks_to_admit: 0,
             served_at: arrived_at,
             num_overtaken_tokens: 0,
             borrowed_budget: None,
+            acceptance: Acceptance::default(),
         }
     }
 
@@ -112,7 +122,27 @@ impl Sequence {
 
     /// Whether its last step is planned, so that it awaits that step's result. The last token itself is never computed.
     pub(crate) fn is_finishing(&self) -> bool {
+        self.is_at_limit() && self.num_in_flight_drafts == 0
+    }
+
+    /// Whether no further step can be planned before a result is back: the last token is in flight, for certain or if
+    /// all drafts are right.
+    pub(crate) fn is_at_limit(&self) -> bool {
         self.num_known_tokens() == self.max_tokens
+    }
+
+    /// The most draft tokens that its next step can verify: the last token is sampled after them.
+    pub(crate) fn max_draft_tokens(&self) -> u32 {
+        (self.max_tokens - self.num_known_tokens()).saturating_sub(1)
+    }
+
+    pub(crate) fn acceptance(&mut self) -> &mut Acceptance {
+        &mut self.acceptance
+    }
+
+    /// Tokens that are computed after the steps in flight even if all their drafts are wrong.
+    pub(crate) fn min_computed_tokens(&self) -> u32 {
+        self.num_computed_tokens - self.num_in_flight_drafts
     }
 
     /// Known tokens that are not computed.
@@ -120,7 +150,7 @@ impl Sequence {
         self.num_known_tokens() - self.num_computed_tokens
     }
 
-    /// Whether it can advance by one token only.
+    /// Whether it can advance by one known token only.
     pub(crate) fn is_decoding(&self) -> bool {
         self.num_pending_tokens() == 1
     }
@@ -215,23 +245,31 @@ impl Sequence {
         }
     }
 
-    /// Plans the next `num_tokens` pending tokens.
-    pub(crate) fn advance(&mut self, num_tokens: u32, new_block_ids: Vec<BlockId>, now: Duration) -> Advance {
+    /// Plans the next `num_tokens` pending tokens, and at most `num_draft_tokens` drafts after them if they are all.
+    pub(crate) fn advance(
+        &mut self,
+        num_tokens: u32,
+        num_draft_tokens: u32,
+        new_block_ids: Vec<BlockId>,
+        now: Duration,
+    ) -> Advance {
         let sample = num_tokens == self.num_pending_tokens();
         self.served_at = now;
-        self.num_computed_tokens += num_tokens;
-        self.num_in_flight_tokens += u32::from(sample);
+        self.num_computed_tokens += num_tokens + num_draft_tokens;
+        self.num_in_flight_tokens += u32::from(sample) + num_draft_tokens;
+        self.num_in_flight_drafts += num_draft_tokens;
         self.table.block_ids.extend_from_slice(&new_block_ids);
-        Advance { id: self.id, num_tokens, new_block_ids, sample }
+        Advance { id: self.id, num_tokens, num_draft_tokens, new_block_ids, sample }
     }
 
-    /// The blocks that the last `num_tokens` computed tokens are written to, and how many leading ones of these are
-    /// full.
-    pub(crate) fn written_blocks(&self, num_tokens: u32) -> (&[BlockId], usize) {
+    /// The blocks that the computed tokens from `first_token` on are written to, and how many leading ones of these
+    /// are full.
+    pub(crate) fn written_blocks(&self, first_token: u32) -> (&[BlockId], usize) {
         let block_tokens = self.layout.block_tokens;
-        let first = (self.num_computed_tokens - num_tokens) / block_tokens;
+        let first = first_token / block_tokens;
         let num_full = self.num_computed_tokens / block_tokens;
-        (&self.table.block_ids[first as usize..], (num_full - first) as usize)
+        let end = self.layout.num_blocks(self.num_computed_tokens);
+        (&self.table.block_ids[first as usize..end], (num_full - first) as usize)
     }
 
     /// Ends its residency, if any, and returns the blocks to release. What is in flight is void: only tokens that have
@@ -239,6 +277,7 @@ impl Sequence {
     pub(crate) fn end_residency(&mut self) -> BlockTable {
         self.residency = None;
         self.num_in_flight_tokens = 0;
+        self.num_in_flight_drafts = 0;
         self.num_computed_tokens = 0;
         self.num_blocks_to_admit = 0;
         self.borrowed_budget = None;
@@ -252,7 +291,7 @@ impl Sequence {
     /// What the prefix cache has to register: the block table, the root, all known ids, and the number of computed
     /// tokens. `None` if nothing is shared, or no block has become full.
     pub(crate) fn registration(&mut self) -> Option<(&mut BlockTable, Root, &[TokenId], usize)> {
-        let num_computed_tokens = self.num_computed_tokens as usize;
+        let num_computed_tokens = self.min_computed_tokens() as usize;
         let block_tokens = self.layout.block_tokens;
         // PERF: most steps of a decode fill no block.
         let root =
@@ -265,7 +304,7 @@ impl Sequence {
     pub(crate) fn blocks_before_window(&mut self) -> (&mut BlockTable, usize) {
         let num_blocks = match self.is_finishing() {
             true => self.table.num_released,
-            false => self.layout.num_blocks_before_window(self.num_computed_tokens),
+            false => self.layout.num_blocks_before_window(self.min_computed_tokens()),
         };
         (&mut self.table, num_blocks)
     }
@@ -299,16 +338,23 @@ impl Sequence {
         self.num_blocks_to_admit = num_blocks;
     }
 
-    /// Takes the oldest token in flight. A stop token in the last place counts as a stop token.
-    pub(crate) fn accept(&mut self, token_id: TokenId) -> Option<FinishReason> {
-        self.num_in_flight_tokens -= 1;
-        self.token_ids.push(token_id);
-        if self.stop_token_ids.contains(&token_id) {
-            Some(FinishReason::StopToken)
-        } else if self.token_ids.len() as u32 == self.max_tokens {
-            Some(FinishReason::Length)
-        } else {
-            None
+    /// Takes what the oldest advance in flight has sampled, whose plan allowed `num_draft_tokens`. Returns the number of
+    /// tokens up to the end of the sequence, and the reason if it has ended. A stop token in the last place counts as a
+    /// stop token.
+    pub(crate) fn accept(&mut self, token_ids: &[TokenId], num_draft_tokens: u32) -> (usize, Option<FinishReason>) {
+        if token_ids.is_empty() {
+            return (0, None);
         }
+        self.num_in_flight_tokens -= 1 + num_draft_tokens;
+        self.num_in_flight_drafts -= num_draft_tokens;
+        self.num_computed_tokens -= 1 + num_draft_tokens - token_ids.len() as u32;
+        for (index, token_id) in token_ids.iter().enumerate() {
+            self.token_ids.push(*token_id);
+            if self.stop_token_ids.contains(token_id) {
+                return (index + 1, Some(FinishReason::StopToken));
+            }
+        }
+        let has_ended = self.token_ids.len() as u32 == self.max_tokens;
+        (token_ids.len(), has_ended.then_some(FinishReason::Length))
     }
 }

@@ -85,6 +85,7 @@ class Description:
     max_source_tokens: int = 0
     pooling: Pooling | None = None  # None: the model generates tokens
     num_dimensions: int = 0  # of a pooled vector
+    can_draft: bool = False  # plans may allow draft tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,11 @@ class Sampling:
         return self.grammar is not None or bool(self.allowed_tokens) or bool(self.bad_words)
 
     @property
+    def has_grammar(self) -> bool:
+        """Whether a grammar's state follows the tokens."""
+        return self.grammar is not None
+
+    @property
     def mask_reads_history(self) -> bool:
         """Whether the mask depends on the tokens before."""
         return self.grammar is not None or any(len(word) > 1 for word in self.bad_words)
@@ -73,6 +78,8 @@ class Advances:
     sample: npt.NDArray[np.bool_]
     num_new_blocks: npt.NDArray[np.uint32]
     new_block_ids: npt.NDArray[np.uint32]  # [sum of num_new_blocks], in the order of the sequences
+    # Draft tokens to verify at most; empty: none of any sequence.
+    num_draft_tokens: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
 
     def __len__(self) -> int:
         return len(self.sequence_ids)
@@ -84,6 +91,7 @@ class Advances:
         num_tokens: Sequence[int],
         sample: Sequence[bool],
         new_block_ids: Sequence[Sequence[int]] = (),
+        num_draft_tokens: Sequence[int] = (),
     ) -> Advances:
         """From lists; without `new_block_ids` no sequence gets a block."""
         blocks = new_block_ids or [()] * len(sequence_ids)
@@ -93,6 +101,7 @@ class Advances:
             np.array(sample, np.bool_),
             np.array([len(ids) for ids in blocks], np.uint32),
             np.array([block_id for ids in blocks for block_id in ids], np.uint32),
+            np.array(num_draft_tokens, np.uint32),
         )
 
 
@@ -151,6 +160,8 @@ class StepResult:
     step: int
     timing: StepTiming = StepTiming()
     sequence_ids: npt.NDArray[np.uint64] = field(default_factory=lambda: NO_ADVANCES.sequence_ids)  # [sampled]
+    # [sequences that sampled]: draft tokens that were verified; empty: none.
+    num_draft_tokens: npt.NDArray[np.uint32] = field(default_factory=lambda: NO_ADVANCES.num_draft_tokens)
     sampled: Tokens = NO_TOKENS
     prompts: Mapping[int, Tokens] = field(default_factory=dict)  # prompt tokens by sequence id
     failures: Sequence[Failure] = ()

@@ -119,6 +119,7 @@ class Worker(rpc.WorkerServicer):
             decoder_prefix=description.decoder_prefix,
             max_source_tokens=description.max_source_tokens,
             pooling=_pooling(description),
+            can_draft=description.can_draft,
         )
 
     def WarmUp(self, request: pb.WarmUpRequest, context: grpc.ServicerContext) -> pb.WarmUpResponse:  # noqa: N802
@@ -339,6 +340,7 @@ def _advances(message: pb.Advances) -> Advances:
         sample=_column(message.sample, "u1") != 0,
         num_new_blocks=_column(message.num_new_blocks, "<u4"),
         new_block_ids=_column(message.new_block_ids, "<u4"),
+        num_draft_tokens=_column(message.num_draft_tokens, "<u4"),
     )
 
 
@@ -388,6 +390,7 @@ def _result_message(result: StepResult) -> pb.StepResult:
     return pb.StepResult(
         step=result.step,
         sequence_ids=result.sequence_ids.astype("<u8").tobytes(),
+        num_draft_tokens=result.num_draft_tokens.astype("<u4").tobytes(),
         sampled=_tokens(result.sampled),
         vectors=result.vectors.astype("<f4").tobytes(),
         prompts=[

@@ -46,6 +46,7 @@ class FakeModel:
     pooler = None
     window_tokens = 0
     is_recordable = False
+    is_row_independent = True
     weight_bytes = 1
     kv_bytes_per_block = 8 * BLOCK_TOKENS
 

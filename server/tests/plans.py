@@ -17,6 +17,7 @@ class Advance:
     num_tokens: int
     new_block_ids: Sequence[int] = ()
     sample: bool = False
+    num_draft_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ def columns(advances: Sequence[Advance]) -> Advances:
         [advance.num_tokens for advance in advances],
         [advance.sample for advance in advances],
         [advance.new_block_ids for advance in advances],
+        [advance.num_draft_tokens for advance in advances],
     )
 
 
@@ -59,7 +61,8 @@ def outputs(result: StepResult, plan: Plan) -> list[Output]:
     """In the order of the plan's advances; advances that returned nothing have none."""
     by_id: dict[int, Output] = {}
     for sequence_id, token in zip(result.sequence_ids.tolist(), listed(result.sampled), strict=True):
-        by_id[sequence_id] = Output(sequence_id, [token])
+        output = by_id.setdefault(sequence_id, Output(sequence_id))
+        output.tokens = [*output.tokens, token]
     for sequence_id, tokens in result.prompts.items():
         by_id.setdefault(sequence_id, Output(sequence_id)).prompt_tokens = listed(tokens)
     for failure in result.failures:

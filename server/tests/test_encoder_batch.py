@@ -66,8 +66,8 @@ def test_penalties_count_decoder_tokens_only() -> None:
     table.add(sequence(1, 5, 7, num_tokens=9))  # 15, 16 start the decoder, 17, 18 were sampled
     table.add(sequence(2, 2, 3))
     rows = table.rows([1, 2])
-    assert table.known_ids(rows).tolist() == [[15, 16, 17, 18], [12, 12, 12, 12]]
-    ids, real = table.generated_ids(rows)
+    assert table.first_ids(rows, table.known[rows]).tolist() == [[15, 16, 17, 18], [12, 12, 12, 12]]
+    ids, real = table.generated_ids(rows, table.known[rows])
     assert (ids[real].tolist(), real.tolist()) == ([17, 18], [[True, True], [False, False]])
 
 

@@ -360,8 +360,9 @@ def test_a_broken_sequence_fails_alone(client: Client) -> None:
 
 def test_the_message_sampling_and_the_engine_s_type_have_the_same_fields() -> None:
     # The protocol carries the grammar in NewSequence.
+    properties = {"masked", "mask_reads_history", "has_grammar"}
     assert [*pb.Sampling.DESCRIPTOR.fields_by_name, "grammar"] == [field.name for field in fields(Sampling)]
-    assert set(SAMPLING_FIELDS.names or ()) < {*pb.Sampling.DESCRIPTOR.fields_by_name, "masked", "mask_reads_history"}
+    assert set(SAMPLING_FIELDS.names or ()) < {*pb.Sampling.DESCRIPTOR.fields_by_name, *properties}
 
 
 def test_every_field_of_sampling_reaches_the_sampler(client: Client) -> None:

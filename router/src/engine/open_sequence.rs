@@ -81,11 +81,11 @@ impl OpenSequence {
         self.send(SequenceEvent::Vector(vector.to_vec()));
     }
 
-    /// The group was lost with this sequence in one of the `num_steps_in_flight` steps.
-    pub(super) fn record_loss(&mut self, num_steps_in_flight: usize) {
+    /// The group was lost with this sequence in a step in flight. These steps give it at most `max_tokens_in_flight` tokens.
+    pub(super) fn record_loss(&mut self, max_tokens_in_flight: usize) {
         self.num_losses += 1;
-        // A step gives at most one token: with one for each of these steps, the sequence is past the step that failed.
-        self.cleared_at_tokens = self.cleared_at_tokens.max(self.num_tokens_sent + num_steps_in_flight);
+        // With this many more tokens, the sequence is past the step that failed.
+        self.cleared_at_tokens = self.cleared_at_tokens.max(self.num_tokens_sent + max_tokens_in_flight);
     }
 
     pub(super) fn needs_quarantine(&self) -> bool {

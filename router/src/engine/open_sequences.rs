@@ -29,6 +29,8 @@ pub(super) struct OpenSequences {
     timelines: Timelines,
     /// Sequences to run alone, one after the other, the last one first.
     quarantine: Vec<SequenceId>,
+    /// The most tokens that one step gives a sequence.
+    max_tokens_per_step: usize,
     epoch: Instant,
 }
 
@@ -39,6 +41,7 @@ impl OpenSequences {
             open: HashMap::new(),
             timelines: Timelines::default(),
             quarantine: Vec::new(),
+            max_tokens_per_step: 1 + limits.max_draft_tokens as usize,
             epoch: Instant::now(),
         }
     }
@@ -103,8 +106,8 @@ impl OpenSequences {
     }
 
     /// Teaches the scheduler how long a step took; returns what it had expected. To be called before `apply`.
-    pub(super) fn observe(&mut self, step: u64, duration: Duration) -> Option<Forecast> {
-        self.scheduler.observe(step, duration)
+    pub(super) fn observe(&mut self, report: &StepReport, duration: Duration) -> Option<Forecast> {
+        self.scheduler.observe(report.step, duration, report.num_draft_tokens())
     }
 
     /// Applies a step's report to the scheduler, and returns what to `deliver`. An error means that the report is wrong.
@@ -115,6 +118,7 @@ impl OpenSequences {
                 Some(_) => Some(vec![VECTOR]),
                 None => output.tokens.as_ref().ok().map(|tokens| tokens.iter().map(|token| token.id).collect()),
             },
+            num_draft_tokens: output.num_draft_tokens,
         };
         let outputs = report.outputs.iter().map(output).collect();
         self.scheduler.apply(&scheduler::StepResult { step: report.step, outputs })
@@ -159,10 +163,10 @@ impl OpenSequences {
     /// was in flight in `MAX_LOSSES` losses in a row fails.
     pub(super) fn requeue(&mut self, reason: &str) {
         self.timelines.lose_group(reason);
-        let num_steps_in_flight = self.scheduler.stats().num_steps_in_flight;
+        let max_tokens_in_flight = self.scheduler.stats().num_steps_in_flight * self.max_tokens_per_step;
         for id in self.scheduler.restart() {
             let Some(sequence) = self.open.get_mut(&id) else { continue };
-            sequence.record_loss(num_steps_in_flight);
+            sequence.record_loss(max_tokens_in_flight);
             if sequence.is_given_up() {
                 let reason = format!(
                     "the model workers stopped {MAX_LOSSES} times in a row while they computed this sequence, \

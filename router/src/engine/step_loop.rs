@@ -166,11 +166,12 @@ impl StepLoop {
     /// Hands a step's outputs to their sequences. An error means that the group cannot be trusted any more.
     fn apply(&mut self, report: &StepReport, arrived_at: Instant) -> Result<(), String> {
         let step = self.in_flight.pop(arrived_at).ok_or("it answered a step that was never sent")?;
-        let forecast = self.sequences.observe(report.step, step.interval);
+        let forecast = self.sequences.observe(report, step.interval);
         // Before the events: a stream that reads its last token ends its timeline.
         step.trace(report);
         let events = self.sequences.apply(report).map_err(|error| error.to_string())?;
         metrics::tokens_accepted(report.outputs.iter().map(|output| output.tokens.as_ref().map_or(0, Vec::len)));
+        metrics::drafts_verified(u64::from(report.num_draft_tokens()), report.num_accepted_drafts());
         // Before the events: a reader of a terminal event finds the sequence's blocks free.
         self.publish_stats();
         let has_tokens = self.sequences.deliver(events, &report.outputs, arrived_at);

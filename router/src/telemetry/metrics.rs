@@ -184,6 +184,12 @@ pub(crate) fn tokens_accepted(num_tokens: impl Iterator<Item = usize>) {
     }
 }
 
+/// A step verified this many draft tokens, and kept these.
+pub(crate) fn drafts_verified(num_drafts: u64, num_accepted: u64) {
+    DRAFT_TOKENS.add(num_drafts);
+    ACCEPTED_DRAFT_TOKENS.add(num_accepted);
+}
+
 /// A finished step and how long its parts took. Parts of different steps overlap.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StepTimes {

@@ -102,6 +102,8 @@ metrics! {
     KV_CACHED_BLOCKS = Metric::gauge("penstock_kv_cached_blocks", "Blocks of the KV pool in the prefix cache");
     PREFIX_QUERIED = Metric::counter("penstock_prefix_queried_tokens", "Tokens looked up in the prefix cache");
     PREFIX_HIT = Metric::counter("penstock_prefix_hit_tokens", "Tokens found in the prefix cache");
+    DRAFT_TOKENS = Metric::counter("penstock_draft_tokens", "Draft tokens verified by steps (`--speculate`)");
+    ACCEPTED_DRAFT_TOKENS = Metric::counter("penstock_accepted_draft_tokens", "Draft tokens that were right");
     PREEMPTIONS = Metric::counter("penstock_preemptions",
         "Running sequences that went back to the queue, mostly for want of blocks, and are computed again");
     STEP_OVERHEAD = Metric::histogram("penstock_step_overhead_seconds", Step,

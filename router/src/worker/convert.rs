@@ -76,6 +76,15 @@ fn advances(advances: &[Advance]) -> proto::Advances {
             .flat_map(|advance| &advance.new_block_ids)
             .flat_map(|id| id.to_le_bytes())
             .collect(),
+        num_draft_tokens: drafts(advances),
+    }
+}
+
+/// Empty without drafts, so that a server without speculation sends nothing for them.
+fn drafts(advances: &[Advance]) -> Vec<u8> {
+    match advances.iter().any(|advance| advance.num_draft_tokens > 0) {
+        true => advances.iter().flat_map(|advance| advance.num_draft_tokens.to_le_bytes()).collect(),
+        false => Vec::new(),
     }
 }
 
@@ -102,6 +111,17 @@ pub(super) fn report(result: proto::StepResult) -> Result<StepReport, WorkerErro
             Some(Output { id: last, tokens: Ok(tokens), .. }) if last.0 == id => tokens.push(token),
             _ => outputs.push(output(id, vec![token])),
         }
+    }
+    let num_draft_tokens = column(&result.num_draft_tokens, u32::from_le_bytes)?;
+    if !num_draft_tokens.is_empty() && num_draft_tokens.len() != outputs.len() {
+        return Err(garbled(format!(
+            "draft tokens of {} sequences, {} sampled",
+            num_draft_tokens.len(),
+            outputs.len()
+        )));
+    }
+    for (output, num_draft_tokens) in outputs.iter_mut().zip(num_draft_tokens) {
+        output.num_draft_tokens = num_draft_tokens;
     }
     for prompt in result.prompts {
         let id = SequenceId(prompt.sequence_id);
@@ -145,7 +165,7 @@ fn worker_timing(timing: proto::StepTiming) -> Result<WorkerTiming, WorkerError>
 }
 
 fn output(id: u64, tokens: Vec<Token>) -> Output {
-    Output { id: SequenceId(id), tokens: Ok(tokens), prompt_tokens: Vec::new(), vector: None }
+    Output { id: SequenceId(id), tokens: Ok(tokens), num_draft_tokens: 0, prompt_tokens: Vec::new(), vector: None }
 }
 
 fn failed(error: proto::SequenceError) -> Output {
@@ -253,9 +273,29 @@ mod tests {
     }
 
     #[test]
+    fn draft_tokens_are_counted_for_each_sequence() {
+        let drafted = |num: &[u32]| proto::StepResult {
+            num_draft_tokens: num.iter().flat_map(|num| num.to_le_bytes()).collect(),
+            ..result_of(&[7, 7, 8], packed(&[-0.5; 3]))
+        };
+        let counts = |result| report(result).unwrap().outputs.iter().map(|it| it.num_draft_tokens).collect::<Vec<_>>();
+        assert_eq!(counts(drafted(&[4, 1])), [4, 1]);
+        assert_eq!(counts(drafted(&[])), [0, 0]);
+        assert!(report(drafted(&[4, 4, 1])).is_err());
+    }
+
+    #[test]
     fn a_plan_s_advances_are_columns() {
-        let advance = |id, new_block_ids, sample| Advance { id: SequenceId(id), num_tokens: 3, new_block_ids, sample };
+        let advance = |id, new_block_ids, sample| Advance {
+            id: SequenceId(id),
+            num_tokens: 3,
+            num_draft_tokens: u32::from(sample) * id as u32,
+            new_block_ids,
+            sample,
+        };
         let packed = advances(&[advance(1, vec![5, 6], false), advance(256, vec![], true), advance(2, vec![7], true)]);
+        assert_eq!(column(&packed.num_draft_tokens, u32::from_le_bytes).unwrap(), [0, 256, 2]);
+        assert!(advances(&[advance(1, vec![], false)]).num_draft_tokens.is_empty());
         assert_eq!(column(&packed.sequence_ids, u64::from_le_bytes).unwrap(), [1, 256, 2]);
         assert_eq!(column(&packed.num_tokens, u32::from_le_bytes).unwrap(), [3, 3, 3]);
         assert_eq!(packed.sample, [0, 1, 1]);

@@ -79,6 +79,8 @@ pub struct Description {
     pub decoder_prefix: Arc<[u32]>,
     /// Encoder–decoder models: the longest source.
     pub max_source_tokens: u32,
+    /// Whether steps can verify draft tokens.
+    pub can_draft: bool,
     /// Size of the weights on all ranks together.
     pub weight_bytes: u64,
     /// Size of one KV block on all ranks together.
@@ -223,6 +225,7 @@ impl Group {
             window_tokens: (first.window_tokens > 0).then_some(first.window_tokens),
             decoder_prefix: first.decoder_prefix.into(),
             max_source_tokens: first.max_source_tokens,
+            can_draft: first.can_draft,
             weight_bytes,
             kv_bytes_per_block,
             phases: phases(first.phases),

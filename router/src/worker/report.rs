@@ -14,12 +14,27 @@ pub(crate) struct StepReport {
     pub(crate) timing: WorkerTiming,
 }
 
+impl StepReport {
+    /// Draft tokens that the step verified.
+    pub(crate) fn num_draft_tokens(&self) -> u32 {
+        self.outputs.iter().map(|output| output.num_draft_tokens).sum()
+    }
+
+    /// Draft tokens that were right: of each sequence, the tokens after its first.
+    pub(crate) fn num_accepted_drafts(&self) -> u64 {
+        let num_tokens = self.outputs.iter().filter_map(|output| output.tokens.as_ref().ok()).map(Vec::len);
+        num_tokens.map(|num_tokens| num_tokens.saturating_sub(1) as u64).sum()
+    }
+}
+
 /// The output of one sequence in a step.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Output {
     pub(crate) id: SequenceId,
     /// `Err`: the worker could not continue this sequence.
     pub(crate) tokens: Result<Vec<Token>, OutputError>,
+    /// Draft tokens that the step verified for it, right or not.
+    pub(crate) num_draft_tokens: u32,
     pub(crate) prompt_tokens: Vec<Token>,
     /// Of a sequence that is pooled, instead of tokens.
     pub(crate) vector: Option<Vec<f32>>,

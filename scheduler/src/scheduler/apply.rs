@@ -19,13 +19,14 @@ impl Scheduler {
         let matched = self.match_outputs(result)?;
         self.preempt_readers(self.failed_residencies(result));
         self.in_flight.pop_oldest();
-        let events = matched.into_iter().map(|(id, output_index)| self.take_output(result, id, output_index)).collect();
+        let take = |(id, index, num_drafts)| self.take_output(result, id, index, num_drafts);
+        let events = matched.into_iter().map(take).collect();
         self.cache.retire(result.step);
         Ok(events)
     }
 
-    /// The outputs of current residencies: each sequence with the index of its output.
-    fn match_outputs(&self, result: &StepResult) -> Result<Vec<(SequenceId, usize)>, ApplyError> {
+    /// The outputs of current residencies: each sequence with the index of its output and the planned draft tokens.
+    fn match_outputs(&self, result: &StepResult) -> Result<Vec<(SequenceId, usize, u32)>, ApplyError> {
         let step = result.step;
         let oldest = self.in_flight.oldest().ok_or(ApplyError::NothingInFlight { step })?;
         if oldest.step != step {
@@ -44,7 +45,10 @@ impl Scheduler {
                 continue;
             }
             match index {
-                Some(index) => matched.push((in_flight.id, checked_index(result, index, in_flight)?)),
+                Some(index) => {
+                    check_counts(result, index, in_flight)?;
+                    matched.push((in_flight.id, index, in_flight.num_draft_tokens));
+                }
                 None if in_flight.sample => return Err(ApplyError::MissingOutput { step, id: in_flight.id }),
                 None => {}
             }
@@ -68,28 +72,49 @@ impl Scheduler {
         advances.filter(|in_flight| failed.contains(&in_flight.id)).map(|in_flight| in_flight.residency).collect()
     }
 
-    fn take_output(&mut self, result: &StepResult, id: SequenceId, output_index: usize) -> Event {
-        let Some(token_ids) = &result.outputs[output_index].token_ids else {
+    /// `num_planned_drafts`: draft tokens that the plan allowed.
+    fn take_output(
+        &mut self,
+        result: &StepResult,
+        id: SequenceId,
+        output_index: usize,
+        num_planned_drafts: u32,
+    ) -> Event {
+        let output = &result.outputs[output_index];
+        let Some(token_ids) = &output.token_ids else {
             self.end(id);
             return Event::Failed { id, output_index };
         };
         let sequence = self.sequence_mut(id);
-        let finish_reason = token_ids.iter().find_map(|token_id| sequence.accept(*token_id));
+        let was_finishing = sequence.is_finishing();
+        let (num_tokens, finish_reason) = sequence.accept(token_ids, num_planned_drafts);
+        if num_planned_drafts > 0 {
+            sequence.acceptance().observe(token_ids.len() as u32 - 1, output.num_draft_tokens);
+        }
+        if !was_finishing && sequence.is_finishing() {
+            // Now it is certain that the last step is planned.
+            self.note_finishing(id);
+        }
         self.register_blocks(id);
         if finish_reason.is_some() {
             self.end(id);
         }
-        Event::Advanced { id, output_index, num_tokens: token_ids.len(), finish_reason }
+        Event::Advanced { id, output_index, num_tokens, finish_reason }
     }
 }
 
-/// `index`, if that output has as many tokens as were planned: 1 if the advance samples, otherwise 0.
-fn checked_index(result: &StepResult, index: usize, in_flight: &InFlightAdvance) -> Result<usize, ApplyError> {
+/// An advance that samples gives one token, and one more for each right draft; any other gives none.
+fn check_counts(result: &StepResult, index: usize, in_flight: &InFlightAdvance) -> Result<(), ApplyError> {
+    let (step, id, output) = (result.step, in_flight.id, &result.outputs[index]);
+    let (most, got) = (in_flight.num_draft_tokens, output.num_draft_tokens);
+    if got > most {
+        return Err(ApplyError::DraftCount { step, id, most, got });
+    }
     let expected = usize::from(in_flight.sample);
-    match &result.outputs[index].token_ids {
-        Some(token_ids) if token_ids.len() != expected => {
-            Err(ApplyError::TokenCount { step: result.step, id: in_flight.id, expected, got: token_ids.len() })
+    match output.token_ids.as_ref().map(Vec::len) {
+        Some(len) if len < expected || len > expected + got as usize => {
+            Err(ApplyError::TokenCount { step, id, expected, got: len })
         }
-        _ => Ok(index),
+        _ => Ok(()),
     }
 }

@@ -14,6 +14,7 @@ mod draft;
 mod failure;
 mod prefill;
 mod restart;
+mod speculate;
 mod step;
 #[cfg(test)]
 mod tests;

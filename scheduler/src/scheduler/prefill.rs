@@ -113,7 +113,7 @@ impl Scheduler {
         unwritten_blocks: Vec<BlockId>,
     ) {
         draft.estimate.work.add_prefill(self.sequence(id).num_computed_tokens(), num_tokens);
-        self.advance(draft, id, num_tokens, unwritten_blocks);
+        self.advance(draft, id, num_tokens, 0, unwritten_blocks);
     }
 
     /// The ready sequence to admit next.

@@ -23,11 +23,15 @@ impl Scheduler {
             return None;
         }
         let mut draft = Draft::new(self.in_flight.next_step(), now, &self.limits, self.residents.running().len());
-        let (decodes, prefills): (Vec<_>, Vec<_>) =
-            self.residents.running().partition(|id| self.sequence(*id).is_decoding());
-        for id in decodes {
-            draft.estimate.work.add_decode(self.sequence(id).num_computed_tokens());
-            self.advance(&mut draft, id, 1, Vec::new());
+        let advancing = self.residents.running().filter(|id| !self.sequence(*id).is_at_limit());
+        let (decodes, prefills): (Vec<_>, Vec<_>) = advancing.partition(|id| self.sequence(*id).is_decoding());
+        for id in &decodes {
+            draft.estimate.work.add_decode(self.sequence(*id).num_computed_tokens());
+        }
+        let num_drafts = self.num_draft_tokens(&decodes, &prefills, &draft.estimate.work);
+        for (index, id) in decodes.into_iter().enumerate() {
+            let num_draft_tokens = num_drafts.get(index).copied().unwrap_or(0);
+            self.advance(&mut draft, id, 1, num_draft_tokens, Vec::new());
         }
         draft.estimate.target_seconds = self.target_seconds(&draft.estimate.work, prefills.len());
         self.advance_prefills(&mut draft, prefills);
@@ -68,15 +72,18 @@ impl Scheduler {
     /// Blocks that a running sequence must get for the next step; 0 if the step may leave it out.
     fn num_blocks_to_advance(&self, id: SequenceId, first: Option<SequenceId>) -> usize {
         let sequence = self.sequence(id);
-        if sequence.is_decoding() || Some(id) == first { sequence.num_new_blocks(1) } else { 0 }
+        let must_advance = sequence.is_decoding() || Some(id) == first;
+        if must_advance && !sequence.is_at_limit() { sequence.num_new_blocks(1) } else { 0 }
     }
 
-    /// Plans `num_tokens` of a running sequence. The step and the pool must have room for them.
+    /// Plans `num_tokens` of a running sequence, and if these are all that it knows, at most `num_draft_tokens` drafts
+    /// after them. The step and the pool must have room for all of them.
     pub(super) fn advance(
         &mut self,
         draft: &mut Draft,
         id: SequenceId,
         num_tokens: u32,
+        num_draft_tokens: u32,
         unwritten_blocks: Vec<BlockId>,
     ) {
         if num_tokens == 0 {
@@ -84,20 +91,35 @@ impl Scheduler {
         }
         let sequence = self.sequences.get_mut(&id).expect("invariant: a running sequence is known");
         let allocate = || self.cache.allocate().expect("invariant: the caller made room in the pool");
-        let new_block_ids = std::iter::repeat_with(allocate).take(sequence.num_new_blocks(num_tokens)).collect();
-        let advance = sequence.advance(num_tokens, new_block_ids, draft.now);
-        let (written, num_full) = sequence.written_blocks(num_tokens);
+        let num_rows = num_tokens + num_draft_tokens;
+        let new_block_ids = std::iter::repeat_with(allocate).take(sequence.num_new_blocks(num_rows)).collect();
+        let first_written = sequence.min_computed_tokens();
+        let advance = sequence.advance(num_tokens, num_draft_tokens, new_block_ids, draft.now);
+        let (written, num_full) = sequence.written_blocks(first_written);
         self.cache.record_writes(written, draft.plan.step);
         let filled_blocks = if sequence.root().is_some() { written[..num_full].to_vec() } else { Vec::new() };
         let residency = sequence.residency().expect("invariant: a running sequence is resident");
         if sequence.is_finishing() {
-            self.cache.mark_finishing(sequence.table().held());
-            self.residents.finish(sequence.precedence());
+            self.note_finishing(id);
         }
-        draft.num_tokens_left -= num_tokens;
+        draft.num_tokens_left -= num_rows;
         let sample = advance.sample;
-        draft.in_flight.push(InFlightAdvance { id, residency, sample, filled_blocks, unwritten_blocks });
+        draft.in_flight.push(InFlightAdvance {
+            id,
+            residency,
+            sample,
+            num_draft_tokens,
+            filled_blocks,
+            unwritten_blocks,
+        });
         draft.plan.advances.push(advance);
+    }
+
+    /// Moves a running sequence whose last step is planned to the finishing ones.
+    pub(super) fn note_finishing(&mut self, id: SequenceId) {
+        let sequence = self.sequences.get(&id).expect("invariant: a running sequence is known");
+        self.cache.mark_finishing(sequence.table().held());
+        self.residents.finish(sequence.precedence());
     }
 
     /// Registers a sequence's planned blocks in the prefix cache, and unblocks the queued sequences that wait for them.

@@ -13,10 +13,15 @@ use crate::plan::{Forecast, SequenceId};
 const STRETCH: f64 = 1.75;
 
 impl Scheduler {
-    /// Learns how long a step in flight took, from when the worker could begin with it. Call it before `apply`. Returns
-    /// what was expected, or `None` if the step is not in flight.
-    pub fn observe(&mut self, step: u64, duration: Duration) -> Option<Forecast> {
-        let estimate = self.in_flight.get(step)?.estimate;
+    /// Learns how long a step in flight took, from when the worker could begin with it. Call it before `apply`.
+    /// `num_draft_tokens`: those that the step verified, over all sequences. Returns what was expected, or `None` if the
+    /// step is not in flight.
+    pub fn observe(&mut self, step: u64, duration: Duration, num_draft_tokens: u32) -> Option<Forecast> {
+        let mut estimate = self.in_flight.get(step)?.estimate;
+        if num_draft_tokens > 0 {
+            estimate.work.add_drafts(num_draft_tokens);
+            estimate.seconds = self.cost.seconds(&estimate.work);
+        }
         self.cost.observe(&estimate.work, duration);
         let seconds = |seconds: f64| Duration::try_from_secs_f64(seconds).ok();
         Some(Forecast {

@@ -3,7 +3,7 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
-use penstock_scheduler::{Advance, BlockId, Limits, NewSequence, Plan, SequenceId, Stats, TokenId};
+use penstock_scheduler::{Advance, BlockId, Limits, NewSequence, Plan, SequenceId, Stats, StepResult, TokenId};
 
 use crate::submitted::{Order, Scope, State, Submitted, Visibility};
 use crate::tally::Tally;
@@ -40,6 +40,10 @@ struct Entry {
     order: Order,
     num_known_tokens: u32,
     num_computed_tokens: u32,
+    /// Draft tokens that each step in flight may verify, oldest first. The two counts before include them all.
+    drafts: VecDeque<(u64, u32)>,
+    /// The most tokens that any plan could have computed: what its blocks hold.
+    num_allocated_tokens: u32,
     max_tokens: u32,
     num_source_tokens: u32,
     visibility: Visibility,
@@ -53,12 +57,21 @@ impl Entry {
         &self.block_ids[self.num_released..]
     }
 
+    fn num_drafts(&self) -> u32 {
+        self.drafts.iter().map(|(_, num_drafts)| num_drafts).sum()
+    }
+
     fn is_finishing(&self) -> bool {
+        self.is_at_limit() && self.num_drafts() == 0
+    }
+
+    /// Whether it may be finishing: that depends on drafts in flight.
+    fn is_at_limit(&self) -> bool {
         self.num_known_tokens == self.max_tokens
     }
 
     fn is_decoding(&self) -> bool {
-        !self.is_finishing() && self.num_known_tokens - self.num_computed_tokens == 1
+        !self.is_at_limit() && self.num_known_tokens - self.num_computed_tokens == 1
     }
 }
 
@@ -111,10 +124,26 @@ impl Ledger {
         self.entries.contains_key(&id)
     }
 
-    pub fn retire(&mut self, step: u64, failed: bool) {
+    pub fn retire(&mut self, result: &StepResult, failed: bool) {
         self.written.pop_front().expect("a step in flight");
         if failed {
-            self.failed_step.get_or_insert(step);
+            self.failed_step.get_or_insert(result.step);
+        }
+        for (id, entry) in &mut self.entries {
+            if entry.drafts.front().is_none_or(|(step, _)| *step != result.step) {
+                continue;
+            }
+            let (_, most) = entry.drafts.pop_front().expect("just seen");
+            let output = result.outputs.iter().find(|output| output.id == *id);
+            // A sequence that has failed is freed next.
+            let Some(token_ids) = output.and_then(|output| output.token_ids.as_ref()) else { continue };
+            let num_right = token_ids.len() as u32 - 1;
+            let num_lost = most - num_right;
+            entry.num_known_tokens -= num_lost;
+            entry.num_computed_tokens -= num_lost;
+            self.tally.add("right drafts", u64::from(num_right));
+            self.tally.add("drafts that were not right", u64::from(num_lost));
+            self.tally.add("results that show that a last step is in flight", u64::from(entry.is_finishing()));
         }
     }
 
@@ -143,7 +172,8 @@ impl Ledger {
         }
         self.check_decodes(plan, &decodes);
         let running = self.entries.iter().filter(|(_, entry)| self.is_in_order && !entry.is_finishing());
-        let first = running.min_by_key(|(_, entry)| entry.order).map(|(id, _)| *id);
+        let first = running.min_by_key(|(_, entry)| entry.order);
+        let first = first.filter(|(_, entry)| !entry.is_at_limit()).map(|(id, _)| *id);
         let advances = |id| plan.advances.iter().any(|advance| advance.id == id);
         assert!(first.is_none_or(|id| advances(id) || self.yields_to_source(id, live)), "{first:?} does not advance");
         self.written.push_back(HashSet::new());
@@ -227,7 +257,7 @@ impl Ledger {
         }
         let released = entry.num_released..entry.visibility.first_block(entry.num_computed_tokens);
         entry.num_released = released.end;
-        let most = entry.visibility.max_blocks(0, entry.num_computed_tokens + 1);
+        let most = entry.visibility.max_blocks(0, entry.num_allocated_tokens + 1);
         assert!(entry.held().len() <= most, "{id:?} holds {:?}, at most {most} blocks are needed", entry.held());
         let released = entry.block_ids[released].to_vec();
         self.tally.add("blocks released before a window", released.len() as u64);
@@ -281,6 +311,8 @@ impl Ledger {
             order: submitted.order,
             num_known_tokens: start.token_ids.len() as u32,
             num_computed_tokens: start.num_computed_tokens,
+            drafts: VecDeque::new(),
+            num_allocated_tokens: start.num_computed_tokens,
             max_tokens: submitted.prompt.len() as u32 + submitted.max_new_tokens,
             num_source_tokens: submitted.num_source_tokens,
             visibility: submitted.visibility,
@@ -370,19 +402,32 @@ impl Ledger {
             self.scopes.insert(*block_id, live[&id].scope);
         }
         let entry = self.entries.get_mut(&id).unwrap_or_else(|| panic!("{id:?} advances but is unknown to the worker"));
-        assert!(!entry.is_finishing(), "{id:?} advances past its last token");
+        assert!(!entry.is_at_limit(), "{id:?} advances past its last token");
         assert!(advance.num_tokens >= 1);
         let is_whole = entry.num_computed_tokens > 0 || advance.num_tokens >= entry.num_source_tokens;
         assert!(is_whole, "{id:?}: its source is split");
-        let first_written = entry.num_computed_tokens / block_tokens;
+        let first_written = (entry.num_computed_tokens - entry.num_drafts()) / block_tokens;
         entry.num_computed_tokens += advance.num_tokens;
         assert!(entry.num_computed_tokens <= entry.num_known_tokens, "{id:?} computes unknown tokens");
         assert_eq!(advance.sample, entry.num_computed_tokens == entry.num_known_tokens);
         entry.num_known_tokens += u32::from(advance.sample);
+        let num_drafts = advance.num_draft_tokens;
+        assert!(num_drafts == 0 || advance.sample && advance.num_tokens == 1, "{id:?} drafts without a sample");
+        assert!(num_drafts <= self.limits.max_draft_tokens);
+        entry.num_computed_tokens += num_drafts;
+        entry.num_known_tokens += num_drafts;
+        assert!(entry.num_known_tokens <= entry.max_tokens, "{id:?} may draft past its last token");
+        if num_drafts > 0 {
+            entry.drafts.push_back((self.num_steps, num_drafts));
+            self.tally.add("drafts before the result of earlier ones", u64::from(entry.drafts.len() > 1));
+        }
+        entry.num_allocated_tokens = entry.num_allocated_tokens.max(entry.num_computed_tokens);
+        // Wrong drafts leave blocks to the tokens after them.
+        let needed = (entry.num_computed_tokens.div_ceil(block_tokens) as usize).max(entry.block_ids.len());
         entry.block_ids.extend_from_slice(&advance.new_block_ids);
-        let needed = entry.num_computed_tokens.div_ceil(block_tokens);
-        assert_eq!(entry.block_ids.len() as u32, needed, "blocks are allocated as needed, no earlier");
-        let written = &entry.block_ids[first_written as usize..];
+        assert_eq!(entry.block_ids.len(), needed, "blocks are allocated as needed, no earlier");
+        let end = entry.num_computed_tokens.div_ceil(block_tokens);
+        let written = &entry.block_ids[first_written as usize..end as usize];
         for block_id in written {
             assert_eq!(self.num_owners[block_id], 1, "{id:?} writes the shared block {block_id}");
         }
@@ -390,9 +435,10 @@ impl Ledger {
     }
 
     fn check_budget(&self, plan: &Plan) {
+        let num_drafts: u32 = plan.advances.iter().map(|advance| advance.num_draft_tokens).sum();
         let num_tokens: u32 = plan.advances.iter().map(|advance| advance.num_tokens).sum();
-        assert!(num_tokens <= self.limits.max_step_tokens);
-        assert!(plan.advances.len() <= self.limits.max_step_sequences as usize);
+        assert!(num_tokens + num_drafts <= self.limits.max_step_tokens);
+        assert!(plan.advances.len() + num_drafts as usize <= self.limits.max_step_sequences as usize);
         let ids: HashSet<_> = plan.advances.iter().map(|advance| advance.id).collect();
         assert_eq!(ids.len(), plan.advances.len(), "a sequence advances twice in one step");
         let depth = if self.quarantined.is_some() { 1 } else { self.limits.max_steps_in_flight as usize };

@@ -56,6 +56,11 @@ impl Scenario {
         !self.observes_durations && self.limits.max_overtaking == 0
     }
 
+    /// Whether the reference can predict every plan: it knows no sharing and no drafts.
+    pub fn is_predictable(&self) -> bool {
+        self.shares_nothing() && self.is_in_order() && self.limits.max_draft_tokens == 0
+    }
+
     /// Whether no two sequences can share a block.
     pub fn shares_nothing(&self) -> bool {
         !self.limits.prefix_caching && self.arrivals.iter().all(|arrival| arrival.group.is_none())
@@ -97,23 +102,33 @@ fn arrival(last_tick: u64) -> impl Strategy<Value = Arrival> {
 fn limits() -> impl Strategy<Value = Limits> {
     let sizes = (1..32u32, 1..8u32, 1..80u32, 1..24u32, 1..6u32, 1..6u32);
     let turns = (prop_oneof![Just(0), 1..6u32], weighted(0.3, 0..20u64), weighted(0.35, 1..40u32));
-    (sizes, 0..5u32, weighted(0.5, 0..60u64), turns).prop_map(|(sizes, caching, ageing_ticks, turns)| {
-        let (max_step_tokens, max_step_sequences, max_sequence_tokens, num_blocks, block_tokens, max_steps_in_flight) =
-            sizes;
-        Limits {
-            max_step_tokens,
-            max_step_sequences,
-            max_sequence_tokens,
-            num_blocks,
-            block_tokens,
-            max_steps_in_flight,
-            prefix_caching: caching != 0,
-            priority_ageing: ageing_ticks.map_or(Duration::MAX, Duration::from_millis),
-            max_inter_token: turns.1.map(Duration::from_millis),
-            max_overtaking: turns.0,
-            window_tokens: turns.2,
-        }
-    })
+    let drafts = prop_oneof![Just(0), 1..6u32];
+    (sizes, 0..5u32, weighted(0.5, 0..60u64), turns, drafts).prop_map(
+        |(sizes, caching, ageing_ticks, turns, drafts)| {
+            let (
+                max_step_tokens,
+                max_step_sequences,
+                max_sequence_tokens,
+                num_blocks,
+                block_tokens,
+                max_steps_in_flight,
+            ) = sizes;
+            Limits {
+                max_step_tokens,
+                max_step_sequences,
+                max_sequence_tokens,
+                num_blocks,
+                block_tokens,
+                max_steps_in_flight,
+                prefix_caching: caching != 0,
+                priority_ageing: ageing_ticks.map_or(Duration::MAX, Duration::from_millis),
+                max_inter_token: turns.1.map(Duration::from_millis),
+                max_overtaking: turns.0,
+                window_tokens: turns.2,
+                max_draft_tokens: drafts,
+            }
+        },
+    )
 }
 
 /// With `last_tick` 0, all sequences arrive at once.
@@ -231,6 +246,7 @@ fn worker_dies() -> impl Strategy<Value = Scenario> {
 fn without_sharing() -> impl Strategy<Value = Scenario> {
     prop_oneof![scenario(150), exhausted_pool(), worker_dies(), long_run()].prop_map(|mut scenario| {
         scenario.limits.prefix_caching = false;
+        scenario.limits.max_draft_tokens = 0;
         scenario.limits.max_overtaking = 0;
         scenario.observes_durations = false;
         for arrival in &mut scenario.arrivals {

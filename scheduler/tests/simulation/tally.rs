@@ -9,7 +9,7 @@ pub const FULL_STEPS: u64 = 1_000_000;
 
 /// The hard cases, and how often each must happen in `FULL_STEPS`: at most a tenth of what is usual. A simulation that
 /// does not reach these states proves little.
-const REQUIRED: [(&str, u64); 38] = [
+const REQUIRED: [(&str, u64); 42] = [
     ("sequences", 20_000),
     ("sequences of one token", 1_000),
     ("all of a sequence is source", 500),
@@ -48,6 +48,10 @@ const REQUIRED: [(&str, u64); 38] = [
     ("sources in a step with others", 1_500),
     ("sources recomputed", 250),
     ("sources that did not fit into a step", 10_000),
+    ("right drafts", 1_000),
+    ("drafts that were not right", 1_000),
+    ("drafts before the result of earlier ones", 1_000),
+    ("results that show that a last step is in flight", 100),
 ];
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

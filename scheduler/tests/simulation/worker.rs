@@ -81,10 +81,11 @@ impl Worker {
         for advance in &plan.advances {
             self.check_reads(advance.id, self.sequences[&advance.id].num_computed_tokens);
         }
+        let num_computed: Vec<_> =
+            plan.advances.iter().map(|advance| self.sequences[&advance.id].num_computed_tokens).collect();
         let outputs: Vec<_> = plan.advances.iter().filter_map(|advance| self.write(advance)).collect();
-        for advance in &plan.advances {
-            let num_computed_tokens = self.sequences[&advance.id].num_computed_tokens;
-            self.check_reads(advance.id, num_computed_tokens - advance.num_tokens as usize);
+        for (advance, num_computed_tokens) in plan.advances.iter().zip(num_computed) {
+            self.check_reads(advance.id, num_computed_tokens);
         }
         let poisoned = outputs.iter().map(|output| output.id).filter(|id| self.sequences[id].poisoned).collect();
         (StepResult { step: plan.step, outputs }, poisoned)
@@ -149,7 +150,7 @@ impl Worker {
             for position in from..to {
                 self.kv[sequence.slot(position, self.block_tokens)] = Slot::Poison;
             }
-            return is_reported.then_some(SequenceOutput { id: advance.id, token_ids: None });
+            return is_reported.then_some(SequenceOutput { id: advance.id, token_ids: None, num_draft_tokens: 0 });
         }
         let mut digest = model::ROOT;
         for position in 0..to {
@@ -161,14 +162,47 @@ impl Worker {
         }
         if !advance.sample {
             // An output without tokens, as for prompt logprobs.
-            return advance
-                .num_tokens
-                .is_multiple_of(2)
-                .then_some(SequenceOutput { id: advance.id, token_ids: Some(vec![]) });
+            return advance.num_tokens.is_multiple_of(2).then_some(SequenceOutput {
+                id: advance.id,
+                token_ids: Some(vec![]),
+                num_draft_tokens: 0,
+            });
         }
         assert_eq!(to, sequence.token_ids.len(), "{:?} samples too early", advance.id);
-        let token_id = model::sample(digest) + TokenId::from(sequence.poisoned);
-        sequence.token_ids.push(token_id);
-        Some(SequenceOutput { id: advance.id, token_ids: Some(vec![token_id]) })
+        let token_ids = self.verify_drafts(advance, digest);
+        let num_draft_tokens = num_drafts(digest, advance);
+        Some(SequenceOutput { id: advance.id, token_ids: Some(token_ids), num_draft_tokens })
     }
+
+    /// Samples after the prefix `digest`, and after each draft token up to the first wrong one. All draft tokens are
+    /// written, the wrong ones too.
+    fn verify_drafts(&mut self, advance: &Advance, mut digest: u64) -> Vec<TokenId> {
+        let sequence = self.sequences.get_mut(&advance.id).expect("only a known sequence is advanced");
+        let offset = TokenId::from(sequence.poisoned);
+        let first_position = sequence.num_computed_tokens;
+        let mut written = digest;
+        let mut is_right = true;
+        let mut token_ids = vec![model::sample(digest) + offset];
+        for index in 0..num_drafts(digest, advance) {
+            let position = first_position + index as usize;
+            let wrong_by = TokenId::from((written >> 13).is_multiple_of(3));
+            written = model::extend(written, model::sample(written) + offset + wrong_by);
+            let slot = if sequence.poisoned { Slot::Poison } else { Slot::Digest(written) };
+            self.kv[sequence.slot(position, self.block_tokens)] = slot;
+            // The failure of a draft token's row is that of a later step.
+            is_right &= wrong_by == 0 && sequence.traits.fail_position.is_none_or(|fails| position < fails as usize);
+            if is_right {
+                digest = written;
+                token_ids.push(model::sample(digest) + offset);
+            }
+        }
+        sequence.num_computed_tokens += token_ids.len() - 1;
+        sequence.token_ids.extend_from_slice(&token_ids);
+        token_ids
+    }
+}
+
+/// The number of drafts of a sequence whose prefix is `digest`: any that is allowed.
+fn num_drafts(digest: u64, advance: &Advance) -> u32 {
+    (digest >> 17) as u32 % (advance.num_draft_tokens + 1)
 }

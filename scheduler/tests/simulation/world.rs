@@ -33,7 +33,7 @@ pub struct World {
     scheduler: Scheduler,
     worker: Worker,
     ledger: Ledger,
-    /// Set if no sequences share blocks.
+    /// Set if the scenario is predictable.
     reference: Option<Reference>,
     live: Live,
     /// All prompts so far, each followed by its answer.
@@ -63,7 +63,7 @@ impl World {
             },
             worker: Worker::new(limits.num_blocks, limits.block_tokens, scenario.repeats_failures),
             ledger: Ledger::new(limits, scenario.is_in_order()),
-            reference: (scenario.shares_nothing() && scenario.is_in_order()).then(|| Reference::new(limits)),
+            reference: scenario.is_predictable().then(|| Reference::new(limits)),
             live: HashMap::new(),
             texts: Vec::new(),
             in_flight: VecDeque::new(),
@@ -269,9 +269,10 @@ impl World {
             let step = self.in_flight.pop_front().expect("just seen");
             let (result, poisoned) = self.worker.execute(&step.plan, &step.traits);
             if self.scenario.observes_durations {
+                let num_drafts = result.outputs.iter().map(|output| output.num_draft_tokens).sum();
                 let latencies = &self.scenario.latencies_ticks;
                 let duration = Duration::from_millis(latencies[result.step as usize % latencies.len()]);
-                self.scheduler.observe(result.step, duration).expect("a step in flight");
+                self.scheduler.observe(result.step, duration, num_drafts).expect("a step in flight");
             }
             let events = self.scheduler.apply(&result).expect("a valid result");
             self.scheduler.audit();
@@ -280,7 +281,7 @@ impl World {
             }
             self.trace.write(format!("{events:?}").as_bytes());
             let failed = result.outputs.iter().any(|output| output.token_ids.is_none());
-            self.ledger.retire(result.step, failed);
+            self.ledger.retire(&result, failed);
             if failed {
                 self.reset_max_steps_left();
             }

@@ -23,9 +23,21 @@ class Selection:
 
     sequence_ids: npt.NDArray[np.uint64]  # [selected]
     rows: Rows  # [selected] row in the sequence table
-    num_tokens: Rows  # [selected]
-    samples: Rows  # [samples] the selected advances that sample
+    num_tokens: Rows  # [selected] rows of the model: known tokens, and drafts after them
+    samples: Rows  # [samples] the selected advance of each sampled token, ascending
     failures: Sequence[Failure]
+    max_drafts: Rows  # [selected] draft tokens that the plan allows
+    num_drafts: Rows  # [selected] draft tokens among num_tokens; the advance samples after each of them, too
+
+    @property
+    def has_drafts(self) -> bool:
+        return bool(self.num_drafts.any())
+
+    def offsets(self) -> Rows:
+        """[samples]: the draft tokens of its advance that each sampled token follows."""
+        if not self.has_drafts:
+            return np.zeros(len(self.samples), np.int64)
+        return np.arange(len(self.samples)) - np.searchsorted(self.samples, self.samples)
 
 
 def select(table: SequenceTable, advances: Advances) -> Selection:
@@ -33,6 +45,7 @@ def select(table: SequenceTable, advances: Advances) -> Selection:
     sequence_ids, rows = advances.sequence_ids, table.rows(advances.sequence_ids.tolist())
     num_tokens, num_new_blocks = advances.num_tokens.astype(np.int64), advances.num_new_blocks.astype(np.int64)
     sample, new_block_ids = advances.sample, advances.new_block_ids
+    max_drafts = _max_drafts(advances)
     failures: dict[int, Failure] = {}
     is_allowed = _allowed(table, advances, rows)
     if not is_allowed.all():
@@ -43,10 +56,18 @@ def select(table: SequenceTable, advances: Advances) -> Selection:
             table.fail(sequence_id, failures[sequence_id].reason)
         new_block_ids = new_block_ids[np.repeat(is_allowed, num_new_blocks)]
         sequence_ids, rows, num_tokens = sequence_ids[is_allowed], rows[is_allowed], num_tokens[is_allowed]
-        num_new_blocks, sample = num_new_blocks[is_allowed], sample[is_allowed]
+        num_new_blocks, sample, max_drafts = num_new_blocks[is_allowed], sample[is_allowed], max_drafts[is_allowed]
     if len(new_block_ids):
         table.append_blocks(rows, num_new_blocks, new_block_ids)
-    return Selection(sequence_ids, rows, num_tokens, np.flatnonzero(sample), list(failures.values()))
+    samples, num_drafts = np.flatnonzero(sample), np.zeros(len(rows), np.int64)
+    return Selection(sequence_ids, rows, num_tokens, samples, list(failures.values()), max_drafts, num_drafts)
+
+
+def _max_drafts(advances: Advances) -> Rows:
+    """[advances]: the draft tokens that the plan allows."""
+    if len(advances.num_draft_tokens):
+        return advances.num_draft_tokens.astype(np.int64)
+    return np.zeros(len(advances), np.int64)
 
 
 def _allowed(table: SequenceTable, advances: Advances, rows: Rows) -> npt.NDArray[np.bool_]:
@@ -55,15 +76,18 @@ def _allowed(table: SequenceTable, advances: Advances, rows: Rows) -> npt.NDArra
     ends = table.computed[rows] + advances.num_tokens
     known = table.known[rows]
     num_blocks = table.num_blocks[rows] + num_new_blocks
+    max_drafts = _max_drafts(advances)
+    ends_with_drafts = ends + max_drafts
     allowed: npt.NDArray[np.bool_] = (
         (rows >= 0)
         & (advances.num_tokens >= 1)
         & (ends <= known)
         & (ends >= table.source[rows])
-        & (ends <= table.limits.max_sequence_tokens)
-        & (ends <= num_blocks * table.limits.block_tokens)
+        & (ends_with_drafts <= table.limits.max_sequence_tokens)
+        & (ends_with_drafts <= num_blocks * table.limits.block_tokens)
         & (num_blocks <= table.block_ids.shape[1])
         & (~advances.sample | (ends == known))
+        & (advances.sample | (max_drafts == 0))
     )
     is_outside = advances.new_block_ids >= table.limits.num_blocks
     if is_outside.any():
@@ -87,6 +111,7 @@ def _reason(table: SequenceTable, advances: Advances, index: int, row: int) -> s
         return reason
     num_tokens, known = int(advances.num_tokens[index]), int(table.known[row])
     end, capacity = int(table.computed[row]) + num_tokens, num_blocks * table.limits.block_tokens
+    num_drafts = int(_max_drafts(advances)[index])
     if num_tokens < 1:
         return "an advance of 0 tokens"
     if end > known:
@@ -97,6 +122,10 @@ def _reason(table: SequenceTable, advances: Advances, index: int, row: int) -> s
         return f"would have {end} tokens, at most {table.limits.max_sequence_tokens} are allowed"
     if end > capacity:
         return f"an advance to {end} tokens, but its blocks hold only {capacity}"
+    if num_drafts and not advances.sample[index]:
+        return f"an advance with {num_drafts} draft tokens, but without a sample"
+    if end + num_drafts > min(capacity, table.limits.max_sequence_tokens):
+        return f"an advance to {end} tokens and {num_drafts} draft tokens, which do not fit into {capacity} slots"
     return f"a token is to be sampled after {end} tokens, but {known} are known"
 
 
@@ -136,6 +165,8 @@ def build(table: SequenceTable, chosen: Selection) -> Built:
         positions = np.arange(query_starts[-1]) + np.repeat(computed - query_starts[:-1], counts)
     last_tokens = query_starts[1:].astype(np.int64) - 1
     outputs = last = last_tokens[chosen.samples]
+    if chosen.has_drafts:
+        outputs = last = last - chosen.num_drafts[chosen.samples] + chosen.offsets()
     samples, prompt = np.arange(len(last)), None
     if table.num_scoring_prompts:
         of_prompt = np.flatnonzero(

@@ -62,6 +62,11 @@ def _load_model(options: LoadOptions, group: RankGroup) -> CausalModel:
     return load_model(options, group)
 
 
+def _can_draft(model: CausalModel, device: torch.device) -> bool:
+    """Whether drafts change no bit, and no step waits for them: the tokens that a draft continues are on the host."""
+    return device.type == "cpu" and model.pooler is None and model.is_row_independent
+
+
 class Engine:
     """One rank of a model. Call `load`, then `warm_up`, then `launch` and `collect` for each plan in order."""
 
@@ -153,6 +158,7 @@ class Engine:
             max_source_tokens=model.max_source_tokens,
             pooling=None if model.pooler is None else model.pooler.pooling,
             num_dimensions=0 if model.pooler is None else model.pooler.num_dimensions,
+            can_draft=_can_draft(model, device),
         )
         return cls(model, group, device, block_tokens, watermark, compiler, config.cpu_isa), description
 
@@ -207,7 +213,10 @@ class Engine:
             table = SequenceTable(table_limits(num_blocks))
             if model.pooler is not None:
                 return PoolingRunner(model, model.pooler, self._group, self._device, config, table, self.progress)
-            return StepRunner(model, self._group, self._device, config, sampler, table, grammars, graphs, self.progress)
+            can_draft = _can_draft(model, self._device)
+            return StepRunner(
+                model, self._group, self._device, config, sampler, table, grammars, graphs, self.progress, can_draft
+            )
 
         def run(model: CausalModel, plan: Plan, num_blocks: int) -> StepTiming:
             self._ready = runner(model, num_blocks)

@@ -83,7 +83,7 @@ class PoolingRunner:
         """Start one plan. Raises PlanError, before anything is done, when the plan as a whole breaks the protocol."""
         started = time.perf_counter()
         idle_s = started - self._ended
-        check_plan(plan, self._last_step, self._limits)
+        check_plan(plan, self._last_step, self._limits, can_draft=False)
         self._last_step = plan.step
         for sequence_id in plan.freed_sequence_ids:
             self._sums.pop(sequence_id, None)

@@ -25,6 +25,7 @@ SAMPLING_FIELDS = np.dtype(
         ),
         ("masked", np.bool_),
         ("mask_reads_history", np.bool_),
+        ("has_grammar", np.bool_),
     ]
 )
 

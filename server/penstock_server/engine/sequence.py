@@ -153,24 +153,26 @@ class SequenceTable:
             self._composition = (key, compose(self.sampling[rows], naming, restrictions))
         return self._composition[1]
 
-    def known_ids(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """[rows, longest]: all known tokens that are not the encoder's; shorter rows are padded with their first."""
-        first, known = self.source[rows][:, None], self.known[rows][:, None]
-        places = first + np.arange(int((known - first).max()))
-        return self.token_ids[rows[:, None], np.where(places < known, places, first)].astype(np.int64)
+    def first_ids(self, rows: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """[rows, longest]: the tokens before `ends` [rows] that are not the encoder's; shorter rows are padded with
+        their first."""
+        first, end = self.source[rows][:, None], ends[:, None]
+        places = first + np.arange(int((end - first).max()))
+        return self.token_ids[rows[:, None], np.where(places < end, places, first)].astype(np.int64)
 
-    def generated_ids(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """[rows, longest ≥ 1]: the tokens after each prompt, and whether each is real."""
-        num = self.known[rows] - self.prompt[rows]
+    def generated_ids(
+        self, rows: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """[rows, longest ≥ 1]: the tokens from the end of each prompt to `ends` [rows], and whether each is real."""
+        num = ends - self.prompt[rows]
         columns = np.arange(max(1, int(num.max())))
         real = columns < num[:, None]
         places = np.where(real, self.prompt[rows][:, None] + columns, 0)
         return self.token_ids[rows[:, None], places].astype(np.int64), real
 
-    def last_generated(self, row: int, num_tokens: int) -> npt.NDArray[np.int32]:
-        """[≤ num_tokens]: the last generated tokens of a row."""
-        known = int(self.known[row])
-        return self.token_ids[row, max(int(self.prompt[row]), known - num_tokens) : known]
+    def last_generated(self, row: int, end: int, num_tokens: int) -> npt.NDArray[np.int32]:
+        """[≤ num_tokens]: the last generated tokens of a row before `end`."""
+        return self.token_ids[row, max(int(self.prompt[row]), end - num_tokens) : end]
 
     def _release(self, sequence_id: int) -> bool:
         row = self._row_of.pop(sequence_id, None)

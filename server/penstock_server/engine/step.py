@@ -33,6 +33,7 @@ from penstock_server.engine.prompt import PromptScores, prepare_prompt, score_pr
 from penstock_server.engine.restriction import NOTHING_LEFT
 from penstock_server.engine.sampler import BROKEN, Prepared, Sampler
 from penstock_server.engine.sequence import SequenceTable
+from penstock_server.engine.speculation import keep_right_drafts, with_drafts
 from penstock_server.engine.stream import apply_changes, check_plan
 from penstock_server.engine.transfer import Download, Fetched, Put, Upload
 from penstock_server.grammar.state import NO_MASKS, GrammarStates, Masks
@@ -54,6 +55,7 @@ class Pending:
     failures: dict[int, Failure]  # by sequence id
     rows: Ids  # [samples] in the table
     positions: Ids  # [samples] of the sampled tokens
+    is_kept: npt.NDArray[np.bool_] | None = None  # [samples] whether no draft before it is wrong; None: no drafts
     # On the device: [samples] ids, BROKEN where the logits are; then for each sequence of `prompt` its number of broken
     # rows. None: the step has neither.
     verdict: Tensor | None = None
@@ -80,9 +82,10 @@ class StepRunner:
         grammars: GrammarStates | None,
         graphs: StepGraphs | None = None,
         progress: DeviceProgress | None = None,
+        can_draft: bool = False,
     ) -> None:
         """`grammars` belong to the first rank, which makes all ranks' masks. `graphs` compute the model's decode steps.
-        `progress` gets a mark behind the model and one behind each step."""
+        `progress` gets a mark behind the model and one behind each step. `can_draft`: plans may allow draft tokens."""
         self._model = model
         self._graphs = graphs
         self._progress = progress
@@ -92,6 +95,7 @@ class StepRunner:
         self._sampler = sampler
         self._table = table
         self._grammars = grammars
+        self._can_draft = can_draft
         self._in_flight: deque[Pending] = deque()
         self._last_step = 0
         self._upload_bytes = 1024  # memory for the next step's upload
@@ -111,16 +115,20 @@ class StepRunner:
         """Start one plan. Raises PlanError, before anything is done, when the plan as a whole breaks the protocol."""
         started = time.perf_counter()
         idle_s = started - self._ended
-        check_plan(plan, self._last_step, self._limits)
+        check_plan(plan, self._last_step, self._limits, can_draft=self._can_draft)
         self._last_step = plan.step
         table = self._table
         apply_changes(table, plan)
         if self._grammars is not None:
             self._grammars.apply(plan)
         chosen = batch.select(table, plan.advances)
+        if chosen.max_drafts.any():
+            for earlier in self._in_flight:
+                self._settle(earlier)  # drafts continue the tokens that are known
+            chosen = with_drafts(table, chosen)
         failures = {failure.sequence_id: failure for failure in chosen.failures}
         sampled_rows = chosen.rows[chosen.samples]
-        residencies, positions = table.residency[chosen.rows], table.known[sampled_rows]
+        residencies, positions = table.residency[chosen.rows], table.known[sampled_rows] + chosen.offsets()
         pending = Pending(plan.step, chosen, residencies, failures, sampled_rows, positions)
         self._in_flight.append(pending)
         timing = self._run(pending, started) if len(chosen.rows) else StepTiming(time.perf_counter() - started)
@@ -145,7 +153,9 @@ class StepRunner:
         sample_rows = None if prompt is None else upload.add(built.samples)
         prepared = None
         if len(rows):
-            prepared = self._sampler.prepare(table.composition(rows), _History(table, rows), upload.add)
+            prepared = self._sampler.prepare(
+                table.composition(rows), _History(table, rows, pending.positions), upload.add
+            )
         upload.start()
         self._upload_bytes = max(1024, 2 * upload.num_bytes)
         for verdict, source, target in links:
@@ -175,6 +185,8 @@ class StepRunner:
             self._sample(pending, logits, prepared, masks, download)
             download.start()
             self._mark()
+        if chosen.has_drafts:
+            self._settle(pending)  # the next step starts after the drafts that are right
         ended_at = time.perf_counter()
         return StepTiming(prepared_at - started, forwarded_at - prepared_at, ended_at - forwarded_at)
 
@@ -189,12 +201,13 @@ class StepRunner:
         timing = StepTiming(timing.prepare_s, timing.forward_s, timing.sample_s + self._ended - started, timing.idle_s)
         if self._group.rank != 0:
             return StepResult(pending.step, timing)
-        sequence_ids, sampled = _sampled_tokens(pending)
+        sequence_ids, sampled, num_draft_tokens = _sampled_tokens(pending)
         prompts = {} if pending.prompt is None else pending.prompt.tokens(pending.chosen.sequence_ids)
         prompts = {
             sequence_id: tokens for sequence_id, tokens in prompts.items() if sequence_id not in pending.failures
         }
-        return StepResult(pending.step, timing, sequence_ids, sampled, prompts, list(pending.failures.values()))
+        failures = list(pending.failures.values())
+        return StepResult(pending.step, timing, sequence_ids, num_draft_tokens, sampled, prompts, failures)
 
     def _mark(self) -> None:
         if self._progress is not None:
@@ -267,10 +280,13 @@ class StepRunner:
             words[np.searchsorted(places, masks.places)] = of_grammars[:, :num_words]
         for place, restriction in restrictions.items():
             mask = words[np.searchsorted(places, place)]
-            restriction.apply(mask, self._table.last_generated(pending.rows[place], restriction.num_read))
+            restriction.apply(mask, self._last_generated(pending, place, restriction.num_read))
             if not mask.any():
                 reasons.setdefault(place, NOTHING_LEFT)
         return put(words)
+
+    def _last_generated(self, pending: Pending, sample: int, num_tokens: int) -> npt.NDArray[np.int32]:
+        return self._table.last_generated(int(pending.rows[sample]), int(pending.positions[sample]), num_tokens)
 
     def _settle(self, pending: Pending) -> None:
         """Bring a step's tokens into the table, and fail the sequences whose logits are broken."""
@@ -279,7 +295,11 @@ class StepRunner:
         chosen, verdict = pending.chosen, pending.host_verdict.wait()
         places, rows, positions = chosen.samples, pending.rows, pending.positions
         pending.host_ids = ids = verdict[: len(places)]
-        for sample in np.flatnonzero(ids == BROKEN).tolist():
+        broken = ids == BROKEN
+        if chosen.has_drafts:
+            pending.is_kept = keep_right_drafts(self._table, chosen, positions, ids)
+            broken &= pending.is_kept
+        for sample in np.flatnonzero(broken).tolist():
             # A grammar outgrew its limits, or a mask allows no token: the request brought them.
             reason, is_of_mask = pending.reasons.get(sample, BROKEN_LOGITS), sample in pending.reasons
             self._fail(pending, int(places[sample]), reason, is_of_mask)
@@ -288,6 +308,8 @@ class StepRunner:
                 self._fail(pending, place, BROKEN_LOGITS)
         # The sequence may have failed, or a later plan freed it and gave its row to another.
         stays = self._table.residency[rows] == pending.residencies[places]
+        if pending.is_kept is not None:
+            stays &= pending.is_kept
         if not stays.all():
             places, rows, positions, ids = places[stays], rows[stays], positions[stays], ids[stays]
         self._table.token_ids[rows, positions] = ids
@@ -305,18 +327,23 @@ class StepRunner:
                 other.failures[sequence_id] = Failure(sequence_id, failure.reason)
 
 
-def _sampled_tokens(pending: Pending) -> tuple[npt.NDArray[np.uint64], Tokens]:
-    """The sequences that sampled and did not fail, and their tokens."""
-    sequence_ids = pending.chosen.sequence_ids[pending.chosen.samples]
+def _sampled_tokens(pending: Pending) -> tuple[npt.NDArray[np.uint64], Tokens, npt.NDArray[np.uint32]]:
+    """The sequence of each token of those that sampled and did not fail, the tokens, and the number of draft tokens of
+    each of these sequences; without numbers if the step has no drafts."""
+    chosen, num_drafts = pending.chosen, np.zeros(0, np.uint32)
+    sequence_ids = chosen.sequence_ids[chosen.samples]
     if pending.host_ids is None or pending.logprobs is None:
-        return sequence_ids[:0], NO_TOKENS
+        return sequence_ids[:0], NO_TOKENS, num_drafts
     tokens = Tokens(pending.host_ids, pending.logprobs.wait(), tops_of(pending.alternatives))
-    if not pending.failures:
-        return sequence_ids, tokens
+    if not pending.failures and pending.is_kept is None:
+        return sequence_ids, tokens, num_drafts
     keep = np.isin(sequence_ids, np.array(list(pending.failures), np.uint64), invert=True)
+    if pending.is_kept is not None:
+        keep &= pending.is_kept
+        num_drafts = chosen.num_drafts[np.unique(chosen.samples[keep])].astype(np.uint32)
     index_of = np.cumsum(keep) - 1
     tops = {int(index_of[index]): top for index, top in tokens.tops.items() if keep[index]}
-    return sequence_ids[keep], Tokens(tokens.ids[keep], tokens.logprobs[keep], tops)
+    return sequence_ids[keep], Tokens(tokens.ids[keep], tokens.logprobs[keep], tops), num_drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,9 +352,10 @@ class _History:
 
     table: SequenceTable
     rows: Ids
+    ends: Ids  # positions of the tokens to be sampled
 
     def positions(self, places: Ids) -> Ids:
-        return self.table.known[self.rows[places]]
+        return self.ends[places]
 
     def num_generated(self, places: Ids) -> Ids:
         return self.positions(places) - self.table.prompt[self.rows[places]]
@@ -336,7 +364,7 @@ class _History:
         return self.table.token_ids[self.rows[places], self.positions(places) - 1].astype(np.int64)
 
     def known(self, places: Ids) -> Ids:
-        return self.table.known_ids(self.rows[places])
+        return self.table.first_ids(self.rows[places], self.ends[places])
 
     def generated(self, places: Ids) -> tuple[Ids, npt.NDArray[np.bool_]]:
-        return self.table.generated_ids(self.rows[places])
+        return self.table.generated_ids(self.rows[places], self.ends[places])

@@ -30,7 +30,7 @@ def apply_changes(table: SequenceTable, plan: Plan) -> None:
         table.add(new)
 
 
-def check_plan(plan: Plan, last_step: int, limits: WarmUpConfig) -> None:
+def check_plan(plan: Plan, last_step: int, limits: WarmUpConfig, *, can_draft: bool) -> None:
     """Raises PlanError when the plan as a whole breaks the protocol."""
     columns = plan.advances
     if plan.step != last_step + 1:
@@ -38,8 +38,16 @@ def check_plan(plan: Plan, last_step: int, limits: WarmUpConfig) -> None:
     lengths = {len(column) for column in (columns.num_tokens, columns.sample, columns.num_new_blocks)}
     if lengths != {len(columns)} or int(columns.num_new_blocks.sum()) != len(columns.new_block_ids):
         raise PlanError("the columns of the advances do not have the same length")
-    if len(columns) > limits.max_step_sequences:
-        raise PlanError(f"plan has {len(columns)} advances, at most {limits.max_step_sequences} are allowed")
+    if len(columns.num_draft_tokens) not in (0, len(columns)):
+        raise PlanError("the column of draft tokens has neither the length of the others nor 0")
+    num_drafts = int(columns.num_draft_tokens.sum())
+    if num_drafts and not can_draft:
+        raise PlanError(f"plan asks for {num_drafts} draft tokens, but the model verifies none here")
+    with_drafts = f" and {num_drafts} draft tokens" if num_drafts else ""
+    if len(columns) + num_drafts > limits.max_step_sequences:
+        raise PlanError(
+            f"plan has {len(columns)} advances{with_drafts}, at most {limits.max_step_sequences} are allowed"
+        )
     num_tokens = int(columns.num_tokens.sum())
-    if num_tokens > limits.max_step_tokens:
-        raise PlanError(f"plan advances {num_tokens} tokens, at most {limits.max_step_tokens} are allowed")
+    if num_tokens + num_drafts > limits.max_step_tokens:
+        raise PlanError(f"plan advances {num_tokens} tokens{with_drafts}, at most {limits.max_step_tokens} are allowed")

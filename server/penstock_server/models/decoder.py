@@ -66,6 +66,7 @@ class Decoder:
         self.attentions = attentions
         self.window_tokens = 0 if spec.is_encoder else window_tokens(attentions)
         self.attention_name = context.attention.name
+        self.is_row_independent = context.ops.name == "native" and self.attention_name == "native"
         self.is_recordable = context.attention.is_recordable and context.ops.name == "triton"
         self.kv_bytes_per_block = sum(attention.bytes_per_block() for attention in self._cached)
         self.weight_bytes = context.loader.loaded_bytes

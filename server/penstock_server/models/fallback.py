@@ -71,6 +71,7 @@ class Fallback:
         self.num_layers = len(attentions)
         self.window_tokens = window_tokens(attentions)
         self.attention_name = self._pager.attention.name
+        self.is_row_independent = False
         self.is_recordable = False  # transformers' code may read device memory on the host
         self.kv_bytes_per_block = sum(attention.bytes_per_block() for attention in attentions)
         self.weight_bytes = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])

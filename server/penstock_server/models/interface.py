@@ -50,6 +50,8 @@ class CausalModel(Protocol):
     load_phases: list[tuple[str, float]]  # the phases of loading in order, with their seconds
     # Whether `forward` of a decode step only enqueues device work, so that it can be recorded as a graph.
     is_recordable: bool
+    # Whether a row has the same bits in every batch, and however a sequence is cut into chunks. False: unknown.
+    is_row_independent: bool
     caches: list[Tensor]  # the KV pool, a tensor per layer; its memory pages may not have been touched
 
     def allocate_cache(self, num_blocks: int) -> None:

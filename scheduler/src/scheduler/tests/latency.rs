@@ -29,7 +29,7 @@ fn true_duration(plan: &Plan, decodes: &[u64]) -> Duration {
 /// Runs a step in which `decodes` decode, and observes its duration.
 fn timed_step(scheduler: &mut Scheduler, decodes: &[u64]) -> (Plan, Forecast) {
     let plan = plan(scheduler);
-    let forecast = scheduler.observe(plan.step, true_duration(&plan, decodes)).expect("it is in flight");
+    let forecast = scheduler.observe(plan.step, true_duration(&plan, decodes), 0).expect("it is in flight");
     scheduler.apply(&answer(&plan, TOKEN)).unwrap();
     (plan, forecast)
 }
@@ -144,7 +144,7 @@ fn a_prompt_that_costs_nothing_takes_the_whole_token_budget() {
     let mut last = 0;
     for _ in 0..20 {
         let plan = plan(&mut scheduler);
-        scheduler.observe(plan.step, 2 * MS);
+        scheduler.observe(plan.step, 2 * MS, 0);
         scheduler.apply(&answer(&plan, TOKEN)).unwrap();
         last = num_tokens_of(&plan, 2);
     }
@@ -154,10 +154,10 @@ fn a_prompt_that_costs_nothing_takes_the_whole_token_budget() {
 #[test]
 fn observing_a_step_that_is_not_in_flight_has_no_effect() {
     let mut scheduler = scheduler(wide(None, 0), &[(1, 4, 50)]);
-    assert_eq!(scheduler.observe(1, MS), None);
+    assert_eq!(scheduler.observe(1, MS, 0), None);
     let first = plan(&mut scheduler);
-    assert_eq!(scheduler.observe(first.step, MS), Some(Forecast { duration: None, target: None }));
-    assert_eq!(scheduler.observe(7, MS), None);
+    assert_eq!(scheduler.observe(first.step, MS, 0), Some(Forecast { duration: None, target: None }));
+    assert_eq!(scheduler.observe(7, MS, 0), None);
 }
 
 #[test]
@@ -313,7 +313,7 @@ fn check_every_step(traffic: Traffic) {
         if in_flight.len() == limits.max_steps_in_flight as usize || step % 3 == 0 {
             let Some(plan) = in_flight.pop_front() else { continue };
             let duration_ms = durations_ms[plan.step as usize % durations_ms.len()];
-            scheduler.observe(plan.step, Duration::from_millis(duration_ms)).expect("it is in flight");
+            scheduler.observe(plan.step, Duration::from_millis(duration_ms), 0).expect("it is in flight");
             scheduler.apply(&answer(&plan, TOKEN)).unwrap();
         }
     }

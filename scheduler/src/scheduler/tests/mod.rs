@@ -6,6 +6,7 @@ mod priority;
 mod restart;
 mod sharing;
 mod source;
+mod speculation;
 mod step;
 mod submission;
 mod window;
@@ -34,6 +35,7 @@ fn limits(num_blocks: u32, max_steps_in_flight: u32) -> Limits {
         max_inter_token: None,
         max_overtaking: 0,
         window_tokens: None,
+        max_draft_tokens: 0,
     }
 }
 
@@ -76,7 +78,9 @@ fn nothing_to_plan(scheduler: &mut Scheduler) -> bool {
 /// The result of a worker that samples `token_id` for every sequence.
 fn answer(plan: &Plan, token_id: TokenId) -> StepResult {
     let sampled = plan.advances.iter().filter(|advance| advance.sample);
-    let outputs = sampled.map(|advance| SequenceOutput { id: advance.id, token_ids: Some(vec![token_id]) }).collect();
+    let outputs = sampled
+        .map(|advance| SequenceOutput { id: advance.id, token_ids: Some(vec![token_id]), num_draft_tokens: 0 })
+        .collect();
     StepResult { step: plan.step, outputs }
 }
 

@@ -246,7 +246,10 @@ fn blocks_written_before_a_failure_stay_cached() {
     step(&mut scheduler);
     let failing = plan(&mut scheduler);
     scheduler
-        .apply(&StepResult { step: failing.step, outputs: vec![SequenceOutput { id: SequenceId(1), token_ids: None }] })
+        .apply(&StepResult {
+            step: failing.step,
+            outputs: vec![SequenceOutput { id: SequenceId(1), token_ids: None, num_draft_tokens: 0 }],
+        })
         .unwrap();
     submit(&mut scheduler, with_prompt(2, ids(1, 30), 4));
     assert_eq!(hits(&step(&mut scheduler).0), [(2, 16)]);
@@ -258,8 +261,10 @@ fn an_output_without_tokens_is_valid_for_an_advance_that_does_not_sample() {
     let mut scheduler = Scheduler::new(small);
     submit(&mut scheduler, Submission { needs_prompt_outputs: true, ..with_prompt(1, ids(1, 30), 4) });
     let chunk = plan(&mut scheduler);
-    let result =
-        StepResult { step: chunk.step, outputs: vec![SequenceOutput { id: SequenceId(1), token_ids: Some(vec![]) }] };
+    let result = StepResult {
+        step: chunk.step,
+        outputs: vec![SequenceOutput { id: SequenceId(1), token_ids: Some(vec![]), num_draft_tokens: 0 }],
+    };
     let event = Event::Advanced { id: SequenceId(1), output_index: 0, num_tokens: 0, finish_reason: None };
     assert_eq!(scheduler.apply(&result).unwrap(), [event]);
     assert_eq!(advances(&plan(&mut scheduler)), [(1, 14)]);

@@ -1,0 +1,202 @@
+use super::*;
+
+fn drafting(max_draft_tokens: u32, limits: Limits) -> Limits {
+    Limits { max_draft_tokens, ..limits }
+}
+
+/// The result of a worker that verifies every draft that the plan allows; the first `num_right` are right.
+fn verified(plan: &Plan, num_right: u32) -> StepResult {
+    let output = |advance: &crate::Advance| SequenceOutput {
+        id: advance.id,
+        token_ids: Some(vec![TOKEN; 1 + num_right.min(advance.num_draft_tokens) as usize]),
+        num_draft_tokens: advance.num_draft_tokens,
+    };
+    StepResult { step: plan.step, outputs: plan.advances.iter().filter(|it| it.sample).map(output).collect() }
+}
+
+fn drafts(plan: &Plan) -> Vec<u32> {
+    plan.advances.iter().map(|advance| advance.num_draft_tokens).collect()
+}
+
+fn num_blocks(plans: &[&Plan]) -> usize {
+    plans.iter().flat_map(|plan| &plan.advances).map(|advance| advance.new_block_ids.len()).sum()
+}
+
+#[test]
+fn without_speculation_no_advance_has_drafts() {
+    let mut scheduler = scheduler(limits(16, 2), &[(1, 4, 20), (2, 4, 20)]);
+    assert!(run_to_end(&mut scheduler).iter().flat_map(drafts).all(|num_drafts| num_drafts == 0));
+}
+
+#[test]
+fn a_decode_advances_by_its_right_drafts_and_one_token() {
+    let mut scheduler = scheduler(drafting(3, limits(16, 1)), &[(1, 4, 20)]);
+    let (prompt, _) = step(&mut scheduler);
+    assert_eq!(drafts(&prompt), [0]);
+    let decode = plan(&mut scheduler);
+    assert_eq!((advances(&decode), drafts(&decode)), (vec![(1, 1)], vec![3]));
+    let events = scheduler.apply(&verified(&decode, 2)).unwrap();
+    let Event::Advanced { num_tokens, finish_reason, .. } = events[0] else { panic!("{events:?}") };
+    assert_eq!((num_tokens, finish_reason), (3, None));
+    // 4 + 1 + 3 tokens are known, and all but the last computed: two blocks of 4 tokens suffice for now.
+    assert_eq!(num_blocks(&[&prompt, &decode]), 2);
+    let next = plan(&mut scheduler);
+    assert_eq!(num_blocks(&[&prompt, &decode, &next]), 3);
+}
+
+#[test]
+fn blocks_of_wrong_drafts_hold_the_tokens_that_follow() {
+    let mut scheduler = scheduler(drafting(3, limits(16, 1)), &[(1, 7, 20)]);
+    let (prompt, _) = step(&mut scheduler);
+    let wrong = plan(&mut scheduler);
+    assert_eq!(num_blocks(&[&prompt, &wrong]), 3);
+    scheduler.apply(&verified(&wrong, 0)).unwrap();
+    let next = plan(&mut scheduler);
+    assert_eq!(num_blocks(&[&next]), 0);
+}
+
+#[test]
+fn steps_are_planned_before_it_is_known_how_many_drafts_were_right() {
+    let mut scheduler = scheduler(drafting(3, limits(16, 2)), &[(1, 4, 12)]);
+    step(&mut scheduler);
+    let (first, second) = (plan(&mut scheduler), plan(&mut scheduler));
+    // Of 12 tokens, 1 has come back, and 8 may be in flight.
+    assert_eq!((drafts(&first), drafts(&second)), (vec![3], vec![3]));
+    scheduler.apply(&verified(&first, 0)).unwrap();
+    scheduler.audit();
+    // 2 have come back and 4 may be in flight: 6 are left, of which the last is sampled after its drafts.
+    let third = plan(&mut scheduler);
+    assert_eq!(drafts(&third), [3]);
+    scheduler.apply(&verified(&second, 3)).unwrap();
+    scheduler.audit();
+    let fourth = plan(&mut scheduler);
+    assert_eq!(drafts(&fourth), [1]);
+    // If all drafts are right, the last token is in flight: no further step before a result.
+    scheduler.apply(&verified(&third, 3)).unwrap();
+    scheduler.audit();
+    assert!(nothing_to_plan(&mut scheduler));
+    let events = scheduler.apply(&verified(&fourth, 1)).unwrap();
+    assert_eq!(finish_reasons(&events), [Some(FinishReason::Length)]);
+    assert_eq!(scheduler.stats().num_running, 0);
+}
+
+#[test]
+fn wrong_drafts_before_the_last_token_let_the_sequence_go_on() {
+    let mut scheduler = scheduler(drafting(3, limits(16, 2)), &[(1, 4, 5)]);
+    step(&mut scheduler);
+    let first = plan(&mut scheduler);
+    assert_eq!(drafts(&first), [3]);
+    assert!(nothing_to_plan(&mut scheduler));
+    scheduler.apply(&verified(&first, 1)).unwrap();
+    let (second, _) = step(&mut scheduler);
+    assert_eq!(drafts(&second), [1]);
+    let (_, events) = step(&mut scheduler);
+    assert_eq!(finish_reasons(&events), [Some(FinishReason::Length)]);
+}
+
+#[test]
+fn tokens_after_a_stop_token_are_dropped() {
+    let mut scheduler = scheduler(drafting(3, limits(16, 2)), &[(1, 4, 20)]);
+    step(&mut scheduler);
+    let (decode, behind) = (plan(&mut scheduler), plan(&mut scheduler));
+    let token_ids = Some(vec![TOKEN, STOP, TOKEN, TOKEN]);
+    let outputs = vec![SequenceOutput { id: SequenceId(1), token_ids, num_draft_tokens: 3 }];
+    let events = scheduler.apply(&StepResult { step: decode.step, outputs }).unwrap();
+    let finish_reason = Some(FinishReason::StopToken);
+    assert_eq!(events, [Event::Advanced { id: SequenceId(1), output_index: 0, num_tokens: 2, finish_reason }]);
+    plan(&mut scheduler);
+    scheduler.apply(&verified(&behind, 3)).unwrap();
+    let stats = scheduler.stats();
+    assert_eq!((stats.num_running, stats.num_allocatable_blocks), (0, 16));
+}
+
+#[test]
+fn only_confirmed_tokens_are_shared() {
+    let limits = Limits { prefix_caching: true, ..drafting(3, limits(16, 2)) };
+    let mut scheduler = scheduler(limits, &[(1, 4, 20)]);
+    step(&mut scheduler);
+    let (first, second) = (plan(&mut scheduler), plan(&mut scheduler));
+    // Up to 12 tokens may be computed, but the ids of only 5 are known.
+    assert_eq!(scheduler.stats().num_cached_blocks, 1);
+    scheduler.apply(&verified(&first, 2)).unwrap();
+    // 8 are known, and the step in flight computes the last of them.
+    assert_eq!(scheduler.stats().num_cached_blocks, 2);
+    scheduler.apply(&verified(&second, 0)).unwrap();
+    assert_eq!(scheduler.stats().num_cached_blocks, 2);
+}
+
+#[test]
+fn drafts_take_only_rows_and_blocks_that_are_free() {
+    let wide = Limits { max_step_sequences: 4, ..drafting(3, limits(16, 1)) };
+    let mut two = scheduler(wide, &[(1, 4, 20), (2, 4, 20)]);
+    step(&mut two);
+    assert_eq!(drafts(&plan(&mut two)), [2, 0]);
+    // The prompts leave one of 5 blocks, and three free slots each: four more tokens of one of them fit.
+    let mut full = scheduler(drafting(3, limits(5, 1)), &[(1, 5, 8), (2, 5, 8)]);
+    step(&mut full);
+    assert_eq!(drafts(&plan(&mut full)), [3, 2]);
+}
+
+#[test]
+fn a_step_with_a_prompt_has_no_drafts() {
+    let mut scheduler = scheduler(drafting(3, limits(16, 1)), &[(1, 4, 20)]);
+    step(&mut scheduler);
+    submit(&mut scheduler, submission(2, 20, 4));
+    assert_eq!((0..2).map(|_| drafts(&step(&mut scheduler).0)).collect::<Vec<_>>(), [[0, 0], [0, 0]]);
+    assert_eq!(drafts(&step(&mut scheduler).0), [3, 2]);
+}
+
+#[test]
+fn a_sliding_window_has_no_drafts() {
+    let windowed = Limits { window_tokens: Some(8), ..drafting(3, limits(16, 1)) };
+    let mut scheduler = scheduler(windowed, &[(1, 4, 20)]);
+    assert!(run_to_end(&mut scheduler).iter().flat_map(drafts).all(|num_drafts| num_drafts == 0));
+}
+
+#[test]
+fn wrong_drafts_end_when_their_rows_cost_as_much_as_tokens() {
+    let cheap = drafts_after_wrong_ones(Duration::from_millis(100), Duration::from_micros(10));
+    let dear = drafts_after_wrong_ones(Duration::from_micros(10), Duration::from_millis(100));
+    assert!(cheap > 30 * 3 / 2 && dear < 30, "{cheap} and {dear} drafts");
+}
+
+/// Drafts in 30 steps of a decode, all wrong, if a step takes `fixed` and `per_row`.
+fn drafts_after_wrong_ones(fixed: Duration, per_row: Duration) -> u32 {
+    let mut scheduler = scheduler(drafting(3, limits(60, 1)), &[(1, 4, 90)]);
+    (0..31)
+        .map(|_| {
+            let plan = plan(&mut scheduler);
+            let num_drafts = drafts(&plan)[0];
+            scheduler.observe(plan.step, fixed + per_row * (1 + num_drafts), num_drafts);
+            scheduler.apply(&verified(&plan, 0)).unwrap();
+            num_drafts
+        })
+        .sum()
+}
+
+#[test]
+fn a_result_with_more_drafts_or_tokens_than_planned_is_rejected() {
+    let mut scheduler = scheduler(drafting(3, limits(16, 1)), &[(1, 4, 20)]);
+    step(&mut scheduler);
+    let decode = plan(&mut scheduler);
+    let (step, id) = (decode.step, SequenceId(1));
+    let mut apply = |num_tokens, num_draft_tokens| {
+        let outputs = vec![SequenceOutput { id, token_ids: Some(vec![TOKEN; num_tokens]), num_draft_tokens }];
+        scheduler.apply(&StepResult { step, outputs })
+    };
+    assert_eq!(apply(1, 4), Err(ApplyError::DraftCount { step, id, most: 3, got: 4 }));
+    assert_eq!(apply(3, 1), Err(ApplyError::TokenCount { step, id, expected: 1, got: 3 }));
+    assert!(apply(2, 1).is_ok());
+}
+
+#[test]
+fn a_preempted_sequence_samples_its_drafts_again() {
+    let mut scheduler = scheduler(drafting(3, limits(16, 2)), &[(1, 4, 20)]);
+    step(&mut scheduler);
+    plan(&mut scheduler);
+    assert_eq!(scheduler.restart(), [SequenceId(1)]);
+    scheduler.audit();
+    let (again, _) = step(&mut scheduler);
+    assert_eq!(again.new_sequences[0].token_ids.len(), 5);
+    run_to_end(&mut scheduler);
+}

@@ -1,0 +1,112 @@
+"""A model's tokens, logprobs and alternatives have the same bits with and without draft tokens, whichever of these are
+right, for every sampling parameter."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cases import VOCAB
+from penstock_server.config import WarmUpConfig
+from penstock_server.engine import Engine, speculation
+from penstock_server.models import load_model
+from penstock_server.models.interface import LoadOptions
+from penstock_server.parallel import RankGroup
+from penstock_server.plan import NewSequence, Sampling
+from plans import Advance, Token, listed, plan
+from tiny_model import save_case
+from tiny_models import prompts
+
+pytestmark = pytest.mark.native
+
+BLOCK_TOKENS = 16
+NUM_BLOCKS = 100
+NUM_TOKENS = 24
+SAMPLINGS = [
+    Sampling(),
+    Sampling(top_n=3),
+    Sampling(do_sample=True, seed=1),
+    Sampling(do_sample=True, seed=2, temperature=0.3, top_k=5, top_n=2),
+    Sampling(do_sample=True, seed=3, top_p=0.7, min_p=0.01, model_logprobs=True),
+    Sampling(do_sample=True, seed=4, typical_p=0.8),
+    Sampling(repetition_penalty=1.4),
+    Sampling(do_sample=True, seed=5, frequency_penalty=0.7, presence_penalty=0.4, top_n=2),
+    Sampling(do_sample=True, seed=6, watermark=True),
+    Sampling(logit_bias=((3, 4.0), (5, -2.0)), min_new_tokens=12, stop_token_ids=(3, 7, 9)),
+    Sampling(bad_words=((3,), (5, 6), (8, 9, 10))),
+    Sampling(do_sample=True, seed=7, allowed_tokens=b"\xff\x0f\xf0\xff"),
+    Sampling(do_sample=True, seed=8, temperature=0.2, frequency_penalty=0.5, bad_words=((4, 5),), top_p=0.9, top_n=1),
+]
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+class Drafts:
+    """Stands for the search of a text: continuations of known texts, each token wrong with a probability."""
+
+    def __init__(self, texts: list[list[int]]) -> None:
+        self.texts = texts
+        self.draw = random.Random(5)
+
+    def __call__(self, history: np.ndarray, most: int) -> np.ndarray:
+        text = next(text for text in self.texts if text[: len(history)] == history.tolist())
+        draft = text[len(history) :][: self.draw.randrange(most + 1)]
+        return np.array([(i + (self.draw.random() < 0.2)) % VOCAB for i in draft], np.int32)
+
+
+def generate(engine: Engine, texts: list[list[int]], num_source: int, max_drafts: int) -> tuple[list[list[Token]], int]:
+    """The tokens of each text under its sampling, and the number of steps. Texts start one after the other."""
+    engine.reset()
+    draw = random.Random(max_drafts)
+    outputs: list[list[Token]] = [[] for _ in texts]
+    num_computed = [0] * len(texts)
+    blocks = [range(i, NUM_BLOCKS, len(texts)) for i in range(len(texts))]
+    num_blocks = [0] * len(texts)
+    for step in itertools.count(1):
+        new, advances = [], []
+        for i, text in enumerate(texts[:step]):
+            if not num_computed[i]:
+                sampling = SAMPLINGS[i % len(SAMPLINGS)]
+                new.append(NewSequence(i, text, len(text), sampling=sampling, num_source_tokens=num_source))
+            pending = len(text) + len(outputs[i]) - num_computed[i]
+            left = NUM_TOKENS - len(outputs[i])
+            if left > 0:
+                drafts = min(draw.randrange(max_drafts + 1), left - 1)
+                end = -(-(num_computed[i] + pending + drafts) // BLOCK_TOKENS)
+                advances.append(Advance(i, pending, blocks[i][num_blocks[i] : end], True, drafts))
+                num_blocks[i] = max(num_blocks[i], end)
+        if not advances:
+            return outputs, step - 1
+        result = engine.step(plan(step, new_sequences=new, advances=advances))
+        assert not result.failures
+        for i, token in zip(result.sequence_ids.tolist(), listed(result.sampled), strict=True):
+            outputs[i].append(token)
+        for i in {advance.sequence_id for advance in advances}:
+            num_computed[i] = len(texts[i]) + len(outputs[i]) - 1
+    raise AssertionError("the loop returns")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral", "deepseek-v3", "gpt2", "t5"])
+def test_drafts_change_no_bit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = LoadOptions(save_case(name, tmp_path), torch.bfloat16, torch.device("cpu"), BLOCK_TOKENS)
+    engine = Engine(load_model(options, RankGroup()), RankGroup(), torch.device("cpu"), BLOCK_TOKENS)
+    engine.warm_up(WarmUpConfig(max_step_tokens=512, max_step_sequences=256, num_blocks=NUM_BLOCKS, proven=True))
+    num_source = 5 if engine.model.max_source_tokens else 0
+    texts = prompts(3, [6 + 11 * i % 30 for i in range(len(SAMPLINGS))], VOCAB)
+    plain, num_plain_steps = generate(engine, texts, num_source, max_drafts=0)
+    known = [text + [token.id for token in tokens] for text, tokens in zip(texts, plain, strict=True)]
+    monkeypatch.setattr(speculation, "continuation", Drafts(known))
+    drafted, num_steps = generate(engine, texts, num_source, max_drafts=6)
+    assert drafted == plain
+    assert num_steps + 5 < num_plain_steps, "many drafts are right"

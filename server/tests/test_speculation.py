@@ -1,0 +1,156 @@
+"""Draft tokens: what is proposed, and what becomes of right, wrong and broken ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from fake_model import POISON, FakeModel, continuation
+from paired_ranks import paired_engines
+from penstock_server.config import WarmUpConfig
+from penstock_server.engine import speculation
+from penstock_server.engine.batch import select
+from penstock_server.engine.sequence import SequenceTable, TableLimits
+from penstock_server.engine.speculation import continuation as draft_of
+from penstock_server.engine.step import BROKEN_LOGITS
+from penstock_server.errors import PlanError
+from penstock_server.plan import Grammar, NewSequence, Sampling
+from plans import Advance, columns, plan
+from test_engine import LIMITS, Driver, prompt_of, ready_engine
+
+
+def draft(history: list[int], most: int) -> list[int]:
+    return draft_of(np.array(history, np.int32), most).tolist()
+
+
+def test_a_draft_is_what_followed_the_longest_match() -> None:
+    assert draft([1, 2, 3, 4, 5, 9, 2, 3, 7, 1, 2, 3], 2) == [4, 5]
+    assert draft([1, 2, 3, 4, 5, 9, 2, 3, 7, 8, 2, 3], 2) == [7, 8]
+
+
+def test_a_draft_has_as_many_tokens_as_it_may_if_any_match_has() -> None:
+    assert draft([1, 2, 3, 4, 1, 2, 5, 1, 2], 5) == [3, 4, 1, 2, 5]
+    assert draft([1, 2, 3, 1, 2], 5) == [3, 1, 2]
+
+
+def test_a_text_without_a_match_of_two_tokens_has_no_draft() -> None:
+    for history in ([1], [1, 1], [1, 2, 3, 2], [3, 1, 2, 1]):
+        assert draft(history, 4) == []
+
+
+def test_only_the_end_of_a_long_text_is_searched() -> None:
+    history = [1, 2, 3, *range(10, 10 + (1 << 15)), 1, 2]
+    assert draft(history, 1) == []
+    assert draft(history[-(1 << 15) :] + history[-2:], 1) == [1]
+
+
+class Proposed:
+    """Stands for the search: the next draft of every sequence, wherever its text ends."""
+
+    def __init__(self, *drafts: list[int]) -> None:
+        self.drafts = list(drafts)
+
+    def __call__(self, history: np.ndarray, most: int) -> np.ndarray:
+        return np.array(self.drafts.pop(0)[:most], np.int32)
+
+
+def start(driver: Driver, prompt: list[int], sampling: Sampling | None = None) -> None:
+    new = NewSequence(1, prompt, len(prompt), sampling=sampling or Sampling())
+    driver.run([Advance(1, len(prompt), range(8), sample=True)], [new])
+
+
+def propose(monkeypatch: pytest.MonkeyPatch, *drafts: list[int]) -> None:
+    monkeypatch.setattr(speculation, "continuation", Proposed(*drafts))
+
+
+def test_right_drafts_are_kept_up_to_the_first_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, prompt = Driver(ready_engine()), prompt_of(1, 5)
+    expected = continuation(prompt, 12)
+    start(driver, prompt)
+    right, wrong = expected[1:4], [expected[5], 5, expected[7]]
+    propose(monkeypatch, right, wrong, [5], [])
+    for num_tokens in (4, 2, 1, 1):
+        known = len(driver.tokens[1])
+        (output,) = driver.run([Advance(1, 1, sample=True, num_draft_tokens=3)])
+        assert [token.id for token in output.tokens] == expected[known : known + num_tokens]
+
+
+def test_a_result_counts_the_drafts_of_each_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, prompt = Driver(ready_engine()), prompt_of(1, 5)
+    start(driver, prompt)
+    propose(monkeypatch, [5, 6])
+    result = driver.engine.step(plan(2, advances=[Advance(1, 1, sample=True, num_draft_tokens=3)]))
+    assert (result.num_draft_tokens.tolist(), result.sequence_ids.tolist()) == ([2], [1])
+
+
+def test_a_sequence_fails_at_the_token_at_which_it_fails_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row of a right draft is broken: the tokens before it count."""
+    driver, prompt = Driver(ready_engine()), prompt_of(1, 5)
+    allowed = np.zeros(1000, bool)
+    allowed[POISON] = True
+    sampling = Sampling(allowed_tokens=np.packbits(allowed, bitorder="little").tobytes())
+    propose(monkeypatch, [POISON, POISON])
+    new = NewSequence(1, prompt, 5, sampling=sampling)
+    (output,) = driver.run([Advance(1, 5, range(8), sample=True, num_draft_tokens=2)], [new])
+    assert [token.id for token in output.tokens] == [POISON]
+    propose(monkeypatch, [])
+    (output,) = driver.run([Advance(1, 1, sample=True, num_draft_tokens=2)])
+    assert output.error == BROKEN_LOGITS
+
+
+def test_ranks_keep_the_same_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    drivers, prompt = [Driver(engine) for engine in paired_engines(LIMITS)], prompt_of(1, 5)
+    expected = continuation(prompt, 8)
+    for driver in drivers:
+        start(driver, prompt)
+        propose(monkeypatch, [*expected[1:3], 5], expected[4:6])
+        for _ in range(2):
+            driver.run([Advance(1, 1, sample=True, num_draft_tokens=3)])
+    assert drivers[0].tokens[1] == expected[:7]
+    models = [driver.engine.model for driver in drivers]
+    assert all(isinstance(model, FakeModel) for model in models)
+    assert torch.equal(models[0].caches[0], models[1].caches[0])
+
+
+def test_a_sequence_with_a_grammar_has_no_drafts() -> None:
+    table = SequenceTable(
+        TableLimits(vocab_size=100, block_tokens=16, num_blocks=4, max_sequence_tokens=30, num_rows=2)
+    )
+    for i, grammar in enumerate((Grammar("regex", "a"), None)):
+        table.add(NewSequence(i, [1, 2, 3, 1, 2], 5, 4, [i], Sampling(grammar=grammar)))
+    advances = [Advance(i, 1, sample=True, num_draft_tokens=3) for i in range(2)]
+    chosen = speculation.with_drafts(table, select(table, columns(advances)))
+    assert chosen.num_drafts.tolist() == [0, 3]
+    assert (chosen.num_tokens.tolist(), chosen.samples.tolist()) == ([1, 4], [0, 1, 1, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("advance", "reason"),
+    [
+        (Advance(1, 1, num_draft_tokens=2), "2 draft tokens, but without a sample"),
+        (Advance(1, 1, sample=True, num_draft_tokens=40), "40 draft tokens, which do not fit into 32 slots"),
+    ],
+)
+def test_an_advance_with_too_many_drafts_fails(advance: Advance, reason: str) -> None:
+    driver = Driver(ready_engine(LIMITS_OF_MANY))
+    start(driver, prompt_of(1, 5))
+    (output,) = driver.run([advance])
+    assert reason in output.error
+
+
+LIMITS_OF_MANY = WarmUpConfig(max_step_tokens=64, max_step_sequences=64, num_blocks=40)
+
+
+def test_a_plan_with_too_many_drafts_is_refused() -> None:
+    driver = Driver(ready_engine())
+    start(driver, prompt_of(1, 5))
+    with pytest.raises(PlanError, match="1 advances and 8 draft tokens, at most 8 are allowed"):
+        driver.run([Advance(1, 1, sample=True, num_draft_tokens=8)])
+
+
+def test_a_model_whose_rows_depend_on_the_batch_verifies_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeModel, "is_row_independent", False)
+    driver = Driver(ready_engine())
+    start(driver, prompt_of(1, 5))
+    with pytest.raises(PlanError, match="the model verifies none here"):
+        driver.run([Advance(1, 1, sample=True, num_draft_tokens=2)])
