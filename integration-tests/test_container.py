@@ -1,0 +1,99 @@
+"""What containers and clouds rely on: SageMaker's and Vertex AI's variables and routes, a hub model with a token, and
+the health check of the image."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import byte_model
+import pytest
+from binary import Server, start
+from client import ask, events
+
+ROOT = Path(__file__).parent.parent
+TOKEN = "hf_a_secret_of_this_test"
+GREEDY = {"max_new_tokens": 4, "do_sample": False, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def sagemaker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A private model from a hub, on two ranks, with the variables of a SageMaker container."""
+    sys.path.append(str(ROOT / "server" / "tests"))
+    from hub_server import Hub, running
+
+    folder = tmp_path_factory.mktemp("model")
+    byte_model.save(folder, 256, None)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with running(Hub(files, token=TOKEN)) as hub:
+        variables = {
+            "HF_MODEL_ID": "someone/tiny",
+            "SM_NUM_GPUS": "2",
+            "SAGEMAKER_BIND_TO_PORT": "0",
+            "HF_ENDPOINT": hub.url,
+            "HF_HOME": str(tmp_path_factory.mktemp("home")),
+            "HF_TOKEN": TOKEN,
+            "HF_HUB_OFFLINE": "0",
+        }
+        server = start(port=None, env=variables)
+        yield server
+    assert server.stop() == 0
+    assert TOKEN not in "\n".join(server.lines)
+
+
+@pytest.fixture(scope="module")
+def vertex(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("model")
+    byte_model.save(folder, 256, None)
+    variables = {"MODEL_ID": str(folder), "AIP_HTTP_PORT": "0", "AIP_PREDICT_ROUTE": "/predict"}
+    server = start(port=None, env={**variables, "AIP_HEALTH_ROUTE": "/alive", "PORT": "1"})
+    yield server
+    assert server.stop() == 0
+
+
+def test_sagemaker_pings_and_invokes_a_model_of_the_hub(sagemaker: Server) -> None:
+    assert ask(sagemaker, "/ping").status == 200
+    body = {"inputs": "Hi", "parameters": GREEDY}
+    plain = ask(sagemaker, "/invocations", body)
+    assert plain.status == 200
+    assert plain.json == ask(sagemaker, "/", body).json
+    streamed = events(sagemaker, "/invocations", {**body, "stream": True})
+    assert streamed[-1]["generated_text"] == plain.json[0]["generated_text"]
+    assert ask(sagemaker, "/info").json["model_id"] == "someone/tiny"
+
+
+def test_sagemakers_variables_set_model_ranks_and_port(sagemaker: Server) -> None:
+    log = "\n".join(sagemaker.lines)
+    assert "num-shard is 2 (from SM_NUM_GPUS)" in log
+    assert len(sagemaker.worker_groups()[0]) == 2
+    assert "downloading " in log, "the progress of the download is shown"
+
+
+def test_vertex_predicts_on_its_own_routes(vertex: Server) -> None:
+    assert ask(vertex, "/alive").status == 200
+    answer = ask(vertex, "/predict", {"instances": [{"inputs": "Hi", "parameters": GREEDY}]})
+    assert answer.status == 200
+    expected = ask(vertex, "/generate", {"inputs": "Hi", "parameters": GREEDY}).json["generated_text"]
+    assert answer.json == {"predictions": [expected]}
+
+
+def test_the_health_check_finds_the_servers_port(vertex: Server) -> None:
+    def check(pid: int) -> tuple[int, str]:
+        command = [sys.executable, "-m", "penstock_server.health", "--pid", str(pid)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        return done.returncode, done.stdout
+
+    pid = vertex.process.pid
+    assert check(pid) == (0, "/health/live answered 200\n")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert check(pid) == (1, "error: timed out\n")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    with subprocess.Popen(["sleep", "60"]) as other:
+        assert check(other.pid) == (1, f"error: process {other.pid} does not listen yet\n")
+        other.kill()
