@@ -91,8 +91,12 @@ docs: setup ## regenerate the reference pages and the figures from the code and 
 playground: ## build the page for browsers into router/src/http/playground/; needs node and npm
 	cd playground && npm ci --no-audit --no-fund && npm run build
 
+# uv puts the environment's programs on the PATH of the build, which pip does not: maturin is one of them.
+DIST ?= dist
+BUILDS ?= all
 wheel: setup ## build both wheels into dist/, with the kernels for every instruction set
-	PENSTOCK_KERNELS=all $(BIN)/python -m pip wheel --no-deps --no-build-isolation -w dist . ./kernels
+	$(BIN)/uv build --wheel --no-build-isolation --python $(BIN)/python --out-dir $(DIST) .
+	PENSTOCK_KERNELS=$(BUILDS) $(BIN)/uv build --wheel --no-build-isolation --python $(BIN)/python --out-dir $(DIST) ./kernels
 
 lock: .make/venv ## upgrade the locked Python dependencies
 	$(BIN)/uv pip compile -q pyproject.toml --extra dev --universal --python-version 3.11 --upgrade \
