@@ -21,6 +21,7 @@ from torch import Tensor
 pytestmark = pytest.mark.native
 
 BUILDS = all_builds()
+AMX = ("amx_tile", "amx_bf16", "amx_int8")
 EPSILON = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
 
 FUNCTIONS = ACTIVATIONS | {"soft cap": SoftCap(3.0), "xielu": Xielu(torch.tensor([0.8]), torch.tensor([1.3]))}
@@ -179,6 +180,28 @@ def test_an_instruction_set_that_is_not_here_is_refused_with_those_that_are(monk
         assert chosen.isa == slowest
     finally:
         native_build.find_build.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("vendor", "hidden", "expected"),
+    [
+        ("GenuineIntel", (), ["amx", "avx512-vnni", "avx512-bf16", "avx512", "avx2", "portable"]),
+        ("GenuineIntel", AMX, ["avx512-vnni", "avx512-bf16", "avx512", "avx2", "portable"]),
+        ("GenuineIntel", (*AMX, "avx512_fp16"), ["avx512-bf16", "avx512-vnni", "avx512", "avx2", "portable"]),
+        ("AuthenticAMD", AMX, ["avx512-bf16", "avx512-vnni", "avx512", "avx2", "portable"]),
+        ("GenuineIntel", (*AMX, "avx512_bf16"), ["avx512-vnni", "avx512", "avx2", "portable"]),
+    ],
+)
+def test_fma_comes_before_bf16_instructions_that_are_slower(
+    vendor: str, hidden: tuple[str, ...], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock_kernels import isa
+
+    avx512 = {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq"}
+    flags = frozenset({*avx512, "avx512_vnni", "avx512_bf16", "avx512_fp16", *AMX} - {*hidden})
+    monkeypatch.setattr(isa, "cpu_vendor", lambda: vendor)
+    monkeypatch.setattr(isa, "cpu_flags", lambda: flags)
+    assert [each.name for each in isa.fastest_first()] == expected
 
 
 def test_the_fastest_build_is_chosen_and_others_by_their_name() -> None:

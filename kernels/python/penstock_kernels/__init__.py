@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING
 
-from penstock_kernels.isa import ISAS, Isa
+from penstock_kernels.isa import ISAS, Isa, fastest_first
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -17,7 +17,7 @@ __all__ = ["ISAS", "Isa", "load", "runnable"]
 def runnable(dtype: str) -> list[Isa]:
     """The instruction sets whose kernels for "bfloat16", "float16" or "float32" are installed and run here, the fastest
     first."""
-    return [isa for isa in reversed(ISAS) if isa.is_here and _is_installed(isa, dtype)]
+    return [isa for isa in fastest_first() if _is_installed(isa, dtype)]
 
 
 def load(isa: Isa, dtype: str) -> ModuleType:
