@@ -403,6 +403,19 @@ def test_a_broken_row_does_not_affect_later_batches() -> None:
     assert (int(again.ids[0]), float(again.logprobs[0])) == (int(expected.ids[0]), float(expected.logprobs[0]))
 
 
+def test_a_measurement_processes_the_first_chunk_and_estimates_the_others() -> None:
+    rows: list[Row] = [{"do_sample": True, "seed": 3, "logit_bias": ((0, -100.0),), "model_logprobs": True}] * 40
+    logits, request = random_logits(40, 100, 2.0), request_for(rows, [0] * 40, [[1]] * 40, [[]] * 40)
+    sampler = Sampler(100, CPU, 40, Watermark.of(100))
+    expected = sample_at_once(sampler, logits, *request).ids.tolist()
+    num_rows = sampler.chunk_rows
+    with sampler.first_chunks_only() as measured:
+        assert sample_at_once(sampler, logits, *request).ids.tolist() == expected[:num_rows] + [0] * (40 - num_rows)
+    assert 0 not in expected
+    assert measured.skipped_s > 0
+    assert sample_at_once(sampler, logits, *request).ids.tolist() == expected
+
+
 def test_equal_logits_go_to_the_lowest_id_when_greedy() -> None:
     logits = torch.zeros(1, 1000)
     logits[0, [300, 70, 999]] = 1.0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from concurrent.futures import wait
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -28,7 +30,7 @@ from penstock_server.engine.device import (
 from penstock_server.engine.device_progress import DeviceProgress
 from penstock_server.engine.graphs import Bucket, CudaRecorder, StepGraphs, buckets, needed_bytes
 from penstock_server.engine.pooling import PoolingRunner
-from penstock_server.engine.sampler import Sampler
+from penstock_server.engine.sampler import SampledTime, Sampler
 from penstock_server.engine.sequence import SequenceTable, TableLimits
 from penstock_server.engine.step import StepRunner
 from penstock_server.engine.stream import Runner
@@ -218,11 +220,14 @@ class Engine:
                 model, self._group, self._device, config, sampler, table, grammars, graphs, self.progress, can_draft
             )
 
+        on_cpu = self._device.type == "cpu"
+
         def run(model: CausalModel, plan: Plan, num_blocks: int) -> StepTiming:
             self._ready = runner(model, num_blocks)
-            result = self.step(plan)
+            with sampler.first_chunks_only() if on_cpu else nullcontext(SampledTime()) as sampled:
+                timing = self.step(plan).timing
             self.reset()
-            return result.timing
+            return replace(timing, sample_s=timing.sample_s + sampled.skipped_s)
 
         has_graphs = self.model.is_recordable and self.model.pooler is None and config.records_graphs
 

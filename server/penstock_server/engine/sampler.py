@@ -7,6 +7,7 @@ with NaN or infinite logits return BROKEN and do not affect other rows.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -97,6 +98,13 @@ class Sampled:
     alternatives: list[Alternatives] = field(default_factory=list)  # of the rows that asked for them
 
 
+@dataclass
+class SampledTime:
+    """What sampling would have taken in addition if every chunk had been processed, estimated from the first."""
+
+    skipped_s: float = 0.0
+
+
 class Sampler:
     """Samples one token per row of logits: `prepare` before the model runs, `read_context` when the tokens of earlier
     steps are known, then `sample`. Keeps its buffers and the last batch's parameters."""
@@ -118,6 +126,20 @@ class Sampler:
         self._room = Room(rows, width, device)
         self._constrainer = Constrainer(device)
         self._parameters: Parameters | None = None
+        self._sampled_time: SampledTime | None = None
+
+    @contextmanager
+    def first_chunks_only(self) -> Iterator[SampledTime]:
+        """In the body, process only the first chunk of each batch; the other rows that are processed get token 0.
+
+        For measurements on a CPU. A batch needs as much memory as before if its first rows have the longest histories,
+        because a chunk's memory is free before the next chunk.
+        """
+        self._sampled_time = SampledTime()
+        try:
+            yield self._sampled_time
+        finally:
+            self._sampled_time = None
 
     @property
     def chunk_rows(self) -> int:
@@ -220,10 +242,15 @@ class Sampler:
         assert draws is not None
         with self._threads(len(logits)):
             out = self._empty(len(logits))
-            for chunk, recent, stops in zip(parameters.chunks, context.chunks, prepared.early_stops, strict=True):
+            chunks = list(zip(parameters.chunks, context.chunks, prepared.early_stops, strict=True))
+            num_chunks = len(chunks) if self._sampled_time is None else 1
+            started = time.perf_counter()
+            for chunk, recent, stops in chunks[:num_chunks]:
                 scores, probs = self._buffers(logits, chunk.rows)
                 self._process(scores, probs, chunk, recent, stops, context.words)
                 self._choose_chunk(scores, probs, chunk, draws[chunk.rows], out, fetch)
+            if self._sampled_time is not None:
+                self._sampled_time.skipped_s += (time.perf_counter() - started) * (len(chunks) - num_chunks)
             if (some := parameters.unprocessed) is not None:
                 places = some.places
                 own = logits if len(places) == len(logits) else logits[places]
@@ -314,9 +341,10 @@ class Sampler:
         return scores, self._probs[:num_rows]
 
     def _empty(self, num_rows: int) -> Sampled:
+        new = torch.empty if self._sampled_time is None else torch.zeros
         return Sampled(
-            torch.empty(num_rows, dtype=torch.int64, device=self.device),
-            torch.empty(num_rows, dtype=torch.float64, device=self.device),
+            new(num_rows, dtype=torch.int64, device=self.device),
+            new(num_rows, dtype=torch.float64, device=self.device),
         )
 
 
