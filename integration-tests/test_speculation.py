@@ -77,7 +77,7 @@ def test_a_worker_s_death_changes_no_token(speculating: Server) -> None:
     for line in response:
         if line.startswith(b"data:"):
             tokens.append(json.loads(line[5:])["token"])
-        if len(tokens) == 20:
-            os.kill(speculating.worker_pids()[0], signal.SIGKILL)
+            if len(tokens) == 20:  # once: an empty line follows
+                os.kill(speculating.worker_pids()[0], signal.SIGKILL)
     connection.close()
     assert tokens == details["tokens"]
