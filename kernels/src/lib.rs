@@ -15,6 +15,7 @@ mod cpu;
 #[allow(dead_code, unused_imports, unused_macros, reason = "builds use different operations")]
 mod element;
 mod linear;
+mod low_rank;
 mod memory;
 mod norm;
 mod pool;

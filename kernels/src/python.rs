@@ -2,6 +2,7 @@
 //! kernel: a wrong tensor raises TypeError or ValueError and touches no memory.
 
 mod activation;
+mod adapter;
 mod attention;
 mod collective;
 mod dlpack;
@@ -21,6 +22,7 @@ use crate::rotate::{Angles, Heads, Pairs};
 use crate::sample::Logits;
 use crate::simd::{self, Float8};
 use activation::Activation;
+use adapter::Adapter;
 use attention::{AttentionShape, Batch, PagedAttention};
 use collective::Collective;
 use linear::{PackedLinear, Packing, WideLinear};
@@ -233,6 +235,7 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("BLOCK_TOKENS", BLOCK)?;
     module.add("MAX_DIM", MAX_DIM)?;
     module.add_class::<Activation>()?;
+    module.add_class::<Adapter>()?;
     module.add_class::<Batch>()?;
     module.add_class::<Collective>()?;
     module.add_class::<Kernels>()?;

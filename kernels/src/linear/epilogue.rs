@@ -10,6 +10,8 @@ pub(super) struct Outcome {
     pub(super) stride: usize,
     pub(super) num_columns: usize,
     pub(super) add: bool,
+    /// Of a gated layer whose gates and ups are stored apart: the elements from a gate to its up. 0: their product is stored.
+    pub(super) apart: usize,
 }
 
 impl Outcome {
@@ -69,7 +71,7 @@ pub(super) unsafe fn store<const R: usize, const V: usize>(sums: &Sums<R, V>, ou
     }
 }
 
-/// Stores silu(gate)·up, with a rounding after every operator.
+/// Stores silu(gate)·up, with a rounding after every operator, or gate and up apart.
 ///
 /// # Safety
 /// `outcome` must be writable for all rows.
@@ -82,6 +84,15 @@ pub(super) unsafe fn store_gated<const R: usize, const V: usize>(
     for row in 0..R {
         for vector in 0..V {
             let place = outcome.below(row).right_of(vector * LANES);
+            if outcome.apart > 0 {
+                // SAFETY: as below.
+                unsafe {
+                    Element::store_first(gates[row][vector], place.target, place.num_columns);
+                    let up = place.target.wrapping_add(outcome.apart);
+                    Element::store_first(ups[row][vector], up, place.num_columns);
+                }
+                continue;
+            }
             let gate = Element::round(Element::round(gates[row][vector]).silu());
             let product = gate * Element::round(ups[row][vector]);
             // SAFETY: the caller vouches for the target.

@@ -44,14 +44,31 @@ pub(crate) struct Rows {
 pub(crate) struct Output {
     pub(crate) address: Target<Element>,
     pub(crate) stride: usize,
-    /// Whether y += x·Wᵀ, with the product rounded before the addition, like two separate operators, instead of y = x·Wᵀ.
-    pub(crate) adds: bool,
+    pub(crate) combine: Combine,
+}
+
+/// What becomes of a linear layer's product.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Combine {
+    /// y = x·Wᵀ
+    Store,
+    /// y += x·Wᵀ, with the product rounded before the addition, like two separate operators
+    Add,
+    /// Of a gated layer: a row's gates, then its ups
+    Apart,
 }
 
 impl Output {
     /// y = x·Wᵀ
     pub(crate) fn store(address: Target<Element>, stride: usize) -> Output {
-        Output { address, stride, adds: false }
+        Output { address, stride, combine: Combine::Store }
+    }
+
+    /// Where the results of a layer with `columns` columns go, from row `row` and column `column` on.
+    fn outcome(self, columns: usize, row: usize, column: usize, num_columns: usize) -> Outcome {
+        let Output { address, stride, combine } = self;
+        let apart = if combine == Combine::Apart { columns } else { 0 };
+        Outcome { target: address.at(row * stride + column), stride, num_columns, add: combine == Combine::Add, apart }
     }
 }
 
@@ -62,7 +79,7 @@ pub(crate) enum Linear {
 }
 
 impl Linear {
-    /// Applies the layer. A gated layer's output has `out_features / 2` columns and is always stored.
+    /// Applies the layer. A gated layer's output has `out_features / 2` columns, or all of them apart, and is never added.
     ///
     /// # Safety
     /// `rows` must be readable, `output` writable for every row, and the two must not overlap; `scratch` must have `scratch_bytes`.
@@ -189,13 +206,8 @@ impl PackedLinear {
 
     /// Where a unit's results go, from row `first` on.
     fn outcome(&self, unit: usize, first: usize, output: Output) -> Outcome {
-        let first_column = unit * PANEL;
-        Outcome {
-            target: output.address.at(first * output.stride + first_column),
-            stride: output.stride,
-            num_columns: PANEL.min(self.output_columns() - first_column),
-            add: output.adds,
-        }
+        let (columns, first_column) = (self.output_columns(), unit * PANEL);
+        output.outcome(columns, first, first_column, PANEL.min(columns - first_column))
     }
 
     #[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]

@@ -1,4 +1,5 @@
 use super::*;
+use crate::activation::{Activation, Function};
 use crate::cpu::Amx;
 use crate::memory::Arena;
 use crate::pool::Pool;
@@ -39,6 +40,7 @@ on_both_paths!(
     nothing_is_read_after_the_last_row,
     adding_to_a_residual_rounds_like_two_operators,
     gated_layers_multiply_silu_of_the_gate_with_the_rest,
+    gates_and_ups_apart_give_the_bits_of_the_gated_layer,
     rows_are_copied_as_they_were_packed,
 );
 
@@ -223,7 +225,7 @@ fn adding_to_a_residual_rounds_like_two_operators(amx: Option<Amx>) {
         // SAFETY: sizes as packed.
         unsafe {
             let rows = Rows { address: Source::new(x.as_ptr()), stride: 40, num_rows };
-            let output = Output { address: Target::new(sum.as_mut_ptr()), stride: 70, adds: true };
+            let output = Output { address: Target::new(sum.as_mut_ptr()), stride: 70, combine: Combine::Add };
             packed.apply(&Pool::single(), rows, output);
         }
         for index in 0..sum.len() {
@@ -244,5 +246,25 @@ fn gated_layers_multiply_silu_of_the_gate_with_the_rest(amx: Option<Amx>) {
                 assert_close(result[column], gate / (1.0 + (-gate).exp()) * up, tolerance(6), "gated");
             }
         }
+    }
+}
+
+fn gates_and_ups_apart_give_the_bits_of_the_gated_layer(amx: Option<Amx>) {
+    let silu = Activation { function: Function::Silu, is_gate: true };
+    for (columns, num_rows) in [(5, 1), (48, 3), (100, 20), (49, 37)] {
+        let case = pack(amx, columns * 2, 64, true, true);
+        let x = Random::new(3).elements(num_rows * 64);
+        let mut inner = vec![Element::from_f32(f32::NAN); num_rows * columns * 2];
+        let mut y = vec![Element::default(); num_rows * columns];
+        let rows = Rows { address: Source::new(x.as_ptr()), stride: 64, num_rows };
+        // SAFETY: the vectors have these rows.
+        unsafe {
+            let address = Target::new(inner.as_mut_ptr());
+            let output = Output { address, stride: 2 * columns, combine: Combine::Apart };
+            case.packed.apply(&spawning_pool(2), rows, output);
+            let source = (Source::new(inner.as_ptr()), 2 * columns);
+            silu.apply(&Pool::single(), source, Target::new(y.as_mut_ptr()), 2 * columns, num_rows);
+        }
+        assert_eq!(y, apply(&case.packed, &Pool::single(), &x, 64, num_rows));
     }
 }

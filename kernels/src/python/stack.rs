@@ -1,6 +1,7 @@
 //! All layers of a decoder in one call.
 
 use super::activation::Activation;
+use super::adapter::Adapter;
 use super::attention::{Batch, PagedAttention, cache_of};
 use super::collective::{Collective, error_of};
 use super::linear::{PackedLinear, WideLinear};
@@ -10,8 +11,10 @@ use super::view::{Rows, View};
 use super::{pairs, require};
 use crate::attention::{BLOCK, KvScales};
 use crate::element::Element;
+use crate::linear::Combine;
+use crate::low_rank;
 use crate::pool::Pool;
-use crate::stack::{self, Exchange, Expert, Experts, Register, Rotation, Shared, Step};
+use crate::stack::{self, Exchange, Expert, Experts, Register, Rotation, Shared, Step, StepAdapters};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use std::sync::Arc;
@@ -68,16 +71,28 @@ impl Program {
         Program { program: Some(stack::Program::new(hidden)), tensors: Vec::new() }
     }
 
-    /// target = linear(source), or target += linear(source).
-    #[pyo3(signature = (linear, source, target, adds=false))]
+    /// target = linear(source), or target += linear(source), or, if `apart`, the gates and ups of a gated layer.
+    #[pyo3(signature = (linear, source, target, adds=false, apart=false))]
     fn linear(
         &mut self,
         linear: PyRef<'_, PackedLinear>,
         source: Register,
         target: Register,
         adds: bool,
+        apart: bool,
     ) -> PyResult<()> {
-        self.append(|program| program.linear(Arc::clone(&linear.packed), source, target, adds))
+        let combine = match (adds, apart) {
+            (false, false) => Combine::Store,
+            (true, false) => Combine::Add,
+            (false, true) => Combine::Apart,
+            (true, true) => return Err(PyValueError::new_err("gates and ups cannot be added to a register")),
+        };
+        self.append(|program| program.linear(Arc::clone(&linear.packed), source, target, combine))
+    }
+
+    /// Adds to target, a layer's product with source, what the rows' adapters add to that layer, which is site `site` of theirs.
+    fn adapt(&mut self, site: usize, source: Register, target: Register) -> PyResult<()> {
+        self.append(|program| program.adapt(site, source, target))
     }
 
     /// Gives a register a width; `heads` and `copy` write its columns.
@@ -257,8 +272,9 @@ pub(super) struct Stack {
 #[pymethods]
 impl Stack {
     /// Runs the step's embeddings, residual [tokens, hidden], which are overwritten, and writes the normed output of the sampled rows
-    /// to output [samples, hidden]. positions, slots [tokens]; sample_rows [samples]; a cache for each layer. Raises RuntimeError if
-    /// another rank's process has ended.
+    /// to output [samples, hidden]. positions, slots [tokens]; sample_rows [samples]; a cache for each layer. adapted: adapters, and for
+    /// each token [tokens] the index of its adapter among them, or -1. Raises RuntimeError if another rank's process has ended.
+    #[pyo3(signature = (residual, positions, slots, batch, caches, sample_rows, output, adapted=None))]
     #[expect(clippy::too_many_arguments, reason = "the tensors of a step")]
     fn run(
         &self,
@@ -270,6 +286,7 @@ impl Stack {
         caches: Vec<Rows<'_>>,
         sample_rows: View<'_, i64, 1>,
         output: View<'_, Element, 2>,
+        adapted: Option<(Vec<PyRef<'_, Adapter>>, View<'_, i64, 1>)>,
     ) -> PyResult<()> {
         let (num_tokens, [num_samples], hidden) = (batch.num_tokens, sample_rows.shape(), self.stack.hidden());
         let attentions = self.stack.cache_attentions();
@@ -282,6 +299,22 @@ impl Stack {
         let num_blocks = caches.iter().map(|&(_, num_blocks)| num_blocks).min().unwrap_or(0);
         batch.expect_blocks(num_blocks)?;
         let caches: Vec<_> = caches.into_iter().map(|(address, _)| address).collect();
+        let adapters: Vec<&low_rank::Adapter> =
+            adapted.iter().flat_map(|(adapters, _)| adapters.iter().map(|adapter| &adapter.0)).collect();
+        require(adapters.iter().all(|adapter| self.stack.takes(adapter)), || {
+            "an adapter does not have the sites of the stack".to_owned()
+        })?;
+        let sample_rows_of = sample_rows.indices("sample_rows", num_tokens, "rows")?;
+        let (mut runs, mut sampled_runs) = (Vec::new(), Vec::new());
+        if let Some((_, of_tokens)) = &adapted {
+            let of_tokens = of_tokens.expect("adapted", [num_tokens])?.elements("adapted")?;
+            let index_of = |&index: &i64| usize::try_from(index).ok();
+            let unknown = of_tokens.iter().filter_map(index_of).find(|&index| index >= adapters.len());
+            require(unknown.is_none(), || format!("adapted contains {unknown:?}, there are {}", adapters.len()))?;
+            runs = low_rank::runs(of_tokens.iter().map(index_of));
+            let of_samples = sample_rows.elements("sample_rows")?.iter().map(|&row| &of_tokens[row as usize]);
+            sampled_runs = low_rank::runs(of_samples.map(index_of));
+        }
         let step = Step {
             residual: residual.expect("residual", [num_tokens, hidden])?.target("residual")?,
             num_tokens,
@@ -293,9 +326,10 @@ impl Stack {
             slots: slots.expect("slots", [num_tokens])?.indices("slots", num_blocks * BLOCK, "slots")?,
             batch: batch.as_kernel(),
             caches: &caches,
-            sample_rows: sample_rows.indices("sample_rows", num_tokens, "rows")?,
+            sample_rows: sample_rows_of,
             num_samples,
             output: output.expect("output", [num_samples, hidden])?.target("output")?,
+            adapters: StepAdapters { adapters: &adapters, runs, sampled_runs },
         };
         // SAFETY: the views have the sizes of the layers and of the batch; positions, slots, rows and block ids are inside their tables
         // and caches. The references to tensors and batch live until the call ends.

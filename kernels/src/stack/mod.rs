@@ -19,7 +19,8 @@ pub(crate) use register::Register;
 use crate::attention::{Attention, Batch, KvScales, Operands, Work};
 use crate::collective::{Collective, Failure, Part};
 use crate::element::Element;
-use crate::linear::{Linear, Output, Rows};
+use crate::linear::{Combine, Linear, Output, Rows};
+use crate::low_rank::{self, Adapted, Adapter, Run};
 use crate::pool::{Executor, Pool, Source, Target, Walker};
 use experts::{RoutePlaces, Routes};
 use operation::{Operation, RowOperation, TokenContext};
@@ -38,6 +39,8 @@ pub(crate) struct Stack {
     max_top_k: usize,
     max_wide_logits: usize,
     num_experts: usize,
+    /// The sites of adapters, with their input features and output columns.
+    sites: Vec<(usize, [usize; 2])>,
     /// Rows of the shortest table of cosines and sines.
     pub(crate) num_positions: usize,
     buffers: Mutex<Buffers>,
@@ -57,6 +60,17 @@ pub(crate) struct Step<'a> {
     pub(crate) num_samples: usize,
     /// [samples, hidden]: the normalized output of the last layer.
     pub(crate) output: Target<Element>,
+    pub(crate) adapters: StepAdapters<'a>,
+}
+
+/// The adapters of a step's rows.
+#[derive(Default)]
+pub(crate) struct StepAdapters<'a> {
+    /// They fit the stack.
+    pub(crate) adapters: &'a [&'a Adapter],
+    /// Of all tokens, and of the sampled rows.
+    pub(crate) runs: Vec<Run>,
+    pub(crate) sampled_runs: Vec<Run>,
 }
 
 /// Intermediate results, reused from step to step; they grow to the largest step's size.
@@ -65,6 +79,8 @@ struct Buffers {
     numbers: Vec<Element>,
     states: Vec<f32>,
     scratch: Vec<u8>,
+    /// Of adapters.
+    inner: Vec<f32>,
     routes: Routes,
 }
 
@@ -77,6 +93,9 @@ struct Places {
     states: Target<f32>,
     /// Of linear layers.
     scratch: Target<u8>,
+    /// Of adapters: [tokens, max_rank].
+    inner: Target<f32>,
+    max_rank: usize,
     /// Of experts.
     routes: RoutePlaces,
 }
@@ -100,6 +119,10 @@ impl Buffers {
         if self.scratch.len() < scratch {
             self.scratch.resize(scratch, 0);
         }
+        let max_rank = low_rank::max_rank(step.adapters.adapters);
+        if self.inner.len() < max_rank * step.num_tokens {
+            self.inner.resize(max_rank * step.num_tokens, 0.0);
+        }
         let mut offset = 0;
         let mut of_rows = |widths: &PerRegister<usize>, num_rows: usize| {
             widths.map(|width| {
@@ -117,7 +140,8 @@ impl Buffers {
         let states = Target::new(self.states.as_mut_ptr());
         let (num_logits, num_pairs) = (step.num_tokens * stack.max_wide_logits, step.num_tokens * stack.max_top_k);
         let routes = self.routes.reserve(num_logits, num_pairs, stack.num_experts);
-        Places { registers, sampled, states, scratch: Target::new(self.scratch.as_mut_ptr()), routes }
+        let (scratch, inner) = (Target::new(self.scratch.as_mut_ptr()), Target::new(self.inner.as_mut_ptr()));
+        Places { registers, sampled, states, scratch, inner, max_rank, routes }
     }
 }
 
@@ -130,6 +154,11 @@ impl Stack {
     /// The attention that each of the step's caches belongs to.
     pub(crate) fn cache_attentions(&self) -> impl ExactSizeIterator<Item = &Attention> {
         self.cache_attentions.iter().map(|&(index, _)| &*self.attentions[index])
+    }
+
+    /// Whether the adapter was made for the stack's sites.
+    pub(crate) fn takes(&self, adapter: &Adapter) -> bool {
+        adapter.fits(&self.sites)
     }
 
     /// Runs a step through all layers. When a collective fails, the step ends there, on all threads.
@@ -172,15 +201,26 @@ impl Stack {
     ) {
         let mut registers = places.registers;
         let mut num_rows = step.num_tokens;
+        let StepAdapters { adapters, runs, sampled_runs } = &step.adapters;
+        let mut adapted = Adapted { adapters, runs, inner: places.inner, max_rank: places.max_rank };
         for operation in operations {
             // SAFETY: the program has checked widths and order of the operations; the caller of `run` vouches for the step.
             unsafe {
                 match operation {
-                    Operation::Linear { linear, from, to, adds } => {
+                    Operation::Linear { linear, from, to, combine } => {
                         let (from, to) = (registers[*from as usize], registers[*to as usize]);
                         let rows = Rows { address: from.source(), stride: linear.in_features(), num_rows };
-                        let output = Output { address: to, stride: linear.output_columns(), adds: *adds };
+                        let stride = match combine {
+                            Combine::Store | Combine::Add => linear.output_columns(),
+                            Combine::Apart => linear.out_features(),
+                        };
+                        let output = Output { address: to, stride, combine: *combine };
                         linear.apply(walker, rows, output, places.scratch);
+                    }
+                    Operation::Adapt { site, from, to, sizes: [in_features, out_columns] } => {
+                        let (from, to) = (registers[*from as usize], registers[*to as usize]);
+                        let rows = Rows { address: from.source(), stride: *in_features, num_rows };
+                        adapted.apply(walker, *site, rows, to, *out_columns);
                     }
                     Operation::Rows(of_row) => {
                         let context = TokenContext { step, registers: &registers };
@@ -223,6 +263,7 @@ impl Stack {
                             registers[register as usize] = places.sampled[register as usize];
                         }
                         num_rows = step.num_samples;
+                        adapted.runs = sampled_runs;
                     }
                     Operation::Select(_) => {}
                 }

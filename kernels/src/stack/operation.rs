@@ -7,7 +7,8 @@ use crate::activation::Activation;
 use crate::attention::{KvScales, Layout, NewTokens};
 use crate::collective::Collective;
 use crate::element::Element;
-use crate::linear::Linear;
+use crate::linear::{Combine, Linear};
+use crate::low_rank::Adapted;
 use crate::norm::Norm;
 use crate::pool::{Source, Target};
 use crate::rotate::{Angles, Heads, Pairs, rotate_token};
@@ -20,8 +21,14 @@ pub(super) enum Operation {
         linear: Arc<Linear>,
         from: Register,
         to: Register,
-        /// Whether the product is added to what is in `to`.
-        adds: bool,
+        combine: Combine,
+    },
+    /// Adds to `to` what the rows' adapters add to the layer from `from` to it, which has these input features and output columns.
+    Adapt {
+        site: usize,
+        from: Register,
+        to: Register,
+        sizes: [usize; 2],
     },
     /// PERF: a barrier costs more than most row operations, so a series of them is one phase.
     Rows(Vec<RowOperation>),
@@ -60,6 +67,7 @@ impl Operation {
             Operation::Experts(experts) => experts.max_phases(num_rows),
             // Inputs may be quantized first; segments of a context may have to be merged.
             Operation::Linear { .. } | Operation::Attend { .. } => 2,
+            Operation::Adapt { .. } => Adapted::NUM_PHASES,
             Operation::Rows(_) | Operation::Gather { .. } | Operation::Heads { .. } | Operation::Select(_) => 1,
         }
     }

@@ -8,7 +8,7 @@ use crate::activation::Activation;
 use crate::attention::{Attention, KvScales, Layout};
 use crate::collective::Collective;
 use crate::element::Element;
-use crate::linear::Linear;
+use crate::linear::{Combine, Linear};
 use crate::norm::Norm;
 use crate::pool::Source;
 use crate::rotate::Pairs;
@@ -43,6 +43,7 @@ impl Program {
             max_top_k: 0,
             max_wide_logits: 0,
             num_experts: 0,
+            sites: Vec::new(),
             num_positions: usize::MAX,
             buffers: Mutex::<Buffers>::default(),
         };
@@ -51,26 +52,35 @@ impl Program {
         program
     }
 
-    /// to = linear(from), or to += linear(from).
+    /// to = linear(from), or to += linear(from), or the gates and ups of a gated layer.
     pub(crate) fn linear(
         &mut self,
         linear: Arc<Linear>,
         from: Register,
         to: Register,
-        adds: bool,
+        combine: Combine,
     ) -> Result<(), String> {
         self.expect(from, linear.in_features(), "a linear layer's input")?;
         expect_different(from, to)?;
-        let width = linear.output_columns();
-        if adds && linear.is_gated() {
-            return Err("the product of a gated layer cannot be added to a register".to_owned());
+        match combine {
+            Combine::Add if linear.is_gated() => {
+                return Err("the product of a gated layer cannot be added to a register".to_owned());
+            }
+            Combine::Apart if !linear.is_gated() => return Err("only a gated layer has gates and ups".to_owned()),
+            Combine::Add => self.expect(to, linear.output_columns(), "a linear layer's output")?,
+            Combine::Store => self.assign(to, linear.output_columns())?,
+            Combine::Apart => self.assign(to, linear.out_features())?,
         }
-        if adds {
-            self.expect(to, width, "a linear layer's output")?;
-        } else {
-            self.assign(to, width)?;
-        }
-        self.stack.operations.push(Operation::Linear { linear, from, to, adds });
+        self.stack.operations.push(Operation::Linear { linear, from, to, combine });
+        Ok(())
+    }
+
+    /// Adds to `to`, the product of a layer with `from`, what the rows' adapters add to that layer, which is their site of this number.
+    pub(crate) fn adapt(&mut self, site: usize, from: Register, to: Register) -> Result<(), String> {
+        let sizes = [self.width(from)?, self.width(to)?];
+        expect_different(from, to)?;
+        self.stack.sites.push((site, sizes));
+        self.stack.operations.push(Operation::Adapt { site, from, to, sizes });
         Ok(())
     }
 

@@ -40,7 +40,7 @@ fn layers_of_experts() -> Stack {
     for _ in 0..NUM_LAYERS {
         program.norm(Arc::clone(&norm), Register::Residual, Register::Normed).unwrap();
         let router = linear(&mut random, NUM_EXPERTS, HIDDEN, false);
-        program.linear(router, Register::Normed, Register::Logits, false).unwrap();
+        program.linear(router, Register::Normed, Register::Logits, Combine::Store).unwrap();
         let expert = |_| Expert {
             gate_up: linear(&mut random, 2 * HIDDEN, HIDDEN, true),
             down: linear(&mut random, HIDDEN, HIDDEN, false),
@@ -85,6 +85,7 @@ fn run(stack: &Stack, pool: &Pool) -> Vec<f32> {
         sample_rows: Source::new(indices.as_ptr()),
         num_samples: NUM_ROWS,
         output: Target::new(output.as_mut_ptr()),
+        adapters: StepAdapters::default(),
     };
     // SAFETY: the vectors have the sizes said, and the stack has no attention.
     unsafe { stack.run(pool, &step) }.unwrap();

@@ -122,12 +122,7 @@ impl QuantizedLinear {
 
     /// Where a panel's results go, from row `first` on.
     fn outcome(&self, panel: Panel, first: usize, output: Output) -> Outcome {
-        Outcome {
-            target: output.address.at(first * output.stride + panel.first_column),
-            stride: output.stride,
-            num_columns: panel.num_columns,
-            add: output.adds,
-        }
+        output.outcome(self.output_columns(), first, panel.first_column, panel.num_columns)
     }
 }
 

@@ -305,7 +305,6 @@ impl QuantizedLinear {
     }
 
     /// Columns of the output: half of the weight's rows when gated.
-    #[cfg(test)]
     pub(crate) fn output_columns(&self) -> usize {
         if self.gated { self.out_features / 2 } else { self.out_features }
     }
