@@ -41,6 +41,7 @@ class NullModel:
     is_recordable = False
     is_row_independent = True
     pooler = None
+    adapters = None
 
     def __init__(self, max_rows: int) -> None:
         self.caches = [torch.zeros(0)]

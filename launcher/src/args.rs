@@ -61,6 +61,20 @@ pub(crate) struct Args {
     #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]
     pub(crate) trust_remote_code: bool,
 
+    /// LoRA adapters that requests may name, separated by commas, each as NAME=FOLDER, FOLDER, or the id of an adapter in the Hub
+    /// cache, as ID or ID@REVISION. Not on GPUs yet
+    #[arg(long, env, value_delimiter = ',', value_name = "ADAPTERS")]
+    pub(crate) lora_adapters: Vec<String>,
+
+    /// Maximum number of LoRA adapters that are loaded at a time. The least recently used one gives way to another, when no
+    /// request uses it; a request waits until there is one
+    #[arg(long, env, default_value_t = 8, value_parser = RangedU64ValueParser::<u32>::new().range(1..=1024))]
+    pub(crate) max_lora_slots: u32,
+
+    /// Maximum rank of a LoRA adapter. The KV cache leaves room for --max-lora-slots adapters of this rank
+    #[arg(long, env, default_value_t = 64, value_parser = RangedU64ValueParser::<u32>::new().range(1..=4096))]
+    pub(crate) max_lora_rank: u32,
+
     /// Shard the model across ranks; without --num-shard, across all visible devices
     #[arg(long, env)]
     pub(crate) sharded: Option<bool>,

@@ -42,7 +42,6 @@ pub(crate) const FLAGS: &[CompatFlag] = &[
     refused("ngrok", Switch, "tunnels are not supported; run a separate tunnel process"),
     refused("ngrok-authtoken", Value, "tunnels are not supported; run a separate tunnel process"),
     refused("ngrok-edge", Value, "tunnels are not supported; run a separate tunnel process"),
-    refused("lora-adapters", Value, "LoRA adapters are not supported yet; merge the adapter into the weights"),
     neutral("waiting-served-ratio", Value, "waiting requests join the batch at every step"),
     neutral("max-waiting-tokens", Value, "waiting requests join the batch at every step"),
     neutral("disable-custom-kernels", Switch, "kernels are chosen for the machine's hardware"),

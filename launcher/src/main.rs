@@ -4,6 +4,7 @@
 //! Exit status: 0 after a signal; 1 if the server could not start, or if its workers failed repeatedly; 2 for wrong settings;
 //! 128 + n after a second signal n.
 
+mod adapter;
 mod args;
 mod attention;
 mod command_line;
@@ -156,8 +157,9 @@ struct Setup<'a> {
 async fn serve(setup: Setup<'_>, listener: Reserved, stop: CancellationToken) -> anyhow::Result<()> {
     let Setup { parsed: Parsed { args, vertex_routes, .. }, settings, api_keys, python } = setup;
     let began = Instant::now();
+    let adapters = adapter::config(args, &adapter::hub_cache(args, |name| std::env::var(name).ok()))?;
     let started = tokio::select! {
-        started = start::start(args, settings, python) => started?,
+        started = start::start(args, settings, &adapters, python) => started?,
         () = stop.cancelled() => return Ok(()),
     };
     // `folder` is dropped, with its links, when serving ends.
@@ -179,6 +181,7 @@ async fn serve(setup: Setup<'_>, listener: Reserved, stop: CancellationToken) ->
             names => names.to_vec(),
         },
         check_model_names: args.check_model_name,
+        adapters,
         trusts_request_chat_templates: args.trust_request_chat_template,
         priority_order: args.priority_order.into(),
         model_id: prepared.model_id,

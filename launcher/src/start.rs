@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use penstock_router::config::AdapterConfig;
 use penstock_router::engine::{Engine, EngineOptions};
 use penstock_router::text::{LoadError, TextModel};
 use penstock_router::worker::{Description, Group, LoadOptions, Phase, Pool, WarmUpOptions};
@@ -72,7 +73,12 @@ struct Loaded {
 }
 
 /// Call it on the main thread (see `process::python_module`). Dropping the future kills every process.
-pub(crate) async fn start(args: &Args, settings: &Settings, python: &Path) -> Result<Started, StartError> {
+pub(crate) async fn start(
+    args: &Args,
+    settings: &Settings,
+    adapters: &AdapterConfig,
+    python: &Path,
+) -> Result<Started, StartError> {
     let mut fork_server = ForkServer::new(ForkServerOptions {
         python: python.to_owned(),
         num_threads: settings.num_threads,
@@ -87,7 +93,7 @@ pub(crate) async fn start(args: &Args, settings: &Settings, python: &Path) -> Re
         let import_time = async { Ok(fork_server.import_time().await) };
         tokio::try_join!(import_time, group::connect(&sockets))
     };
-    let loading = load(args, settings, python, connecting, rendezvous);
+    let loading = load(args, settings, adapters, python, connecting, rendezvous);
     let loaded = match group::while_alive(&mut workers, loading).await? {
         Err(StartError::Group(error)) => return Err(error.explained(&mut workers).await.into()),
         result => result?,
@@ -144,6 +150,7 @@ pub(crate) async fn start(args: &Args, settings: &Settings, python: &Path) -> Re
 async fn load(
     args: &Args,
     settings: &Settings,
+    adapters: &AdapterConfig,
     python: &Path,
     connecting: impl Future<Output = Result<(Duration, Group), GroupError>>,
     rendezvous: String,
@@ -190,6 +197,8 @@ async fn load(
         activation_bits: args.activation_bits,
         deterministic: args.deterministic,
         background: false,
+        max_adapters: u32::try_from(adapters.max_loaded).unwrap_or(u32::MAX),
+        max_adapter_rank: args.max_lora_rank,
         watermark_delta: args.watermark_delta,
         attention: args.attention.name().map(str::to_owned),
         cpu_isa: args.cpu_isa.name().map(str::to_owned),

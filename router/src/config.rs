@@ -19,6 +19,8 @@ pub struct Config {
     pub served_model_names: Vec<String>,
     /// Whether a request that names another model is refused. Otherwise any name is accepted.
     pub check_model_names: bool,
+    /// LoRA adapters that requests may name.
+    pub adapters: AdapterConfig,
     /// Whether requests may bring a chat template.
     pub trusts_request_chat_templates: bool,
     /// Which priorities are served first.
@@ -64,6 +66,24 @@ pub struct Config {
     pub graceful_termination_timeout: Duration,
     /// Where traces go; `None`: nowhere.
     pub traces: Option<TraceConfig>,
+}
+
+/// LoRA adapters.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct AdapterConfig {
+    /// Served from the start, each loaded by its first request. Names are unique.
+    pub sources: Vec<AdapterSource>,
+    /// Loaded at a time; 0: none.
+    pub max_loaded: usize,
+}
+
+/// An adapter's name, and its folder as an absolute path.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AdapterSource {
+    /// What requests call it.
+    pub name: String,
+    /// In PEFT's layout.
+    pub path: PathBuf,
 }
 
 /// Where traces go.

@@ -293,6 +293,8 @@ fn load_options() -> LoadOptions {
         quantize: None,
         activation_bits: Some(16),
         background: true,
+        max_adapters: 4,
+        max_adapter_rank: 16,
     }
 }
 

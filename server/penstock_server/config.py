@@ -39,6 +39,8 @@ class LoadConfig:
     kv_cache_dtype: str = ""
     deterministic: bool = False  # a row's bits must not depend on its batch
     background: bool = False  # yield the processors while loading
+    max_adapters: int = 0  # LoRA adapters loaded at a time; 0: none
+    max_adapter_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +57,14 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter. An id is never given to another folder."""
+
+    id: int  # ≥ 1
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
 class NewSequence:
     """A sequence that the worker does not know yet."""
 
@@ -67,6 +76,7 @@ class NewSequence:
     sampling: Sampling = field(default_factory=Sampling)
     num_source_tokens: int = 0  # leading token_ids that an encoder reads
     num_second_text_tokens: int = 0  # last token_ids that have token type 1; the others have type 0
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)

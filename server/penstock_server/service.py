@@ -32,7 +32,7 @@ from penstock_server.errors import ConfigError, GrammarError, PlanError
 from penstock_server.pb import worker_pb2 as pb
 from penstock_server.pb import worker_pb2_grpc as rpc
 from penstock_server.phase import Phase
-from penstock_server.plan import Advances, Grammar, NewSequence, Plan, Sampling, StepResult, Tokens, Top
+from penstock_server.plan import Adapter, Advances, Grammar, NewSequence, Plan, Sampling, StepResult, Tokens, Top
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +96,8 @@ class Worker(rpc.WorkerServicer):
             activation_bits=request.activation_bits,
             deterministic=request.deterministic,
             background=request.background,
+            max_adapters=request.max_adapters,
+            max_adapter_rank=request.max_adapter_rank,
         )
         try:
             description = self._compute.call(partial(self._load, config))
@@ -167,6 +169,20 @@ class Worker(rpc.WorkerServicer):
         except GrammarError as error:
             return pb.CompileGrammarResponse(error=str(error))
         return pb.CompileGrammarResponse()
+
+    def LoadAdapter(  # noqa: N802
+        self, request: pb.LoadAdapterRequest, context: grpc.ServicerContext
+    ) -> pb.LoadAdapterResponse:
+        engine, adapter = self._engine, _adapter(request.adapter)
+        if engine is None or adapter is None:
+            _refuse(context, "LoadAdapter needs a loaded model, and an adapter with an id")
+        try:
+            engine.load_adapter(adapter, request.unloaded_ids)
+        except ConfigError as error:
+            return pb.LoadAdapterResponse(error=str(error))
+        except Exception as error:  # noqa: BLE001 - the service's boundary
+            self._abort_with_fault(context, error)
+        return pb.LoadAdapterResponse()
 
     def Health(self, request: pb.HealthRequest, context: grpc.ServicerContext) -> pb.HealthResponse:  # noqa: N802
         engine, device = self._engine, None
@@ -362,7 +378,12 @@ def _new_sequence(message: pb.NewSequence) -> NewSequence:
         sampling=_sampling(message.sampling, message.grammar),
         num_source_tokens=message.num_source_tokens,
         num_second_text_tokens=message.num_second_text_tokens,
+        adapter=_adapter(message.adapter),
     )
+
+
+def _adapter(message: pb.Adapter) -> Adapter | None:
+    return Adapter(message.id, Path(message.path)) if message.id else None
 
 
 _LISTS = {"logit_bias", "stop_token_ids", "bad_words"}

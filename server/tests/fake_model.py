@@ -44,6 +44,7 @@ class FakeModel:
     max_source_tokens = 0
     decoder_prefix = ()
     pooler = None
+    adapters = None
     window_tokens = 0
     is_recordable = False
     is_row_independent = True

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from penstock_server.attention.interface import StepAdapters
 from penstock_server.engine.host_batch import HostBatch, split
 from penstock_server.models.interface import CausalModel
 from tested_device import DEVICE
@@ -18,6 +20,7 @@ class DrivenSequence:
     blocks: list[int]
     num_computed: int = 0
     num_source: int = 0
+    adapter: Any = None  # as `Adapters.load` returns it
 
 
 @dataclass
@@ -33,8 +36,8 @@ class ModelDriver:
         self.model.allocate_cache(self.num_blocks)
         self.free_blocks = list(range(self.num_blocks))
 
-    def sequence(self, token_ids: list[int], num_source: int = 0) -> DrivenSequence:
-        return DrivenSequence(list(token_ids), [], num_source=num_source)
+    def sequence(self, token_ids: list[int], num_source: int = 0, adapter: Any = None) -> DrivenSequence:
+        return DrivenSequence(list(token_ids), [], num_source=num_source, adapter=adapter)
 
     def free(self, sequence: DrivenSequence) -> None:
         self.free_blocks.extend(sequence.blocks)
@@ -74,6 +77,7 @@ class ModelDriver:
             sample_rows=np.array(rows if every_row else last_rows, np.int64),
             max_query_tokens=max(num_tokens for _, num_tokens in advances),
             max_context_tokens=max(context_lens),
+            adapters=_adapters(advances),
         )
         if self.model.max_source_tokens:
             batch, _ = split(batch, np.array([sequence.num_source for sequence, _ in advances]))
@@ -105,3 +109,13 @@ class ModelDriver:
         for sequence in sequences:
             self.free(sequence)
         return [sequence.token_ids[len(prompt) :] for sequence, prompt in zip(sequences, prompts, strict=True)]
+
+
+def _adapters(advances: list[tuple[DrivenSequence, int]]) -> StepAdapters | None:
+    loaded: list[Any] = []
+    for sequence, _ in advances:
+        if sequence.adapter is not None and sequence.adapter not in loaded:
+            loaded.append(sequence.adapter)
+    indices = [-1 if sequence.adapter is None else loaded.index(sequence.adapter) for sequence, _ in advances]
+    of_tokens = np.repeat(np.array(indices), [num_tokens for _, num_tokens in advances])
+    return StepAdapters(loaded, torch.from_numpy(of_tokens)) if loaded else None

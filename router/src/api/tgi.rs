@@ -90,7 +90,7 @@ pub(crate) struct GenerateParameters {
     pub(crate) grammar: Option<GrammarField>,
     /// OpenAI's name for `grammar`.
     pub(crate) response_format: Option<GrammarField>,
-    /// Refused: the server has no adapters.
+    /// Name of the LoRA adapter that changes the model for this request, one of the server's `--lora-adapters`.
     pub(crate) adapter_id: Option<String>,
     #[serde(flatten)]
     pub(crate) extension: ExtensionFields,

@@ -5,7 +5,7 @@ use penstock_scheduler::Stats;
 
 use super::health::Health;
 use super::stream::SequenceStream;
-use crate::sequence::{Grammar, GrammarError, SequenceRequest};
+use crate::sequence::{Adapter, AdapterError, Grammar, GrammarError, SequenceRequest};
 
 /// Generates token sequences.
 pub trait Generator: Send + Sync + 'static {
@@ -13,6 +13,8 @@ pub trait Generator: Send + Sync + 'static {
     fn submit(&self, request: SequenceRequest) -> SequenceStream;
     /// Compiles a grammar. Must be complete before a sequence with this grammar is submitted.
     fn compile_grammar(&self, grammar: &Grammar) -> BoxFuture<'static, Result<(), GrammarError>>;
+    /// Loads an adapter, after freeing those with `unloaded_ids`. Must be complete before a sequence with this adapter is submitted.
+    fn load_adapter(&self, adapter: Adapter, unloaded_ids: Vec<u64>) -> BoxFuture<'static, Result<(), AdapterError>>;
     /// Whether steps are being taken at this moment.
     fn health(&self) -> Health;
     /// Queue length, running sequences and KV blocks at this moment.

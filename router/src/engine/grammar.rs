@@ -7,12 +7,13 @@ use tokio::sync::watch;
 
 use super::options::MAX_LOSSES;
 use crate::sequence::{Grammar, GrammarError, SequenceFailure};
-use crate::worker::GrammarCompiler;
+use crate::worker::{AdapterLoader, GrammarCompiler};
 
 /// Where grammars are compiled at this moment.
 #[derive(Clone, Debug)]
 pub(super) enum Compiler {
-    Ready(GrammarCompiler),
+    /// The group's compiler, and what loads its adapters.
+    Ready(Box<GrammarCompiler>, AdapterLoader),
     /// The group is restarted, or a sequence is in quarantine.
     Waiting,
     /// The engine failed for good, for this reason.
@@ -23,7 +24,7 @@ pub(super) enum Compiler {
 pub(super) struct CompilerGate {
     sender: watch::Sender<Compiler>,
     /// The current group's, until `open`.
-    next: Option<GrammarCompiler>,
+    next: Option<(GrammarCompiler, AdapterLoader)>,
 }
 
 impl CompilerGate {
@@ -43,14 +44,14 @@ impl CompilerGate {
     }
 
     /// There is a new group; its compiler is handed out from the next `open` on.
-    pub(super) fn set_next(&mut self, compiler: GrammarCompiler) {
-        self.next = Some(compiler);
+    pub(super) fn set_next(&mut self, compiler: GrammarCompiler, loader: AdapterLoader) {
+        self.next = Some((compiler, loader));
     }
 
     /// No sequence is in quarantine.
     pub(super) fn open(&mut self) {
-        if let Some(compiler) = self.next.take() {
-            self.sender.send_replace(Compiler::Ready(compiler));
+        if let Some((compiler, loader)) = self.next.take() {
+            self.sender.send_replace(Compiler::Ready(Box::new(compiler), loader));
         }
     }
 
@@ -64,7 +65,7 @@ impl CompilerGate {
 pub(super) async fn compile(mut compiler: watch::Receiver<Compiler>, grammar: Grammar) -> Result<(), GrammarError> {
     let mut num_attempts = 0;
     loop {
-        let ready = ready(&mut compiler).await?;
+        let (ready, _) = ready(&mut compiler).await?;
         num_attempts += 1;
         match ready.compile(&grammar).await {
             Ok(compiled) => return compiled.map_err(GrammarError::Invalid),
@@ -77,10 +78,13 @@ pub(super) async fn compile(mut compiler: watch::Receiver<Compiler>, grammar: Gr
     }
 }
 
-async fn ready(compiler: &mut watch::Receiver<Compiler>) -> Result<GrammarCompiler, GrammarError> {
+/// Waits for a group that compiles grammars and loads adapters.
+pub(super) async fn ready(
+    compiler: &mut watch::Receiver<Compiler>,
+) -> Result<(GrammarCompiler, AdapterLoader), GrammarError> {
     let settled = compiler.wait_for(|compiler| !matches!(compiler, Compiler::Waiting)).await;
     match settled.as_deref() {
-        Ok(Compiler::Ready(compiler)) => Ok(compiler.clone()),
+        Ok(Compiler::Ready(compiler, loader)) => Ok((GrammarCompiler::clone(compiler), loader.clone())),
         Ok(Compiler::Gone(reason)) => Err(GrammarError::Worker(reason.clone())),
         Ok(Compiler::Waiting) | Err(_) => Err(GrammarError::Worker(SequenceFailure::ShuttingDown.to_string())),
     }

@@ -8,6 +8,7 @@ use penstock_scheduler::{SequenceId, Stats};
 use tokio::sync::mpsc::{self, UnboundedSender};
 use tokio::sync::{oneshot, watch};
 
+use super::adapter;
 use super::command::Command;
 use super::generator::Generator;
 use super::grammar::{self, Compiler};
@@ -16,7 +17,7 @@ use super::options::EngineOptions;
 use super::restart::RestartGroup;
 use super::step_loop::StepLoop;
 use super::stream::SequenceStream;
-use crate::sequence::{Grammar, GrammarError, SequenceEvent, SequenceFailure, SequenceRequest};
+use crate::sequence::{Adapter, AdapterError, Grammar, GrammarError, SequenceEvent, SequenceFailure, SequenceRequest};
 use crate::worker::Group;
 
 /// The running engine. Clones share it; it ends with `shut_down`, or when the last clone and stream are dropped.
@@ -92,6 +93,10 @@ impl Generator for Engine {
 
     fn compile_grammar(&self, grammar: &Grammar) -> BoxFuture<'static, Result<(), GrammarError>> {
         Box::pin(grammar::compile(self.compiler.clone(), grammar.clone()))
+    }
+
+    fn load_adapter(&self, adapter: Adapter, unloaded_ids: Vec<u64>) -> BoxFuture<'static, Result<(), AdapterError>> {
+        Box::pin(adapter::load(self.compiler.clone(), adapter, unloaded_ids))
     }
 
     fn health(&self) -> Health {

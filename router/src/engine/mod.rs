@@ -5,6 +5,7 @@
 //! receiver was dropped before; dropping the stream aborts the sequence. The loss of a worker group fails no sequence as long as
 //! another group can be started.
 
+mod adapter;
 mod command;
 mod generator;
 mod grammar;

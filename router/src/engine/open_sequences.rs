@@ -62,8 +62,9 @@ impl OpenSequences {
             needs_prompt_outputs: request.sampling.prompt_logprobs || request.needs_prompt_outputs,
             num_source_tokens: request.num_source_tokens,
         };
-        let SequenceRequest { sampling, grammar, num_second_text_tokens, .. } = request;
-        let sequence = OpenSequence::new(Constants { sampling, grammar, num_second_text_tokens }, events);
+        let SequenceRequest { sampling, grammar, adapter, num_second_text_tokens, .. } = request;
+        let constants = Constants { sampling, grammar, adapter, num_second_text_tokens };
+        let sequence = OpenSequence::new(constants, events);
         match self.scheduler.submit(submission, self.epoch.elapsed()) {
             Ok(()) => {
                 self.open.insert(id, sequence);

@@ -102,7 +102,7 @@ impl StepLoop {
     async fn run_steps(&mut self, group: &Group) -> Result<Infallible, Stop> {
         // PERF: the group was connected on a runtime whose threads may be busy; this thread drives its own connections.
         let group = group.reconnect().await?;
-        self.compilers.set_next(group.grammars());
+        self.compilers.set_next(group.grammars(), group.adapters());
         let mut steps = group.steps();
         let progress = Progress::default();
         let hang = watchdog::watch(group.probe(), &progress, self.options.step_deadline, self.status.clone());

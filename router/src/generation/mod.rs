@@ -5,6 +5,7 @@
 //! the resulting [`GenerationDelta`]s. CONVENTION: this room imports neither axum nor hyper nor the
 //! `http` and `api` rooms; errors have no status here, and types have no wire format.
 
+mod adapter;
 mod admission;
 mod chat;
 mod deadline;

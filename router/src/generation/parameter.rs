@@ -98,6 +98,7 @@ pub(super) struct Checked {
     pub(super) add_special_tokens: Option<bool>,
     pub(super) shows_special_tokens: bool,
     pub(super) cache_salt: Option<String>,
+    pub(super) adapter_id: Option<String>,
     /// Empty: all.
     allowed_token_ids: Vec<u32>,
     pub(super) bad_words: Vec<String>,
@@ -142,9 +143,6 @@ impl Parameters {
         ensure(best_of <= 1 || self.seed.is_none(), ValidationError::BestOfSeed)?;
         if let (Some(given), Some(max)) = (self.top_n_tokens, self.max_top_n_tokens) {
             ensure(given <= max, ValidationError::TopNTokens { max, given })?;
-        }
-        if let Some(adapter_id) = self.adapter_id {
-            return Err(ValidationError::Adapter(adapter_id));
         }
         self.extension.check(self.max_new_tokens)?;
         ensure(!self.extension.ignore_eos || self.grammar.is_none(), ValidationError::IgnoreEosWithGrammar)?;
@@ -195,6 +193,7 @@ impl Parameters {
             add_special_tokens: extension.add_special_tokens,
             shows_special_tokens: extension.shows_special_tokens,
             cache_salt: extension.cache_salt,
+            adapter_id: self.adapter_id,
             allowed_token_ids: extension.allowed_token_ids.unwrap_or_default(),
             bad_words: extension.bad_words,
         }

@@ -200,6 +200,7 @@ fn sequence(pooling: &Pooling, input: EncodedInput) -> SequenceRequest {
         priority: 0,
         group: None,
         cache_salt: None,
+        adapter: None,
         timeline: None,
     }
 }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use futures::future::try_join_all;
 use futures::{Stream, StreamExt, stream};
 
+use super::adapter::AdapterLease;
 use super::admission::Permit;
 use super::chat::ToolCallIds;
 use super::delta::{Finish, PromptToken, TextDelta, TextToken};
@@ -129,6 +130,8 @@ pub(super) struct Running {
     /// `None` if nothing is sampled.
     pub(super) seed: Option<u64>,
     pub(super) num_prompt_tokens: usize,
+    /// Dropped after the stream, which aborts the sequence.
+    pub(super) _adapter: Option<Arc<AdapterLease>>,
 }
 
 impl Running {

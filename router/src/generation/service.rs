@@ -6,6 +6,7 @@ use std::sync::Arc;
 use penstock_scheduler::Stats;
 use tokio_util::sync::CancellationToken;
 
+use super::adapter::{AdapterLease, Adapters};
 use super::admission::{Admission, QueueReservation};
 use super::chat::{Chat, ChatAnswer, ToolCallIds};
 use super::deadline::{Deadlines, reached};
@@ -32,6 +33,7 @@ struct Inner {
     generator: Arc<dyn Generator>,
     text: TextModel,
     admission: Admission,
+    adapters: Adapters,
     draining: CancellationToken,
     abandoned: CancellationToken,
     /// Hashes `cache_salt` with a secret of this process, so that no client can find two salts with one hash.
@@ -66,6 +68,7 @@ impl GenerationService {
         abandoned: CancellationToken,
     ) -> Self {
         let max_requests = config.limits.max_concurrent_requests;
+        let adapters = Adapters::new(&config.adapters, Arc::clone(&generator));
         let admission = Admission::new(max_requests, config.queue.max_tokens, draining.clone());
         Self {
             inner: Arc::new(Inner {
@@ -73,6 +76,7 @@ impl GenerationService {
                 generator,
                 text,
                 admission,
+                adapters,
                 draining,
                 abandoned,
                 salts: RandomState::new(),
@@ -86,6 +90,10 @@ impl GenerationService {
 
     pub(super) fn generator(&self) -> &dyn Generator {
         self.inner.generator.as_ref()
+    }
+
+    pub(crate) fn adapters(&self) -> &Adapters {
+        &self.inner.adapters
     }
 
     pub(super) fn admission(&self) -> &Admission {
@@ -141,6 +149,10 @@ impl GenerationService {
         let permit = admission.admit(prompts.len() * num_per_prompt)?;
         let checked = parameters.check(&config.limits, num_per_prompt)?;
         let deadlines = Deadlines::new(record.received(), checked.timeout, config.queue.timeout);
+        let adapter = match &checked.adapter_id {
+            Some(name) => Some(Arc::new(self.in_time(deadlines, self.adapters().lease(name)).await?)),
+            None => None,
+        };
         let mut prepared = Vec::with_capacity(prompts.len());
         for prompt in prompts {
             prepared.push(self.prepare(prompt, checked.clone(), deadlines).await?);
@@ -148,7 +160,7 @@ impl GenerationService {
         let mut generations =
             Generations { prompts: Vec::with_capacity(prepared.len()), num_per_prompt, running: Vec::new(), permit };
         for prepared in prepared {
-            self.submit(prepared, stop_text, deadlines, record, &mut generations);
+            self.submit(prepared, adapter.as_ref(), stop_text, deadlines, record, &mut generations);
         }
         if streams && config.queue.timeout.is_some() {
             generations.started().await?;
@@ -252,6 +264,7 @@ impl GenerationService {
     fn submit(
         &self,
         prepared: Prepared,
+        adapter: Option<&Arc<AdapterLease>>,
         stop_text: StopText,
         deadlines: Deadlines,
         record: &RequestRecord,
@@ -279,7 +292,12 @@ impl GenerationService {
                     PriorityOrder::LowestFirst => -checked.priority,
                 },
                 group,
-                cache_salt: checked.cache_salt.as_ref().map(|salt| salts.hash_one(salt)),
+                // The keys and values of a prefix are the adapter's.
+                cache_salt: match (&checked.cache_salt, adapter) {
+                    (None, None) => None,
+                    (salt, adapter) => Some(salts.hash_one((salt, adapter.map(|lease| lease.adapter().id)))),
+                },
+                adapter: adapter.map(|lease| lease.adapter().clone()),
                 timeline: record.trace().map(|trace| trace.add_sequence(num_prompt_tokens, shown_seed)),
             };
             let options = SequenceOptions {
@@ -297,7 +315,15 @@ impl GenerationService {
                 deadlines,
             };
             let stream = TextStream::start(generator.as_ref(), model, options, reservation, abandoned.clone());
-            generations.running.push(Running { stream, parser: parsers.next(), seed: shown_seed, num_prompt_tokens });
+            let parser = parsers.next();
+            let adapter = adapter.cloned();
+            generations.running.push(Running {
+                stream,
+                parser,
+                seed: shown_seed,
+                num_prompt_tokens,
+                _adapter: adapter,
+            });
         }
         generations.prompts.push(prompt);
     }

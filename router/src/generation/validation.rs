@@ -71,7 +71,8 @@ pub(crate) enum ValidationError {
     NewTokens { max: u32, given: u32 },
     #[error("`inputs` must have at most {max} tokens. Given: {given}")]
     InputTokens { max: usize, given: usize },
-    #[error("`adapter_id` {0} is unknown: no adapters are served")]
+    /// What was given, and what is served.
+    #[error("`adapter_id` {0}")]
     Adapter(String),
     #[error("`grammar` is not a grammar: {0}")]
     Grammar(String),

@@ -56,7 +56,9 @@ pub(super) async fn chat_completions(
     let shows_token_ids = request.vllm.return_token_ids;
     let names = request.names();
     let refused = |error: ApiError| OpenAiError::named(error, names);
-    let request = request.into_generation(service.config()).map_err(|error| refused(error.into()))?;
+    let adapter_id = service.adapter_named(request.model.as_deref());
+    let mut request = request.into_generation(service.config()).map_err(|error| refused(error.into()))?;
+    request.parameters.adapter_id = adapter_id;
     let generations = service.generation().start(request, &record).await;
     let generations = generations.map_err(|error| refused(error.into()))?;
     if let Some(prompt) = generations.prompts.first() {

@@ -38,14 +38,17 @@ pub(super) async fn completions(
 ) -> Result<Response, OpenAiError> {
     record.generates();
     service.model_name(request.model.as_deref())?;
-    let envelope = envelope::new("text_completion", "cmpl", service.config().model_name().to_owned());
+    let adapter_id = service.adapter_named(request.model.as_deref());
+    let model = adapter_id.clone().unwrap_or_else(|| service.config().model_name().to_owned());
+    let envelope = envelope::new("text_completion", "cmpl", model);
     let (streams, stream_options) = (request.stream, request.stream_options.unwrap_or_default());
     let (shows_token_ids, with_prompt_logprobs) =
         (request.vllm.return_token_ids, request.vllm.prompt_logprobs.is_some());
     let (echoes, with_logprobs) = (request.echo, request.logprobs.is_some());
     let (hides_generated, are_ids) = (request.hides_generated(), request.vllm.return_tokens_as_token_ids);
     let names = request.names();
-    let (request, num_choices) = request.into_generation(service.config())?;
+    let (mut request, num_choices) = request.into_generation(service.config())?;
+    request.parameters.adapter_id = adapter_id;
     let generations = service.generation().start(request, &record).await;
     let generations = generations.map_err(|error| OpenAiError::named(error, names))?;
     let num_per_prompt = generations.num_per_prompt;

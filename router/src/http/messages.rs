@@ -38,7 +38,10 @@ pub(super) async fn messages(
     let streams = request.stream;
     let model = service.model_name(Some(&request.conversation.model))?;
     let mut writer = MessageWriter::new(&request, model);
-    let generations = service.generation().start(request.into_generation()?, &record).await?;
+    let adapter_id = service.adapter_named(Some(&request.conversation.model));
+    let mut request = request.into_generation()?;
+    request.parameters.adapter_id = adapter_id;
+    let generations = service.generation().start(request, &record).await?;
     writer.read_prompt(&generations.prompts);
     let answer = MessageAnswer { service, record, generations, writer };
     if streams { Ok(answer.stream()) } else { Ok(answer.plain().await?) }

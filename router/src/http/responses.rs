@@ -40,9 +40,11 @@ pub(super) async fn responses(
     record.generates();
     let streams = request.stream;
     let model = service.model_name(Some(&request.model))?;
+    let adapter_id = service.adapter_named(Some(&request.model));
     let earlier = request.previous_response_id.as_deref().map(|id| earlier(service.responses(), id)).transpose()?;
     let request = request.read(earlier, service.responses().is_on()).map_err(OpenAiError::of_response)?;
-    let ReadRequest { generation, echo, conversation, namespaces } = request;
+    let ReadRequest { mut generation, echo, conversation, namespaces } = request;
+    generation.parameters.adapter_id = adapter_id;
     let generations = service.generation().start(generation, &record).await;
     let generations = generations.map_err(OpenAiError::of_response)?;
     let call_ids = generations.prompts.first().and_then(|prompt| prompt.tool_call_ids);

@@ -46,9 +46,17 @@ impl Service {
         self.started
     }
 
+    /// The adapter that a request asks for by naming it as the model.
+    pub(super) fn adapter_named(&self, asked: Option<&str>) -> Option<String> {
+        asked.filter(|name| self.generation().adapters().contains(name)).map(str::to_owned)
+    }
+
     /// The model's name in the answer to a request that asks for this one. `tgi` and no name mean the served model.
     pub(super) fn model_name(&self, asked: Option<&str>) -> Result<String, ApiError> {
         let config = self.config();
+        if let Some(adapter) = self.adapter_named(asked) {
+            return Ok(adapter);
+        }
         match asked {
             Some(name)
                 if config.check_model_names && !config.served_model_names.iter().any(|served| served == name) =>

@@ -65,16 +65,17 @@ pub(super) async fn version() -> Json<Version> {
     Json(Version { version: env!("CARGO_PKG_VERSION") })
 }
 
-/// List the names of the served model.
+/// List the names of the served model, and its LoRA adapters.
 #[utoipa::path(
     get,
     path = "/v1/models",
     tag = "OpenAI",
-    responses((status = 200, description = "An entry for each name of the served model.", body = ModelList))
+    responses((status = 200, description = "An entry for each name of the served model, then one for each adapter.", body = ModelList))
 )]
 pub(super) async fn models(State(service): State<Service>) -> Json<ModelList> {
-    let names = service.config().served_model_names.iter();
-    Json(ModelList { object: "list", data: names.map(|name| served_model(&service, name)).collect() })
+    let models = service.config().served_model_names.iter().map(|name| served_model(&service, name));
+    let adapters = service.generation().adapters().names().map(|name| adapter(&service, name));
+    Json(ModelList { object: "list", data: models.chain(adapters).collect() })
 }
 
 /// Get a model by its id.
@@ -94,6 +95,7 @@ pub(super) async fn model(
 ) -> Result<Json<Model>, OpenAiError> {
     let served = &service.config().served_model_names;
     match id {
+        Ok(Path(id)) if service.generation().adapters().contains(&id) => Ok(Json(adapter(&service, &id))),
         Ok(Path(id)) if served.contains(&id) => Ok(Json(served_model(&service, &id))),
         Ok(Path(given)) => Err(ApiError::UnknownModel { given, served: served.join(", ") }.into()),
         Err(_) => Err(ApiError::NotFound("a model's id is UTF-8".to_owned()).into()),
@@ -111,4 +113,8 @@ fn served_model(service: &Service, name: &str) -> Model {
         parent: None,
         max_model_len: config.limits.max_total_tokens,
     }
+}
+
+fn adapter(service: &Service, name: &str) -> Model {
+    Model { parent: Some(service.config().model_name().to_owned()), ..served_model(service, name) }
 }

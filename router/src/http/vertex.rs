@@ -88,7 +88,9 @@ async fn answer_chat(
     request: ChatRequest,
 ) -> Result<(String, RequestSummary), ApiError> {
     service.model_name(request.model.as_deref())?;
-    let request = GenerationRequest { streams: false, ..request.into_generation(service.config())? };
+    let adapter_id = service.adapter_named(request.model.as_deref());
+    let mut request = GenerationRequest { streams: false, ..request.into_generation(service.config())? };
+    request.parameters.adapter_id = adapter_id;
     if let Some(given) = request.parameters.extension.n.filter(|&n| n > 1) {
         return Err(ValidationError::Generations { max: 1, given }.into());
     }

@@ -2,6 +2,7 @@
 //!
 //! The engine, the worker client and everything above them use these types; this module uses none of them.
 
+mod adapter;
 mod grammar;
 mod pooling;
 mod sampling;
@@ -9,6 +10,7 @@ mod timeline;
 
 pub use penstock_scheduler::FinishReason;
 
+pub use adapter::{Adapter, AdapterError};
 pub use grammar::{Grammar, GrammarError};
 pub use pooling::{Matryoshka, Pooling, Task};
 pub use sampling::{BadWord, LogitBias, Sampling, greedy};
@@ -29,6 +31,8 @@ pub struct SequenceRequest {
     pub sampling: Sampling,
     /// What the generation must match; compiled before (`Generator::compile_grammar`).
     pub grammar: Option<Grammar>,
+    /// What the model is changed by; loaded before (`Generator::load_adapter`).
+    pub adapter: Option<Adapter>,
     /// The last prompt tokens that have token type 1; all others have type 0.
     pub num_second_text_tokens: u32,
     /// Whether the model must run over all prompt tokens, even cached ones, besides for prompt logprobs.
@@ -48,6 +52,7 @@ pub struct SequenceRequest {
 pub(crate) struct Constants {
     pub(crate) sampling: Sampling,
     pub(crate) grammar: Option<Grammar>,
+    pub(crate) adapter: Option<Adapter>,
     pub(crate) num_second_text_tokens: u32,
 }
 

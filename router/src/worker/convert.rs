@@ -7,7 +7,7 @@ use penstock_scheduler::{Advance, NewSequence, Plan, SequenceId};
 
 use super::WorkerError;
 use super::report::{Fault, Output, OutputError, StepReport, WorkerTiming};
-use crate::sequence::{Constants, Grammar, Matryoshka, Pooling, Task, Token, TopToken};
+use crate::sequence::{Adapter, Constants, Grammar, Matryoshka, Pooling, Task, Token, TopToken};
 
 pub(super) fn plan<'a>(plan: Plan, constants: impl Fn(SequenceId) -> &'a Constants) -> proto::Plan {
     proto::Plan {
@@ -29,7 +29,12 @@ fn new_sequence(constants: &Constants, new: NewSequence) -> proto::NewSequence {
         num_source_tokens: new.num_source_tokens,
         grammar: constants.grammar.as_ref().map(grammar),
         num_second_text_tokens: constants.num_second_text_tokens,
+        adapter: constants.adapter.as_ref().map(adapter),
     }
+}
+
+pub(super) fn adapter(adapter: &Adapter) -> proto::Adapter {
+    proto::Adapter { id: adapter.id, path: adapter.path.to_string_lossy().into_owned() }
 }
 
 pub(super) fn grammar(grammar: &Grammar) -> proto::Grammar {

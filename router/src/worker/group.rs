@@ -7,6 +7,7 @@ use std::time::Duration;
 use futures::future::{join_all, try_join_all};
 use penstock_proto as proto;
 
+use super::adapter::AdapterLoader;
 use super::grammar::GrammarCompiler;
 use super::progress::RankProgress;
 use super::rank::Rank;
@@ -56,6 +57,10 @@ pub struct LoadOptions {
     pub deterministic: bool,
     /// Whether the load yields the processors to other work.
     pub background: bool,
+    /// LoRA adapters that are loaded at a time; 0: none.
+    pub max_adapters: u32,
+    /// The highest rank of an adapter.
+    pub max_adapter_rank: u32,
 }
 
 /// The model that was loaded.
@@ -203,6 +208,8 @@ impl Group {
             activation_bits: options.activation_bits.unwrap_or(0),
             deterministic: options.deterministic,
             background: options.background,
+            max_adapters: options.max_adapters,
+            max_adapter_rank: options.max_adapter_rank,
         };
         let answers = try_join_all(self.ranks.iter_mut().map(|rank| rank.load(request.clone()))).await?;
         agree("the vocabulary size", answers.iter().map(|answer| answer.vocab_size))?;
@@ -266,6 +273,11 @@ impl Group {
     /// Compiles grammars on rank 0, which makes the masks of all ranks.
     pub(crate) fn grammars(&self) -> GrammarCompiler {
         GrammarCompiler::new(self.ranks.first().expect("invariant: a group has at least one rank").clone())
+    }
+
+    /// Loads adapters on all ranks.
+    pub(crate) fn adapters(&self) -> AdapterLoader {
+        AdapterLoader::new(self.ranks.clone())
     }
 
     /// Opens the stream of steps on all ranks. They forget every sequence of an earlier stream.

@@ -2,6 +2,7 @@
 //!
 //! Only this module knows gRPC; its callers know plans, reports and `WorkerError`.
 
+mod adapter;
 mod convert;
 mod error;
 mod grammar;
@@ -15,6 +16,7 @@ pub use error::WorkerError;
 pub use group::{Description, Group, HealthProbe, LoadOptions, Phase, Pool, WarmUpOptions};
 pub use progress::{DeviceProgress, RankProgress};
 
+pub(crate) use adapter::AdapterLoader;
 pub(crate) use grammar::GrammarCompiler;
 pub(crate) use report::{Fault, Output, OutputError, StepReport, WorkerTiming};
 pub(crate) use step::Steps;

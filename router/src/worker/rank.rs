@@ -117,6 +117,14 @@ impl Rank {
         Ok(answer.into_inner())
     }
 
+    pub(super) async fn load_adapter(
+        &mut self,
+        request: proto::LoadAdapterRequest,
+    ) -> Result<proto::LoadAdapterResponse, WorkerError> {
+        let answer = self.client.load_adapter(request).await.map_err(|status| self.error(&status))?;
+        Ok(answer.into_inner())
+    }
+
     /// Opens the stream of steps. Plans go into the sender; their results come out of the stream in the same order.
     pub(super) fn steps(
         &self,

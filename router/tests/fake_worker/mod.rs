@@ -138,6 +138,7 @@ pub struct Seen {
     pub loads: Vec<proto::LoadRequest>,
     pub warm_ups: Vec<proto::WarmUpRequest>,
     pub grammars: Vec<String>,
+    pub adapters: Vec<proto::LoadAdapterRequest>,
     pub plans: Vec<proto::Plan>,
     /// The most plans in flight.
     pub max_in_flight: usize,
@@ -307,6 +308,14 @@ impl Worker for Service {
         let is_broken = text.contains("broken");
         let error = if is_broken { "it is broken".to_owned() } else { String::new() };
         Ok(Response::new(proto::CompileGrammarResponse { error }))
+    }
+
+    async fn load_adapter(
+        &self,
+        request: Request<proto::LoadAdapterRequest>,
+    ) -> Result<Response<proto::LoadAdapterResponse>, Status> {
+        self.note(|seen| seen.adapters.push(request.into_inner()));
+        Ok(Response::new(proto::LoadAdapterResponse::default()))
     }
 
     async fn health(&self, _: Request<proto::HealthRequest>) -> Result<Response<proto::HealthResponse>, Status> {

@@ -42,6 +42,7 @@ pub fn request(prompt: &[u32], max_new_tokens: u32) -> SequenceRequest {
         priority: 0,
         group: None,
         cache_salt: None,
+        adapter: None,
         timeline: None,
     }
 }

@@ -1,6 +1,7 @@
 //! The router over real HTTP, with an engine that the test scripts.
 #![allow(clippy::unwrap_used, unreachable_pub, reason = "helpers of tests are tests")]
 
+mod adapter;
 mod admission;
 mod auth;
 mod chat;

@@ -11,9 +11,13 @@ use futures::future::BoxFuture;
 use http_body_util::{BodyExt, Full};
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
-use penstock_router::config::{ApiKeys, ConnectionLimits, PriorityOrder, QueueLimits, RequestLimits, VertexRoutes};
+use penstock_router::config::{
+    AdapterConfig, ApiKeys, ConnectionLimits, PriorityOrder, QueueLimits, RequestLimits, VertexRoutes,
+};
 use penstock_router::engine::{Generator, Health, SequenceStream};
-use penstock_router::sequence::{FinishReason, Grammar, GrammarError, SequenceEvent, SequenceRequest, Token};
+use penstock_router::sequence::{
+    Adapter, AdapterError, FinishReason, Grammar, GrammarError, SequenceEvent, SequenceRequest, Token,
+};
 use penstock_router::telemetry::metrics::Exporter;
 use penstock_router::text::TextModel;
 use penstock_router::{Config, Listener, ServeError, Services, serve};
@@ -93,6 +97,8 @@ type Script = Box<dyn Fn(Sequence) + Send + Sync>;
 pub struct Engine {
     script: Script,
     pub requests: Mutex<Vec<SequenceRequest>>,
+    /// The adapters that were loaded, and those that were freed for them, by their ids.
+    pub loads: Mutex<Vec<(u64, Vec<u64>)>>,
     pub health: Mutex<Health>,
 }
 
@@ -115,6 +121,14 @@ impl Generator for Engine {
         }
         let is_broken = text.contains("broken");
         let answer = if is_broken { Err(GrammarError::Invalid("it is broken".to_owned())) } else { Ok(()) };
+        Box::pin(std::future::ready(answer))
+    }
+
+    /// An adapter in a folder with "broken" in its path is refused.
+    fn load_adapter(&self, adapter: Adapter, unloaded_ids: Vec<u64>) -> BoxFuture<'static, Result<(), AdapterError>> {
+        let is_broken = adapter.path.to_string_lossy().contains("broken");
+        self.loads.lock().unwrap().push((adapter.id, unloaded_ids));
+        let answer = if is_broken { Err(AdapterError::Unusable("it is broken".to_owned())) } else { Ok(()) };
         Box::pin(std::future::ready(answer))
     }
 
@@ -199,7 +213,11 @@ impl Server {
 
     pub async fn start(script: impl Fn(Sequence) + Send + Sync + 'static, adjust: impl FnOnce(&mut Config)) -> Self {
         let health = Mutex::new(Health::Healthy);
-        Self::serve(Engine { script: Box::new(script), requests: Mutex::default(), health }, adjust).await
+        Self::serve(
+            Engine { script: Box::new(script), requests: Mutex::default(), loads: Mutex::default(), health },
+            adjust,
+        )
+        .await
     }
 
     pub fn last_request(&self) -> SequenceRequest {
@@ -278,6 +296,7 @@ fn config(folder: &Path) -> Config {
     Config {
         model_id: "test/model".to_owned(),
         served_model_names: vec!["test/model".to_owned()],
+        adapters: AdapterConfig::default(),
         check_model_names: false,
         trusts_request_chat_templates: false,
         priority_order: PriorityOrder::HighestFirst,

@@ -5,13 +5,21 @@ INVARIANT: an implementation owns the layout of its caches. No other code looks 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
 from penstock_server.attention.fp8 import KvScales
+
+
+@dataclass(frozen=True, slots=True)
+class StepAdapters:
+    """The LoRA adapters of a step's tokens."""
+
+    loaded: Sequence[Any]  # as `AdapterSites.pack` makes them
+    of_tokens: Tensor  # [tokens] int64 on the CPU: the index of each token's adapter among the loaded ones, or -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +43,7 @@ class StepBatch:
     # The step's source tokens: their positions count from the start of the source, and their contexts are the source.
     # No row is sampled. None: the step has none.
     sources: StepBatch | None = None
+    adapters: StepAdapters | None = None  # None: no token has one
     token_types: Tensor | None = (
         None  # [tokens] int64: 1 for those of a second text, otherwise 0; None: the model has no types
     )

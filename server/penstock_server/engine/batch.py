@@ -59,6 +59,11 @@ def select(table: SequenceTable, advances: Advances) -> Selection:
         num_new_blocks, sample, max_drafts = num_new_blocks[is_allowed], sample[is_allowed], max_drafts[is_allowed]
     if len(new_block_ids):
         table.append_blocks(rows, num_new_blocks, new_block_ids)
+    if table.adapter[rows].any():
+        # PERF: an adapter's weights are read once for adjacent rows.
+        order = np.argsort(table.adapter[rows], kind="stable")
+        sequence_ids, rows, num_tokens = sequence_ids[order], rows[order], num_tokens[order]
+        sample, max_drafts = sample[order], max_drafts[order]
     samples, num_drafts = np.flatnonzero(sample), np.zeros(len(rows), np.int64)
     return Selection(sequence_ids, rows, num_tokens, samples, list(failures.values()), max_drafts, num_drafts)
 
@@ -192,6 +197,8 @@ def build(table: SequenceTable, chosen: Selection) -> Built:
         max_query_tokens=max_query,
         max_context_tokens=max_context,
     )
+    if table.adapter[rows].any():
+        batch = replace(batch, adapters=table.adapters_of(token_rows))
     if not table.limits.has_answers:
         batch = replace(batch, source_lens=batch.context_lens)
         if table.limits.has_token_types:

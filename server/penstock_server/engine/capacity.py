@@ -105,6 +105,8 @@ class CapacityProbe:
         step_bytes = left.transient * (_HEAP_FACTOR if on_cpu else 1)
         unseen = later_bytes + unseen_bytes(worst) if on_cpu else 0
         reserved_bytes = self.standby_bytes if config.reserves_standby and not on_cpu else 0
+        if self.model.adapters is not None:
+            reserved_bytes += self.model.adapters.max_bytes
         left = replace(left, available=left.available - reserved_bytes, transient=step_bytes + recorded_bytes + unseen)
         num_blocks = self.agree_on_blocks(config, memory.usable_bytes(left, share) // per_block, left)
         return Measured(num_blocks, max(seconds), step_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from concurrent.futures import wait
 from contextlib import nullcontext
 from dataclasses import replace
@@ -45,7 +46,7 @@ from penstock_server.kernels.native_build import find_build
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
 from penstock_server.phase import PhaseClock
-from penstock_server.plan import Advances, Grammar, NewSequence, Plan, StepResult, StepTiming
+from penstock_server.plan import Adapter, Advances, Grammar, NewSequence, Plan, StepResult, StepTiming
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +128,8 @@ class Engine:
             dequantize=config.dequantize,
             quantize=config.quantize,
             activation_bits=config.activation_bits or ACTIVATION_BITS,
+            max_adapters=config.max_adapters,
+            max_adapter_rank=config.max_adapter_rank,
         )
         advice = "use a larger GPU, or more shards (--num-shard), or end the other processes"
 
@@ -171,6 +174,15 @@ class Engine:
             raise GrammarError("grammars are compiled by the first rank only")
         self._compiler.compile(grammar)
 
+    def load_adapter(self, adapter: Adapter, unloaded_ids: Sequence[int]) -> None:
+        """Load an adapter, after freeing others, which no sequence has. Any thread may call it while steps run. Raises
+        ConfigError for an adapter that cannot be used."""
+        if self.model.adapters is None:
+            raise ConfigError("the model was loaded without adapters")
+        for adapter_id in unloaded_ids:
+            self.model.adapters.unload(adapter_id)
+        self.model.adapters.load(adapter)
+
     def close(self) -> None:
         """End the engine's processes, and leave the other ranks. It must not be used afterwards."""
         if self._compiler is not None:
@@ -212,7 +224,7 @@ class Engine:
             )
 
         def runner(model: CausalModel, num_blocks: int, graphs: StepGraphs | None = None) -> Runner:
-            table = SequenceTable(table_limits(num_blocks))
+            table = SequenceTable(table_limits(num_blocks), self.model.adapters)
             if model.pooler is not None:
                 return PoolingRunner(model, model.pooler, self._group, self._device, config, table, self.progress)
             can_draft = _can_draft(model, self._device)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock_server.attention.interface import StepBatch
+from penstock_server.attention.interface import StepAdapters, StepBatch
 from penstock_server.engine.transfer import Put
 
 Rows = npt.NDArray[np.int64]
@@ -31,6 +31,7 @@ class HostBatch:
     source_lens: Lengths | None = None
     sources: HostBatch | None = None
     token_types: Rows | None = None
+    adapters: StepAdapters | None = None
 
     @property
     def num_sequences(self) -> int:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from penstock_server.attention.interface import StepAdapters
 from penstock_server.engine.restriction import Restriction
 from penstock_server.engine.sampling import (
     SAMPLING_FIELDS,
@@ -22,6 +25,7 @@ from penstock_server.engine.sampling import (
     record,
     refusal,
 )
+from penstock_server.models.adapter import Adapters
 from penstock_server.plan import NewSequence, Sampling
 
 
@@ -42,8 +46,11 @@ class TableLimits:
 class SequenceTable:
     """All sequences of one stream of steps."""
 
-    def __init__(self, limits: TableLimits) -> None:
+    def __init__(self, limits: TableLimits, adapters: Adapters | None = None) -> None:
+        """adapters: None: no sequence may have one."""
         self.limits = limits
+        self.adapters = adapters
+        self._adapter_of: dict[int, Any] = {}  # by row; kept loaded until the row is released
         self._composition: tuple[bytes, Composition] | None = None
         self._naming: dict[int, Sampling] = {}  # by row: samplings that name single tokens
         self._restrictions: dict[int, Restriction] = {}  # by row
@@ -61,6 +68,7 @@ class SequenceTable:
         self.first_text = np.zeros(limits.num_rows, np.int64)  # leading known tokens of token type 0
         self.computed = np.zeros(limits.num_rows, np.int64)
         self.num_blocks = np.zeros(limits.num_rows, np.int64)
+        self.adapter = np.zeros(limits.num_rows, np.int64)  # its id; 0: none
         self.sampling = np.zeros(limits.num_rows, SAMPLING_FIELDS)
         # A number that no other residency (from `add` until the row is released) ever has; 0: the row is free.
         self.residency = np.zeros(limits.num_rows, np.int64)
@@ -105,6 +113,9 @@ class SequenceTable:
         self.prompt[row] = new.num_prompt_tokens
         self.source[row] = new.num_source_tokens
         self.first_text[row] = len(new.token_ids) - new.num_second_text_tokens
+        if new.adapter is not None and self.adapters is not None:
+            self.adapter[row] = new.adapter.id
+            self._adapter_of[row] = self.adapters.get(new.adapter)
         self.sampling[row] = record(new.sampling)
         if names_tokens(new.sampling):
             self._naming[row] = new.sampling
@@ -153,6 +164,13 @@ class SequenceTable:
             self._composition = (key, compose(self.sampling[rows], naming, restrictions))
         return self._composition[1]
 
+    def adapters_of(self, token_rows: npt.NDArray[np.int64]) -> StepAdapters:
+        """The adapters of tokens, given by their rows."""
+        ids, first, places = np.unique(self.adapter[token_rows], return_index=True, return_inverse=True)
+        num_without = int(ids[0] == 0)
+        loaded = [self._adapter_of[row] for row in token_rows[first[num_without:]].tolist()]
+        return StepAdapters(loaded, torch.from_numpy(places.astype(np.int64) - num_without))
+
     def first_ids(self, rows: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """[rows, longest]: the tokens before `ends` [rows] that are not the encoder's; shorter rows are padded with
         their first."""
@@ -182,6 +200,8 @@ class SequenceTable:
         self._naming.pop(row, None)
         self._restrictions.pop(row, None)
         self._scoring_prompts.discard(row)
+        self._adapter_of.pop(row, None)
+        self.adapter[row] = 0
         self.residency[row] = 0
         self._free_rows.append(row)
         return True
@@ -205,6 +225,8 @@ class SequenceTable:
             return f"has {new.num_computed_tokens} computed tokens, but only {known} are known"
         if new.num_computed_tokens > len(new.block_ids) * limits.block_tokens:
             return f"has {new.num_computed_tokens} computed tokens in {len(new.block_ids)} blocks"
+        if new.adapter is not None and self.adapters is None:
+            return "has an adapter, but the model was loaded without adapters"
         if max(new.token_ids) >= limits.vocab_size or min(new.token_ids) < 0:
             return f"token id {max(new.token_ids)} is outside of the vocabulary of {limits.vocab_size}"
         return self.block_refusal(new.block_ids, len(new.block_ids)) or refusal(new.sampling, limits.vocab_size)
@@ -238,6 +260,7 @@ class SequenceTable:
             "first_text",
             "computed",
             "num_blocks",
+            "adapter",
             "sampling",
             "residency",
         ):

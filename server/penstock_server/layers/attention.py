@@ -104,6 +104,7 @@ class AttentionBlock:
     sinks: Tensor | None  # [heads on this rank]
     bias: Tensor | None  # [heads on this rank, distances]
     scales: KvScales | None
+    site: int | None  # of `qkv`
 
     @staticmethod
     def parameters(spec: AttentionSpec, prefix: str, layout: WeightLayout) -> dict[str, Parameter]:
@@ -155,6 +156,7 @@ class AttentionBlock:
             sinks=loader.read(f"{prefix}.sinks") if spec.sinks else None,
             bias=None if spec.relative_bias is None else context.relative_bias(spec.relative_bias),
             scales=context.kv_scales(f"{prefix}.k", f"{prefix}.v"),
+            site=context.site(f"{prefix}.q", f"{prefix}.k", f"{prefix}.v"),
         )
 
     def store(self, x: Tensor, cache: Tensor, step: StepContext) -> Tensor:
@@ -189,6 +191,7 @@ class AttentionBlock:
         if self.bias is not None:
             raise NotNativeError("attention with a learned bias")
         program.linear(self.qkv, source, "qkv")
+        program.adapt(self.site, source, "qkv")
         if self.clip is not None:
             program.clamp("qkv", self.clip)
         if not self._norms_follow_rope:

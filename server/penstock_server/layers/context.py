@@ -9,6 +9,7 @@ from torch import Tensor
 from penstock_server.attention import ModelAttention
 from penstock_server.attention.fp8 import KvScales
 from penstock_server.kernels.ops import Ops
+from penstock_server.layers.adapter import AdapterSites
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.linear import Linear, LinearWeights
 from penstock_server.layers.relative_bias import RelativeBiasSpec
@@ -30,6 +31,7 @@ class BuildContext:
     block_tokens: int
     ropes: dict[RopeSpec, tuple[Tensor, Tensor]] = field(default_factory=dict)
     relative_biases: dict[RelativeBiasSpec, Tensor] = field(default_factory=dict)
+    adapter_sites: AdapterSites | None = None  # None: the model is loaded without adapters
 
     @property
     def shard(self) -> Shard:
@@ -42,6 +44,10 @@ class BuildContext:
     def linear(self, *names: str, gated: bool = False) -> Linear:
         """The same, packed; gated as in `LinearWeights.pack`."""
         return self.weights(*names).pack(self.ops, gated=gated)
+
+    def site(self, *names: str) -> int | None:
+        """Registers the layers that `linear` loads by these names as a site of adapters, and returns its number."""
+        return None if self.adapter_sites is None else self.adapter_sites.add(*names)
 
     def rope(self, spec: RopeSpec) -> tuple[Tensor, Tensor]:
         """Cosines and sines [max positions, rotary_dim / 2] float32."""

@@ -62,6 +62,8 @@ class ActivatedLinear:
 class Mlp:
     inner: Linear | ActivatedLinear  # [rows, hidden] → [rows, intermediate on this rank]
     down: RowParallelLinear
+    site: int | None  # of `inner`
+    gate: Elementwise | None  # gate and up → `inner`'s result, if it is one operator and adapters change its product
 
     @staticmethod
     def parameters(spec: MlpSpec, prefix: str, layout: WeightLayout) -> dict[str, Parameter]:
@@ -81,7 +83,9 @@ class Mlp:
     def load(cls, spec: MlpSpec, prefix: str, context: BuildContext) -> Mlp:
         widths = context.shard.split(spec.intermediate_size, "intermediate size").widths()
         inner = _load_inner(spec, prefix, context)
-        return cls(inner, RowParallelLinear.load(f"{prefix}.down", widths, context))
+        site = context.site(*(f"{prefix}.{name}" for name in spec.inner_names))
+        gate = None if site is None or not spec.is_swiglu else context.ops.gated(ACTIVATIONS["silu"])
+        return cls(inner, RowParallelLinear.load(f"{prefix}.down", widths, context), site, gate)
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """[rows, hidden] → the same, on all ranks."""
@@ -91,7 +95,12 @@ class Mlp:
         """Appends the MLP to a native stack. adds: to what is in the target."""
         if isinstance(self.inner, ActivatedLinear):
             program.linear(self.inner.linear, source, "inner")
+            program.adapt(self.site, source, "inner")
             program.activate(self.inner.activation, "inner", "activated")
+        elif program.adapts and self.gate is not None:
+            program.linear(self.inner, source, "inner", apart=True)
+            program.adapt(self.site, source, "inner")
+            program.activate(self.gate, "inner", "activated")
         else:
             program.linear(self.inner, source, "activated")
         self.down.append_to(program, "activated", target, adds=adds)

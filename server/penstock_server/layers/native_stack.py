@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from penstock_server.attention.fp8 import KvScales
-from penstock_server.attention.interface import Attention
+from penstock_server.attention.interface import Attention, StepAdapters
 from penstock_server.attention.native import NativeAttention
 from penstock_server.collectives.shared_memory import SharedMemory
 from penstock_server.kernels.native_ops import NativeActivation, NativeNorm, NativeOps, NativeRouting
@@ -59,15 +59,24 @@ class NativeProgram:
     """A stack that is being written: each method appends an operation, or raises NotNativeError if there is none for
     this part. Raises ValueError if sizes do not fit together."""
 
-    def __init__(self, hidden_size: int, build: NativeBuild) -> None:
-        """All parts must have been made by the kernels of this build."""
+    def __init__(self, hidden_size: int, build: NativeBuild, *, adapts: bool = False) -> None:
+        """All parts must have been made by the kernels of this build. adapts: the stack runs rows with adapters."""
+        self.adapts = adapts
         self._build = build
         self._native = build.module.Program(hidden_size)
         self._attention: NativeAttention | None = None
 
-    def linear(self, linear: Linear, source: Register, target: Register, *, adds: bool = False) -> None:
-        """adds: to what is in the target."""
-        self._native.linear(self._packed(linear), source, target, adds)
+    def linear(
+        self, linear: Linear, source: Register, target: Register, *, adds: bool = False, apart: bool = False
+    ) -> None:
+        """adds: to what is in the target. apart: gate and up of a gated layer, without its activation."""
+        self._native.linear(self._packed(linear), source, target, adds, apart)
+
+    def adapt(self, site: int | None, source: Register, target: Register) -> None:
+        """Adds to "target", a layer's product with "source", what the rows' adapters add to the layer, which is this
+        site; None: no site. Nothing is appended to a stack without adapters."""
+        if self.adapts and site is not None:
+            self._native.adapt(site, source, target)
 
     def reserve(self, register: Register, width: int) -> None:
         """Gives a register a width, so that `heads` and `copy` write its columns."""
@@ -190,10 +199,15 @@ class NativeStack:
 
     @classmethod
     def written_by(
-        cls, append_layers: Callable[[NativeProgram], None], hidden_size: int, build: NativeBuild
+        cls,
+        append_layers: Callable[[NativeProgram], None],
+        hidden_size: int,
+        build: NativeBuild,
+        *,
+        adapts: bool = False,
     ) -> NativeStack:
-        """Raises NotNativeError as `append_layers` does."""
-        program = NativeProgram(hidden_size, build)
+        """adapts: as of `NativeProgram`. Raises NotNativeError as `append_layers` does."""
+        program = NativeProgram(hidden_size, build, adapts=adapts)
         append_layers(program)
         return program.finish()
 
@@ -201,13 +215,21 @@ class NativeStack:
         self.build = build
         self._run = native.run
 
-    def run(self, residual: Tensor, caches: list[Tensor], step: StepContext) -> Tensor:
-        """residual: embeddings [tokens, hidden], overwritten. Returns the normed output of the sampled rows [samples,
-        hidden]. Raises RuntimeError when another rank's process has exited."""
+    def run(
+        self,
+        residual: Tensor,
+        caches: list[Tensor],
+        step: StepContext,
+        adapters: StepAdapters | None = None,
+    ) -> Tensor:
+        """residual: embeddings [tokens, hidden], overwritten. adapters: of a stack that was written for them.
+        Returns the normed output of the sampled rows [samples, hidden]. Raises
+        RuntimeError when another rank's process has exited."""
         batch = step.batch
         output = residual.new_empty((batch.sample_rows.shape[0], residual.shape[1]))
         metadata = step.metadata[NativeAttention.name]
-        self._run(residual, batch.positions, batch.slots, metadata, caches, batch.sample_rows, output)
+        adapted = None if adapters is None else (list(adapters.loaded), adapters.of_tokens)
+        self._run(residual, batch.positions, batch.slots, metadata, caches, batch.sample_rows, output, adapted)
         return output
 
 

@@ -22,13 +22,14 @@ class RowParallelLinear:
     shard: Shard
     in_widths: tuple[int, ...]  # input features on each rank
     dtype: torch.dtype  # of inputs and outputs
+    site: int | None
 
     @classmethod
     def load(cls, name: str, in_widths: tuple[int, ...], context: BuildContext) -> RowParallelLinear:
         shard, weights = context.shard, context.weights(name)
         if not shard.exact and shard.group.rank != 0:
             weights = weights.without_bias()  # rank 0 adds it to the sum
-        return cls(weights.pack(context.ops), shard, in_widths, weights.dtype)
+        return cls(weights.pack(context.ops), shard, in_widths, weights.dtype, context.site(name))
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """[rows, input features on this rank] → [rows, hidden], the same on all ranks."""
@@ -41,13 +42,21 @@ class RowParallelLinear:
     def append_to(self, program: NativeProgram, source: Register, target: Register, *, adds: bool = False) -> None:
         """Appends the layer to a native stack. adds: to what is in the target."""
         shard = self.shard
-        if shard.group.size == 1:
+        if shard.group.size == 1 and not program.adapts:
             program.linear(self.linear, source, target, adds=adds)
+            return
+        if shard.group.size == 1:
+            product: Register = "part" if adds else target
+            program.linear(self.linear, source, product)
+            program.adapt(self.site, source, product)
+            if adds:
+                program.add(product, target)
             return
         if not shard.exact:
             raise NotNativeError("sums over ranks")
         program.gather(shard.group, self.in_widths, source, "gathered")
         program.linear(self.linear, "gathered", "part")
+        program.adapt(self.site, "gathered", "part")
         program.gather(shard.group, shard.hidden.widths(), "part", "gathered" if adds else target)
         if adds:
             program.add("gathered", target)

@@ -24,11 +24,13 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     from penstock_server.attention import ModelAttention
     from penstock_server.errors import ConfigError
     from penstock_server.kernels import choose_ops
+    from penstock_server.layers.adapter import AdapterSites
     from penstock_server.layers.context import BuildContext
     from penstock_server.layers.layout import WeightLayout
     from penstock_server.layers.linear import dense_everywhere
     from penstock_server.layers.quantized import quantized_in_layers, stored_everywhere
     from penstock_server.layers.shard import Shard
+    from penstock_server.models.adapter import refusal
     from penstock_server.models.config import Config
     from penstock_server.models.decoder import Decoder
     from penstock_server.models.fallback import load_fallback
@@ -44,6 +46,8 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     if Config.read(options.folder).require("model_type", str) not in {**ARCHITECTURES, **ENCODERS}:
         if read_pooling(options.folder) is not None:
             raise ConfigError(f"{options.folder}: embedding models and rerankers of this model type are not supported")
+        if options.max_adapters:
+            raise refusal("its model type runs on transformers")
         return load_fallback(options, group)
     spec, names = read_spec(options.folder)
     if exact is None:
@@ -68,8 +72,14 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     checkpoint, locator = open_checkpoint(options.folder)
     locator = locator or names.for_checkpoint(checkpoint.names())
     spec = spec.for_checkpoint(locator, checkpoint.names())
+    table = parameters(spec, layout)
+    sites = None
+    if options.max_adapters:
+        if not shard.exact or spec.pooling is not None or spec.encoder is not None:
+            raise refusal("only decoders on CPUs have them")
+        sites = AdapterSites(table, names)  # not the checkpoint's names: adapters are made with transformers
     context = BuildContext(
-        loader=Loader(checkpoint, parameters(spec, layout), locator, options.dtype, options.device, ops.kept),
+        loader=Loader(checkpoint, table, locator, options.dtype, options.device, ops.kept),
         ops=ops,
         layout=layout,
         attention=ModelAttention(
@@ -82,6 +92,7 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
         ),
         max_position_tokens=spec.max_position_tokens,
         block_tokens=options.block_tokens,
+        adapter_sites=sites,
     )
     if options.kv_dtype is not None:
         source = "the checkpoint" if kv_scale.has_scales(checkpoint) else "1.0, because the checkpoint has none"
@@ -89,5 +100,7 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
         logger.info("keys and values are stored in %s, with scales of %s", name, source)
     opened = time.perf_counter()
     model = Decoder(spec, context)
+    if sites is not None:
+        model.accept_adapters(sites, options.max_adapters, options.max_adapter_rank)
     model.load_phases = [("open checkpoint", opened - begin), ("read weights", time.perf_counter() - opened)]
     return model

@@ -10,7 +10,9 @@ from torch.nn.functional import normalize
 
 from penstock_server.attention.interface import Attention, StepBatch, window_tokens
 from penstock_server.heap import return_free_pages
+from penstock_server.kernels.native_ops import NativeOps
 from penstock_server.kernels.ops import Lookup
+from penstock_server.layers.adapter import AdapterSites
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.embedding import Embedding
 from penstock_server.layers.linear import DenseWeights
@@ -19,6 +21,7 @@ from penstock_server.layers.norm import load_norm
 from penstock_server.layers.rope import limit_tables
 from penstock_server.layers.step import StepContext
 from penstock_server.layers.vocabulary import VocabularyHead, soft_cap
+from penstock_server.models.adapter import Adapters, refusal
 from penstock_server.models.encoder import Encoder
 from penstock_server.models.layer import Layer, ResidualStream
 from penstock_server.models.pooler import Pooler
@@ -61,6 +64,7 @@ class Decoder:
         self.project = None if self.embedding.project is None else context.linear("project_out")
         self.pooler = Pooler.load(spec, context.loader)
         self.stack = NativeStack.of(self._append_layers, spec.hidden_size, context.ops)
+        self.adapters: Adapters | None = None
         context.loader.finish()
         attentions = [layer.attention.attention for layer in self.layers]
         self.attentions = attentions
@@ -75,6 +79,20 @@ class Decoder:
         self._ropes = context.ropes
         self._group = context.shard.group
         self._ops = context.ops
+
+    def accept_adapters(self, sites: AdapterSites, max_loaded: int, max_rank: int) -> None:
+        """Lets sequences have adapters: at most `max_loaded` at a time, of at most this rank. Raises ConfigError if
+        this model's layers cannot have any."""
+        if not isinstance(self._ops, NativeOps):
+            raise refusal(f"{self._ops.name} operators have no kernel for them")
+        try:
+            # Steps without adapters run the other stack: its layers have fewer operations, and rows the same bits.
+            self._adapted_stack = NativeStack.written_by(
+                self._append_layers, self.spec.hidden_size, self._ops.build, adapts=True
+            )
+        except NotNativeError as reason:
+            raise refusal(f"its layers run one by one ({reason})") from reason
+        self.adapters = Adapters(sites, self._ops.build, max_loaded, max_rank)
 
     def allocate_cache(self, num_blocks: int) -> None:
         self.caches = []  # first: the old and the new pool may not fit together
@@ -116,6 +134,8 @@ class Decoder:
                 return batch.token_ids.new_empty((0, self.spec.hidden_size), dtype=self._dtype)
         step = StepContext.of(batch, self._attention)
         residual = self.embedding(step)
+        if batch.adapters is not None:
+            return self._adapted_stack.run(residual, self.caches, step, batch.adapters)
         if self.stack is not None:
             return self.stack.run(residual, self.caches, step)
         stream = ResidualStream(residual, self._ops)

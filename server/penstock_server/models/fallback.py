@@ -17,6 +17,7 @@ from torch import Tensor
 from penstock_server.attention.interface import StepBatch, window_tokens
 from penstock_server.errors import ConfigError
 from penstock_server.models import pager
+from penstock_server.models.adapter import Adapters
 from penstock_server.models.config import Config
 from penstock_server.models.fallback_check import check_logits
 from penstock_server.models.interface import LoadOptions
@@ -58,6 +59,7 @@ class Fallback:
         self.max_source_tokens = 0
         self.decoder_prefix: tuple[int, ...] = ()
         self.pooler: Pooler | None = None
+        self.adapters: Adapters | None = None
         self._pager = pager.Pager(
             options.device, options.dtype, options.block_tokens, options.attention, options.cpu_isa
         )

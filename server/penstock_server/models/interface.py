@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock_server.attention.interface import StepBatch
 from penstock_server.kernels import ACTIVATION_BITS
+from penstock_server.models.adapter import Adapters
 from penstock_server.models.pooler import Pooler
 
 
@@ -29,6 +30,8 @@ class LoadOptions:
     activation_bits: int = ACTIVATION_BITS  # of the inputs of quantized weights that stay so: 8 or 16
     quantize: str = ""  # the method of the checkpoint, or one that quantizes at load; empty: the checkpoint's
     deterministic: bool = False  # a row's bits must not depend on its batch
+    max_adapters: int = 0  # loaded at a time; 0: the model is loaded without them
+    max_adapter_rank: int = 0
     kv_dtype: torch.dtype | None = None  # an fp8 dtype of stored keys and values; None: dtype
 
 
@@ -43,6 +46,7 @@ class CausalModel(Protocol):
     max_position_tokens: int  # of a sequence; with an encoder, of source and answer together
     max_source_tokens: int  # 0: no part of a sequence is read by an encoder
     decoder_prefix: tuple[int, ...]  # token ids between every source and its answer
+    adapters: Adapters | None  # None: sequences have none
     pooler: Pooler | None  # None: the model generates tokens. With it there are no `logits`
     window_tokens: int  # no layer attends to more of the last tokens; 0: at least one layer attends to all
     weight_bytes: int  # on this rank

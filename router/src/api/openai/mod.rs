@@ -114,7 +114,7 @@ pub(crate) struct Model {
     pub(crate) owned_by: String,
     /// The model's id, where `id` is another name of it.
     pub(crate) root: String,
-    /// Always null: the server has no adapters.
+    /// Of a LoRA adapter: the name of the model that it changes.
     pub(crate) parent: Option<String>,
     /// Most tokens of a prompt and its answer together.
     pub(crate) max_model_len: usize,

@@ -1,0 +1,24 @@
+//! What a sequence's model is changed by.
+
+use std::path::Path;
+use std::sync::Arc;
+
+/// A LoRA adapter.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Adapter {
+    /// At least 1. It is never given to another adapter.
+    pub id: u64,
+    /// Absolute path of its folder.
+    pub path: Arc<Path>,
+}
+
+/// Why an adapter cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum AdapterError {
+    /// The adapter itself is unusable with this model.
+    #[error("{0}")]
+    Unusable(String),
+    /// The workers stopped, or do not answer.
+    #[error("the model workers stopped: {0}")]
+    Worker(String),
+}

@@ -1,0 +1,142 @@
+//! LoRA adapters: how requests name them, when they are loaded, and which one gives way.
+
+use std::path::PathBuf;
+
+use axum::http::StatusCode;
+use penstock_router::Config;
+use penstock_router::config::{AdapterConfig, AdapterSource};
+use serde_json::{Value, json};
+
+use crate::model::{IM_END, word};
+use crate::server::Server;
+
+const CHAT: &str = "/v1/chat/completions";
+
+/// Serves these adapters, of which two are loaded at a time.
+fn adapters(names: &[&str]) -> impl FnOnce(&mut Config) {
+    let source = |name: &&str| AdapterSource { name: (*name).to_owned(), path: PathBuf::from(format!("/of/{name}")) };
+    let sources = names.iter().map(source).collect();
+    move |config| config.adapters = AdapterConfig { sources, max_loaded: 2 }
+}
+
+async fn server(names: &[&str]) -> Server {
+    Server::start(|sequence| sequence.answer(&[word("Hello"), IM_END]), adapters(names)).await
+}
+
+fn chat(model: &str) -> Value {
+    json!({"model": model, "messages": [{"role": "user", "content": "Hi"}]})
+}
+
+#[tokio::test]
+async fn every_dialect_names_adapters_in_its_own_field() {
+    let server = server(&["sql", "poet"]).await;
+    let messages = json!([{"role": "user", "content": "Hi"}]);
+    let requests = [
+        ("/generate", json!({"inputs": "Hi", "parameters": {"adapter_id": "sql"}}), None),
+        (CHAT, chat("sql"), Some("sql")),
+        ("/v1/completions", json!({"model": "sql", "prompt": "Hi"}), Some("sql")),
+        ("/v1/responses", json!({"model": "sql", "input": "Hi"}), Some("sql")),
+        ("/v1/messages", json!({"model": "sql", "messages": messages, "max_tokens": 5}), Some("sql")),
+    ];
+    for (path, body, named) in requests {
+        let answer = server.post(path, body).await;
+        assert_eq!(answer.status, StatusCode::OK, "{path}: {}", answer.body);
+        assert_eq!(answer.json()["model"].as_str(), named, "{path}");
+        let adapter = server.last_request().adapter.unwrap();
+        assert_eq!((adapter.id, adapter.path.to_str()), (1, Some("/of/sql")), "{path}");
+    }
+    for model in ["tgi", "any"] {
+        server.post(CHAT, chat(model)).await;
+        assert_eq!(server.last_request().adapter, None);
+    }
+    assert_eq!(*server.engine.loads.lock().unwrap(), [(1, vec![])]);
+}
+
+#[tokio::test]
+async fn an_unknown_adapter_is_refused_with_those_that_are_served() {
+    let request = json!({"inputs": "Hi", "parameters": {"adapter_id": "law"}});
+    for (names, reason) in [
+        (&[][..], "`adapter_id` law is unknown: no adapters are served"),
+        (&["sql", "poet"], "`adapter_id` law is unknown: the server has `poet`, `sql`"),
+    ] {
+        let answer = server(names).await.post("/generate", request.clone()).await;
+        assert_eq!(answer.status, StatusCode::UNPROCESSABLE_ENTITY);
+        assert_eq!(answer.json()["error"], format!("Input validation error: {reason}"));
+    }
+}
+
+#[tokio::test]
+async fn models_lists_adapters_with_their_parent() {
+    let server = server(&["sql"]).await;
+    let models = server.get("/v1/models").await.json();
+    let listed: Vec<_> =
+        models["data"].as_array().unwrap().iter().map(|model| (&model["id"], &model["parent"])).collect();
+    assert_eq!(listed, [(&json!("test/model"), &Value::Null), (&json!("sql"), &json!("test/model"))]);
+    assert_eq!(server.get("/v1/models/sql").await.json()["parent"], "test/model");
+}
+
+#[tokio::test]
+async fn adapters_are_models_where_names_are_checked() {
+    let adjust = |config: &mut Config| {
+        adapters(&["sql"])(config);
+        config.check_model_names = true;
+    };
+    let server = Server::start(|sequence| sequence.answer(&[IM_END]), adjust).await;
+    assert_eq!(server.post(CHAT, chat("sql")).await.status, StatusCode::OK);
+    assert_eq!(server.post(CHAT, chat("law")).await.status, StatusCode::NOT_FOUND);
+}
+
+#[tokio::test]
+async fn the_least_recently_used_adapter_gives_way() {
+    let server = server(&["a", "b", "c"]).await;
+    for model in ["a", "b", "a", "c", "a", "b"] {
+        assert_eq!(server.post(CHAT, chat(model)).await.status, StatusCode::OK);
+    }
+    // By their ids: c takes b's place, and then b takes c's.
+    assert_eq!(*server.engine.loads.lock().unwrap(), [(1, vec![]), (2, vec![]), (3, vec![2]), (2, vec![3])]);
+}
+
+#[tokio::test]
+async fn a_request_without_a_place_runs_when_another_has_ended() {
+    let (server, mut sequences) = Server::manual_with(adapters(&["a", "b", "c"])).await;
+    let [first, second] = ["a", "b"].map(|model| server.post(CHAT, chat(model)));
+    let script = async {
+        let running = [sequences.recv().await.unwrap(), sequences.recv().await.unwrap()];
+        let end = async {
+            for sequence in running {
+                sequence.answer(&[IM_END]);
+            }
+            let last = sequences.recv().await.unwrap();
+            assert_eq!(last.request.adapter.as_ref().unwrap().id, 3);
+            last.answer(&[IM_END]);
+        };
+        tokio::join!(server.post(CHAT, chat("c")), end).0
+    };
+    let (first, second, third) = tokio::join!(first, second, script);
+    assert!([first, second, third].iter().all(|answer| answer.status == StatusCode::OK));
+}
+
+#[tokio::test]
+async fn an_adapter_that_cannot_be_loaded_fails_its_requests_only() {
+    let server = server(&["broken", "sql"]).await;
+    for _ in 0..3 {
+        let answer = server.post(CHAT, chat("broken")).await;
+        assert_eq!(answer.status, StatusCode::INTERNAL_SERVER_ERROR);
+        let message = answer.json()["error"]["message"].as_str().unwrap().to_owned();
+        assert!(message.ends_with("the adapter `broken` cannot be loaded: it is broken"), "{message}");
+    }
+    assert_eq!(server.post(CHAT, chat("sql")).await.status, StatusCode::OK);
+    assert_eq!(server.post(CHAT, chat("tgi")).await.status, StatusCode::OK);
+}
+
+#[tokio::test]
+async fn prefixes_are_shared_with_requests_of_the_same_adapter_only() {
+    let server = server(&["a", "b"]).await;
+    let mut salts = Vec::new();
+    for body in [chat("tgi"), chat("a"), chat("a"), chat("b")] {
+        server.post(CHAT, body).await;
+        salts.push(server.last_request().cache_salt);
+    }
+    assert_eq!((salts[0], salts[1] == salts[2]), (None, true));
+    assert!(salts[1].is_some() && salts[1] != salts[3]);
+}

@@ -1,0 +1,241 @@
+"""Reads LoRA adapters as PEFT saves them: `adapter_config.json` beside `adapter_model.safetensors`, never pickles.
+
+An adapter changes modules of the base model, by the names that transformers gives them: y += scale · B(A(x)). What is
+saved for training only is ignored. Whatever else changes the result is refused by name, so no adapter is applied in
+part.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock_server.errors import ConfigError
+from penstock_server.weights.loader import shortened
+from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+PREFIX = "base_model.model."  # of tensor names: PEFT's two wrappers around the base model
+DOWN, UP = ".lora_A.weight", ".lora_B.weight"
+MAX_CONFIG_BYTES = 1 << 20
+# Keys that say how an adapter was trained or initialized. Every other key that is set must be one that is read here.
+_OF_TRAINING = frozenset(
+    {
+        "arrow_config",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "ensure_weight_tying",
+        "fan_in_fan_out",
+        "inference_mode",
+        "layers_pattern",
+        "lora_dropout",
+        "lora_ga_config",
+        "megatron_core",
+        "monteclora_config",
+        "peft_version",
+        "qalora_group_size",
+        "revision",
+        "task_type",
+    }
+)
+_READ = frozenset(
+    {
+        "alpha_pattern",
+        "bias",
+        "exclude_modules",
+        "init_lora_weights",
+        "layers_to_transform",
+        "lora_alpha",
+        "peft_type",
+        "r",
+        "rank_pattern",
+        "target_modules",
+        "use_rslora",
+    }
+)
+# Initializations that take a part of the base's weights into the adapter, so it fits the changed base only.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What an adapter adds to a module's output: scale · up(down(x))."""
+
+    down: Tensor  # [rank, in_features]
+    up: Tensor  # [out_features, rank]
+    scale: float
+
+
+def read_adapter(
+    folder: Path, modules: Mapping[str, tuple[int, int]], max_rank: int, dtype: torch.dtype
+) -> dict[str, Change]:
+    """The changes of an adapter, by module. modules: the modules that adapters can change, with their output and input
+    features. Raises ConfigError if the adapter is damaged, was made for another base, or needs what is not
+    supported."""
+    config = _Config.read(folder)
+    path = folder / WEIGHTS_NAME
+    if not path.is_file():
+        hint = "; convert adapter_model.bin with peft" if (folder / "adapter_model.bin").is_file() else ""
+        raise ConfigError(f"{folder} holds no {WEIGHTS_NAME}{hint}")
+    checkpoint = SafetensorsCheckpoint((path,))
+    try:
+        names = _changed_modules(checkpoint, path, modules)
+        config.check_complete(names, modules)
+        return {name: _change(checkpoint, config, path, name, modules[name], max_rank, dtype) for name in names}
+    finally:
+        checkpoint.close()
+
+
+def _changed_modules(
+    checkpoint: SafetensorsCheckpoint, path: Path, modules: Mapping[str, tuple[int, int]]
+) -> list[str]:
+    """The modules that the tensors belong to, each with both of its tensors."""
+    found: dict[str, set[str]] = {}
+    for tensor in checkpoint.names():
+        suffix = next((suffix for suffix in (DOWN, UP) if tensor.endswith(suffix)), None)
+        if suffix is None or not tensor.startswith(PREFIX):
+            raise ConfigError(
+                f"{path}: tensor {tensor} is not supported; LoRA's {DOWN[1:]} and {UP[1:]} of a module are"
+            )
+        found.setdefault(tensor.removeprefix(PREFIX).removesuffix(suffix), set()).add(suffix)
+    if not found:
+        raise ConfigError(f"{path} holds no tensors")
+    if unknown := found.keys() - modules.keys():
+        raise ConfigError(
+            f"{path} changes {len(unknown)} modules that the base model does not have, or that adapters cannot change "
+            f"here: {shortened(unknown)}"
+        )
+    for name, suffixes in found.items():
+        for missing in {DOWN, UP} - suffixes:
+            raise ConfigError(f"{path} lacks the tensor {PREFIX}{name}{missing}")
+    return list(found)
+
+
+def _change(
+    checkpoint: SafetensorsCheckpoint,
+    config: _Config,
+    path: Path,
+    name: str,
+    features: tuple[int, int],
+    max_rank: int,
+    dtype: torch.dtype,
+) -> Change:
+    down_name, up_name = f"{PREFIX}{name}{DOWN}", f"{PREFIX}{name}{UP}"
+    down_shape, up_shape = checkpoint.shape(down_name), checkpoint.shape(up_name)
+    rank, (out_features, in_features) = config.rank(name), features
+    if rank > max_rank:
+        raise ConfigError(f"{path}: the rank of {name} is {rank}, at most {max_rank} is allowed; raise --max-lora-rank")
+    for tensor, shape, expected in (
+        (down_name, down_shape, (rank, in_features)),
+        (up_name, up_shape, (out_features, rank)),
+    ):
+        if shape != expected:
+            raise ConfigError(
+                f"{path}: tensor {tensor} has shape {list(shape)}, but base model and {CONFIG_NAME} imply "
+                f"{list(expected)}; was the adapter trained on another base?"
+            )
+    down, up = torch.empty(down_shape, dtype=dtype), torch.empty(up_shape, dtype=dtype)
+    checkpoint.read(down_name, None, down)
+    checkpoint.read(up_name, None, up)
+    return Change(down, up, config.scale(name, rank))
+
+
+class _Config:
+    """A checked `adapter_config.json`."""
+
+    def __init__(self, values: dict[str, Any], path: Path) -> None:
+        self._values = values
+        self._path = path
+        if values.get("peft_type") != "LORA":
+            raise self._refuse(f"peft_type is {values.get('peft_type')!r}, must be 'LORA'")
+        if values.get("use_dora"):
+            raise self._refuse("use_dora is set: DoRA adapters are not supported")
+        if values.get("modules_to_save"):
+            raise self._refuse(f"modules_to_save is {values['modules_to_save']!r}: whole modules are not supported")
+        if values.get("bias", "none") != "none":
+            raise self._refuse(f"bias is {values['bias']!r}, must be 'none': trained biases are not supported")
+        for key in values.keys() - _OF_TRAINING - _READ:
+            if values[key]:
+                raise self._refuse(f"{key} is {values[key]!r}, which is not supported")
+        initialized = str(values.get("init_lora_weights", "")).lower()
+        if initialized.startswith(_CHANGES_BASE):
+            raise self._refuse(
+                f"init_lora_weights is {initialized!r}, which changes the base's weights; convert the adapter to plain "
+                "LoRA with peft (path_initial_model_for_weight_conversion)"
+            )
+        self._rank = self._positive("r", values.get("r"))
+        self._alpha = self._number("lora_alpha", values.get("lora_alpha", self._rank))
+        self._ranks = {key: self._positive("rank_pattern", value) for key, value in self._pattern("rank_pattern")}
+        self._alphas = {key: self._number("alpha_pattern", value) for key, value in self._pattern("alpha_pattern")}
+
+    @classmethod
+    def read(cls, folder: Path) -> _Config:
+        path = folder / CONFIG_NAME
+        try:
+            if path.stat().st_size > MAX_CONFIG_BYTES:
+                raise ConfigError(f"{path} has more than {MAX_CONFIG_BYTES} bytes")
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(
+                f"{folder} is not a LoRA adapter: cannot read {CONFIG_NAME} ({error.strerror})"
+            ) from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path} is not valid JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path} is not a JSON object")
+        return cls(values, path)
+
+    def rank(self, module: str) -> int:
+        return next((rank for key, rank in self._ranks.items() if _ends_with(module, key)), self._rank)
+
+    def scale(self, module: str, rank: int) -> float:
+        alpha = next((alpha for key, alpha in self._alphas.items() if _ends_with(module, key)), self._alpha)
+        return alpha / (rank**0.5 if self._values.get("use_rslora") else rank)
+
+    def check_complete(self, found: list[str], modules: Mapping[str, tuple[int, int]]) -> None:
+        """Refuses an adapter that lacks a module which its config names."""
+        targets, layers = self._values.get("target_modules"), self._values.get("layers_to_transform")
+        if not isinstance(targets, list) or layers not in (None, []) or self._values.get("exclude_modules"):
+            return  # a pattern, or a part of the layers: the tensors tell
+        named = {name for name in modules if any(_ends_with(name, str(target)) for target in targets)}
+        if missing := named - set(found):
+            raise ConfigError(
+                f"{self._path.parent / WEIGHTS_NAME} lacks the tensors of {len(missing)} modules that {CONFIG_NAME} "
+                f"names: {shortened(missing)}"
+            )
+
+    def _pattern(self, key: str) -> Iterator[tuple[str, Any]]:
+        values = self._values.get(key) or {}
+        if not isinstance(values, dict):
+            raise self._refuse(f"{key} must be an object, not {values!r}")
+        for name, value in values.items():
+            name = name.removeprefix("^")
+            if not re.fullmatch(r"[\w.]+", name):
+                raise self._refuse(f"{key} has the regular expression {name!r}; names of modules are supported")
+            yield name, value
+
+    def _positive(self, key: str, value: Any) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self._refuse(f"{key} is {value!r}, must be a number of at least 1")
+        return value
+
+    def _number(self, key: str, value: Any) -> float:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not -1e6 < value < 1e6:
+            raise self._refuse(f"{key} is {value!r}, must be a number between -1e6 and 1e6")
+        return float(value)
+
+    def _refuse(self, what: str) -> ConfigError:
+        return ConfigError(f"{self._path}: {what}")
+
+
+def _ends_with(module: str, name: str) -> bool:
+    """Whether a module has this name, or is below others."""
+    return module == name or module.endswith(f".{name}")

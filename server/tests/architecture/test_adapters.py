@@ -1,0 +1,243 @@
+"""Adapters that `peft` makes give the logits of `peft`, merged and not, in one batch with other adapters and the base,
+whose bits they leave alone; on one rank and on two, beside plain and quantized weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from cases import CASES, VOCAB, Case
+from model_driver import ModelDriver
+from penstock_server.errors import ConfigError
+from penstock_server.models import load_model
+from penstock_server.models.decoder import Decoder
+from penstock_server.models.interface import LoadOptions
+from penstock_server.parallel import RankGroup
+from penstock_server.plan import Adapter
+from rank_threads import run_native_ranks
+from safetensors.torch import load_file, save_file
+from test_native_stack import BLOCK_TOKENS, SUPPORTED, widened
+from tiny_model import make_model, save_model
+from tiny_models import prompts
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.native
+
+CPU = torch.device("cpu")
+MAX_RANK = 16
+# Fused and separate projections, Conv1D, gated MLPs and others, parallel layers, norms and clamps behind the products.
+OFTEN = ("falcon-40b", "gemma2", "gpt-neox", "gpt2", "granite", "llama", "llama-biases", "mpt", "phi3", "qwen3")
+BY_PEFT = [
+    pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow)
+    for name in SUPPORTED
+    if CASES[name].published is None  # transformers does not have these layouts, so peft has no adapters for them
+]
+ACCURATE = {"rtol": 2e-4, "atol": 2e-4}
+
+
+def make_adapter(folder: Path, base: Path, seed: int, **config: Any) -> tuple[Path, Any]:
+    """An adapter with random weights, saved, and the model that has it."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    torch.manual_seed(seed)
+    config = {"r": 8, "lora_alpha": 12, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **config}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**config)).eval()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.6 / parameter.shape[-1] ** 0.5)
+    adapted.save_pretrained(folder)
+    return folder, adapted
+
+
+def save(name: str, case: Case, folder: Path) -> Path:
+    return save_model(make_model(name, case), folder)
+
+
+def load(folder: Path, group: RankGroup | None = None, dtype: torch.dtype = torch.float32, **options: Any) -> Decoder:
+    of_adapters = {"max_adapters": 2, "max_adapter_rank": MAX_RANK}
+    model = load_model(LoadOptions(folder, dtype, CPU, BLOCK_TOKENS, **of_adapters, **options), group or RankGroup())
+    assert isinstance(model, Decoder)
+    return model
+
+
+def loaded(model: Decoder, folders: list[Path]) -> list[Any]:
+    assert model.adapters is not None
+    return [model.adapters.load(Adapter(index + 1, folder)) for index, folder in enumerate(folders)]
+
+
+def logits_of(model: Decoder, texts: list[list[int]], adapters: list[Any]) -> list[torch.Tensor]:
+    """[tokens, vocab] of each text, which is computed in three steps beside the others."""
+    driver = ModelDriver(model, BLOCK_TOKENS)
+    sequences = [driver.sequence(text, adapter=adapter) for text, adapter in zip(texts, adapters, strict=True)]
+    found: list[list[torch.Tensor]] = [[] for _ in sequences]
+    for num_tokens in ([len(text) - 10 for text in texts], [1] * len(texts), [9] * len(texts)):
+        logits = driver.step(list(zip(sequences, num_tokens, strict=True)), every_row=True)
+        for each, part in zip(found, logits.split(num_tokens), strict=True):
+            each.append(part)
+    return [torch.cat(parts) for parts in found]
+
+
+def texts() -> list[list[int]]:
+    return prompts(3, [40, 25, 33, 20], VOCAB)
+
+
+@torch.inference_mode()
+def reference(model: Any, text: list[int]) -> torch.Tensor:
+    logits: torch.Tensor = model(input_ids=torch.tensor([text]), use_cache=False).logits[0].float()
+    return logits
+
+
+@pytest.mark.parametrize("name", BY_PEFT)
+def test_logits_are_those_of_peft_and_neighbours_keep_their_bits(name: str, tmp_path: Path) -> None:
+    folder = save(name, widened(CASES[name]), tmp_path / "base")
+    one, one_model = make_adapter(tmp_path / "one", folder, 1)
+    other, other_model = make_adapter(tmp_path / "other", folder, 2, r=5, lora_alpha=3, use_rslora=True)
+    model = load(folder)
+    first, second = loaded(model, [one, other])
+    of_sequences = [first, None, second, first]
+    together = logits_of(model, texts(), of_sequences)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    plain = logits_of(model, texts(), [None] * 4)
+    for text, logits, expected in zip(texts(), together, (one_model, base, other_model, one_model), strict=True):
+        torch.testing.assert_close(logits, reference(expected, text), **ACCURATE)
+    assert torch.equal(together[1], plain[1])
+    assert not torch.equal(together[0], plain[0])
+    for text, adapter, logits in zip(texts(), of_sequences, together, strict=True):
+        assert torch.equal(logits_of(model, [text], [adapter])[0], logits)
+    merged = one_model.merge_and_unload()
+    torch.testing.assert_close(together[0], reference(merged, texts()[0]), **ACCURATE)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "falcon-40b"])
+def test_two_ranks_compute_the_bits_of_one(name: str, tmp_path: Path) -> None:
+    folder = save(name, widened(CASES[name]), tmp_path / "base")
+    one, _ = make_adapter(tmp_path / "one", folder, 1)
+    other, _ = make_adapter(tmp_path / "other", folder, 2, r=3)
+
+    def logits(group: RankGroup) -> list[torch.Tensor]:
+        model = load(folder, group, torch.bfloat16)
+        first, second = loaded(model, [one, other])
+        return logits_of(model, texts(), [first, None, second, first])
+
+    alone = logits(RankGroup())
+    for of_rank in run_native_ranks(2, logits):
+        for found, expected in zip(of_rank, alone, strict=True):
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("quantize", ["eetq", "bitsandbytes-nf4"])
+def test_adapters_are_added_to_quantized_weights(quantize: str, tmp_path: Path) -> None:
+    case = widened(CASES["llama"])
+    folder = save("llama", replace(case, values={**case.values, "intermediate_size": 128}), tmp_path / "base")
+    one, one_model = make_adapter(tmp_path / "one", folder, 1)
+    model = load(folder, dtype=torch.bfloat16, quantize=quantize, activation_bits=16)
+    (adapter,) = loaded(model, [one])
+    text = texts()[0]
+    with_adapter, plain = (logits_of(model, [text], [each])[0] for each in (adapter, None))
+    assert torch.equal(logits_of(model, [text, text], [None, adapter])[0], plain)
+    assert torch.equal(logits_of(model, [text, text], [None, adapter])[1], with_adapter)
+    expected, base = reference(one_model, text), reference(one_model.unload(), text)
+    # The error of the quantized base, which is as large without the adapter.
+    error = (plain.float() - base).norm() / base.norm()
+    assert (with_adapter.float() - expected).norm() / expected.norm() < 2 * error + 0.02
+
+
+def damage(folder: Path, values: dict[str, Any] | None = None, **tensors: torch.Tensor | None) -> None:
+    """Changes keys of the adapter's config, and tensors by a part of their names; None removes them."""
+    config = folder / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **(values or {})}))
+    path = folder / "adapter_model.safetensors"
+    stored = load_file(path)
+    for part, tensor in tensors.items():
+        (name,) = [name for name in stored if part.replace("__", ".") in name]
+        del stored[name]
+        if tensor is not None:
+            stored[name] = tensor
+    save_file(stored, path)
+
+
+FIRST_QUERY = "layers__0__self_attn__q_proj__lora_A"
+DAMAGES: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor | None], str]] = {
+    "type": ({"peft_type": "IA3"}, {}, "peft_type is 'IA3', must be 'LORA'"),
+    "dora": ({"use_dora": True}, {}, "DoRA adapters are not supported"),
+    "bias": ({"bias": "all"}, {}, "bias is 'all', must be 'none'"),
+    "lora bias": ({"lora_bias": True}, {}, "lora_bias is True, which is not supported"),
+    "modules": ({"modules_to_save": ["lm_head"]}, {}, "whole modules are not supported"),
+    "pissa": ({"init_lora_weights": "pissa_niter_4"}, {}, "changes the base's weights"),
+    "unknown": ({"new_kind": {"a": 1}}, {}, "new_kind is {'a': 1}, which is not supported"),
+    "pattern": ({"rank_pattern": {".*q": 4}}, {}, "rank_pattern has the regular expression '.*q'"),
+    "alpha": ({"lora_alpha": "much"}, {}, "lora_alpha is 'much', must be a number"),
+    "high rank": ({"r": 17}, {}, "is 17, at most 16 is allowed; raise --max-lora-rank"),
+    "another rank": ({"r": 4}, {}, "was the adapter trained on another base?"),
+    "missing A": ({}, {FIRST_QUERY: None}, "lacks the tensor base_model.model.model.layers.0.self_attn.q_proj.lora_A"),
+    "shape": ({}, {FIRST_QUERY: torch.zeros(8, 95)}, "has shape [8, 95], but base model"),
+    "nan": ({}, {FIRST_QUERY: torch.full((8, 96), float("nan"))}, "holds NaN"),
+}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Decoder]:
+    """A base, an adapter for it, and the loaded base."""
+    folder = tmp_path_factory.mktemp("served")
+    base = save("llama", widened(CASES["llama"]), folder / "base")
+    adapter, _ = make_adapter(folder / "adapter", base, 1)
+    return base, adapter, load(base)
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_an_adapter_that_cannot_be_applied_in_full_is_refused(
+    name: str, served: tuple[Path, Path, Decoder], tmp_path: Path
+) -> None:
+    _, adapter, model = served
+    values, tensors, reason = DAMAGES[name]
+    folder = shutil.copytree(adapter, tmp_path / "damaged")
+    damage(folder, values, **tensors)
+    with pytest.raises(ConfigError) as caught:
+        loaded(model, [folder])
+    assert reason in str(caught.value)
+
+
+def test_patterns_and_a_part_of_the_layers_are_applied(served: tuple[Path, Path, Decoder], tmp_path: Path) -> None:
+    base, _, model = served
+    patterns = {"rank_pattern": {"q_proj": 4}, "alpha_pattern": {"layers.1.self_attn.v_proj": 3}}
+    folder, reference_model = make_adapter(
+        tmp_path / "some", base, 3, target_modules=["q_proj", "v_proj"], layers_to_transform=[1, 2], **patterns
+    )
+    (adapter,) = loaded(model, [folder])
+    text = texts()[0]
+    torch.testing.assert_close(logits_of(model, [text], [adapter])[0], reference(reference_model, text), **ACCURATE)
+
+
+def test_an_adapter_of_pickles_or_of_no_module_is_refused(served: tuple[Path, Path, Decoder], tmp_path: Path) -> None:
+    _, adapter, model = served
+    folder = shutil.copytree(adapter, tmp_path / "pickled")
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(ConfigError, match=r"convert adapter_model\.bin with peft"):
+        loaded(model, [folder])
+    with pytest.raises(ConfigError, match=r"is not a LoRA adapter: cannot read adapter_config\.json"):
+        loaded(model, [tmp_path])
+
+
+def test_only_the_last_adapters_stay_loaded(served: tuple[Path, Path, Decoder]) -> None:
+    _, folder, model = served
+    adapters = model.adapters
+    assert adapters is not None
+    first, second = (Adapter(index, folder) for index in (11, 12))
+    loaded_first = adapters.load(first)
+    assert adapters.get(first) is loaded_first
+    adapters.load(second)
+    adapters.load(Adapter(13, folder))
+    assert adapters.get(first) is not loaded_first  # read again: two are loaded at most
+
+
+@pytest.mark.parametrize(("name", "reason"), [("llama-nine-heads", "padded"), ("t5", "only decoders")])
+def test_a_model_without_a_native_stack_says_why_it_has_no_adapters(name: str, reason: str, tmp_path: Path) -> None:
+    folder = save(name, CASES[name], tmp_path)
+    with pytest.raises(ConfigError, match=f"not supported for this model on this device: .*{reason}"):
+        load(folder)
