@@ -75,6 +75,13 @@ impl Worker for Script {
         Ok(Response::new(Default::default()))
     }
 
+    async fn load_adapter(
+        &self,
+        _: Request<proto::LoadAdapterRequest>,
+    ) -> Result<Response<proto::LoadAdapterResponse>, Status> {
+        Ok(Response::new(Default::default()))
+    }
+
     async fn health(&self, _: Request<proto::HealthRequest>) -> Result<Response<proto::HealthResponse>, Status> {
         Ok(Response::new(Default::default()))
     }
