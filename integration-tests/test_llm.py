@@ -172,7 +172,7 @@ def test_a_refused_parameter_is_an_error_with_the_servers_message(llm: LLM) -> N
         ({"deterministic": "yes"}, "deterministic is 'yes', must be True or False"),
         ({"max_batch_size": "x"}, "invalid value 'x' for '--max-batch-size"),
         ({"cuda_memory_fraction": 7}, "--cuda-memory-fraction is 7, must be above 0 and at most 1"),
-        ({"lora_adapters": "a/b"}, "--lora-adapters is refused"),
+        ({"ngrok_edge": "a"}, "--ngrok-edge is refused"),
     ],
 )
 def test_a_wrong_setting_is_an_error(settings: dict[str, Any], message: str) -> None:

@@ -13,6 +13,7 @@ from fake_model import BLOCK_TOKENS, FakeModel, load_fake
 from penstock_server.background import run_in_background
 from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine
+from penstock_server.grammar.compiler import MAX_RUNNING
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
 
@@ -52,11 +53,12 @@ def test_a_load_in_the_background_has_a_low_priority(background: bool) -> None:
     assert found == [10 if background else niceness()]
 
 
-def test_a_standby_group_has_no_trial_process_before_it_serves(embedded_folder: Path) -> None:
+def test_a_standby_group_reads_no_vocabulary_and_has_no_trial_process(embedded_folder: Path) -> None:
     config = LoadConfig(embedded_folder, BLOCK_TOKENS, background=True)
     engine, _ = Engine.load(config, load_model=load_fake)
-    assert engine._compiler is not None
-    assert engine._compiler._first._process is None
     engine.warm_up(WarmUpConfig(16, 2, 16, num_blocks=8, proven=True))
-    assert engine._compiler._first._process is not None
+    compiler = engine._compiler
+    assert compiler is not None
+    assert compiler._reading is None
+    assert [trial._process for trial in compiler._trials.queue] == [None] * MAX_RUNNING
     engine.close()

@@ -187,7 +187,7 @@ def test_a_model_is_served_as_it_is_stored(variant: str, architecture: str, kind
 
     (stored, stored_bytes), (dense, dense_bytes) = logits(False, 23), logits(True, 23)
     assert stored_bytes < dense_bytes * 0.75
-    assert (stored - dense).norm() < 0.06 * dense.norm()
+    assert (stored - dense).norm() < 0.08 * dense.norm()
     assert not torch.equal(stored, dense)
     # Alone, in chunks and token by token, to the bit.
     assert torch.equal(stored, logits(False, *[1] * 23)[0])
