@@ -34,8 +34,9 @@ pub(crate) fn config(args: &Args, hub_cache: &Path) -> Result<AdapterConfig, Ada
     if let Some(twice) = sources.iter().find(|source| !names.insert(&source.name)) {
         return Err(AdapterFlagError::TwoOfOneName(twice.name.clone()));
     }
-    let max_loaded = sources.len().min(args.max_lora_slots as usize);
-    Ok(AdapterConfig { sources, max_loaded })
+    let max_slots = args.max_lora_slots as usize;
+    let max_loaded = if args.enable_lora_updates { max_slots } else { sources.len().min(max_slots) };
+    Ok(AdapterConfig { sources, max_loaded, can_change: args.enable_lora_updates })
 }
 
 /// COMPAT: TGI's syntax, `id`, `id@revision`, `name=/path` and `name=/path@revision`. A folder has no revisions, so there the

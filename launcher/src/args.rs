@@ -75,6 +75,11 @@ pub(crate) struct Args {
     #[arg(long, env, default_value_t = 64, value_parser = RangedU64ValueParser::<u32>::new().range(1..=4096))]
     pub(crate) max_lora_rank: u32,
 
+    /// Serve /v1/load_lora_adapter and /v1/unload_lora_adapter, with which clients add LoRA adapters from the server's folders and
+    /// remove them. Includes --check-model-name
+    #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]
+    pub(crate) enable_lora_updates: bool,
+
     /// Shard the model across ranks; without --num-shard, across all visible devices
     #[arg(long, env)]
     pub(crate) sharded: Option<bool>,

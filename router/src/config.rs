@@ -75,6 +75,8 @@ pub struct AdapterConfig {
     pub sources: Vec<AdapterSource>,
     /// Loaded at a time; 0: none.
     pub max_loaded: usize,
+    /// Whether requests may add adapters and remove them.
+    pub can_change: bool,
 }
 
 /// An adapter's name, and its folder as an absolute path.
@@ -126,6 +128,12 @@ pub enum PriorityOrder {
 }
 
 impl Config {
+    /// Whether a request that names an unknown model is refused. Always where adapters come and go: the base must not answer for one that
+    /// is gone.
+    pub(crate) fn checks_model_names(&self) -> bool {
+        self.check_model_names || self.adapters.can_change
+    }
+
     /// The model's name in answers.
     pub(crate) fn model_name(&self) -> &str {
         self.served_model_names.first().unwrap_or(&self.model_id)

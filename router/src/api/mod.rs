@@ -3,6 +3,7 @@
 //! Every generating request converts itself into a [`crate::generation::GenerationRequest`]; the parameters are checked
 //! there, in one place for all dialects.
 
+pub(crate) mod adapter;
 pub(crate) mod anthropic;
 mod closed_schema;
 mod content;

@@ -1,15 +1,15 @@
-//! LoRA adapters by name: which of them the workers have loaded, and which running requests use them.
+//! LoRA adapters by name, and the leases of running requests on them.
 //!
-//! An adapter is loaded by its first request, and stays until another one needs its place. The least recently used adapter
-//! without a running request then gives way; when every place is in use, the request waits, like one in the queue.
-//!
-//! INVARIANT: at most `max_loaded` adapters are loaded or being loaded, and none with a lease is unloaded.
+//! An adapter is loaded by its first request, and stays until another one needs its place (`adapter_place`). When every place is in use,
+//! the request waits, like one in the queue.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::Notify;
 
+use super::adapter_place::{Places, Step};
 use super::error::GenerationError;
 use super::validation::ValidationError;
 use crate::config::AdapterConfig;
@@ -27,25 +27,16 @@ pub(crate) struct Adapters {
 
 struct Inner {
     generator: Arc<dyn Generator>,
-    by_name: BTreeMap<Arc<str>, Adapter>,
-    max_loaded: usize,
     state: Mutex<State>,
     /// A place may be free, or an adapter loaded.
     changed: Notify,
 }
 
 struct State {
-    /// By the adapter's id.
-    places: HashMap<u64, Place>,
-    /// Leases that were given, the time of `last_lease`.
-    num_leased: u64,
-}
-
-/// An adapter in the workers.
-struct Place {
-    is_loaded: bool,
-    num_leases: usize,
-    last_lease: u64,
+    by_name: BTreeMap<Arc<str>, Adapter>,
+    /// Adapters that have had a name.
+    num_registered: u64,
+    places: Places,
 }
 
 /// The right of a request to use an adapter, which stays loaded as long.
@@ -54,72 +45,121 @@ pub(crate) struct AdapterLease {
     adapter: Adapter,
 }
 
+/// A request that has no lease yet.
+struct Waiting<'a> {
+    adapters: &'a Adapters,
+    ticket: u64,
+}
+
+/// Why an adapter cannot be added to a running server, or removed.
+#[derive(Clone, Debug, thiserror::Error)]
+pub(crate) enum AdapterUpdateError {
+    #[error("the name {0:?} is taken; unload that adapter first, or send \"load_inplace\": true")]
+    Taken(String),
+    #[error("there is no adapter {0:?}")]
+    Unknown(String),
+    #[error("the adapter cannot be loaded: {0}")]
+    Unusable(String),
+    #[error(transparent)]
+    Generation(#[from] GenerationError),
+}
+
 impl Adapters {
     pub(crate) fn new(config: &AdapterConfig, generator: Arc<dyn Generator>) -> Self {
-        let registered = config.sources.iter().zip(1..).map(|(source, id)| {
-            let adapter = Adapter { id, path: source.path.as_path().into() };
-            (source.name.as_str().into(), adapter)
-        });
-        let state = Mutex::new(State { places: HashMap::new(), num_leased: 0 });
-        let by_name = registered.collect();
-        let max_loaded = config.max_loaded;
-        Self { inner: Arc::new(Inner { generator, by_name, max_loaded, state, changed: Notify::new() }) }
+        let mut state = State { by_name: BTreeMap::new(), num_registered: 0, places: Places::new(config.max_loaded) };
+        for source in &config.sources {
+            let adapter = state.new_adapter(source.path.clone());
+            state.by_name.insert(source.name.as_str().into(), adapter);
+        }
+        Self { inner: Arc::new(Inner { generator, state: Mutex::new(state), changed: Notify::new() }) }
     }
 
     pub(crate) fn contains(&self, name: &str) -> bool {
-        self.inner.by_name.contains_key(name)
+        self.state().by_name.contains_key(name)
     }
 
     /// In alphabetical order.
-    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
-        self.inner.by_name.keys().map(AsRef::as_ref)
+    pub(crate) fn names(&self) -> Vec<Arc<str>> {
+        self.state().by_name.keys().cloned().collect()
     }
 
-    /// Waits until the adapter is loaded. Cancel safe.
+    /// Waits until the adapter that has this name now is loaded. Cancel safe.
     pub(crate) async fn lease(&self, name: &str) -> Result<AdapterLease, GenerationError> {
-        let adapter = self.inner.by_name.get(name).ok_or_else(|| self.unknown(name))?;
-        loop {
-            let mut changed = std::pin::pin!(self.inner.changed.notified());
-            changed.as_mut().enable();
-            let step = self.state().step(adapter, self.inner.max_loaded);
-            match step {
-                Step::Leased => return Ok(AdapterLease { adapters: self.clone(), adapter: adapter.clone() }),
-                Step::Wait => changed.await,
-                Step::Load { unloaded_ids } => self.load(name, adapter.clone(), unloaded_ids).await?,
-            }
+        let known = self.state().by_name.get(name).cloned();
+        let adapter = known.ok_or_else(|| self.unknown(name))?;
+        self.lease_of(adapter).await.map_err(|error| {
+            tracing::error!("the adapter {name} cannot be loaded: {error}");
+            GenerationError::Failed(format!("the adapter `{name}` cannot be loaded: {error}"))
+        })
+    }
+
+    /// Loads an adapter and gives it a name; `replaces`: also one that another adapter has, whose running requests go on. Cancel safe.
+    pub(super) async fn add(&self, name: &str, path: PathBuf, replaces: bool) -> Result<(), AdapterUpdateError> {
+        let expect_free = |state: &State| match state.by_name.contains_key(name) && !replaces {
+            true => Err(AdapterUpdateError::Taken(name.to_owned())),
+            false => Ok(()),
+        };
+        let adapter = {
+            let mut state = self.state();
+            expect_free(&state)?;
+            state.new_adapter(path)
+        };
+        // Another request may take the name while this one loads its adapter.
+        let _lease = self.lease_of(adapter.clone()).await.map_err(|error| match error {
+            AdapterError::Unusable(reason) => AdapterUpdateError::Unusable(reason),
+            AdapterError::Worker(_) => GenerationError::Failed(error.to_string()).into(),
+        })?;
+        let mut state = self.state();
+        let named = expect_free(&state).map(|()| state.by_name.insert(name.into(), adapter.clone()));
+        if let Some(unused) = named.as_ref().map_or(Some(&adapter), Option::as_ref) {
+            state.places.retire(unused.id);
         }
+        named.map(|_| ())
+    }
+
+    /// Takes an adapter's name. Its running requests go on.
+    pub(super) fn remove(&self, name: &str) -> Result<(), AdapterUpdateError> {
+        let mut state = self.state();
+        let adapter = state.by_name.remove(name).ok_or_else(|| AdapterUpdateError::Unknown(name.to_owned()))?;
+        state.places.retire(adapter.id);
+        Ok(())
     }
 
     fn unknown(&self, given: &str) -> ValidationError {
-        let served: Vec<String> = self.names().take(MAX_NAMES_SHOWN).map(|name| format!("`{name}`")).collect();
+        let served: Vec<String> = self.names().iter().take(MAX_NAMES_SHOWN).map(|name| format!("`{name}`")).collect();
         ValidationError::Adapter(match &served[..] {
             [] => format!("{given} is unknown: no adapters are served"),
             served => format!("{given} is unknown: the server has {}", served.join(", ")),
         })
     }
 
-    /// Loads an adapter into the place that is reserved for it, also when the request is gone meanwhile.
-    async fn load(&self, name: &str, adapter: Adapter, unloaded_ids: Vec<u64>) -> Result<(), GenerationError> {
+    async fn lease_of(&self, adapter: Adapter) -> Result<AdapterLease, AdapterError> {
+        let waiting = Waiting { adapters: self, ticket: self.state().places.arrive(adapter.id) };
+        loop {
+            let mut changed = std::pin::pin!(self.inner.changed.notified());
+            changed.as_mut().enable();
+            let step = self.state().places.step(waiting.ticket, adapter.id);
+            match step {
+                Step::Leased => return Ok(AdapterLease { adapters: self.clone(), adapter }),
+                Step::Wait => changed.await,
+                Step::Load { unloaded_ids } => return self.load(adapter, unloaded_ids).await,
+            }
+        }
+    }
+
+    /// Loads an adapter into the place that it has taken, also when the request is gone meanwhile.
+    async fn load(&self, adapter: Adapter, unloaded_ids: Vec<u64>) -> Result<AdapterLease, AdapterError> {
         let adapters = self.clone();
         let loading = tokio::spawn(async move {
             let result = adapters.inner.generator.load_adapter(adapter.clone(), unloaded_ids).await;
-            let mut state = adapters.state();
-            match (&result, state.places.get_mut(&adapter.id)) {
-                (Ok(()), Some(place)) => place.is_loaded = true,
-                _ => drop(state.places.remove(&adapter.id)),
+            match result {
+                Ok(()) => adapters.state().places.loaded(adapter.id),
+                Err(_) => adapters.state().places.failed(adapter.id),
             }
-            drop(state);
             adapters.inner.changed.notify_waiters();
-            result
+            result.map(|()| AdapterLease { adapters, adapter })
         });
-        let result = match loading.await {
-            Ok(result) => result,
-            Err(error) => Err(AdapterError::Worker(error.to_string())),
-        };
-        result.map_err(|error| {
-            tracing::error!("the adapter {name} cannot be loaded: {error}");
-            GenerationError::Failed(format!("the adapter `{name}` cannot be loaded: {error}"))
-        })
+        loading.await.unwrap_or_else(|error| Err(AdapterError::Worker(error.to_string())))
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -127,38 +167,10 @@ impl Adapters {
     }
 }
 
-/// What a request for an adapter does next.
-#[derive(Debug, PartialEq)]
-enum Step {
-    Leased,
-    /// Until something changes.
-    Wait,
-    /// The place is reserved.
-    Load {
-        unloaded_ids: Vec<u64>,
-    },
-}
-
 impl State {
-    fn step(&mut self, adapter: &Adapter, max_loaded: usize) -> Step {
-        self.num_leased += 1;
-        if let Some(place) = self.places.get_mut(&adapter.id) {
-            if !place.is_loaded {
-                return Step::Wait;
-            }
-            place.num_leases += 1;
-            place.last_lease = self.num_leased;
-            return Step::Leased;
-        }
-        let mut unloaded_ids = Vec::new();
-        if self.places.len() >= max_loaded {
-            let idle = self.places.iter().filter(|(_, place)| place.is_loaded && place.num_leases == 0);
-            let Some((&oldest, _)) = idle.min_by_key(|(_, place)| place.last_lease) else { return Step::Wait };
-            self.places.remove(&oldest);
-            unloaded_ids.push(oldest);
-        }
-        self.places.insert(adapter.id, Place { is_loaded: false, num_leases: 0, last_lease: self.num_leased });
-        Step::Load { unloaded_ids }
+    fn new_adapter(&mut self, path: PathBuf) -> Adapter {
+        self.num_registered += 1;
+        Adapter { id: self.num_registered, path: path.as_path().into() }
     }
 }
 
@@ -170,56 +182,14 @@ impl AdapterLease {
 
 impl Drop for AdapterLease {
     fn drop(&mut self) {
-        if let Some(place) = self.adapters.state().places.get_mut(&self.adapter.id) {
-            place.num_leases -= 1;
-        }
+        self.adapters.state().places.release(self.adapter.id);
         self.adapters.inner.changed.notify_waiters();
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use std::path::Path;
-
-    use super::*;
-
-    fn adapter(id: u64) -> Adapter {
-        Adapter { id, path: Path::new("/adapter").into() }
-    }
-
-    /// The next step of a request for adapter `id`, with two places. What is to be loaded is loaded at once.
-    fn step(state: &mut State, id: u64) -> Step {
-        let step = state.step(&adapter(id), 2);
-        if let (Step::Load { .. }, Some(place)) = (&step, state.places.get_mut(&id)) {
-            place.is_loaded = true;
-        }
-        step
-    }
-
-    fn end(state: &mut State, id: u64) {
-        state.places.get_mut(&id).unwrap().num_leases -= 1;
-    }
-
-    #[test]
-    fn an_adapter_with_a_lease_keeps_its_place() {
-        let mut state = State { places: HashMap::new(), num_leased: 0 };
-        for id in [1, 2] {
-            assert_eq!(step(&mut state, id), Step::Load { unloaded_ids: vec![] });
-            assert_eq!(step(&mut state, id), Step::Leased);
-        }
-        assert_eq!(step(&mut state, 3), Step::Wait);
-        assert_eq!(step(&mut state, 1), Step::Leased);
-        end(&mut state, 1);
-        assert_eq!(step(&mut state, 3), Step::Wait);
-        end(&mut state, 2);
-        assert_eq!(step(&mut state, 3), Step::Load { unloaded_ids: vec![2] });
-    }
-
-    #[test]
-    fn a_place_that_is_being_filled_is_waited_for() {
-        let mut state = State { places: HashMap::new(), num_leased: 0 };
-        assert_eq!(state.step(&adapter(1), 1), Step::Load { unloaded_ids: vec![] });
-        assert_eq!(state.step(&adapter(1), 1), Step::Wait);
-        assert_eq!(state.step(&adapter(2), 1), Step::Wait);
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.adapters.state().places.leave(self.ticket);
+        self.adapters.inner.changed.notify_waiters();
     }
 }

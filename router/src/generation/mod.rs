@@ -6,6 +6,7 @@
 //! `http` and `api` rooms; errors have no status here, and types have no wire format.
 
 mod adapter;
+mod adapter_place;
 mod admission;
 mod chat;
 mod deadline;
@@ -23,6 +24,7 @@ mod summary;
 mod text_stream;
 mod validation;
 
+pub(crate) use adapter::AdapterUpdateError;
 pub(crate) use chat::{Chat, ToolCallIds, ToolSet};
 pub(crate) use delta::{FinishReason, PromptToken, TextToken, TopToken};
 pub(crate) use error::{Bound, GenerationError, MIN_RETRY_AFTER_S, Refusal};

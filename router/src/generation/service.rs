@@ -1,12 +1,13 @@
 //! Opens generations: the one path from a request to its running sequences.
 
 use std::hash::{BuildHasher, RandomState};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use penstock_scheduler::Stats;
 use tokio_util::sync::CancellationToken;
 
-use super::adapter::{AdapterLease, Adapters};
+use super::adapter::{AdapterLease, AdapterUpdateError, Adapters};
 use super::admission::{Admission, QueueReservation};
 use super::chat::{Chat, ChatAnswer, ToolCallIds};
 use super::deadline::{Deadlines, reached};
@@ -186,6 +187,26 @@ impl GenerationService {
             return Err(ValidationError::TokenId { field: "tokens", vocabulary, given }.into());
         }
         Ok(self.inner.text.decode(token_ids).await?)
+    }
+
+    /// Loads an adapter, and serves it by this name. `replaces`: also if another adapter has the name. Takes a permit.
+    pub(crate) async fn add_adapter(
+        &self,
+        name: &str,
+        folder: PathBuf,
+        replaces: bool,
+        record: &RequestRecord,
+    ) -> Result<(), AdapterUpdateError> {
+        let _permit = self.inner.admission.permit(1)?;
+        let deadlines = Deadlines::new(record.received(), None, self.config().queue.timeout);
+        let adding = self.adapters().add(name, folder, replaces);
+        // Waiting for a place may fail, and so may the adapter.
+        self.in_time(deadlines, async { Ok(adding.await) }).await?
+    }
+
+    /// Serves an adapter no longer; its running requests go on.
+    pub(crate) fn remove_adapter(&self, name: &str) -> Result<(), AdapterUpdateError> {
+        self.adapters().remove(name)
     }
 
     /// The rendered prompt of a chat and its tokens. Takes a permit.

@@ -2,6 +2,7 @@
 //!
 //! A generating handler extracts its request (`api`), starts it (`generation`) and renders the deltas.
 
+mod adapter;
 mod auth;
 mod candidate;
 mod chat;
@@ -108,6 +109,8 @@ fn routes(serves_embeddings: bool) -> (Router<Service>, OpenApi) {
         .routes(routes!(responses::responses))
         .routes(routes!(messages::messages))
         .routes(routes!(messages::count_tokens))
+        .routes(routes!(adapter::load))
+        .routes(routes!(adapter::unload))
         .routes(routes!(status::models))
         .routes(routes!(status::model))
         .routes(routes!(invocations::invocations))

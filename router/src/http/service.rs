@@ -59,7 +59,7 @@ impl Service {
         }
         match asked {
             Some(name)
-                if config.check_model_names && !config.served_model_names.iter().any(|served| served == name) =>
+                if config.checks_model_names() && !config.served_model_names.iter().any(|served| served == name) =>
             {
                 Err(ApiError::UnknownModel { given: name.to_owned(), served: config.served_model_names.join(", ") })
             }

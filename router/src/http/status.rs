@@ -74,7 +74,8 @@ pub(super) async fn version() -> Json<Version> {
 )]
 pub(super) async fn models(State(service): State<Service>) -> Json<ModelList> {
     let models = service.config().served_model_names.iter().map(|name| served_model(&service, name));
-    let adapters = service.generation().adapters().names().map(|name| adapter(&service, name));
+    let names = service.generation().adapters().names();
+    let adapters = names.iter().map(|name| adapter(&service, name));
     Json(ModelList { object: "list", data: models.chain(adapters).collect() })
 }
 

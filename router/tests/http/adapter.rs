@@ -16,7 +16,16 @@ const CHAT: &str = "/v1/chat/completions";
 fn adapters(names: &[&str]) -> impl FnOnce(&mut Config) {
     let source = |name: &&str| AdapterSource { name: (*name).to_owned(), path: PathBuf::from(format!("/of/{name}")) };
     let sources = names.iter().map(source).collect();
-    move |config| config.adapters = AdapterConfig { sources, max_loaded: 2 }
+    move |config| config.adapters = AdapterConfig { sources, max_loaded: 2, can_change: false }
+}
+
+/// As `adapters`, on a server that adds and removes them.
+fn changing(names: &[&str]) -> impl FnOnce(&mut Config) {
+    let adjust = adapters(names);
+    move |config| {
+        adjust(config);
+        config.adapters.can_change = true;
+    }
 }
 
 async fn server(names: &[&str]) -> Server {
@@ -139,4 +148,90 @@ async fn prefixes_are_shared_with_requests_of_the_same_adapter_only() {
     }
     assert_eq!((salts[0], salts[1] == salts[2]), (None, true));
     assert!(salts[1].is_some() && salts[1] != salts[3]);
+}
+
+const LOAD: &str = "/v1/load_lora_adapter";
+const UNLOAD: &str = "/v1/unload_lora_adapter";
+
+fn added(name: &str, path: &str) -> Value {
+    json!({"lora_name": name, "lora_path": path})
+}
+
+#[tokio::test]
+async fn adapters_are_added_and_removed_while_serving() {
+    let server = Server::start(|sequence| sequence.answer(&[IM_END]), changing(&[])).await;
+    assert_eq!(server.post(CHAT, chat("sql")).await.status, StatusCode::NOT_FOUND);
+    let answer = server.post(LOAD, added("sql", "/of/sql")).await;
+    assert_eq!((answer.status, &answer.body[..]), (StatusCode::OK, "Success: LoRA adapter 'sql' added successfully."));
+    assert_eq!(*server.engine.loads.lock().unwrap(), [(1, vec![])]);
+    assert_eq!(server.get("/v1/models/sql").await.json()["parent"], "test/model");
+    assert_eq!(server.post(CHAT, chat("sql")).await.status, StatusCode::OK);
+    assert_eq!(server.last_request().adapter.unwrap().path.to_str(), Some("/of/sql"));
+    let answer = server.post(UNLOAD, json!({"lora_name": "sql"})).await;
+    assert_eq!(
+        (answer.status, &answer.body[..]),
+        (StatusCode::OK, "Success: LoRA adapter 'sql' removed successfully.")
+    );
+    assert_eq!(server.post(CHAT, chat("sql")).await.status, StatusCode::NOT_FOUND);
+    assert_eq!(server.get("/v1/models/sql").await.status, StatusCode::NOT_FOUND);
+}
+
+#[tokio::test]
+async fn an_adapter_that_is_removed_finishes_its_requests() {
+    let (server, mut sequences) = Server::manual_with(changing(&["sql"])).await;
+    let script = async {
+        let running = sequences.recv().await.unwrap();
+        assert_eq!(server.post(UNLOAD, json!({"lora_name": "sql"})).await.status, StatusCode::OK);
+        assert_eq!(server.post(CHAT, chat("sql")).await.status, StatusCode::NOT_FOUND);
+        // Its place is in use, and so is that of the second adapter: both are not unloaded.
+        assert_eq!(server.post(LOAD, added("poet", "/of/poet")).await.status, StatusCode::OK);
+        assert_eq!(*server.engine.loads.lock().unwrap(), [(1, vec![]), (2, vec![])]);
+        running.answer(&[IM_END]);
+    };
+    let (answer, ()) = tokio::join!(server.post(CHAT, chat("sql")), script);
+    assert_eq!(answer.status, StatusCode::OK);
+    assert_eq!(server.post(LOAD, added("law", "/of/law")).await.status, StatusCode::OK);
+    // The removed adapter gives way, though it was used last.
+    assert_eq!(server.engine.loads.lock().unwrap().last(), Some(&(3, vec![1])));
+}
+
+#[tokio::test]
+async fn an_adapter_is_replaced_in_place_only_on_request() {
+    let server = Server::start(|sequence| sequence.answer(&[IM_END]), changing(&["sql"])).await;
+    server.post(CHAT, chat("sql")).await;
+    let salt = server.last_request().cache_salt;
+    let replacing = json!({"lora_name": "sql", "lora_path": "/of/new", "load_inplace": true});
+    assert_eq!(server.post(LOAD, replacing).await.status, StatusCode::OK);
+    server.post(CHAT, chat("sql")).await;
+    assert_eq!(server.last_request().adapter.unwrap().path.to_str(), Some("/of/new"));
+    assert_ne!(server.last_request().cache_salt, salt, "no prefix of the adapter before");
+    for (name, path, param, reason) in [
+        ("sql", "/of/sql", "lora_name", "the name \"sql\" is taken"),
+        ("test/model", "/of/sql", "lora_name", "must be a name that the model does not have"),
+        ("", "/of/sql", "lora_name", "must be a name"),
+        ("poet", "of/poet", "lora_path", "must be an absolute path"),
+        ("poet", "/of/broken", "lora_path", "the adapter cannot be loaded: it is broken"),
+    ] {
+        let answer = server.post(LOAD, added(name, path)).await;
+        assert_eq!(answer.status, StatusCode::BAD_REQUEST, "{}", answer.body);
+        let error = &answer.json()["error"];
+        assert_eq!(error["param"], param);
+        assert!(error["message"].as_str().unwrap().contains(reason), "{error}");
+    }
+    assert_eq!(server.post(CHAT, chat("poet")).await.status, StatusCode::NOT_FOUND);
+    let unknown = server.post(UNLOAD, json!({"lora_name": "poet"})).await;
+    assert_eq!(unknown.status, StatusCode::NOT_FOUND);
+    assert_eq!(unknown.json()["error"]["message"], "there is no adapter \"poet\"");
+}
+
+#[tokio::test]
+async fn adapters_change_only_where_the_operator_allows_it() {
+    let server = server(&["sql"]).await;
+    for (path, body) in [(LOAD, added("poet", "/of/poet")), (UNLOAD, json!({"lora_name": "sql"}))] {
+        let answer = server.post(path, body).await;
+        assert_eq!(answer.status, StatusCode::NOT_FOUND);
+        let message = answer.json()["error"]["message"].as_str().unwrap().to_owned();
+        assert!(message.ends_with("start the server with --enable-lora-updates"), "{message}");
+    }
+    assert_eq!(server.post(CHAT, chat("sql")).await.status, StatusCode::OK);
 }

@@ -53,6 +53,8 @@ async fn every_route_lists_its_statuses() {
     POST /v1/responses: 200 400 401 404 408 413 415 429 431 500 503 504
     POST /v1/messages: 200 400 401 404 408 413 415 429 431 500 503 504
     POST /v1/messages/count_tokens: 200 400 401 404 408 413 415 429 431 500 503
+    POST /v1/load_lora_adapter: 200 400 401 404 408 413 415 429 431 500 503
+    POST /v1/unload_lora_adapter: 200 400 401 404 408 413 415 431 500
     GET /v1/models: 200 431 500
     GET /v1/models/test%2Fmodel: 200 404 431 500
     POST /invocations: 200 400 401 404 408 413 415 422 424 429 431 500 503 504
