@@ -334,10 +334,10 @@ async fn loading_and_warming_up_reach_every_rank_and_add_up_their_sizes() {
 
 #[tokio::test]
 async fn a_worker_of_another_version_is_refused_naming_both() {
-    let group = FakeGroup::start(vec![Script { protocol_version: Some(9), ..Script::default() }]);
+    let group = FakeGroup::start(vec![Script { protocol_version: Some(99), ..Script::default() }]);
     let mut connected = connect(&group).await;
     let error = connected.load(&load_options()).await.unwrap_err();
-    assert_eq!(error, WorkerError::Version { rank: 0, theirs: 9, ours: PROTOCOL_VERSION });
+    assert_eq!(error, WorkerError::Version { rank: 0, theirs: 99, ours: PROTOCOL_VERSION });
     let told = format!("rank 0 speaks version 9 of the worker protocol, this router speaks version {PROTOCOL_VERSION}");
     assert!(error.to_string().starts_with(&told), "{error}");
 }

@@ -88,6 +88,7 @@ def as_text(report: Report) -> str:
     if layout is not None:
         rows.append(("architecture", layout.architecture))
         rows.append(("serves", layout.serves))
+        rows.append(("images", "read" if layout.reads_images else "not read"))
         of_source = f", of which {layout.max_source_tokens} for the source" if layout.max_source_tokens else ""
         rows.append(("context", f"{layout.max_position_tokens} tokens{of_source}"))
     if report.num_parameters is not None:

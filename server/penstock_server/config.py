@@ -69,6 +69,15 @@ class Pooling:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageInput:
+    """How a prompt has images; see the message `ImageInput`."""
+
+    placeholder_id: int
+    placeholder: str
+    max_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Description:
     """A loaded model, as the router needs to know it."""
 
@@ -88,6 +97,7 @@ class Description:
     pooling: Pooling | None = None  # None: the model generates tokens
     num_dimensions: int = 0  # of a pooled vector
     can_draft: bool = False  # plans may allow draft tokens
+    image_input: ImageInput | None = None  # None: the model reads no images
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,3 +13,7 @@ class PlanError(Exception):
 
 class GrammarError(Exception):
     """A grammar cannot be used; the message is for the user."""
+
+
+class ImageError(Exception):
+    """An image cannot be used; the message is for the user."""

@@ -65,6 +65,22 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
+class Image:
+    """An image file."""
+
+    hash: bytes  # SHA-256 of the data
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSpan:
+    """An image among a sequence's tokens."""
+
+    hash: bytes
+    offset: int  # of the first token that stands for it
+
+
+@dataclass(frozen=True, slots=True)
 class NewSequence:
     """A sequence that the worker does not know yet."""
 
@@ -77,6 +93,7 @@ class NewSequence:
     num_source_tokens: int = 0  # leading token_ids that an encoder reads
     num_second_text_tokens: int = 0  # last token_ids that have token type 1; the others have type 0
     adapter: Adapter | None = None
+    images: Sequence[ImageSpan] = ()  # in the order of their offsets
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,14 +25,26 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock_server.compute import ComputeThread
-from penstock_server.config import Description, LoadConfig, WarmUpConfig, WorkerConfig
+from penstock_server.config import Description, ImageInput, LoadConfig, WarmUpConfig, WorkerConfig
 from penstock_server.engine import Engine
 from penstock_server.engine.engine import LoadModel
-from penstock_server.errors import ConfigError, GrammarError, PlanError
+from penstock_server.errors import ConfigError, GrammarError, ImageError, PlanError
 from penstock_server.pb import worker_pb2 as pb
 from penstock_server.pb import worker_pb2_grpc as rpc
 from penstock_server.phase import Phase
-from penstock_server.plan import Adapter, Advances, Grammar, NewSequence, Plan, Sampling, StepResult, Tokens, Top
+from penstock_server.plan import (
+    Adapter,
+    Advances,
+    Grammar,
+    Image,
+    ImageSpan,
+    NewSequence,
+    Plan,
+    Sampling,
+    StepResult,
+    Tokens,
+    Top,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +134,7 @@ class Worker(rpc.WorkerServicer):
             max_source_tokens=description.max_source_tokens,
             pooling=_pooling(description),
             can_draft=description.can_draft,
+            image_input=_image_input(description.image_input),
         )
 
     def WarmUp(self, request: pb.WarmUpRequest, context: grpc.ServicerContext) -> pb.WarmUpResponse:  # noqa: N802
@@ -183,6 +196,23 @@ class Worker(rpc.WorkerServicer):
         except Exception as error:  # noqa: BLE001 - the service's boundary
             self._abort_with_fault(context, error)
         return pb.LoadAdapterResponse()
+
+    def EncodeImages(  # noqa: N802
+        self, request: pb.EncodeImagesRequest, context: grpc.ServicerContext
+    ) -> pb.EncodeImagesResponse:
+        engine = self._engine
+        if engine is None:
+            _refuse(context, "no model is loaded; Load comes before EncodeImages")
+        images = [Image(image.hash, image.data) for image in request.images]
+        try:
+            encoded = engine.encode_images(images, request.released_hashes)
+        except ImageError as error:
+            return pb.EncodeImagesResponse(error=str(error))
+        except Exception as error:  # noqa: BLE001 - the service's boundary
+            self._abort_with_fault(context, error)
+        return pb.EncodeImagesResponse(
+            images=[pb.EncodedImage(token_ids=each.token_ids.tolist(), num_bytes=each.num_bytes) for each in encoded]
+        )
 
     def Health(self, request: pb.HealthRequest, context: grpc.ServicerContext) -> pb.HealthResponse:  # noqa: N802
         engine, device = self._engine, None
@@ -340,6 +370,16 @@ def _pooling(description: Description) -> pb.Pooling | None:
     )
 
 
+def _image_input(image_input: ImageInput | None) -> pb.ImageInput | None:
+    if image_input is None:
+        return None
+    return pb.ImageInput(
+        placeholder_id=image_input.placeholder_id,
+        placeholder=image_input.placeholder,
+        max_bytes=image_input.max_bytes,
+    )
+
+
 def _plan(message: pb.Plan) -> Plan:
     return Plan(
         step=message.step,
@@ -379,6 +419,7 @@ def _new_sequence(message: pb.NewSequence) -> NewSequence:
         num_source_tokens=message.num_source_tokens,
         num_second_text_tokens=message.num_second_text_tokens,
         adapter=_adapter(message.adapter),
+        images=tuple(ImageSpan(span.hash, span.offset) for span in message.images),
     )
 
 

@@ -45,6 +45,7 @@ class FakeModel:
     decoder_prefix = ()
     pooler = None
     adapters = None
+    images = None
     window_tokens = 0
     is_recordable = False
     is_row_independent = True

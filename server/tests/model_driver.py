@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from penstock_server.attention.interface import StepAdapters
 from penstock_server.engine.host_batch import HostBatch, split
 from penstock_server.models.interface import CausalModel
+from penstock_server.vision.encoder import PlacedImage, image_tokens
 from tested_device import DEVICE
 from torch import Tensor
 
@@ -21,6 +23,7 @@ class DrivenSequence:
     num_computed: int = 0
     num_source: int = 0
     adapter: Any = None  # as `Adapters.load` returns it
+    images: Sequence[PlacedImage] = ()
 
 
 @dataclass
@@ -48,6 +51,7 @@ class ModelDriver:
         """Advances each sequence by a number of tokens. Returns the logits [sequences, vocab] of the last token of
         each, or with `every_row` of all tokens except the sources', on the CPU."""
         token_ids, positions, slots, starts, last_rows, rows = [], [], [], [0], [], []
+        computed = np.array([sequence.num_computed for sequence, _ in advances])
         for sequence, num_tokens in advances:
             first, stop = sequence.num_computed, sequence.num_computed + num_tokens
             assert num_tokens >= 1
@@ -79,6 +83,9 @@ class ModelDriver:
             max_context_tokens=max(context_lens),
             adapters=_adapters(advances),
         )
+        images = image_tokens([sequence.images for sequence, _ in advances], computed, np.array(context_lens))
+        if images is not None:
+            batch = replace(batch, image_places=images[0], image_embeddings=images[1])
         if self.model.max_source_tokens:
             batch, _ = split(batch, np.array([sequence.num_source for sequence, _ in advances]))
         on_device = batch.put(lambda array: torch.from_numpy(array).to(self.device))

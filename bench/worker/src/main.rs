@@ -82,6 +82,13 @@ impl Worker for Script {
         Ok(Response::new(Default::default()))
     }
 
+    async fn encode_images(
+        &self,
+        _: Request<proto::EncodeImagesRequest>,
+    ) -> Result<Response<proto::EncodeImagesResponse>, Status> {
+        Err(Status::unimplemented("there are no images"))
+    }
+
     async fn health(&self, _: Request<proto::HealthRequest>) -> Result<Response<proto::HealthResponse>, Status> {
         Ok(Response::new(Default::default()))
     }

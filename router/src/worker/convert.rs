@@ -30,6 +30,7 @@ fn new_sequence(constants: &Constants, new: NewSequence) -> proto::NewSequence {
         grammar: constants.grammar.as_ref().map(grammar),
         num_second_text_tokens: constants.num_second_text_tokens,
         adapter: constants.adapter.as_ref().map(adapter),
+        images: Vec::new(),
     }
 }
 

@@ -318,6 +318,13 @@ impl Worker for Service {
         Ok(Response::new(proto::LoadAdapterResponse::default()))
     }
 
+    async fn encode_images(
+        &self,
+        _: Request<proto::EncodeImagesRequest>,
+    ) -> Result<Response<proto::EncodeImagesResponse>, Status> {
+        Ok(Response::new(proto::EncodeImagesResponse { error: "the model reads no images".to_owned(), images: vec![] }))
+    }
+
     async fn health(&self, _: Request<proto::HealthRequest>) -> Result<Response<proto::HealthResponse>, Status> {
         if let Some(mut silence) = self.script.silence.clone() {
             let _ = silence.wait_for(|is_silent| !is_silent).await;

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from penstock_server.engine.host_batch import HostBatch, Rows, split
 from penstock_server.engine.sequence import SequenceTable
 from penstock_server.plan import Advances, Failure
+from penstock_server.vision.encoder import image_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +200,10 @@ def build(table: SequenceTable, chosen: Selection) -> Built:
     )
     if table.adapter[rows].any():
         batch = replace(batch, adapters=table.adapters_of(token_rows))
+    if (computed < table.images_end[rows]).any():
+        images = image_tokens(table.images_of(rows), computed, contexts)
+        if images is not None:
+            batch = replace(batch, image_places=images[0], image_embeddings=images[1])
     if not table.limits.has_answers:
         batch = replace(batch, source_lens=batch.context_lens)
         if table.limits.has_token_types:

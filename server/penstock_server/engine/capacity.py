@@ -107,6 +107,8 @@ class CapacityProbe:
         reserved_bytes = self.standby_bytes if config.reserves_standby and not on_cpu else 0
         if self.model.adapters is not None:
             reserved_bytes += self.model.adapters.max_bytes
+        if self.model.images is not None:
+            reserved_bytes += self.model.images.max_bytes
         left = replace(left, available=left.available - reserved_bytes, transient=step_bytes + recorded_bytes + unseen)
         num_blocks = self.agree_on_blocks(config, memory.usable_bytes(left, share) // per_block, left)
         return Measured(num_blocks, max(seconds), step_bytes)

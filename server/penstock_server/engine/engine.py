@@ -15,7 +15,7 @@ import torch
 
 from penstock_server.attention import preferred_block_tokens
 from penstock_server.background import run_in_background
-from penstock_server.config import Capacity, Description, LoadConfig, WarmUpConfig
+from penstock_server.config import Capacity, Description, ImageInput, LoadConfig, WarmUpConfig
 from penstock_server.engine import memory, warmup
 from penstock_server.engine.capacity import CapacityProbe, Measured
 from penstock_server.engine.device import (
@@ -37,7 +37,7 @@ from penstock_server.engine.step import StepRunner
 from penstock_server.engine.stream import Runner
 from penstock_server.engine.transfer import record_event
 from penstock_server.engine.watermark import Watermark
-from penstock_server.errors import ConfigError, GrammarError
+from penstock_server.errors import ConfigError, GrammarError, ImageError
 from penstock_server.grammar.compiler import GrammarCompiler
 from penstock_server.grammar.state import GrammarStates
 from penstock_server.heap import return_free_pages
@@ -46,7 +46,8 @@ from penstock_server.kernels.native_build import find_build
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
 from penstock_server.phase import PhaseClock
-from penstock_server.plan import Adapter, Advances, Grammar, NewSequence, Plan, StepResult, StepTiming
+from penstock_server.plan import Adapter, Advances, Grammar, Image, NewSequence, Plan, StepResult, StepTiming
+from penstock_server.vision.encoder import EncodedImage, ImageEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,10 @@ def _load_model(options: LoadOptions, group: RankGroup) -> CausalModel:
 def _can_draft(model: CausalModel, device: torch.device) -> bool:
     """Whether drafts change no bit, and no step waits for them: the tokens that a draft continues are on the host."""
     return device.type == "cpu" and model.pooler is None and model.is_row_independent
+
+
+def _image_input(images: ImageEncoder | None) -> ImageInput | None:
+    return None if images is None else ImageInput(images.image_token_id, images.placeholder, images.kept_bytes)
 
 
 class Engine:
@@ -164,6 +169,7 @@ class Engine:
             pooling=None if model.pooler is None else model.pooler.pooling,
             num_dimensions=0 if model.pooler is None else model.pooler.num_dimensions,
             can_draft=_can_draft(model, device),
+            image_input=_image_input(model.images),
         )
         return cls(model, group, device, block_tokens, watermark, compiler, config.cpu_isa), description
 
@@ -183,10 +189,19 @@ class Engine:
             self.model.adapters.unload(adapter_id)
         self.model.adapters.load(adapter)
 
+    def encode_images(self, images: Sequence[Image], released_hashes: Sequence[bytes]) -> list[EncodedImage]:
+        """Encode images, after forgetting others. Any thread may call it while steps run. Raises ImageError for an
+        image that cannot be used."""
+        if self.model.images is None:
+            raise ImageError("the model reads no images")
+        return self.model.images.encode(images, released_hashes)
+
     def close(self) -> None:
         """End the engine's processes, and leave the other ranks. It must not be used afterwards."""
         if self._compiler is not None:
             self._compiler.close()
+        if self.model.images is not None:
+            self.model.images.close()
         self._group.leave()
 
     @torch.inference_mode()
@@ -224,7 +239,7 @@ class Engine:
             )
 
         def runner(model: CausalModel, num_blocks: int, graphs: StepGraphs | None = None) -> Runner:
-            table = SequenceTable(table_limits(num_blocks), self.model.adapters)
+            table = SequenceTable(table_limits(num_blocks), self.model.adapters, self.model.images)
             if model.pooler is not None:
                 return PoolingRunner(model, model.pooler, self._group, self._device, config, table, self.progress)
             can_draft = _can_draft(model, self._device)

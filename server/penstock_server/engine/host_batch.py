@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from penstock_server.attention.interface import StepAdapters, StepBatch
 from penstock_server.engine.transfer import Put
@@ -32,6 +33,8 @@ class HostBatch:
     sources: HostBatch | None = None
     token_types: Rows | None = None
     adapters: StepAdapters | None = None
+    image_places: Rows | None = None
+    image_embeddings: Tensor | None = None  # on the device
 
     @property
     def num_sequences(self) -> int:
@@ -40,7 +43,12 @@ class HostBatch:
     @property
     def is_decode(self) -> bool:
         """Whether each sequence has one token, and gives an output."""
-        return self.sources is None and len(self.token_ids) == len(self.sample_rows) == self.num_sequences > 0
+        has_images = self.image_places is not None
+        return (
+            not has_images
+            and self.sources is None
+            and len(self.token_ids) == len(self.sample_rows) == self.num_sequences > 0
+        )
 
     def put(self, put: Put) -> StepBatch:
         """On the device. The arrays are put in the order of the fields."""

@@ -27,6 +27,7 @@ from penstock_server.engine.sampling import (
 )
 from penstock_server.models.adapter import Adapters
 from penstock_server.plan import NewSequence, Sampling
+from penstock_server.vision.encoder import ImageEncoder, PlacedImage
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +47,14 @@ class TableLimits:
 class SequenceTable:
     """All sequences of one stream of steps."""
 
-    def __init__(self, limits: TableLimits, adapters: Adapters | None = None) -> None:
-        """adapters: None: no sequence may have one."""
+    def __init__(
+        self, limits: TableLimits, adapters: Adapters | None = None, encoder: ImageEncoder | None = None
+    ) -> None:
+        """adapters, encoder: None: no sequence may have an adapter, or images."""
         self.limits = limits
         self.adapters = adapters
+        self.encoder = encoder
+        self._images_of: dict[int, list[PlacedImage]] = {}  # by row; kept until the row is released
         self._adapter_of: dict[int, Any] = {}  # by row; kept loaded until the row is released
         self._composition: tuple[bytes, Composition] | None = None
         self._naming: dict[int, Sampling] = {}  # by row: samplings that name single tokens
@@ -69,6 +74,7 @@ class SequenceTable:
         self.computed = np.zeros(limits.num_rows, np.int64)
         self.num_blocks = np.zeros(limits.num_rows, np.int64)
         self.adapter = np.zeros(limits.num_rows, np.int64)  # its id; 0: none
+        self.images_end = np.zeros(limits.num_rows, np.int64)  # tokens up to the end of its last image; 0: it has none
         self.sampling = np.zeros(limits.num_rows, SAMPLING_FIELDS)
         # A number that no other residency (from `add` until the row is released) ever has; 0: the row is free.
         self.residency = np.zeros(limits.num_rows, np.int64)
@@ -96,7 +102,8 @@ class SequenceTable:
             return
         if sequence_id in self._failures:
             return
-        reason = self._refusal(new)
+        images = [] if self.encoder is None else self.encoder.placed(new.images)
+        reason = self._refusal(new) or _image_refusal(new, images)
         if reason:
             self._failures[sequence_id] = reason
             return
@@ -116,6 +123,9 @@ class SequenceTable:
         if new.adapter is not None and self.adapters is not None:
             self.adapter[row] = new.adapter.id
             self._adapter_of[row] = self.adapters.get(new.adapter)
+        if images:
+            self._images_of[row] = images
+            self.images_end[row] = images[-1].end
         self.sampling[row] = record(new.sampling)
         if names_tokens(new.sampling):
             self._naming[row] = new.sampling
@@ -171,6 +181,10 @@ class SequenceTable:
         loaded = [self._adapter_of[row] for row in token_rows[first[num_without:]].tolist()]
         return StepAdapters(loaded, torch.from_numpy(places.astype(np.int64) - num_without))
 
+    def images_of(self, rows: npt.NDArray[np.int64]) -> list[Sequence[PlacedImage]]:
+        """[rows]: the images of each."""
+        return [self._images_of.get(row, ()) for row in rows.tolist()]
+
     def first_ids(self, rows: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """[rows, longest]: the tokens before `ends` [rows] that are not the encoder's; shorter rows are padded with
         their first."""
@@ -202,6 +216,8 @@ class SequenceTable:
         self._scoring_prompts.discard(row)
         self._adapter_of.pop(row, None)
         self.adapter[row] = 0
+        self._images_of.pop(row, None)
+        self.images_end[row] = 0
         self.residency[row] = 0
         self._free_rows.append(row)
         return True
@@ -261,6 +277,7 @@ class SequenceTable:
             "computed",
             "num_blocks",
             "adapter",
+            "images_end",
             "sampling",
             "residency",
         ):
@@ -273,3 +290,15 @@ class SequenceTable:
                 after[:old, :used] = before[:, :used]
             setattr(self, name, after)
         self._free_rows.extend(range(2 * old - 1, old - 1, -1))
+
+
+def _image_refusal(new: NewSequence, images: Sequence[PlacedImage]) -> str:
+    """images: those of the sequence that are encoded."""
+    if len(images) < len(new.images):
+        return f"has {len(new.images)} images, of which {len(images)} are encoded"
+    end = 0
+    for image in images:
+        if image.offset < end or list(new.token_ids[image.offset : image.end]) != image.image.token_ids.tolist():
+            return f"has an image at token {image.offset}, where the image's tokens are not"
+        end = image.end
+    return ""

@@ -103,7 +103,7 @@ class StepRunner:
 
     def reset(self) -> None:
         """Forget every sequence, and steps that were not collected: a new stream begins."""
-        self._table = SequenceTable(self._table.limits, self._table.adapters)
+        self._table = SequenceTable(self._table.limits, self._table.adapters, self._table.encoder)
         if self._grammars is not None:
             self._grammars.clear()
         self._in_flight.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from penstock_server.models.parameters import parameters
 from penstock_server.models.registry import read_spec
 from penstock_server.models.spec import ModelSpec
 from penstock_server.parallel import RankGroup
+from penstock_server.vision.family import FAMILIES
 from penstock_server.weights.loader import expected_shapes, mismatches, shortened
 from penstock_server.weights.location import Locator
 from penstock_server.weights.safetensors_file import LOADABLE
@@ -56,6 +58,7 @@ class Layout:
     ranks: tuple[RankShare, ...]
     quantization: str = ""  # for people; empty: the weights are not quantized
     serves: str = "generation"  # or "embeddings", "reranking"
+    reads_images: bool = False
 
 
 def lay_out(
@@ -92,7 +95,8 @@ def lay_out(
         if found is not None and not ops.kept.any:
             found = found.dequantized()
         kept = None if found is None else (found, locator, ops.kept)
-        ranks = [_share(spec, RankGroup(rank, num_ranks), exact, dtype, kept) for rank in range(num_ranks)]
+        tower_bytes = _tower_bytes(spec, tensors or {}, dtype)
+        ranks = [_share(spec, RankGroup(rank, num_ranks), exact, dtype, kept, tower_bytes) for rank in range(num_ranks)]
     except ConfigError as error:
         problems.append(str(error))
         return None
@@ -119,6 +123,7 @@ def lay_out(
         shares,
         quantization,
         serves,
+        spec.reads_images,
     )
 
 
@@ -136,18 +141,28 @@ def _unloadable(tensors: Mapping[str, StoredTensor], expected: Iterable[str]) ->
     ]
 
 
+def _tower_bytes(spec: ModelSpec, tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> int:
+    if not spec.reads_images:
+        return 0
+    of_tower = re.compile("|".join(FAMILIES[spec.architecture].tower))
+    found = (math.prod(tensor.shape) for name, tensor in tensors.items() if of_tower.fullmatch(name))
+    return sum(found) * dtype.itemsize
+
+
 def _share(
     spec: ModelSpec,
     group: RankGroup,
     exact: bool,
     dtype: torch.dtype,
     kept: tuple[Quantized, Locator, Kept] | None,
+    tower_bytes: int,
 ) -> tuple[int, int, int, int]:
     """Returns (query heads of a layer, KV heads of a layer, weight bytes, KV bytes per token). exact: as of `Shard`.
-    kept: the quantized weights, if there are any, and which of them the operators take."""
+    kept: the quantized weights, if there are any, and which of them the operators take. tower_bytes: of the weights
+    that every rank encodes images with."""
     shard = Shard.of(spec.hidden_size, spec.vocab_size, group, exact)
     table = parameters(spec, WeightLayout(shard))
-    weights = sum(math.prod(each.local_shape) * each.dtype_in(dtype).itemsize for each in table.values())
+    weights = tower_bytes + sum(math.prod(each.local_shape) * each.dtype_in(dtype).itemsize for each in table.values())
     if kept is not None:
         found, locator, kept_by_ops = kept
         weights -= found.saved_bytes(table, locator, dtype, kept_by_ops)

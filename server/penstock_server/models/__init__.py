@@ -38,13 +38,15 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     from penstock_server.models.parameters import parameters
     from penstock_server.models.pooling import read_pooling
     from penstock_server.models.registry import ARCHITECTURES, ENCODERS, read_spec
+    from penstock_server.models.vision import load_images
+    from penstock_server.vision.family import FAMILIES
     from penstock_server.weights import kv_scale
     from penstock_server.weights.format import open_checkpoint
     from penstock_server.weights.loader import Loader
     from penstock_server.weights.quantization.flag import format_at_load
 
     begin = time.perf_counter()
-    if Config.read(options.folder).require("model_type", str) not in {**ARCHITECTURES, **ENCODERS}:
+    if Config.read(options.folder).require("model_type", str) not in {*ARCHITECTURES, *ENCODERS, *FAMILIES}:
         if read_pooling(options.folder) is not None:
             raise ConfigError(f"{options.folder}: embedding models and rerankers of this model type are not supported")
         if options.max_adapters:
@@ -78,6 +80,8 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     if options.max_adapters:
         if not shard.exact or spec.pooling is not None or spec.encoder is not None:
             raise refusal("only decoders on CPUs have them")
+        if spec.reads_images:
+            raise refusal("it reads images")
         if any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers):
             raise refusal("its attention is latent")
         sites = AdapterSites(table, names)  # not the checkpoint's names: adapters are made with transformers
@@ -105,5 +109,7 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     model = Decoder(spec, context)
     if sites is not None:
         model.accept_adapters(sites, options.max_adapters, options.max_adapter_rank)
+    if spec.reads_images:
+        model.read_images(load_images(options))
     model.load_phases = [("open checkpoint", opened - begin), ("read weights", time.perf_counter() - opened)]
     return model

@@ -26,6 +26,7 @@ from penstock_server.models.encoder import Encoder
 from penstock_server.models.layer import Layer, ResidualStream
 from penstock_server.models.pooler import Pooler
 from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec
+from penstock_server.vision.encoder import ImageEncoder
 
 
 class Decoder:
@@ -65,6 +66,7 @@ class Decoder:
         self.pooler = Pooler.load(spec, context.loader)
         self.stack = NativeStack.of(self._append_layers, spec.hidden_size, context.ops)
         self.adapters: Adapters | None = None
+        self.images: ImageEncoder | None = None
         context.loader.finish()
         attentions = [layer.attention.attention for layer in self.layers]
         self.attentions = attentions
@@ -93,6 +95,11 @@ class Decoder:
         except NotNativeError as reason:
             raise refusal(f"its layers run one by one ({reason})") from reason
         self.adapters = Adapters(sites, self._ops.build, max_loaded, max_rank)
+
+    def read_images(self, images: ImageEncoder) -> None:
+        """Lets sequences have images."""
+        self.images = images
+        self.weight_bytes += images.weight_bytes
 
     def allocate_cache(self, num_blocks: int) -> None:
         self.caches = []  # first: the old and the new pool may not fit together
@@ -134,6 +141,8 @@ class Decoder:
                 return batch.token_ids.new_empty((0, self.spec.hidden_size), dtype=self._dtype)
         step = StepContext.of(batch, self._attention)
         residual = self.embedding(step)
+        if batch.image_places is not None and batch.image_embeddings is not None:
+            residual[batch.image_places] = batch.image_embeddings
         if batch.adapters is not None:
             return self._adapted_stack.run(residual, self.caches, step, batch.adapters)
         if self.stack is not None:

@@ -34,6 +34,7 @@ from penstock_server.models.support import (
     transformers,
 )
 from penstock_server.parallel import RankGroup
+from penstock_server.vision.encoder import ImageEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class Fallback:
         self.decoder_prefix: tuple[int, ...] = ()
         self.pooler: Pooler | None = None
         self.adapters: Adapters | None = None
+        self.images: ImageEncoder | None = None
         self._pager = pager.Pager(
             options.device, options.dtype, options.block_tokens, options.attention, options.cpu_isa
         )

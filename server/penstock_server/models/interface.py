@@ -13,6 +13,7 @@ from penstock_server.attention.interface import StepBatch
 from penstock_server.kernels import ACTIVATION_BITS
 from penstock_server.models.adapter import Adapters
 from penstock_server.models.pooler import Pooler
+from penstock_server.vision.encoder import ImageEncoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class CausalModel(Protocol):
     max_source_tokens: int  # 0: no part of a sequence is read by an encoder
     decoder_prefix: tuple[int, ...]  # token ids between every source and its answer
     adapters: Adapters | None  # None: sequences have none
+    images: ImageEncoder | None  # None: it reads none
     pooler: Pooler | None  # None: the model generates tokens. With it there are no `logits`
     window_tokens: int  # no layer attends to more of the last tokens; 0: at least one layer attends to all
     weight_bytes: int  # on this rank

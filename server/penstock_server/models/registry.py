@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from penstock_server.models import (
@@ -41,10 +42,12 @@ from penstock_server.models import (
     stablelm,
     starcoder2,
     t5,
+    vision,
 )
 from penstock_server.models.config import Config
 from penstock_server.models.pooling import read_pooling
 from penstock_server.models.spec import ModelSpec, NameMap
+from penstock_server.vision.family import FAMILIES
 
 ARCHITECTURES: dict[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
     "apertus": apertus.apertus,
@@ -128,8 +131,10 @@ def read_spec(folder: Path) -> tuple[ModelSpec, NameMap]:
     config = Config.read(folder)
     model_type = config.require("model_type", str)
     build = ARCHITECTURES.get(model_type) or ENCODERS.get(model_type)
+    if model_type in FAMILIES:
+        build = partial(vision.build, text_models=ARCHITECTURES)
     if build is None:
-        supported = ", ".join(sorted({**ARCHITECTURES, **ENCODERS}))
+        supported = ", ".join(sorted({*ARCHITECTURES, *ENCODERS, *FAMILIES}))
         raise config.refuse(f"model type {model_type!r} is not supported; supported: {supported}")
     spec, names = build(config)
     pooling = read_pooling(folder)

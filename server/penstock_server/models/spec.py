@@ -122,6 +122,7 @@ class ModelSpec:
     encoder: EncoderSpec | None = None
     pooling: Pooling | None = None  # None: it generates tokens
     classifier: ClassifierSpec | None = None  # of rerankers
+    reads_images: bool = False  # its architecture is a key of `FAMILIES`
 
     def __post_init__(self) -> None:
         layers = [*self.layers, *(() if self.encoder is None else self.encoder.layers)]
@@ -214,6 +215,7 @@ class NameMap:
     names: Mapping[str, str | Location]
     ignored: tuple[str, ...] = field(default=())  # regular expressions, matched against whole names
     prefix: str = ""  # of names; absent from a model that was saved without its head
+    alternatives: tuple[NameMap, ...] = ()  # of checkpoints in other layouts, in which the prefix has no names
 
     def pooled(self) -> NameMap:
         """For a model whose outputs are pooled: it may have a head, and a causal reranker has a classifier."""
@@ -236,9 +238,10 @@ class NameMap:
         return replace(location, name=f"{location.name}{suffix}".replace("{i}", str(layer)))
 
     def for_checkpoint(self, stored: Collection[str]) -> NameMap:
-        """The map for a checkpoint that stores these tensors: with the prefix or without."""
-        if not self.prefix or any(name.startswith(self.prefix) for name in stored):
-            return self
+        """The map for a checkpoint that stores these tensors: this one, an alternative, or without the prefix."""
+        for layout in (self, *self.alternatives):
+            if not layout.prefix or any(name.startswith(layout.prefix) for name in stored):
+                return layout
         names: dict[str, str | Location] = {}
         for key, found in self.names.items():
             location = Location(found) if isinstance(found, str) else found

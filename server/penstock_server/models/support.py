@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock_server.errors import ConfigError
 from penstock_server.models.registry import ARCHITECTURES, ENCODERS
+from penstock_server.vision.family import FAMILIES
 
 NATIVE, FALLBACK = "native", "fallback"
 CODE_KEY = "AutoModelForCausalLM"  # in auto_map: the checkpoint's own class
@@ -35,7 +36,7 @@ def support_of(model_type: str, config: Mapping[str, Any]) -> str:
 
     Raises ConfigError if the answer needs transformers and it is not installed.
     """
-    if model_type in ARCHITECTURES or model_type in ENCODERS:
+    if model_type in ARCHITECTURES or model_type in ENCODERS or model_type in FAMILIES:
         return NATIVE
     if config.get("quantization_config"):
         return f"model type {model_type!r} is served unquantized only, and this checkpoint is quantized"

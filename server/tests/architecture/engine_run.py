@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from penstock_server.engine.engine import LoadModel
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import NewSequence, Sampling
+from penstock_server.plan import ImageSpan, NewSequence, Sampling
 from plans import Advance, plan, step
 from tested_device import DEVICE
 
@@ -45,9 +45,10 @@ class EngineRun:
     ) -> None:
         options = LoadOptions(folder, torch.float32, DEVICE, BLOCK_TOKENS, kv_dtype=kv_dtype)
         self.engine = Engine(load(options, RankGroup()), RankGroup(), DEVICE, BLOCK_TOKENS)
-        self.engine.warm_up(WarmUpConfig(MAX_STEP_TOKENS, 4, max_sequence_tokens=128, num_blocks=96))
+        self.engine.warm_up(WarmUpConfig(MAX_STEP_TOKENS, 4, max_sequence_tokens=160, num_blocks=96))
         self.free_blocks = list(range(96))
         self.num_source = num_source
+        self.images: Callable[[list[int]], Sequence[ImageSpan]] = lambda prompt: ()
         self.sampling = Sampling()
         self.step = 0
         self.next_id = 1
@@ -98,6 +99,7 @@ class EngineRun:
                 list(s.blocks),
                 sampling=self.sampling,
                 num_source_tokens=s.num_source,
+                images=self.images(s.prompt),
             )
             for s in new or []
         ]

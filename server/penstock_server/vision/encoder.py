@@ -1,0 +1,164 @@
+"""Encodes images beside the steps, and keeps their embeddings until the router releases them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from penstock_server.background import lower_priority
+from penstock_server.errors import ConfigError, ImageError
+from penstock_server.plan import Image, ImageSpan
+from penstock_server.vision.family import Arrays, ImageFamily
+from penstock_server.vision.reader import ImageReader
+from penstock_server.vision.tower import VisionTower
+
+logger = logging.getLogger(__name__)
+
+_KEPT_BYTES = 1 << 30
+_WORK_BYTES = 1 << 30  # of the process that reads files, and of the tower's activations; more only for huge files
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedImage:
+    token_ids: npt.NDArray[np.int32]  # they replace the image's placeholder
+    before: npt.NDArray[np.int64]  # [token_ids + 1] the image tokens before each of them; the last entry: all
+    embeddings: Tensor  # [image tokens, hidden]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.embeddings.nbytes + self.token_ids.nbytes + self.before.nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedImage:
+    """An image among the tokens of a sequence."""
+
+    offset: int  # of its first token
+    image: EncodedImage
+
+    @property
+    def end(self) -> int:
+        return self.offset + len(self.image.token_ids)
+
+
+def image_tokens(
+    images: Sequence[Sequence[PlacedImage]], computed: npt.NDArray[np.int64], contexts: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], Tensor] | None:
+    """The image tokens of a step: their rows in the batch [image tokens], and their embeddings [image tokens, hidden].
+    None: there are none.
+
+    images, computed, contexts [sequences]: a step advances each sequence from `computed` to `contexts` tokens.
+    """
+    starts = np.cumsum(contexts - computed) - contexts
+    places, embeddings = [], []
+    for of_sequence, start, begin, end in zip(
+        images, starts.tolist(), computed.tolist(), contexts.tolist(), strict=True
+    ):
+        for placed in of_sequence:
+            first, last = max(begin, placed.offset), min(end, placed.end)
+            if first < last:
+                before = placed.image.before[first - placed.offset : last - placed.offset + 1]
+                places.append(start + first + np.flatnonzero(np.diff(before)))
+                embeddings.append(placed.image.embeddings[before[0] : before[-1]])
+    if not any(map(len, places)):
+        return None
+    return np.concatenate(places), torch.cat(embeddings)
+
+
+class ImageEncoder:
+    """The images of one rank. Thread-safe. One thread of low priority does all the work, so that steps do not wait."""
+
+    def __init__(self, folder: Path, config: Any, family: ImageFamily, tower: VisionTower) -> None:
+        """config: of transformers. Raises ConfigError if the tokenizer lacks the model's image token."""
+        from tokenizers import Tokenizer
+
+        self._family = family
+        self._tower = tower
+        self._reader = ImageReader(folder, family.options)
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.image_token_id: int = config.image_token_id
+        image_token: str | None = self._tokenizer.id_to_token(self.image_token_id)
+        if image_token is None:
+            raise ConfigError(f"{folder}/tokenizer.json lacks the image token, {self.image_token_id}")
+        self._image_token = image_token
+        self.placeholder = family.placeholder.format(image=image_token)
+        self._kept: dict[bytes, EncodedImage] = {}
+        self._thread = ThreadPoolExecutor(1, "images", initializer=lower_priority)
+        self.kept_bytes = _KEPT_BYTES
+        """What the images that are kept may take."""
+        self.max_bytes = _KEPT_BYTES + _WORK_BYTES
+        """What images may take in all."""
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._tower.num_bytes
+
+    def encode(self, images: Sequence[Image], released_hashes: Sequence[bytes]) -> list[EncodedImage]:
+        """Forgets the released images, then encodes those that are not kept, one after the other. Raises ImageError
+        with the number of the image that cannot be encoded; then no new one is kept."""
+        return self._thread.submit(self._encode_all, images, released_hashes).result()
+
+    def placed(self, spans: Sequence[ImageSpan]) -> list[PlacedImage]:
+        """Those of the images that are kept."""
+        kept = self._kept
+        return [PlacedImage(span.offset, kept[span.hash]) for span in spans if span.hash in kept]
+
+    def close(self) -> None:
+        """Ends the thread and the process."""
+        self._thread.shutdown()
+        self._reader.close()
+
+    @torch.inference_mode()
+    def _encode_all(self, images: Sequence[Image], released_hashes: Sequence[bytes]) -> list[EncodedImage]:
+        for hash_ in released_hashes:
+            self._kept.pop(hash_, None)
+        kept = dict(self._kept)
+        for number, image in enumerate(images, 1):
+            if image.hash in kept:
+                continue
+            try:
+                kept[image.hash] = self._encode(image.data)
+            except ImageError as error:
+                raise ImageError(f"image {number} {error}") from error
+            num_bytes = sum(each.num_bytes for each in kept.values())
+            if num_bytes > self.kept_bytes:
+                raise ImageError(
+                    f"image {number} does not fit: the embeddings of {len(kept)} images in use take {num_bytes} bytes, "
+                    f"at most {self.kept_bytes} are allowed; try again later, or send fewer or smaller ones"
+                )
+        self._kept = kept
+        return [kept[image.hash] for image in images]
+
+    def _encode(self, data: bytes) -> EncodedImage:
+        began = time.perf_counter()
+        arrays = self._reader.read(data)
+        read = time.perf_counter()
+        embeddings = self._tower(arrays)
+        if embeddings.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # steps may read them at once
+        ended = time.perf_counter()
+        logger.info(
+            "encoded an image of %d bytes into %d tokens: read in %.3f s, encoded in %.3f s",
+            len(data),
+            len(embeddings),
+            read - began,
+            ended - read,
+        )
+        return self._expanded(embeddings, arrays)
+
+    def _expanded(self, embeddings: Tensor, arrays: Arrays) -> EncodedImage:
+        text = self._family.expand(self._image_token, len(embeddings), arrays)
+        token_ids = np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        before = np.concatenate(([0], np.cumsum(token_ids == self.image_token_id)))
+        assert before[-1] == len(embeddings), "an image token for each embedding"
+        return EncodedImage(token_ids, before, embeddings)

@@ -1,0 +1,74 @@
+"""The vision tower and its projector, as transformers runs them, without the text model."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock_server.errors import ConfigError
+from penstock_server.vision.family import Arrays, ImageFamily
+from penstock_server.weights.loader import shortened
+
+
+class VisionTower:
+    """Computes an image's embeddings. Every rank has all of it."""
+
+    def __init__(self, model: Any, family: ImageFamily, dtype: torch.dtype, device: torch.device) -> None:
+        """model: of transformers; its text model is dropped."""
+        delattr(model.model, family.text_model)
+        del model.lm_head
+        self._model = model.eval().requires_grad_(False).to(device)
+        self._family = family
+        self._dtype = dtype
+        self._device = device
+        self.num_bytes = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+
+    @classmethod
+    def load(
+        cls, folder: Path, config: Any, family: ImageFamily, dtype: torch.dtype, device: torch.device
+    ) -> VisionTower:
+        """config: of transformers. Raises ConfigError if the checkpoint lacks a tensor or has others than it should."""
+        from transformers import AutoModelForImageTextToText
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()  # it would report every tensor of the text model
+        # No text: its tensors have no place in this model, and are not read.
+        config = copy.deepcopy(config)
+        text = config.get_text_config()
+        text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
+        if getattr(text, "layer_types", None):
+            text.layer_types = []
+        config.tie_word_embeddings = text.tie_word_embeddings = False
+        model, info = AutoModelForImageTextToText.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            weights_only=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+        of_tower = re.compile("|".join(family.tower))
+        for key, what in (("missing", "lacks"), ("mismatched", "has other shapes of"), ("unexpected", "has unknown")):
+            found = [name if isinstance(name, str) else name[0] for name in info[f"{key}_keys"]]
+            if names := [name for name in found if of_tower.fullmatch(name)]:
+                raise ConfigError(f"{folder}: the checkpoint {what} tensors of the vision tower: {shortened(names)}")
+        return cls(model, family, dtype, device)
+
+    def __call__(self, arrays: Arrays) -> Tensor:
+        """What the image processor made of one image → its embeddings [image tokens, hidden]."""
+        inputs = {}
+        for name in self._family.inputs:
+            if name in arrays:
+                tensor = torch.from_numpy(arrays[name]).to(self._device)
+                inputs[name] = tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+        features = self._model.get_image_features(**inputs).pooler_output
+        parts = [features] if isinstance(features, Tensor) else list(features)
+        return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts]).contiguous()

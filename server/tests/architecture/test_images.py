@@ -1,0 +1,168 @@
+"""Models that read images against transformers: logits and greedy tokens, in chunks and batches, on several ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from engine_run import EngineRun
+from image_cases import IMAGE_CASES, file_of, make_image_model, picture
+from model_driver import DrivenSequence, ModelDriver
+from near_tie import assert_greedy
+from penstock_server.models import load_model
+from penstock_server.models.decoder import Decoder
+from penstock_server.models.interface import LoadOptions
+from penstock_server.parallel import RankGroup
+from penstock_server.plan import Image, ImageSpan
+from penstock_server.vision.encoder import ImageEncoder
+from rank_threads import run_native_ranks
+from tested_device import DEVICE
+from tiny_models import prompts
+
+PICTURES = [picture(1, 40, 64), picture(2, 90, 30), picture(3, 32, 32)]
+IMAGES = [Image(hashlib.sha256(data).digest(), data) for data in map(file_of, PICTURES)]
+
+
+@dataclass
+class Prompt:
+    """Token ids with the images among them."""
+
+    token_ids: list[int]
+    images: list[int]  # indices of IMAGES
+    offsets: list[int]
+
+    @property
+    def spans(self) -> list[ImageSpan]:
+        return [ImageSpan(IMAGES[i].hash, offset) for i, offset in zip(self.images, self.offsets, strict=True)]
+
+
+@dataclass
+class Made:
+    name: str
+    reference: transformers.PreTrainedModel
+    folder: Path
+
+    def load(self, group: RankGroup | None = None, dtype: torch.dtype = torch.float32) -> tuple[Decoder, ImageEncoder]:
+        model = load_model(LoadOptions(self.folder, dtype, DEVICE, 16), group or RankGroup())
+        assert isinstance(model, Decoder)
+        assert model.images is not None
+        return model, model.images
+
+    @torch.inference_mode()
+    def logits(self, prompt: Prompt, more: list[int] = ()) -> torch.Tensor:  # type: ignore[assignment]
+        """[tokens, vocab], by transformers from the pixel values of its own image processor."""
+        inputs = {}
+        if prompt.images:
+            processor = transformers.AutoImageProcessor.from_pretrained(self.folder, backend="pil")
+            inputs = dict(processor(images=[[PICTURES[i] for i in prompt.images]], return_tensors="pt"))
+        ids = torch.tensor([[*prompt.token_ids, *more]])
+        return self.reference(input_ids=ids, use_cache=False, **inputs).logits[0]
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in IMAGE_CASES]
+)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    folder = tmp_path_factory.mktemp(request.param)
+    return Made(request.param, make_image_model(request.param, folder), folder)
+
+
+def text(seed: int, length: int) -> list[int]:
+    return prompts(seed, [length], 256)[0]
+
+
+def prompts_of(encoder: ImageEncoder) -> list[Prompt]:
+    """One image, two images next to each other, none, and one image again after other text."""
+    encoded = encoder.encode(IMAGES, [])
+
+    def prompt(*parts: list[int] | int) -> Prompt:
+        ids: list[int] = []
+        images, offsets = [], []
+        for part in parts:
+            if isinstance(part, int):
+                images.append(part)
+                offsets.append(len(ids))
+            ids += encoded[part].token_ids.tolist() if isinstance(part, int) else part
+        return Prompt(ids, images, offsets)
+
+    return [
+        prompt(text(1, 5), 0, text(2, 4)),
+        prompt(text(3, 3), 1, 2, text(4, 6)),
+        prompt(text(5, 30)),
+        prompt(2, text(6, 9)),
+    ]
+
+
+def driven(driver: ModelDriver, encoder: ImageEncoder, prompt: Prompt) -> DrivenSequence:
+    sequence = driver.sequence(prompt.token_ids)
+    sequence.images = encoder.placed(prompt.spans)
+    return sequence
+
+
+def logits_of(model: Decoder, encoder: ImageEncoder, batch: list[Prompt], chunk: int) -> list[torch.Tensor]:
+    """[tokens, vocab] of each prompt, computed together in chunks."""
+    driver = ModelDriver(model, block_tokens=16)
+    sequences = [driven(driver, encoder, prompt) for prompt in batch]
+    found: list[list[torch.Tensor]] = [[] for _ in batch]
+    while any(s.num_computed < len(s.token_ids) for s in sequences):
+        advances = [
+            (index, min(chunk, len(s.token_ids) - s.num_computed))
+            for index, s in enumerate(sequences)
+            if s.num_computed < len(s.token_ids)
+        ]
+        logits = driver.step([(sequences[index], num) for index, num in advances], every_row=True)
+        for (index, _), part in zip(advances, logits.split([num for _, num in advances]), strict=True):
+            found[index].append(part)
+    return [torch.cat(parts) for parts in found]
+
+
+def test_logits_are_those_of_transformers_also_in_chunks_through_an_image(made: Made) -> None:
+    model, encoder = made.load()
+    batch = prompts_of(encoder)
+    expected = [made.logits(prompt) for prompt in batch]
+    for chunk in (7, 1 << 20):
+        for logits, wanted in zip(logits_of(model, encoder, batch, chunk), expected, strict=True):
+            torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
+    without = Prompt(batch[0].token_ids, [], [])
+    assert not torch.allclose(logits_of(model, encoder, [without], 1 << 20)[0], expected[0], atol=1e-2)
+    encoder.close()
+
+
+def test_greedy_tokens_are_those_of_transformers(made: Made) -> None:
+    """In chunks and batches, with a shared prefix and a preemption; see `test_parity`."""
+    run = EngineRun(made.folder)
+    assert run.engine.model.images is not None
+    one, two, none, _ = prompts_of(run.engine.model.images)
+    shared = len(two.token_ids) - 6
+    again = Prompt([*two.token_ids[:shared], *text(7, 4)], two.images, two.offsets)
+    of_text = {tuple(prompt.token_ids): prompt.spans for prompt in (one, two, again, none)}
+    run.images = lambda token_ids: of_text[tuple(token_ids)]
+    texts = [one, two, again]
+    found = run.greedy([prompt.token_ids for prompt in texts], 64, shared_tokens=shared, chunk=7)
+    for prompt, tokens in zip(texts, found, strict=True):
+        assert_greedy(made.logits(prompt, tokens)[len(prompt.token_ids) - 1 : -1], tokens)
+    run.engine.close()
+
+
+@pytest.mark.native
+def test_a_prompt_has_the_same_bits_alone_and_in_a_batch_and_on_two_ranks(made: Made) -> None:
+    model, encoder = made.load(dtype=torch.bfloat16)
+    batch = prompts_of(encoder)
+    together = logits_of(model, encoder, batch, 7)
+    for prompt, expected in zip(batch, together, strict=True):
+        assert torch.equal(logits_of(model, encoder, [prompt], 1 << 20)[0], expected)
+    encoder.close()
+
+    def on_rank(group: RankGroup) -> list[torch.Tensor]:
+        model, encoder = made.load(group, torch.bfloat16)
+        found = logits_of(model, encoder, prompts_of(encoder), 7)
+        encoder.close()
+        return found
+
+    for of_rank in run_native_ranks(2, on_rank):
+        for found, expected in zip(of_rank, together, strict=True):
+            assert torch.equal(found, expected)

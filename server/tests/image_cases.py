@@ -1,0 +1,113 @@
+"""Tiny random models that read images, one or more of each family, with tokenizer and image processor."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+SPECIAL = [
+    "<image>",
+    "<fake_token_around_image>",
+    "<global-img>",
+    *(f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3)),
+]
+CHARACTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
+VOCAB = len(CHARACTERS) + len(SPECIAL)
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 256,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 8,
+}
+
+
+def token_id(text: str) -> int:
+    return len(CHARACTERS) + SPECIAL.index(text)
+
+
+@dataclass(frozen=True)
+class ImageCase:
+    """Arguments of a configuration class of transformers, and of the model's image processor."""
+
+    config: str
+    processor: str
+    values: dict[str, Any] = field(default_factory=dict)
+    text: dict[str, Any] = field(default_factory=dict)
+    vision: dict[str, Any] = field(default_factory=dict)
+    processor_values: dict[str, Any] = field(default_factory=dict)
+    image_token: str = "<image>"
+
+
+IDEFICS3_PIXELS = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
+IMAGE_CASES: dict[str, ImageCase] = {
+    "idefics3": ImageCase(
+        "Idefics3Config", "Idefics3ImageProcessorPil", text={"model_type": "llama"}, processor_values=IDEFICS3_PIXELS
+    ),
+    "smolvlm-tied": ImageCase(
+        "SmolVLMConfig",
+        "SmolVLMImageProcessorPil",
+        values={"tie_word_embeddings": True},
+        text={"model_type": "llama"},
+        processor_values=IDEFICS3_PIXELS,
+    ),
+}
+
+
+def make_image_model(name: str, folder: Path) -> transformers.PreTrainedModel:
+    """In float32, saved in the folder."""
+    case = IMAGE_CASES[name]
+    config = getattr(transformers, case.config)(
+        text_config={**TEXT, **case.text},
+        vision_config={**VISION, **case.vision},
+        image_token_id=token_id(case.image_token),
+        **case.values,
+    )
+    torch.manual_seed(zlib.crc32(name.encode()))
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.empty_like(parameter).uniform_(-0.4, 0.4))
+            else:
+                parameter.normal_(std=0.8 / parameter[0].numel() ** 0.5)
+    model.eval().save_pretrained(folder)
+    getattr(transformers, case.processor)(**case.processor_values).save_pretrained(folder)
+    tokenizer = Tokenizer(models.BPE(vocab={text: index for index, text in enumerate(CHARACTERS)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return model
+
+
+def picture(seed: int, width: int, height: int) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def file_of(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    file = BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
