@@ -19,6 +19,9 @@ SPECIAL = [
     "<fake_token_around_image>",
     "<global-img>",
     *(f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3)),
+    *("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+    *("<img>", "<IMG_CONTEXT>", "</img>"),
+    *("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"),
 ]
 CHARACTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 VOCAB = len(CHARACTERS) + len(SPECIAL)
@@ -59,10 +62,89 @@ class ImageCase:
     vision: dict[str, Any] = field(default_factory=dict)
     processor_values: dict[str, Any] = field(default_factory=dict)
     image_token: str = "<image>"
+    options: dict[str, Any] = field(default_factory=dict)  # what transformers' processor of this model passes
 
 
 IDEFICS3_PIXELS = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
+CLIP = {"model_type": "clip_vision_model", "num_hidden_layers": 3}
+PIXTRAL = {"model_type": "pixtral", "image_size": 64, "head_dim": 16}
+SQUARE = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+GRIDS = [[32, 64], [64, 32], [64, 64]]
+PERCEIVER = {"resampler_n_latents": 5, "resampler_depth": 1, "resampler_n_heads": 2, "resampler_head_dim": 24}
+QWEN = {"mrope_section": [2, 3, 3], "rope_type": "default", "rope_theta": 1000.0}
+QWEN_PIXELS = {"size": {"shortest_edge": 32 * 32, "longest_edge": 64 * 64}, "patch_size": 8}
 IMAGE_CASES: dict[str, ImageCase] = {
+    "idefics2": ImageCase(
+        "Idefics2Config",
+        "Idefics2ImageProcessorPil",
+        values={"perceiver_config": {**PERCEIVER, "num_key_value_heads": 1}},
+        text={"model_type": "mistral", "sliding_window": None},
+        processor_values={"size": {"shortest_edge": 24, "longest_edge": 32}, "do_image_splitting": True},
+    ),
+    "llava": ImageCase(
+        "LlavaConfig", "CLIPImageProcessorPil", text={"model_type": "llama"}, vision=CLIP, processor_values=SQUARE
+    ),
+    "llava-pixtral": ImageCase(
+        "LlavaConfig",
+        "PixtralImageProcessorPil",
+        values={"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+        text={"model_type": "mistral", "sliding_window": None},
+        vision=PIXTRAL,
+        processor_values={"size": {"longest_edge": 40}, "patch_size": {"height": 8, "width": 8}},
+        image_token="[IMG]",
+    ),
+    "llava-next": ImageCase(
+        "LlavaNextConfig",
+        "LlavaNextImageProcessorPil",
+        values={"image_grid_pinpoints": GRIDS},
+        text={"model_type": "qwen2"},
+        vision=CLIP,
+        processor_values={**SQUARE, "image_grid_pinpoints": GRIDS},
+    ),
+    "mistral3": ImageCase(
+        "Mistral3Config",
+        "PixtralImageProcessorPil",
+        values={"spatial_merge_size": 2},
+        text={"model_type": "mistral", "sliding_window": None},
+        vision=PIXTRAL,
+        processor_values={"size": {"longest_edge": 60}, "patch_size": {"height": 8, "width": 8}},
+        image_token="[IMG]",
+        options={"patch_size": 16},
+    ),
+    "internvl": ImageCase(
+        "InternVLConfig",
+        "GotOcr2ImageProcessorPil",
+        text={"model_type": "qwen2"},
+        vision={"image_size": [32, 32], "patch_size": [8, 8]},
+        processor_values={"size": {"height": 32, "width": 32}, "min_patches": 1, "max_patches": 3},
+        image_token="<IMG_CONTEXT>",
+        options={"crop_to_patches": True},
+    ),
+    "qwen2-vl": ImageCase(
+        "Qwen2VLConfig",
+        "Qwen2VLImageProcessorPil",
+        text={"rope_parameters": QWEN},
+        vision={"embed_dim": 32, "hidden_size": 48, "depth": 2, "num_heads": 2, "patch_size": 8},
+        processor_values=QWEN_PIXELS,
+        image_token="<|image_pad|>",
+    ),
+    "qwen2.5-vl": ImageCase(
+        "Qwen2_5_VLConfig",
+        "Qwen2VLImageProcessorPil",
+        text={"rope_parameters": QWEN},
+        vision={
+            "hidden_size": 32,
+            "out_hidden_size": 48,
+            "depth": 2,
+            "num_heads": 2,
+            "patch_size": 8,
+            "window_size": 32,
+            "fullatt_block_indexes": [1],
+            "intermediate_size": 48,
+        },
+        processor_values=QWEN_PIXELS,
+        image_token="<|image_pad|>",
+    ),
     "idefics3": ImageCase(
         "Idefics3Config", "Idefics3ImageProcessorPil", text={"model_type": "llama"}, processor_values=IDEFICS3_PIXELS
     ),
@@ -81,7 +163,7 @@ def make_image_model(name: str, folder: Path) -> transformers.PreTrainedModel:
     case = IMAGE_CASES[name]
     config = getattr(transformers, case.config)(
         text_config={**TEXT, **case.text},
-        vision_config={**VISION, **case.vision},
+        vision_config={**(case.vision if case.config.startswith("Qwen") else {**VISION, **case.vision})},
         image_token_id=token_id(case.image_token),
         **case.values,
     )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from penstock_server.attention.interface import StepAdapters
+from penstock_server.engine.batch import with_images
 from penstock_server.engine.host_batch import HostBatch, split
 from penstock_server.models.interface import CausalModel
-from penstock_server.vision.encoder import PlacedImage, image_tokens
+from penstock_server.vision.encoder import PlacedImage
 from tested_device import DEVICE
 from torch import Tensor
 
@@ -83,9 +84,8 @@ class ModelDriver:
             max_context_tokens=max(context_lens),
             adapters=_adapters(advances),
         )
-        images = image_tokens([sequence.images for sequence, _ in advances], computed, np.array(context_lens))
-        if images is not None:
-            batch = replace(batch, image_places=images[0], image_embeddings=images[1])
+        if any(sequence.images for sequence, _ in advances):
+            batch = with_images(batch, [sequence.images for sequence, _ in advances], computed)
         if self.model.max_source_tokens:
             batch, _ = split(batch, np.array([sequence.num_source for sequence, _ in advances]))
         on_device = batch.put(lambda array: torch.from_numpy(array).to(self.device))

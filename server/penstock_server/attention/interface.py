@@ -47,10 +47,10 @@ class StepBatch:
     token_types: Tensor | None = (
         None  # [tokens] int64: 1 for those of a second text, otherwise 0; None: the model has no types
     )
-    image_places: Tensor | None = None  # [image tokens] int64: rows of the batch; None: the step has none, ...
-    image_embeddings: Tensor | None = (
-        None  # ... [image tokens, hidden]: what stands there instead of a token's embedding
-    )
+    # Image tokens. None: the step has none.
+    image_places: Tensor | None = None  # [image tokens] int64: rows of the batch
+    image_embeddings: Tensor | None = None  # [image tokens, hidden]: instead of those of the tokens
+    image_positions: Tensor | None = None  # [image tokens, 3] int64: in time, row and column; None: as of text
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from penstock_server.engine.host_batch import HostBatch, Rows, split
 from penstock_server.engine.sequence import SequenceTable
 from penstock_server.plan import Advances, Failure
-from penstock_server.vision.encoder import image_tokens
+from penstock_server.vision.encoder import PlacedImage, image_tokens, text_positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,10 +200,10 @@ def build(table: SequenceTable, chosen: Selection) -> Built:
     )
     if table.adapter[rows].any():
         batch = replace(batch, adapters=table.adapters_of(token_rows))
+    if table.shift[rows].any():
+        batch = replace(batch, positions=positions - table.shift[token_rows])
     if (computed < table.images_end[rows]).any():
-        images = image_tokens(table.images_of(rows), computed, contexts)
-        if images is not None:
-            batch = replace(batch, image_places=images[0], image_embeddings=images[1])
+        batch = with_images(batch, table.images_of(rows), computed)
     if not table.limits.has_answers:
         batch = replace(batch, source_lens=batch.context_lens)
         if table.limits.has_token_types:
@@ -212,3 +212,18 @@ def build(table: SequenceTable, chosen: Selection) -> Built:
         batch, answer_tokens = split(batch, table.source[rows])
         last_tokens = answer_tokens[last_tokens]
     return Built(batch, samples, prompt, last_tokens)
+
+
+def with_images(batch: HostBatch, images: Sequence[Sequence[PlacedImage]], computed: Rows) -> HostBatch:
+    """The batch with its image tokens. images, computed [sequences]"""
+    found = image_tokens(images, computed, batch.context_lens.astype(np.int64))
+    if any(placed.shift for of_sequence in images for placed in of_sequence):
+        positions = batch.positions.copy()
+        for place, of_sequence in enumerate(images):
+            if of_sequence:
+                start, end = batch.query_starts[place : place + 2]
+                positions[start:end] = text_positions(of_sequence, computed[place] + np.arange(end - start))
+        batch = replace(batch, positions=positions)
+    if found is None:
+        return batch
+    return replace(batch, image_places=found.places, image_embeddings=found.embeddings, image_positions=found.positions)

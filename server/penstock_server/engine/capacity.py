@@ -186,6 +186,13 @@ class CapacityProbe:
                 f"sequences of {config.max_sequence_tokens} tokens were asked for, but the model supports at most "
                 f"{self.model.max_position_tokens}; lower --max-total-tokens"
             )
+        has_grid = self.model.images is not None and self.model.images.has_grid
+        if has_grid and config.max_step_tokens > self.model.max_position_tokens:
+            # The image tokens of a step have rows of their own in the rope tables, which are as many.
+            raise ConfigError(
+                f"steps of {config.max_step_tokens} tokens were asked for, but this model's images allow at most "
+                f"{self.model.max_position_tokens}; lower --max-batch-prefill-tokens"
+            )
         if not 0 < config.memory_fraction <= 1:
             raise ConfigError(f"memory_fraction is {config.memory_fraction}, must be in (0, 1]")
 

@@ -35,6 +35,7 @@ class HostBatch:
     adapters: StepAdapters | None = None
     image_places: Rows | None = None
     image_embeddings: Tensor | None = None  # on the device
+    image_positions: Rows | None = None
 
     @property
     def num_sequences(self) -> int:

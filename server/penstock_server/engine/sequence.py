@@ -75,6 +75,7 @@ class SequenceTable:
         self.num_blocks = np.zeros(limits.num_rows, np.int64)
         self.adapter = np.zeros(limits.num_rows, np.int64)  # its id; 0: none
         self.images_end = np.zeros(limits.num_rows, np.int64)  # tokens up to the end of its last image; 0: it has none
+        self.shift = np.zeros(limits.num_rows, np.int64)  # what positions behind its images are smaller by than in text
         self.sampling = np.zeros(limits.num_rows, SAMPLING_FIELDS)
         # A number that no other residency (from `add` until the row is released) ever has; 0: the row is free.
         self.residency = np.zeros(limits.num_rows, np.int64)
@@ -126,6 +127,7 @@ class SequenceTable:
         if images:
             self._images_of[row] = images
             self.images_end[row] = images[-1].end
+            self.shift[row] = images[-1].shift
         self.sampling[row] = record(new.sampling)
         if names_tokens(new.sampling):
             self._naming[row] = new.sampling
@@ -217,7 +219,7 @@ class SequenceTable:
         self._adapter_of.pop(row, None)
         self.adapter[row] = 0
         self._images_of.pop(row, None)
-        self.images_end[row] = 0
+        self.images_end[row] = self.shift[row] = 0
         self.residency[row] = 0
         self._free_rows.append(row)
         return True
@@ -278,6 +280,7 @@ class SequenceTable:
             "num_blocks",
             "adapter",
             "images_end",
+            "shift",
             "sampling",
             "residency",
         ):

@@ -50,9 +50,11 @@ class BuildContext:
         return None if self.adapter_sites is None else self.adapter_sites.add(*names)
 
     def rope(self, spec: RopeSpec) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [max positions, rotary_dim / 2] float32."""
+        """Cosines and sines [max positions, rotary_dim / 2] float32. With sections, as many rows follow for the image
+        tokens of a step."""
         if spec not in self.ropes:
-            self.ropes[spec] = rope_tables(spec, self.max_position_tokens, self.loader.device)
+            num_rows = self.max_position_tokens * (2 if spec.sections else 1)
+            self.ropes[spec] = rope_tables(spec, num_rows, self.loader.device)
         return self.ropes[spec]
 
     def kv_scales(self, keys: str, values: str) -> KvScales | None:

@@ -4,7 +4,9 @@ one. Everything that differs between architectures is in the `ModelSpec`."""
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -139,6 +141,8 @@ class Decoder:
             self.encoder.read(StepContext.of(batch.sources, self._attention), self.layers, self.caches)
             if not len(batch.token_ids):
                 return batch.token_ids.new_empty((0, self.spec.hidden_size), dtype=self._dtype)
+        if batch.image_positions is not None:
+            batch = self._with_image_positions(batch)
         step = StepContext.of(batch, self._attention)
         residual = self.embedding(step)
         if batch.image_places is not None and batch.image_embeddings is not None:
@@ -154,6 +158,21 @@ class Decoder:
             layer.run(stream, cache, step, batch.sample_rows if is_last and selects_rows else None)
         x = stream.enter(self.norm)
         return x if self.project is None else self.project(x, step.select(batch.sample_rows))
+
+    def _with_image_positions(self, batch: StepBatch) -> StepBatch:
+        """The batch in which the positions of image tokens are rows at the end of the rope tables. Each row has the
+        cosines and sines of the token's three positions, for their shares of the frequencies."""
+        assert batch.image_positions is not None
+        assert batch.image_places is not None
+        device, num_tokens, first = batch.positions.device, len(batch.image_places), self.max_position_tokens
+        for spec, tables in self._ropes.items():
+            columns = [index for index, width in enumerate(spec.sections) for _ in range(width)]
+            rows = batch.image_positions[:, torch.tensor(columns, device=device)]
+            for table in tables:
+                table[first : first + num_tokens] = table.gather(0, rows)
+        positions = batch.positions.clone()
+        positions[batch.image_places] = torch.arange(first, first + num_tokens, device=device)
+        return replace(batch, positions=positions)
 
     def _append_layers(self, program: NativeProgram) -> None:
         """Appends layers and final norm to a native stack."""

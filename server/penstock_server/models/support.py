@@ -53,6 +53,9 @@ def support_of(model_type: str, config: Mapping[str, Any]) -> str:
             f"model type {model_type!r} is run by the checkpoint's own Python code, which is executed only with "
             "--trust-remote-code"
         )
+    if model_type in _mapping("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"):
+        readers = ", ".join(sorted(FAMILIES))
+        return f"model type {model_type!r} reads images in a way that is not supported; supported: {readers}"
     supported = ", ".join(sorted(ARCHITECTURES))
     return (
         f"model type {model_type!r} is neither supported ({supported}) nor a causal language model of the installed "

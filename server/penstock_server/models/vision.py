@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock_server.models.config import Config
 from penstock_server.models.interface import LoadOptions
-from penstock_server.models.spec import ModelSpec, NameMap
+from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap
 from penstock_server.vision.encoder import ImageEncoder
 from penstock_server.vision.family import FAMILIES, ImageFamily, TextLayout
 from penstock_server.vision.tower import VisionTower
@@ -46,7 +46,18 @@ def build(config: Config, text_models: dict[str, Build]) -> tuple[ModelSpec, Nam
     spec, names = text_models[text_type](Config(values, config.path))
     family = FAMILIES[model_type]
     first, *others = (_moved(names, layout, family) for layout in family.layouts)
+    if family.has_grid:
+        sections = values["rope_parameters"].get("mrope_section")
+        if not isinstance(sections, list) or len(sections) != 3:
+            raise config.refuse(f"mrope_section must be a list of three numbers, not {sections!r}")
+        spec = replace(spec, layers=tuple(_with_sections(layer, tuple(sections)) for layer in spec.layers))
     return replace(spec, architecture=model_type, reads_images=True), replace(first, alternatives=tuple(others))
+
+
+def _with_sections(layer: LayerSpec, sections: tuple[int, ...]) -> LayerSpec:
+    attention = layer.plain_attention
+    assert attention.rope is not None
+    return replace(layer, attention=replace(attention, rope=replace(attention.rope, sections=sections)))
 
 
 def _moved(names: NameMap, layout: TextLayout, family: ImageFamily) -> NameMap:

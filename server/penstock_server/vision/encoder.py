@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,13 @@ class EncodedImage:
     token_ids: npt.NDArray[np.int32]  # they replace the image's placeholder
     before: npt.NDArray[np.int64]  # [token_ids + 1] the image tokens before each of them; the last entry: all
     embeddings: Tensor  # [image tokens, hidden]
+    # Rows and columns of image tokens, if they have positions of their own; then all tokens are image tokens.
+    grid: tuple[int, int] | None = None
+
+    @property
+    def num_positions(self) -> int:
+        """The position of the next token, counted from that of the first."""
+        return len(self.token_ids) if self.grid is None else max(self.grid)
 
     @property
     def num_bytes(self) -> int:
@@ -45,22 +53,42 @@ class PlacedImage:
 
     offset: int  # of its first token
     image: EncodedImage
+    position: int  # of its first token
 
     @property
     def end(self) -> int:
         return self.offset + len(self.image.token_ids)
 
+    @property
+    def shift(self) -> int:
+        """What the positions of the tokens after the image are smaller by than their number."""
+        return self.end - self.position - self.image.num_positions
+
+    def positions(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """[tokens, 3]: the positions in time, row and column of these tokens of the sequence, which are the image's."""
+        assert self.image.grid is not None
+        index = np.arange(first - self.offset, last - self.offset)
+        return self.position + np.stack((0 * index, index // self.image.grid[1], index % self.image.grid[1]), axis=1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepImages:
+    """The image tokens of a step."""
+
+    places: npt.NDArray[np.int64]  # [image tokens] rows of the batch
+    embeddings: Tensor  # [image tokens, hidden]
+    positions: npt.NDArray[np.int64] | None  # [image tokens, 3]; None: those of text
+
 
 def image_tokens(
     images: Sequence[Sequence[PlacedImage]], computed: npt.NDArray[np.int64], contexts: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], Tensor] | None:
-    """The image tokens of a step: their rows in the batch [image tokens], and their embeddings [image tokens, hidden].
-    None: there are none.
+) -> StepImages | None:
+    """The image tokens of a step that advances each sequence from `computed` to `contexts` tokens. None: it has none.
 
-    images, computed, contexts [sequences]: a step advances each sequence from `computed` to `contexts` tokens.
+    images, computed, contexts [sequences]
     """
     starts = np.cumsum(contexts - computed) - contexts
-    places, embeddings = [], []
+    places, embeddings, positions = [], [], []
     for of_sequence, start, begin, end in zip(
         images, starts.tolist(), computed.tolist(), contexts.tolist(), strict=True
     ):
@@ -70,9 +98,18 @@ def image_tokens(
                 before = placed.image.before[first - placed.offset : last - placed.offset + 1]
                 places.append(start + first + np.flatnonzero(np.diff(before)))
                 embeddings.append(placed.image.embeddings[before[0] : before[-1]])
+                if placed.image.grid is not None:
+                    positions.append(placed.positions(first, last))
     if not any(map(len, places)):
         return None
-    return np.concatenate(places), torch.cat(embeddings)
+    return StepImages(np.concatenate(places), torch.cat(embeddings), np.concatenate(positions) if positions else None)
+
+
+def text_positions(images: Sequence[PlacedImage], tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The positions of these tokens of a sequence, given by their number; those of image tokens are meaningless."""
+    ends = [placed.end for placed in images]
+    shifts = np.array([0, *(placed.shift for placed in images)])
+    return tokens - shifts[np.searchsorted(ends, tokens, side="right")]
 
 
 class ImageEncoder:
@@ -84,7 +121,7 @@ class ImageEncoder:
 
         self._family = family
         self._tower = tower
-        self._reader = ImageReader(folder, family.options)
+        self._reader = ImageReader(folder, family.options(config))
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.image_token_id: int = config.image_token_id
         image_token: str | None = self._tokenizer.id_to_token(self.image_token_id)
@@ -100,6 +137,11 @@ class ImageEncoder:
         """What images may take in all."""
 
     @property
+    def has_grid(self) -> bool:
+        """Whether image tokens have a position in each direction."""
+        return self._family.has_grid
+
+    @property
     def weight_bytes(self) -> int:
         return self._tower.num_bytes
 
@@ -109,9 +151,13 @@ class ImageEncoder:
         return self._thread.submit(self._encode_all, images, released_hashes).result()
 
     def placed(self, spans: Sequence[ImageSpan]) -> list[PlacedImage]:
-        """Those of the images that are kept."""
-        kept = self._kept
-        return [PlacedImage(span.offset, kept[span.hash]) for span in spans if span.hash in kept]
+        """Those of a sequence's images that are kept."""
+        kept, found, shift = self._kept, [], 0
+        for span in spans:
+            if span.hash in kept:
+                found.append(PlacedImage(span.offset, kept[span.hash], span.offset - shift))
+                shift = found[-1].shift
+        return found
 
     def close(self) -> None:
         """Ends the thread and the process."""
@@ -161,4 +207,11 @@ class ImageEncoder:
         token_ids = np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
         before = np.concatenate(([0], np.cumsum(token_ids == self.image_token_id)))
         assert before[-1] == len(embeddings), "an image token for each embedding"
-        return EncodedImage(token_ids, before, embeddings)
+        return EncodedImage(token_ids, before, embeddings, self._grid(len(embeddings), arrays))
+
+    def _grid(self, num_embeddings: int, arrays: Arrays) -> tuple[int, int] | None:
+        if not self._family.has_grid:
+            return None
+        _, rows, columns = arrays["image_grid_thw"][0].tolist()
+        merged = isqrt(rows * columns // num_embeddings)  # patches that become one embedding, in each direction
+        return rows // merged, columns // merged

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from math import isqrt
 from typing import Any
 
 import numpy.typing as npt
@@ -32,7 +33,9 @@ class ImageFamily:
     expand: Expand
     inputs: tuple[str, ...]  # what the image processor makes that images are encoded from
     placeholder: str = "{image}"  # in prompts without a chat template, with {image} for the text of the image token
-    options: Mapping[str, Any] = field(default_factory=dict)  # arguments of the image processor
+    options: Callable[[Any], Mapping[str, Any]] = lambda config: {}  # configuration → arguments of the image processor
+    # Image tokens have positions of their own: a row and a column (M-RoPE, https://arxiv.org/abs/2409.12191).
+    has_grid: bool = False
 
 
 def _repeated(image: str, num_embeddings: int, _: Arrays) -> str:
@@ -51,21 +54,70 @@ def _tiles(image: str, num_embeddings: int, arrays: Arrays) -> str:
     return "".join(f"{line}\n" for line in lines) + f"\n{whole}"
 
 
-_LLAVA = (
-    TextLayout("model.language_model."),
-    TextLayout("language_model.model.", "language_model."),
+def _parts(image: str, num_embeddings: int, arrays: Arrays) -> str:
+    """Idefics 2: all of the image, or its quarters and all of it."""
+    num_parts = arrays["pixel_values"].shape[1]
+    part = image * (num_embeddings // num_parts) + "<fake_token_around_image>"
+    return "<fake_token_around_image>" + part * num_parts
+
+
+def _lines(image: str, num_embeddings: int, arrays: Arrays) -> str:
+    """Pixtral: the image's patches, row by row. Other towers make square images, whose rows do not end with a token."""
+    if "image_sizes" not in arrays:
+        return _repeated(image, num_embeddings, arrays)
+    (height, width), *_ = arrays["image_sizes"].tolist()
+    side = isqrt(height * width // num_embeddings)  # of what becomes one embedding
+    lines = [image * (width // side)] * (height // side)
+    return "[IMG_BREAK]".join(lines) + "[IMG_END]"
+
+
+def _bracketed(image: str, num_embeddings: int, _: Arrays) -> str:
+    return f"<img>{image * num_embeddings}</img>"
+
+
+def _patch_size(config: Any) -> Mapping[str, Any]:
+    """Of Pixtral's image processor: the side of what becomes one embedding."""
+    if config.vision_config.model_type != "pixtral":
+        return {}
+    return {"patch_size": config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1)}
+
+
+_LLAVA = ImageFamily(
+    text_model="language_model",
+    layouts=(TextLayout("model.language_model."), TextLayout("language_model.model.", "language_model.")),
+    tower=(r"(model\.)?(vision_tower|multi_modal_projector)\..*", r"(model\.)?image_newline"),
+    expand=_lines,
+    inputs=("pixel_values", "image_sizes"),
+    options=_patch_size,
 )
-_LLAVA_TOWER = r"(model\.)?(vision_tower|multi_modal_projector)\..*"
+_QWEN_VL = ImageFamily(
+    text_model="language_model",
+    layouts=(TextLayout("model.language_model."), TextLayout("model.")),
+    tower=(r"(model\.)?visual\..*",),
+    expand=_repeated,
+    inputs=("pixel_values", "image_grid_thw"),
+    placeholder="<|vision_start|>{image}<|vision_end|>",
+    has_grid=True,
+)
 _IDEFICS3 = ImageFamily(
     text_model="text_model",
     layouts=(TextLayout("model.text_model."),),
     tower=(r"model\.(vision_model|connector)\..*",),
     expand=_tiles,
     inputs=("pixel_values", "pixel_attention_mask"),
-    options={"return_row_col_info": True},
+    options=lambda config: {"return_row_col_info": True},
 )
 
 FAMILIES: dict[str, ImageFamily] = {
+    "idefics2": replace(_IDEFICS3, expand=_parts, options=lambda config: {}),
     "idefics3": _IDEFICS3,
+    "internvl": replace(
+        _LLAVA, expand=_bracketed, inputs=("pixel_values",), options=lambda config: {"crop_to_patches": True}
+    ),
+    "llava": _LLAVA,
+    "llava_next": replace(_LLAVA, expand=_repeated),
+    "mistral3": _LLAVA,
+    "qwen2_5_vl": _QWEN_VL,
+    "qwen2_vl": _QWEN_VL,
     "smolvlm": _IDEFICS3,
 }

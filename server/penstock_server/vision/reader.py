@@ -80,6 +80,9 @@ def main(folder: str, options: str) -> None:
         import json
 
         from safetensors.numpy import save
+
+        # PERF: transformers would import it, which takes seconds and most of the memory, but pixel values need it not.
+        sys.modules["torch"] = None  # type: ignore[assignment]
         from transformers import AutoImageProcessor
 
         processor = AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)

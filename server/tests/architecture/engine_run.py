@@ -45,8 +45,8 @@ class EngineRun:
     ) -> None:
         options = LoadOptions(folder, torch.float32, DEVICE, BLOCK_TOKENS, kv_dtype=kv_dtype)
         self.engine = Engine(load(options, RankGroup()), RankGroup(), DEVICE, BLOCK_TOKENS)
-        self.engine.warm_up(WarmUpConfig(MAX_STEP_TOKENS, 4, max_sequence_tokens=160, num_blocks=96))
-        self.free_blocks = list(range(96))
+        self.engine.warm_up(WarmUpConfig(MAX_STEP_TOKENS, 4, max_sequence_tokens=160, num_blocks=128))
+        self.free_blocks = list(range(128))
         self.num_source = num_source
         self.images: Callable[[list[int]], Sequence[ImageSpan]] = lambda prompt: ()
         self.sampling = Sampling()

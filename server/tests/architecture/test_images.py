@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +17,18 @@ from engine_run import EngineRun
 from image_cases import IMAGE_CASES, file_of, make_image_model, picture
 from model_driver import DrivenSequence, ModelDriver
 from near_tie import assert_greedy
+from penstock_server.errors import ImageError
 from penstock_server.models import load_model
 from penstock_server.models.decoder import Decoder
 from penstock_server.models.interface import LoadOptions
+from penstock_server.models.support import support_of
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import Image, ImageSpan
+from penstock_server.plan import Image, ImageSpan, NewSequence, Sampling
 from penstock_server.vision.encoder import ImageEncoder
+from penstock_server.vision.family import FAMILIES
+from penstock_server.vision.reader import Arrays, ImageReader
+from penstock_server.vision.tower import VisionTower
+from plans import Advance, plan, step
 from rank_threads import run_native_ranks
 from tested_device import DEVICE
 from tiny_models import prompts
@@ -52,15 +62,47 @@ class Made:
         assert model.images is not None
         return model, model.images
 
+    @functools.cached_property
+    def loaded(self) -> tuple[Decoder, ImageEncoder]:
+        return self.load()
+
     @torch.inference_mode()
     def logits(self, prompt: Prompt, more: list[int] = ()) -> torch.Tensor:  # type: ignore[assignment]
         """[tokens, vocab], by transformers from the pixel values of its own image processor."""
         inputs = {}
         if prompt.images:
             processor = transformers.AutoImageProcessor.from_pretrained(self.folder, backend="pil")
-            inputs = dict(processor(images=[[PICTURES[i] for i in prompt.images]], return_tensors="pt"))
+            case = IMAGE_CASES[self.name]
+            inputs = dict(processor(images=[PICTURES[i] for i in prompt.images], return_tensors="pt", **case.options))
+            inputs.pop("num_patches", None)
         ids = torch.tensor([[*prompt.token_ids, *more]])
+        if "image_grid_thw" in inputs:
+            inputs["mm_token_type_ids"] = (ids == self.reference.config.image_token_id).int()
+            self.reference.model.rope_deltas = None  # it would be that of the last prompt
         return self.reference(input_ids=ids, use_cache=False, **inputs).logits[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_work() -> Iterator[None]:
+    """The process that reads files starts once for each model; `test_hostile_images` tests it. Ranks that are threads
+    load their towers one after the other, because transformers changes torch for all threads while it loads."""
+    read, results = ImageReader.read, {}
+    load, lock = VisionTower.load, threading.Lock()
+
+    def remembering(reader: ImageReader, data: bytes) -> Arrays:
+        key = (*reader._command, data)
+        if key not in results:
+            results[key] = read(reader, data)
+        return results[key]
+
+    def one_at_a_time(*arguments: Any) -> VisionTower:
+        with lock:
+            return load(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ImageReader, "read", remembering)
+        patch.setattr(VisionTower, "load", one_at_a_time)
+        yield
 
 
 @pytest.fixture(
@@ -76,7 +118,7 @@ def text(seed: int, length: int) -> list[int]:
 
 
 def prompts_of(encoder: ImageEncoder) -> list[Prompt]:
-    """One image, two images next to each other, none, and one image again after other text."""
+    """One image, two images next to each other (not where the template has tokens between), none, and one again."""
     encoded = encoder.encode(IMAGES, [])
 
     def prompt(*parts: list[int] | int) -> Prompt:
@@ -91,7 +133,7 @@ def prompts_of(encoder: ImageEncoder) -> list[Prompt]:
 
     return [
         prompt(text(1, 5), 0, text(2, 4)),
-        prompt(text(3, 3), 1, 2, text(4, 6)),
+        prompt(text(3, 3), 1, text(8, 1 if encoder.has_grid else 0), 2, text(4, 6)),
         prompt(text(5, 30)),
         prompt(2, text(6, 9)),
     ]
@@ -121,7 +163,7 @@ def logits_of(model: Decoder, encoder: ImageEncoder, batch: list[Prompt], chunk:
 
 
 def test_logits_are_those_of_transformers_also_in_chunks_through_an_image(made: Made) -> None:
-    model, encoder = made.load()
+    model, encoder = made.loaded
     batch = prompts_of(encoder)
     expected = [made.logits(prompt) for prompt in batch]
     for chunk in (7, 1 << 20):
@@ -129,7 +171,6 @@ def test_logits_are_those_of_transformers_also_in_chunks_through_an_image(made: 
             torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
     without = Prompt(batch[0].token_ids, [], [])
     assert not torch.allclose(logits_of(model, encoder, [without], 1 << 20)[0], expected[0], atol=1e-2)
-    encoder.close()
 
 
 def test_greedy_tokens_are_those_of_transformers(made: Made) -> None:
@@ -141,10 +182,14 @@ def test_greedy_tokens_are_those_of_transformers(made: Made) -> None:
     again = Prompt([*two.token_ids[:shared], *text(7, 4)], two.images, two.offsets)
     of_text = {tuple(prompt.token_ids): prompt.spans for prompt in (one, two, again, none)}
     run.images = lambda token_ids: of_text[tuple(token_ids)]
+    image_token = run.engine.model.images.image_token_id  # transformers cannot read it as text
+    run.sampling = Sampling(logit_bias=[(image_token, -1e4)])
     texts = [one, two, again]
     found = run.greedy([prompt.token_ids for prompt in texts], 64, shared_tokens=shared, chunk=7)
     for prompt, tokens in zip(texts, found, strict=True):
-        assert_greedy(made.logits(prompt, tokens)[len(prompt.token_ids) - 1 : -1], tokens)
+        logits = made.logits(prompt, tokens)[len(prompt.token_ids) - 1 : -1].clone()
+        logits[:, image_token] = -torch.inf
+        assert_greedy(logits, tokens)
     run.engine.close()
 
 
@@ -166,3 +211,74 @@ def test_a_prompt_has_the_same_bits_alone_and_in_a_batch_and_on_two_ranks(made: 
     for of_rank in run_native_ranks(2, on_rank):
         for found, expected in zip(of_rank, together, strict=True):
             assert torch.equal(found, expected)
+
+
+def test_every_family_has_a_case() -> None:
+    tested = {getattr(transformers, case.config).model_type for case in IMAGE_CASES.values()}
+    assert tested == set(FAMILIES)
+
+
+PROCESSORS = {
+    "idefics2": ("Idefics2Processor", {"image_seq_len": 5}),
+    "idefics3": ("Idefics3Processor", {"image_seq_len": 4}),
+    "llava": ("LlavaProcessor", {"patch_size": 8, "vision_feature_select_strategy": "default"}),
+    "llava-next": ("LlavaNextProcessor", {"patch_size": 8, "vision_feature_select_strategy": "default"}),
+}
+
+
+def test_an_image_becomes_the_tokens_of_transformers(made: Made) -> None:
+    """Where its processor needs no other library."""
+    if made.name not in PROCESSORS:
+        pytest.skip("the processor of transformers needs torchvision or num2words")
+    _, encoder = made.loaded
+    class_name, values = PROCESSORS[made.name]
+    if class_name.startswith("Llava"):
+        values = {**values, "num_additional_image_tokens": 1}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(made.folder / "tokenizer.json"))
+    images = transformers.AutoImageProcessor.from_pretrained(made.folder, backend="pil")
+    processor = getattr(transformers, class_name)(images, tokenizer, **values)
+    for image, encoded in zip(PICTURES, encoder.encode(IMAGES, []), strict=True):
+        expected = processor(text=[f"a{encoder.placeholder} b"], images=[image])["input_ids"][0]
+        assert list(expected)[1:-2] == encoded.token_ids.tolist()
+
+
+def test_images_are_kept_until_they_are_released(made: Made) -> None:
+    if made.name != "llava":
+        pytest.skip("the same for every family")
+    _, encoder = made.load()
+    first = encoder.encode(IMAGES[:2], [])
+    assert [each is again for each, again in zip(first, encoder.encode(IMAGES[:2], []), strict=True)] == [True, True]
+    third = encoder.encode([IMAGES[0], IMAGES[2]], [IMAGES[1].hash])
+    assert third[0] is first[0]
+    spans = [ImageSpan(image.hash, 0) for image in IMAGES]
+    assert [placed.image for placed in encoder.placed(spans)] == third
+    bad = Image(b"bad", b"no image")
+    with pytest.raises(ImageError, match="image 2 is not an image file"):
+        encoder.encode([IMAGES[1], bad], [])
+    assert len(encoder.placed(spans)) == 2, "a request that fails keeps none of its new images"
+    encoder.kept_bytes = third[0].num_bytes * 2
+    with pytest.raises(ImageError, match="image 1 does not fit"):
+        encoder.encode([IMAGES[1]], [])
+    assert len(encoder.encode([IMAGES[1]], [IMAGES[0].hash])) == 1
+    encoder.close()
+
+
+def test_a_sequence_names_images_that_are_encoded_where_their_tokens_are(made: Made) -> None:
+    if made.name != "llava":
+        pytest.skip("the same for every family")
+    run = EngineRun(made.folder)
+    encoder = run.engine.model.images
+    assert encoder is not None
+    (encoded,) = run.engine.encode_images(IMAGES[:1], [])
+    ids = [1, 2, *encoded.token_ids.tolist(), 3]
+    wrong = {"at token 3": ImageSpan(IMAGES[0].hash, 3), "1 images, of which 0": ImageSpan(IMAGES[1].hash, 2)}
+    for number, (reason, span) in enumerate(wrong.items(), 1):
+        new = NewSequence(number, ids, len(ids), images=[span])
+        (output,) = step(run.engine, plan(number, (), [new], [Advance(number, 1, [0, 1, 2, 3, 4, 5, 6, 7])]))
+        assert reason in output.error
+    run.engine.close()
+
+
+def test_other_image_models_are_refused_by_name() -> None:
+    for config in (transformers.PaliGemmaConfig(), transformers.Qwen3VLConfig()):
+        assert "supported: idefics2, idefics3, internvl, llava" in support_of(config.model_type, config.to_dict())
