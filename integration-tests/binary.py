@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,10 +85,10 @@ def children(pid: int) -> set[int]:
     return found
 
 
-def launch(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    """Start the binary with JSON logs; stdout also carries stderr."""
+def launch(*arguments: str, env: dict[str, str] | None = None, through: Sequence[str] = ()) -> subprocess.Popen[str]:
+    """Start the binary with JSON logs; stdout also carries stderr. through: a command that runs it."""
     return subprocess.Popen(
-        [PENSTOCK, "--json-output", *arguments],
+        [*through, PENSTOCK, "--json-output", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -113,11 +113,15 @@ def reserved_port() -> Iterator[int]:
 
 
 def start(
-    *arguments: str, hostname: str = "127.0.0.1", port: str | None = "0", env: dict[str, str] | None = None
+    *arguments: str,
+    hostname: str = "127.0.0.1",
+    port: str | None = "0",
+    env: dict[str, str] | None = None,
+    through: Sequence[str] = (),
 ) -> Server:
     """Start on a free port and wait for the log line with the URL. port: None if a variable of `env` sets it."""
     place = [] if port is None else ["--port", port]
-    process = launch(*place, "--hostname", hostname, *arguments, env=env)
+    process = launch(*place, "--hostname", hostname, *arguments, env=env, through=through)
     server = Server(process, "")
     ready: queue.Queue[str | None] = queue.Queue()
 

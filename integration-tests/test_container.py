@@ -1,9 +1,10 @@
-"""What containers and clouds rely on: SageMaker's and Vertex AI's variables and routes, a hub model with a token, and
-the health check of the image."""
+"""What containers and clouds rely on: SageMaker's and Vertex AI's variables and routes, a hub model with a token, the
+health check of the image, and the duties of process 1."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,8 +13,9 @@ from pathlib import Path
 
 import byte_model
 import pytest
-from binary import Server, start
+from binary import Server, children, name, start
 from client import ask, events
+from fault.probe import health, wait_until
 
 ROOT = Path(__file__).parent.parent
 TOKEN = "hf_a_secret_of_this_test"
@@ -97,3 +99,24 @@ def test_the_health_check_finds_the_servers_port(vertex: Server) -> None:
     with subprocess.Popen(["sleep", "60"]) as other:
         assert check(other.pid) == (1, f"error: process {other.pid} does not listen yet\n")
         other.kill()
+
+
+NEW_PIDS = ["unshare", "--pid", "--fork", "--kill-child"]
+
+
+def test_process_1_reaps_orphans_and_forwards_signals() -> None:
+    if shutil.which(NEW_PIDS[0]) is None or subprocess.run([*NEW_PIDS, "true"], capture_output=True).returncode != 0:
+        pytest.skip("needs the right to make a PID namespace")
+    server = start("--standby", "off", through=NEW_PIDS)
+    (first,) = children(server.process.pid)
+    (serving,) = children(first)
+    assert [name(first), name(serving)] == ["penstock-init", "penstock"]
+    fork_server = next(pid for pid in children(serving) if children(pid))
+    orphans = children(fork_server)
+    os.kill(fork_server, signal.SIGKILL)
+    # The kernel kills them, and gives them to process 1.
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in orphans), "process 1 has reaped the workers")
+    wait_until(lambda: health(server) == 200, "a new group serves")
+    assert ask(server, "/generate", {"inputs": "Hi", "parameters": GREEDY}).status == 200
+    os.kill(first, signal.SIGTERM)
+    assert server.process.wait(60) == 0

@@ -14,6 +14,7 @@ mod environment;
 mod fork_protocol;
 mod fork_server;
 mod group;
+mod init;
 mod isa;
 mod keys;
 mod listener;
@@ -73,6 +74,9 @@ enum Stopped {
 fn main() -> ExitCode {
     if std::env::args_os().nth(1).is_some_and(|argument| argument == RENDERER_ARGUMENT) {
         return if run_chat_renderer().is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+    }
+    if let Some(status) = init::run_as_first_process() {
+        return status;
     }
     let parsed = match command_line::parse(std::env::args_os(), |name| std::env::var(name).ok()) {
         Ok(parsed) => parsed,

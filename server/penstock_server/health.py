@@ -19,7 +19,7 @@ TIMEOUT_S = 4.0
 
 
 def find_server() -> int:
-    """The pid of the first process of that name, which is 1 in a container. Raises LookupError."""
+    """The pid of the first process of that name. Raises LookupError."""
     for pid in sorted(int(path.name) for path in Path("/proc").glob("[0-9]*")):
         try:
             if Path(f"/proc/{pid}/comm").read_text().strip() == PROCESS_NAME:
