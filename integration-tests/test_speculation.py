@@ -19,6 +19,12 @@ pytestmark = pytest.mark.native
 CODE = "def add(first, second):\n    total = first + second\n    return total\n\n"
 COPY = f"Repeat the code exactly.\n\n{CODE * 3}"
 LIST = "1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2,"
+SCHEMA = {
+    "type": "object",
+    "properties": {"first": {"type": "integer"}, "second": {"type": "string"}, "total": {"enum": ["small", "large"]}},
+    "required": ["first", "second", "total"],
+    "additionalProperties": False,
+}
 GREEDY = {"inputs": COPY, "parameters": {"max_new_tokens": 60, "details": True, "top_n_tokens": 2}}
 PARAMETERS: list[dict[str, Any]] = [
     {},
@@ -30,6 +36,8 @@ PARAMETERS: list[dict[str, Any]] = [
     {"stop": ["total", "\n\n"], "min_tokens": 5},
     {"logit_bias": {"28": 3.0}, "top_n_tokens": 3},
     {"grammar": {"type": "regex", "value": "[0-9, ]{20,40}"}},
+    {"grammar": {"type": "json", "value": SCHEMA}, "repetition_penalty": 1.1, "top_n_tokens": 2},
+    {"grammar": {"type": "json", "value": SCHEMA}, "do_sample": True, "seed": 5},
 ]
 REQUESTS = [GREEDY] + [
     {"inputs": inputs, "parameters": {"max_new_tokens": 40, "details": True, **parameters}}

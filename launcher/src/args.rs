@@ -155,8 +155,8 @@ pub(crate) struct Args {
     pub(crate) max_steps_in_flight: u32,
 
     /// Maximum number of draft tokens that a step verifies for one sequence; 0 is off. Drafts are what followed the last
-    /// tokens of a sequence where they occurred in it before, and change no token, logprob or stop. A step with prompts or
-    /// with as many sequences as --max-batch-size has none
+    /// tokens of a sequence where they occurred in it before, or what its grammar forces, and change no token, logprob or
+    /// stop. A step with prompts or with as many sequences as --max-batch-size has none
     #[arg(long, env, default_value_t = 0, value_parser = RangedU64ValueParser::<u32>::new().range(0..=16))]
     pub(crate) speculate: u32,
 

@@ -291,8 +291,10 @@ def test_there_may_be_fewer_or_more_logits_than_tokens(small_folder: Path, vocab
     assert mask == set(range(len(WORDS)))
 
 
-def masks_of(states: GrammarStates, sequence_ids: list[int]) -> tuple[np.ndarray, dict[int, str]]:
-    masks = states.start(sequence_ids)
+def masks_of(
+    states: GrammarStates, sequence_ids: list[int], drafts: dict[int, list[int]] | None = None
+) -> tuple[np.ndarray, dict[int, str]]:
+    masks = states.start(sequence_ids, [(drafts or {}).get(sequence_id, []) for sequence_id in sequence_ids])
     words, errors = masks.finish()
     bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
     assert len(masks.places) == len(bits)
@@ -317,6 +319,52 @@ def test_a_state_built_from_known_tokens_equals_one_fed_step_by_step(compiler: G
             assert bits[0, tokens[known]]
             states.chosen([1], [tokens[known]])
     assert set(np.flatnonzero(bits[0])) == {END}, "only an end token follows an end token"
+
+
+def test_masks_after_drafts_are_those_of_sequences_that_generated_them(compiler: GrammarCompiler) -> None:
+    grammar, tokens = Grammar("regex", "(a|ab|0){3,5}1"), [0, 5, 2, 0, 3, END]
+    states = GrammarStates(compiler, 1)
+    states.apply(Plan(1, (), [constrained(i, grammar, tokens[: i + 1]) for i in range(5)]))
+    alone, _ = masks_of(states, [0, 1, 2, 3, 4])
+    for _ in range(2):  # drafts leave the state as it is
+        bits, errors = masks_of(states, [1, 0, 2], {0: tokens[1:5], 2: [1, 0]})
+        assert not errors
+        assert (bits[0] == alone[1]).all()
+        assert (bits[1:6] == alone).all()
+        assert (bits[6] == alone[2]).all()
+        assert bits[7:9].all(), "nothing is kept behind a draft token that the grammar does not allow"
+
+
+def draft_of(states: GrammarStates, history: list[int], most: int, *guesses: list[int]) -> list[int]:
+    left = list(guesses)
+    return states.draft(
+        1, np.array(history, np.int32), most, lambda _, most: np.array((left.pop(0) if left else [])[:most], np.int32)
+    )
+
+
+def test_a_draft_has_what_the_grammar_forces_and_guesses_that_it_allows(compiler: GrammarCompiler) -> None:
+    states, a, b = GrammarStates(compiler, 1), WORDS.index("a"), WORDS.index("b")
+    states.apply(Plan(1, (), [constrained(1, Grammar("regex", "[ab]{2}0110[ab]{0,9}"), [])]))
+    assert draft_of(states, [7], 9, [a]) == [], "no token has been generated"
+    states.chosen([1], [a])
+    forced = draft_of(states, [7, a], 3, [b])[1:]
+    assert [WORDS[token_id] for token_id in forced] == ["01", "10"]
+    assert draft_of(states, [7, a], 2, [b]) == [b, forced[0]]
+    assert draft_of(states, [7, a], 5, [b], [a, a, 3, a]) == [b, *forced, a, a]
+    assert draft_of(states, [7, a], 9, [b], [b, END]) == [b, *forced, b, *[b] * 5], "then the token that was used last"
+    for token_id in (b, *forced):
+        bits, _ = masks_of(states, [1])
+        assert token_id == b or np.flatnonzero(bits[0]).tolist() == [token_id]
+        states.chosen([1], [token_id])
+    states.chosen([1], [END])
+    assert draft_of(states, [7, a, b, *forced, END], 9, [a]) == []
+
+
+def test_of_a_few_allowed_tokens_a_draft_has_the_one_that_was_used_last(compiler: GrammarCompiler) -> None:
+    states, ids = GrammarStates(compiler, 1), [WORDS.index(word) for word in "0a1"]
+    states.apply(Plan(1, (), [constrained(1, Grammar("regex", "(0|1)[ab](0|1)"), ids[:1])]))
+    assert draft_of(states, [7, ids[1], 9, *ids[:1]], 9) == [ids[1], ids[0]]
+    assert draft_of(states, [7, *ids[:1]], 9) == []
 
 
 def test_a_complete_grammar_allows_the_sequence_s_stop_tokens(compiler: GrammarCompiler) -> None:

@@ -63,7 +63,7 @@ class Answer:
         self._states.apply(Plan(1, (), [new]))
 
     def allowed(self) -> set[int]:
-        words, errors = self._states.start([1]).finish()
+        words, errors = self._states.start([1], [[]]).finish()
         if errors:
             raise GrammarError(errors[0])
         return set(np.flatnonzero(np.unpackbits(words[0].view(np.uint8), bitorder="little")).tolist())

@@ -187,8 +187,8 @@ def test_a_model_is_served_as_it_is_stored(variant: str, architecture: str, kind
 
     (stored, stored_bytes), (dense, dense_bytes) = logits(False, 23), logits(True, 23)
     assert stored_bytes < dense_bytes * 0.75
-    # With inputs of 16 bits, the products differ in their rounding only. Inputs of 8 bits add an error of their own, which
-    # kernels that round bfloat16 elsewhere change a little.
+    # With inputs of 16 bits, the products differ in their rounding only. Inputs of 8 bits add an error of their own,
+    # which kernels that round bfloat16 elsewhere change a little.
     assert (logits(False, 23, activation_bits=16)[0] - dense).norm() < 0.04 * dense.norm()
     assert (stored - dense).norm() < 0.08 * dense.norm()
     assert not torch.equal(stored, dense)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
+from typing import Any, cast
+
 import numpy as np
 import pytest
 import torch
 from fake_model import POISON, FakeModel, continuation
-from paired_ranks import paired_engines
+from paired_ranks import PairedGroup, paired_engines
 from penstock_server.config import WarmUpConfig
 from penstock_server.engine import speculation
 from penstock_server.engine.batch import select
@@ -112,16 +115,28 @@ def test_ranks_keep_the_same_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(models[0].caches[0], models[1].caches[0])
 
 
-def test_a_sequence_with_a_grammar_has_no_drafts() -> None:
-    table = SequenceTable(
-        TableLimits(vocab_size=100, block_tokens=16, num_blocks=4, max_sequence_tokens=30, num_rows=2)
-    )
-    for i, grammar in enumerate((Grammar("regex", "a"), None)):
-        table.add(NewSequence(i, [1, 2, 3, 1, 2], 5, 4, [i], Sampling(grammar=grammar)))
-    advances = [Advance(i, 1, sample=True, num_draft_tokens=3) for i in range(2)]
-    chosen = speculation.with_drafts(table, select(table, columns(advances)))
-    assert chosen.num_drafts.tolist() == [0, 3]
-    assert (chosen.num_tokens.tolist(), chosen.samples.tolist()) == ([1, 4], [0, 1, 1, 1, 1])
+class Allowing:
+    """Stands for the grammars of the first rank."""
+
+    def draft(self, sequence_id: int, history: np.ndarray, most: int, guess: object) -> list[int]:
+        assert (sequence_id, history.tolist(), guess) == (0, [1, 2, 3, 1, 2], speculation.continuation)
+        return [7, 8, 9, 10][: most - 1]
+
+
+def test_the_first_rank_sends_the_drafts_that_grammars_allow() -> None:
+    sent: deque[torch.Tensor] = deque()
+    for rank, grammars in ((0, Allowing()), (1, None)):
+        table = SequenceTable(
+            TableLimits(vocab_size=100, block_tokens=16, num_blocks=4, max_sequence_tokens=30, num_rows=2)
+        )
+        for i, grammar in enumerate((Grammar("regex", "a"), None)):
+            table.add(NewSequence(i, [1, 2, 3, 1, 2], 5, 4, [i], Sampling(grammar=grammar)))
+        advances = [Advance(i, 1, sample=True, num_draft_tokens=3) for i in range(2)]
+        group = PairedGroup(rank, 2, sent=sent)
+        chosen = speculation.with_drafts(table, select(table, columns(advances)), cast(Any, grammars), group)
+        assert chosen.num_drafts.tolist() == [2, 3]
+        assert (chosen.num_tokens.tolist(), chosen.samples.tolist()) == ([3, 4], [0, 0, 0, 1, 1, 1, 1])
+        assert speculation.drafts_of(table, chosen) == [[7, 8], [3, 1, 2]]
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,18 @@ class SequenceTable:
         places = np.where(real, self.prompt[rows][:, None] + columns, 0)
         return self.token_ids[rows[:, None], places].astype(np.int64), real
 
+    def known_ids(self, row: int) -> npt.NDArray[np.int32]:
+        """[known]: a sequence's known tokens."""
+        return self.token_ids[row, : self.known[row]]
+
+    def write_drafts(self, row: int, draft: npt.NDArray[np.int32]) -> None:
+        """Writes draft tokens behind the known tokens; they do not become known."""
+        self.token_ids[row, self.known[row] : self.known[row] + len(draft)] = draft
+
+    def drafts(self, row: int, count: int) -> npt.NDArray[np.int32]:
+        """[count]: the tokens behind the known ones."""
+        return self.token_ids[row, self.known[row] : self.known[row] + count]
+
     def last_generated(self, row: int, end: int, num_tokens: int) -> npt.NDArray[np.int32]:
         """[≤ num_tokens]: the last generated tokens of a row before `end`."""
         return self.token_ids[row, max(int(self.prompt[row]), end - num_tokens) : end]

@@ -2,24 +2,30 @@
 
 The token at a position is a function of the tokens before it, the sampling parameters and the seed. So a draft token is
 right exactly if it is the token that is sampled at its position, and the tokens are those of decoding without drafts.
-Every rank makes the same drafts, because they are a function of the sequence's tokens.
+Every rank makes the same drafts, because they are a function of the sequence's tokens. Those of sequences with a
+grammar, which only the first rank knows, come from there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from penstock_server.engine.batch import Selection
 from penstock_server.engine.host_batch import Rows
 from penstock_server.engine.sampler import BROKEN
 from penstock_server.engine.sequence import SequenceTable
+from penstock_server.grammar.state import GrammarStates
+from penstock_server.parallel import RankGroup
 
 _MIN_MATCH = 2  # tokens of the end of a text that must occur before
 _MAX_MATCH = 8  # a longer match does not make a better draft
 _MAX_HISTORY = 1 << 15  # last tokens that are searched
+_NO_TOKEN = -1
 
 Tokens = npt.NDArray[np.int32]
 
@@ -43,20 +49,36 @@ def continuation(history: Tokens, most: int) -> Tokens:
     return history[start : start + most]
 
 
-def with_drafts(table: SequenceTable, chosen: Selection) -> Selection:
-    """Writes drafts behind the known tokens, as far as the plan allows and the texts suggest them. The step computes
-    them, and samples after each. The tokens of all earlier steps must be in the table."""
-    num_drafts = np.zeros(len(chosen.rows), np.int64)
-    # The state of a grammar follows the tokens one by one.
-    may_draft = (chosen.max_drafts > 0) & ~table.sampling["has_grammar"][chosen.rows]
-    for place in np.flatnonzero(may_draft).tolist():
-        row = int(chosen.rows[place])
-        known = int(table.known[row])
-        draft = continuation(table.token_ids[row, :known], int(chosen.max_drafts[place]))
-        table.token_ids[row, known : known + len(draft)] = draft
-        num_drafts[place] = len(draft)
+def with_drafts(table: SequenceTable, chosen: Selection, grammars: GrammarStates | None, group: RankGroup) -> Selection:
+    """Writes drafts behind the known tokens, as far as the plan allows and the texts or grammars suggest them. The step
+    computes them, and samples after each. The tokens of all earlier steps must be in the table. grammars: those of the
+    first rank, which sends the drafts that they allow to the other ranks."""
+    drafts = np.full((len(chosen.rows), int(chosen.max_drafts.max())), _NO_TOKEN, np.int32)
+    is_constrained = table.sampling["has_grammar"][chosen.rows] & (chosen.max_drafts > 0)
+    for place in np.flatnonzero(chosen.max_drafts).tolist():
+        history, most = table.known_ids(int(chosen.rows[place])), int(chosen.max_drafts[place])
+        draft: Sequence[int] | Tokens = ()
+        if not is_constrained[place]:
+            draft = continuation(history, most)
+        elif grammars is not None:
+            draft = grammars.draft(int(chosen.sequence_ids[place]), history, most, continuation)
+        drafts[place, : len(draft)] = draft
+    if is_constrained.any():
+        group.broadcast(torch.from_numpy(drafts))
+    num_drafts = (drafts != _NO_TOKEN).sum(1)
+    for place in np.flatnonzero(num_drafts).tolist():
+        table.write_drafts(int(chosen.rows[place]), drafts[place, : num_drafts[place]])
     samples = np.repeat(chosen.samples, 1 + num_drafts[chosen.samples])
     return replace(chosen, num_tokens=chosen.num_tokens + num_drafts, samples=samples, num_drafts=num_drafts)
+
+
+def drafts_of(table: SequenceTable, chosen: Selection) -> list[list[int]]:
+    """The draft tokens of each advance that samples, before the step has sampled."""
+    places = np.unique(chosen.samples)
+    if not chosen.has_drafts:
+        return [[] for _ in places]
+    rows, counts = chosen.rows[places].tolist(), chosen.num_drafts[places].tolist()
+    return [table.drafts(row, count).tolist() for row, count in zip(rows, counts, strict=True)]
 
 
 def keep_right_drafts(table: SequenceTable, chosen: Selection, positions: Rows, ids: Rows) -> npt.NDArray[np.bool_]:

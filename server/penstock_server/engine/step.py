@@ -33,7 +33,7 @@ from penstock_server.engine.prompt import PromptScores, prepare_prompt, score_pr
 from penstock_server.engine.restriction import NOTHING_LEFT
 from penstock_server.engine.sampler import BROKEN, Prepared, Sampler
 from penstock_server.engine.sequence import SequenceTable
-from penstock_server.engine.speculation import keep_right_drafts, with_drafts
+from penstock_server.engine.speculation import drafts_of, keep_right_drafts, with_drafts
 from penstock_server.engine.stream import apply_changes, check_plan
 from penstock_server.engine.transfer import Download, Fetched, Put, Upload
 from penstock_server.grammar.state import NO_MASKS, GrammarStates, Masks
@@ -125,7 +125,7 @@ class StepRunner:
         if chosen.max_drafts.any():
             for earlier in self._in_flight:
                 self._settle(earlier)  # drafts continue the tokens that are known
-            chosen = with_drafts(table, chosen)
+            chosen = with_drafts(table, chosen, self._grammars, self._group)
         failures = {failure.sequence_id: failure for failure in chosen.failures}
         sampled_rows = chosen.rows[chosen.samples]
         residencies, positions = table.residency[chosen.rows], table.known[sampled_rows] + chosen.offsets()
@@ -237,7 +237,8 @@ class StepRunner:
         """Start the masks of this step's samples, so that they are made while the model computes."""
         if self._grammars is None:
             return NO_MASKS
-        return self._grammars.start(chosen.sequence_ids[chosen.samples].tolist())
+        sequence_ids = chosen.sequence_ids[np.unique(chosen.samples)].tolist()
+        return self._grammars.start(sequence_ids, drafts_of(self._table, chosen))
 
     def _sample(
         self, pending: Pending, logits: Tensor | None, prepared: Prepared | None, masks: Masks, download: Download

@@ -1,15 +1,16 @@
 """The grammar states of the constrained sequences of one stream, and the masks of a step.
 
-Threads compute a step's masks while the model runs: each matcher consumes the token that was sampled in the last step,
-then computes the tokens that may follow. An unusable grammar, a token that does not match and a dead end fail only
-their own sequence.
+Threads compute a step's masks while the model runs: each matcher consumes the tokens that were sampled in the last
+step, then computes the tokens that may follow, also after each draft token, which a copy of the matcher consumes. An
+unusable grammar, a token that does not match and a dead end fail only their own sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +24,13 @@ from penstock_server.plan import Plan
 
 # [rows, words]: bit b of word w stands for token 32·w + b (little-endian)
 Words = npt.NDArray[np.int32]
+TokenIds = npt.NDArray[np.int32]
+# At most so many tokens that may follow a text.
+Guess = Callable[[TokenIds, int], TokenIds]
 
 _BITS = (np.uint32(1) << np.arange(32, dtype=np.uint32)).view(np.int32)
 _SEQUENCES_PER_THREAD = 4  # fewer are not worth another thread
+_FEW_ALLOWED = 16  # tokens among which a guess pays
 
 
 class _State:
@@ -33,25 +38,65 @@ class _State:
 
     def __init__(self, start: Future[Start], generated: Sequence[int], end_ids: Sequence[int]) -> None:
         self._start = start
-        self._matcher: LLMatcher | None = None
+        self._matcher: LLMatcher | None = None  # None: no token has been generated
         self._pending = list(generated)
         self._end_ids = frozenset(end_ids)
         self._has_ended = False
+        self._error = ""
 
     def chosen(self, token_id: int) -> None:
         self._pending.append(token_id)
 
-    def fill(self, mask: Words) -> str:
-        """Writes the tokens that may follow into the mask [words]. Returns an error message when there are none."""
+    def draft(self, history: TokenIds, most: int, guess: Guess) -> list[int]:
+        """At most `most` tokens that probably follow: those that the grammar forces, which are always right, and
+        between them guesses that it allows. history: the known tokens."""
+        if self._consume() or self._matcher is None or self._has_ended:
+            return []
+        start, matcher = self._start.result(), self._matcher.deep_copy()
+        draft: list[int] = []
+        while len(draft) < most:
+            left = most - len(draft)
+            if not (tokens := matcher.compute_ff_tokens()[:left]):
+                text = np.append(history, np.array(draft, np.int32))
+                tokens = guess(text, left).tolist()
+                if not tokens or matcher.validate_tokens(tokens[:1]) == 0:
+                    tokens = _last_used(text, start, matcher)
+            tokens = list(takewhile(lambda token_id: token_id not in self._end_ids, tokens))
+            count = matcher.try_consume_tokens(tokens)
+            draft += tokens[:count]
+            if count == 0:
+                break
+        return draft
+
+    def fill(self, masks: Words, draft: Sequence[int]) -> dict[int, str]:
+        """Writes the tokens that may follow, and those that may follow after each draft token, into the masks
+        [1 + draft tokens, words]. Returns error messages by mask, for masks that allow nothing."""
+        errors = {0: error} if (error := self._consume() or self._fill(self._matcher, masks[0])) else {}
+        if not draft or error or self._matcher is None:
+            return errors
+        matcher = self._matcher.deep_copy()
+        for i, token_id in enumerate(draft, 1):
+            if not matcher.try_consume_tokens([token_id]):
+                masks[i:] = -1  # this draft token is wrong, so no token after it is kept
+                break
+            if error := self._fill(matcher, masks[i]):
+                errors[i] = error
+        return errors
+
+    def _consume(self) -> str:
+        """Brings the matcher up to date. Returns an error message when the generated tokens do not match."""
+        if self._pending and not self._error:
+            self._error = self._consume_pending()
+            self._pending.clear()
+        return self._error
+
+    def _consume_pending(self) -> str:
         try:
             start = self._start.result()
         except GrammarError as error:
             return str(error)
         matcher = self._matcher
         if matcher is None:
-            if not self._pending:
-                mask[:] = np.frombuffer(start.mask, np.int32)
-                return self._finish(mask, start.is_accepting)
             matcher = self._matcher = start.matcher(self._pending[0])
             if matcher is None:
                 return "the generated tokens do not match the grammar"
@@ -60,7 +105,17 @@ class _State:
                 self._has_ended = True  # if the sequence continues nevertheless, only end tokens may follow
             elif not matcher.consume_token(token_id):
                 return f"the generated tokens do not match the grammar: {readable(matcher.get_error())}"
-        self._pending.clear()
+        return ""
+
+    def _fill(self, matcher: LLMatcher | None, mask: Words) -> str:
+        """Writes the tokens that may follow in the matcher's state, or as the first token, into the mask [words]."""
+        try:
+            start = self._start.result()
+        except GrammarError as error:
+            return str(error)
+        if matcher is None:
+            mask[:] = np.frombuffer(start.mask, np.int32)
+            return self._finish(mask, start.is_accepting)
         if self._has_ended:
             mask.fill(0)
         else:
@@ -76,6 +131,17 @@ class _State:
         elif not mask.any():
             return "the grammar allows no further token: the vocabulary cannot spell what must follow"
         return ""
+
+
+def _last_used(text: TokenIds, start: Start, matcher: LLMatcher) -> list[int]:
+    """Of a few allowed tokens, as around a schema's keys, the one that the text used last."""
+    mask = np.zeros(len(start.mask) // 4, np.int32)
+    start.fill(matcher, mask)
+    if np.bitwise_count(mask.view(np.uint32)).sum() > _FEW_ALLOWED:
+        return []
+    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+    places = np.flatnonzero(np.isin(text, allowed))
+    return text[places[-1:]].tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,19 +188,33 @@ class GrammarStates:
         """Drops all sequences."""
         self._states.clear()
 
-    def start(self, sequence_ids: Sequence[int]) -> Masks:
-        """Starts to compute the masks of the constrained sequences among those given."""
+    def draft(self, sequence_id: int, history: TokenIds, most: int, guess: Guess) -> list[int]:
+        """At most `most` tokens that probably follow `history`, the known tokens of a constrained sequence, and that
+        its grammar allows. guess: makes drafts where the grammar allows several tokens."""
+        return self._states[sequence_id].draft(history, most, guess)
+
+    def start(self, sequence_ids: Sequence[int], drafts: Sequence[Sequence[int]]) -> Masks:
+        """Starts to compute the masks of the constrained sequences among those given: of the next token, and of the one
+        after each of the sequence's draft tokens. Sequences and draft tokens are those of the rows, in their order."""
         if not self._states:
             return NO_MASKS
-        states = [(place, self._states[i]) for place, i in enumerate(sequence_ids) if i in self._states]
-        if not states:
+        fills: list[_Fill] = []
+        places: list[int] = []
+        first = 0
+        for sequence_id, draft in zip(sequence_ids, drafts, strict=True):
+            end = first + 1 + len(draft)
+            if (state := self._states.get(sequence_id)) is not None:
+                fills.append((first, len(places), state, draft))
+                places += range(first, end)
+            first = end
+        if not fills:
             return NO_MASKS
-        words = self._room(len(states))
+        words = self._room(len(places))
         if self._pool is None:
             self._pool = threads_with_stack(self._threads, "masks")
-        num_jobs = min(self._threads, -(-len(states) // _SEQUENCES_PER_THREAD))
-        jobs = [self._pool.submit(_fill, states[job::num_jobs], words[job::num_jobs]) for job in range(num_jobs)]
-        return Masks(np.array([place for place, _ in states]), words, jobs)
+        num_jobs = min(self._threads, -(-len(fills) // _SEQUENCES_PER_THREAD))
+        jobs = [self._pool.submit(_fill, fills[job::num_jobs], words) for job in range(num_jobs)]
+        return Masks(np.array(places), words, jobs)
 
     def chosen(self, sequence_ids: Sequence[int], token_ids: Sequence[int]) -> None:
         """Records the sampled tokens; the next masks consume them."""
@@ -150,11 +230,15 @@ class GrammarStates:
         return self._words[:num_rows]
 
 
-def _fill(states: Sequence[tuple[int, _State]], words: Words) -> dict[int, str]:
+# The place of a sequence's first row among the sampled ones, its first mask, its state, and its draft tokens.
+_Fill = tuple[int, int, _State, Sequence[int]]
+
+
+def _fill(fills: Sequence[_Fill], words: Words) -> dict[int, str]:
     errors = {}
-    for (place, state), mask in zip(states, words, strict=True):
-        error = state.fill(mask)
-        if error:
-            mask.fill(0)  # a row without an allowed token fails, on every rank
-            errors[place] = error
+    for place, first, state, draft in fills:
+        masks = words[first : first + 1 + len(draft)]
+        for row, error in state.fill(masks, draft).items():
+            masks[row].fill(0)  # a row without an allowed token fails, on every rank
+            errors[place + row] = error
     return errors
