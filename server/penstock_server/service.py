@@ -49,7 +49,7 @@ from penstock_server.plan import (
 logger = logging.getLogger(__name__)
 
 PROTOCOL_VERSION: int = pb.PROTOCOL_VERSION_CURRENT
-_RPC_THREADS = 32  # started when needed; enough for Health while many calls wait for a grammar
+_RPC_THREADS = 64  # started when needed; enough for Health while many calls wait for grammars and images
 _MAX_LAUNCHED_STEPS = 2  # on an asynchronous device: one runs while the next one is prepared
 _MAX_SOCKET_PATH_BYTES = 107  # of sockaddr_un, without its final zero
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from penstock_server.errors import ConfigError
 from penstock_server.models.config import Config
 from penstock_server.models.interface import LoadOptions
 from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap
@@ -83,7 +85,12 @@ def _moved(names: NameMap, layout: TextLayout, family: ImageFamily) -> NameMap:
 
 def load_images(options: LoadOptions) -> ImageEncoder:
     """What encodes the images of the model in `options.folder`. Raises ConfigError."""
-    config = read_config(options.folder)
+    folder = options.folder
+    if not any((folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
+        raise ConfigError(f"{folder} holds no preprocessor_config.json, which says how images become pixel values")
+    if importlib.util.find_spec("PIL") is None:
+        raise ConfigError("models that read images need Pillow: pip install 'penstock[transformers]'")
+    config = read_config(folder)
     family = FAMILIES[config.model_type]
-    tower = VisionTower.load(options.folder, config, family, options.dtype, options.device)
-    return ImageEncoder(options.folder, config, family, tower)
+    tower = VisionTower.load(folder, config, family, options.dtype, options.device)
+    return ImageEncoder(folder, config, family, tower)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from penstock_server.vision.tower import VisionTower
 
 logger = logging.getLogger(__name__)
 
+MAX_WAITING = 24  # concurrent calls of `encode`, each of which blocks a thread
 _KEPT_BYTES = 1 << 30
 _WORK_BYTES = 1 << 30  # of the process that reads files, and of the tower's activations; more only for huge files
 
@@ -130,6 +132,8 @@ class ImageEncoder:
         self._image_token = image_token
         self.placeholder = family.placeholder.format(image=image_token)
         self._kept: dict[bytes, EncodedImage] = {}
+        self._num_waiting = 0
+        self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "images", initializer=lower_priority)
         self.kept_bytes = _KEPT_BYTES
         """What the images that are kept may take."""
@@ -148,7 +152,17 @@ class ImageEncoder:
     def encode(self, images: Sequence[Image], released_hashes: Sequence[bytes]) -> list[EncodedImage]:
         """Forgets the released images, then encodes those that are not kept, one after the other. Raises ImageError
         with the number of the image that cannot be encoded; then no new one is kept."""
-        return self._thread.submit(self._encode_all, images, released_hashes).result()
+        with self._lock:
+            if self._num_waiting >= MAX_WAITING:
+                raise ImageError(
+                    f"the images of {self._num_waiting} requests are being encoded already; try again later"
+                )
+            self._num_waiting += 1
+        try:
+            return self._thread.submit(self._encode_all, images, released_hashes).result()
+        finally:
+            with self._lock:
+                self._num_waiting -= 1
 
     def placed(self, spans: Sequence[ImageSpan]) -> list[PlacedImage]:
         """Those of a sequence's images that are kept."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import shutil
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,14 @@ from engine_run import EngineRun
 from image_cases import IMAGE_CASES, file_of, make_image_model, picture
 from model_driver import DrivenSequence, ModelDriver
 from near_tie import assert_greedy
-from penstock_server.errors import ImageError
+from penstock_server.errors import ConfigError, ImageError
 from penstock_server.models import load_model
 from penstock_server.models.decoder import Decoder
 from penstock_server.models.interface import LoadOptions
 from penstock_server.models.support import support_of
 from penstock_server.parallel import RankGroup
 from penstock_server.plan import Image, ImageSpan, NewSequence, Sampling
+from penstock_server.vision import encoder as encoder_module
 from penstock_server.vision.encoder import ImageEncoder
 from penstock_server.vision.family import FAMILIES
 from penstock_server.vision.reader import Arrays, ImageReader
@@ -261,6 +264,30 @@ def test_images_are_kept_until_they_are_released(made: Made) -> None:
         encoder.encode([IMAGES[1]], [])
     assert len(encoder.encode([IMAGES[1]], [IMAGES[0].hash])) == 1
     encoder.close()
+
+
+def test_a_call_is_refused_while_many_wait(monkeypatch: pytest.MonkeyPatch, made: Made) -> None:
+    """Each of them blocks a thread of the service, which must still answer Health."""
+    if made.name != "llava":
+        pytest.skip("the same for every family")
+    _, encoder = made.loaded
+    monkeypatch.setattr(encoder_module, "MAX_WAITING", 1)
+    gate = threading.Event()
+    encoder._thread.submit(gate.wait, 30)
+    with ThreadPoolExecutor(2) as threads:
+        waiting = [threads.submit(encoder.encode, IMAGES[:1], []) for _ in range(2)]
+        refused = next(as_completed(waiting))
+        gate.set()
+        assert "the images of 1 requests are being encoded already" in str(refused.exception())
+    assert [future.exception() for future in waiting if future is not refused] == [None]
+
+
+def test_a_folder_without_an_image_processor_is_refused(made: Made, tmp_path: Path) -> None:
+    if made.name != "llava":
+        pytest.skip("the same for every family")
+    folder = shutil.copytree(made.folder, tmp_path / "copy", ignore=shutil.ignore_patterns("preprocessor_config.json"))
+    with pytest.raises(ConfigError, match=r"holds no preprocessor_config\.json"):
+        load_model(LoadOptions(folder, torch.float32, DEVICE, 16), RankGroup())
 
 
 def test_a_sequence_names_images_that_are_encoded_where_their_tokens_are(made: Made) -> None:
