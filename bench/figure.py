@@ -315,6 +315,19 @@ def contention(record: Record) -> Iterator[Figure]:
                 yield Figure(name, "≥ 0.8", shares)
 
 
+def lora(record: Record) -> Iterator[Figure]:
+    streams, rank = record["load"]["streams"], record["load"]["rank"]
+    targets = {"1": ("one adapter", "≥ 0.95"), "8": ("8 adapters", "≥ 0.85")}
+    for weights in record["repeats"][0]:
+        cells = [{num: cell["tokens_per_s"] for num, cell in repeat[weights].items()} for repeat in record["repeats"]]
+        where = f"{weights}, {streams} streams"
+        yield Figure(f"{where}: the base alone", "", [cell["0"] for cell in cells], " tokens/s", 0)
+        for num, (name, target) in targets.items():
+            yield Figure(
+                f"{where}: {name} of rank {rank} to the base", target, [cell[num] / cell["0"] for cell in cells]
+            )
+
+
 def fair_share(num_cores: int, num_neighbours: int) -> float:
     """Share of all cores that a server with a thread for each gets, if every busy thread gets the same time."""
     return num_cores / (num_cores + num_neighbours)
@@ -426,6 +439,7 @@ BENCHMARKS: dict[str, Callable[[Record], Iterator[Figure]]] = {
     "quantized": quantized,
     "start": start,
     "contention": contention,
+    "lora": lora,
     "ranks": ranks,
     "llm": llm,
     "traces": traces,

@@ -1,26 +1,50 @@
 use super::*;
 use crate::pool::{Pool, Source};
 use crate::testing::{Random, assert_close, spawning_pool, tolerance};
+use std::ops::Range;
 
 const OUT_COLUMNS: usize = 1100; // several parts of the work
 const IN_FEATURES: [usize; 4] = [1, 16, 37, 128];
+const SCALE: f32 = 0.5;
 
-/// An adapter of one site, with parts of these ranks and columns.
-fn adapter(random: &mut Random, in_features: usize, parts: &[(usize, Range<usize>)]) -> Adapter {
+/// A part as it is given, and what it is expected to add.
+struct Given {
+    down: Vec<Element>,
+    up: Vec<Element>,
+    rank: usize,
+    columns: Range<usize>,
+}
+
+impl Given {
+    fn plain(&self) -> PlainPart<'_> {
+        PlainPart::new(&self.down, &self.up, self.rank, self.columns.start, SCALE).unwrap()
+    }
+}
+
+/// The parts of an adapter of one site, with these ranks and columns.
+fn parts(random: &mut Random, in_features: usize, shapes: &[(usize, Range<usize>)]) -> Vec<Given> {
     let part = |&(rank, ref columns): &(usize, Range<usize>)| {
         let (down, up) = (random.elements(rank * in_features), random.elements(rank * columns.len()));
-        Part::new(down, up, rank, columns.start, 0.5).unwrap()
+        Given { down, up, rank, columns: columns.clone() }
     };
-    Adapter { sites: vec![LowRank { parts: parts.iter().map(part).collect() }] }
+    shapes.iter().map(part).collect()
+}
+
+fn packed(parts: &[Given]) -> Adapter {
+    Adapter::new(&[parts.iter().map(Given::plain).collect()]).unwrap()
 }
 
 /// Two adapters of different ranks, of which the second leaves columns out.
-fn adapters(in_features: usize) -> [Adapter; 2] {
+fn given(in_features: usize) -> [Vec<Given>; 2] {
     let mut random = Random::new(in_features as u64);
     [
-        adapter(&mut random, in_features, &[(9, 0..600), (3, 600..1050), (16, 1050..OUT_COLUMNS)]),
-        adapter(&mut random, in_features, &[(5, 7..520)]),
+        parts(&mut random, in_features, &[(9, 0..600), (3, 600..1050), (16, 1050..OUT_COLUMNS)]),
+        parts(&mut random, in_features, &[(5, 7..520)]),
     ]
+}
+
+fn adapters(in_features: usize) -> [Adapter; 2] {
+    given(in_features).map(|parts| packed(&parts))
 }
 
 fn apply(pool: &Pool, adapters: &[Adapter], of_rows: &[Option<usize>], x: &[Element], y: &mut [Element]) {
@@ -35,16 +59,14 @@ fn apply(pool: &Pool, adapters: &[Adapter], of_rows: &[Option<usize>], x: &[Elem
     unsafe { adapted.apply(pool, 0, rows, Target::new(y.as_mut_ptr()), OUT_COLUMNS) };
 }
 
-fn expected(adapter: &Adapter, x: &[Element], column: usize) -> f64 {
+fn expected(adapter: &[Given], x: &[Element], column: usize) -> f64 {
     let to_f64 = |element: &Element| f64::from(element.to_f32());
     let mut sum = 0.0;
-    for part in adapter.sites[0].parts.iter().filter(|part| part.columns.contains(&column)) {
+    for part in adapter.iter().filter(|part| part.columns.contains(&column)) {
         for rank in 0..part.rank {
             let down = &part.down[rank * x.len()..][..x.len()];
             let inner: f64 = down.iter().zip(x).map(|(a, x)| to_f64(a) * to_f64(x)).sum();
-            sum += inner
-                * f64::from(part.scale)
-                * to_f64(&part.up[rank * part.columns.len() + column - part.columns.start]);
+            sum += inner * f64::from(SCALE) * to_f64(&part.up[rank * part.columns.len() + column - part.columns.start]);
         }
     }
     sum
@@ -53,7 +75,7 @@ fn expected(adapter: &Adapter, x: &[Element], column: usize) -> f64 {
 #[test]
 fn each_row_gets_the_product_of_its_adapter() {
     for in_features in IN_FEATURES {
-        let adapters = adapters(in_features);
+        let (given, adapters) = (given(in_features), adapters(in_features));
         let of_rows = [Some(0), Some(0), None, Some(1), Some(0), Some(1), Some(1), Some(1), Some(1), Some(1), None];
         let mut random = Random::new(3);
         let x = random.elements(of_rows.len() * in_features);
@@ -68,7 +90,7 @@ fn each_row_gets_the_product_of_its_adapter() {
                     assert_eq!(y[at], before[at], "row {row} has no adapter");
                     continue;
                 };
-                let sum = f64::from(before[at].to_f32()) + expected(&adapters[*adapter], row_x, column);
+                let sum = f64::from(before[at].to_f32()) + expected(&given[*adapter], row_x, column);
                 assert_close(y[at], sum as f32, tolerance(1), &format!("row {row}, column {column}"));
             }
         }
@@ -106,14 +128,14 @@ fn columns_that_are_split_have_the_same_bits() {
     let (down, up) = (random.elements(rank * in_features), random.elements(rank * OUT_COLUMNS));
     let part = |columns: Range<usize>| {
         let up = (0..rank).flat_map(|rank| up[rank * OUT_COLUMNS..][columns.clone()].to_vec()).collect();
-        Part::new(down.clone(), up, rank, columns.start, 2.0).unwrap()
+        Given { down: down.clone(), up, rank, columns }
     };
-    let of = |parts| [Adapter { sites: vec![LowRank { parts }] }];
+    let of = |columns: &[Range<usize>]| [packed(&columns.iter().cloned().map(part).collect::<Vec<_>>())];
     let x = random.elements(in_features);
     let mut whole = vec![Element::default(); OUT_COLUMNS];
     let mut split = whole.clone();
-    apply(&Pool::single(), &of(vec![part(0..OUT_COLUMNS)]), &[Some(0)], &x, &mut whole);
-    apply(&Pool::single(), &of(vec![part(0..333), part(333..OUT_COLUMNS)]), &[Some(0)], &x, &mut split);
+    apply(&Pool::single(), &of(&[0..OUT_COLUMNS]), &[Some(0)], &x, &mut whole);
+    apply(&Pool::single(), &of(&[0..333, 333..OUT_COLUMNS]), &[Some(0)], &x, &mut split);
     assert_eq!(whole, split);
 }
 
@@ -137,6 +159,9 @@ fn an_adapter_for_another_layer_is_refused() {
     for sites in [[(0, [17, OUT_COLUMNS])], [(0, [16, OUT_COLUMNS - 1])], [(1, [16, OUT_COLUMNS])]] {
         assert!(!adapter.fits(&sites), "{sites:?}");
     }
-    assert!(Part::new(vec![], vec![], 0, 0, 1.0).is_none());
-    assert!(Part::new(vec![Element::default(); 6], vec![Element::default(); 5], 2, 0, 1.0).is_none());
+    let numbers = [Element::default(); 6];
+    assert!(PlainPart::new(&[], &[], 0, 0, 1.0).is_none());
+    assert!(PlainPart::new(&numbers, &numbers[1..], 2, 0, 1.0).is_none());
+    let [two, three] = [2, 3].map(|rank| PlainPart::new(&numbers, &numbers, rank, 0, 1.0).unwrap());
+    assert!(Adapter::new(&[vec![two, three]]).is_err(), "three and two input features");
 }

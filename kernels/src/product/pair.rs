@@ -40,6 +40,16 @@ pub(crate) unsafe fn columns(first: *const Element, width: usize, index: usize) 
     unsafe { I32::load(first.add(index * width).cast()) }
 }
 
+/// `LANES` operations on consecutive links of one chain.
+///
+/// # Safety
+/// `LANES * WIDTH` elements must be readable.
+#[inline(always)]
+pub(crate) unsafe fn consecutive(first: *const Element) -> Operand {
+    // SAFETY: guaranteed by the caller.
+    unsafe { I32::load(first.cast()) }
+}
+
 /// 16 columns of an operation from their numbers, rounded to elements.
 #[inline(always)]
 pub(crate) fn columns_of([first, second]: [F32; WIDTH]) -> Operand {

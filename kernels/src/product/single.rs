@@ -47,6 +47,16 @@ pub(crate) unsafe fn columns(first: *const Element, width: usize, index: usize) 
     }
 }
 
+/// `LANES` operations on consecutive links of one chain.
+///
+/// # Safety
+/// `LANES * WIDTH` elements must be readable.
+#[inline(always)]
+pub(crate) unsafe fn consecutive(first: *const Element) -> Operand {
+    // SAFETY: guaranteed by the caller.
+    unsafe { Element::load(first) }
+}
+
 /// 16 columns of an operation from their numbers, rounded to elements.
 #[inline(always)]
 pub(crate) fn columns_of([numbers]: [F32; WIDTH]) -> Operand {

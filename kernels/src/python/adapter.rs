@@ -3,7 +3,7 @@
 use super::require;
 use super::view::View;
 use crate::element::Element;
-use crate::low_rank::{self, LowRank, Part};
+use crate::low_rank::{self, PlainPart};
 use pyo3::prelude::*;
 
 /// What an adapter adds to some output columns of a layer: A [rank, in_features], B transposed [rank, columns], the first of these
@@ -16,23 +16,20 @@ pub(super) struct Adapter(pub(super) low_rank::Adapter);
 
 #[pymethods]
 impl Adapter {
-    /// sites: the parts of each of these layers; none where the adapter changes nothing. They are copied.
+    /// sites: the parts of each of these layers; none where the adapter changes nothing. They are copied. Raises OSError without memory.
     #[new]
     fn new(sites: Vec<Vec<PartViews<'_>>>) -> PyResult<Adapter> {
-        let sites = sites.iter().map(|parts| {
-            let parts = parts.iter().map(part).collect::<PyResult<_>>()?;
-            Ok(LowRank { parts })
-        });
-        Ok(Adapter(low_rank::Adapter { sites: sites.collect::<PyResult<_>>()? }))
+        let sites = sites.iter().map(|parts| parts.iter().map(part).collect());
+        let sites: Vec<Vec<PlainPart<'_>>> = sites.collect::<PyResult<_>>()?;
+        Ok(Adapter(low_rank::Adapter::new(&sites)?))
     }
 }
 
-fn part((down, up, first_column, scale): &PartViews<'_>) -> PyResult<Part> {
+fn part<'a>((down, up, first_column, scale): &'a PartViews<'_>) -> PyResult<PlainPart<'a>> {
     let ([rank, in_features], [up_rank, columns]) = (down.shape(), up.shape());
     require(rank > 0 && in_features > 0 && up_rank == rank, || {
         format!("A has shape {:?} and B {:?} transposed, must have the same rank", down.shape(), up.shape())
     })?;
-    let [down, up] = [down.elements("down")?.to_vec(), up.elements("up")?.to_vec()];
-    let part = Part::new(down, up, rank, *first_column, *scale);
+    let part = PlainPart::new(down.elements("down")?, up.elements("up")?, rank, *first_column, *scale);
     part.ok_or_else(|| pyo3::exceptions::PyValueError::new_err(format!("{columns} columns from {first_column} on")))
 }
