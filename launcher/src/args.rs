@@ -61,8 +61,8 @@ pub(crate) struct Args {
     #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]
     pub(crate) trust_remote_code: bool,
 
-    /// LoRA adapters that requests may name, separated by commas, each as NAME=FOLDER, FOLDER, or the id of an adapter in the Hub
-    /// cache, as ID or ID@REVISION. Not on GPUs yet
+    /// LoRA adapters that requests may name, separated by commas, each as NAME=FOLDER, FOLDER, or the id of an adapter on the hub, as
+    /// ID or ID@REVISION. Not on GPUs yet
     #[arg(long, env, value_delimiter = ',', value_name = "ADAPTERS")]
     pub(crate) lora_adapters: Vec<String>,
 

@@ -55,6 +55,7 @@ use penstock_router::worker::Phase;
 use penstock_router::{Config, Services};
 use tokio_util::sync::CancellationToken;
 
+use crate::adapter::AdapterFlags;
 use crate::command_line::Parsed;
 use crate::listener::{Place, Reserved};
 use crate::resolve::Settings;
@@ -161,7 +162,7 @@ struct Setup<'a> {
 async fn serve(setup: Setup<'_>, listener: Reserved, stop: CancellationToken) -> anyhow::Result<()> {
     let Setup { parsed: Parsed { args, vertex_routes, .. }, settings, api_keys, python } = setup;
     let began = Instant::now();
-    let adapters = adapter::config(args, &adapter::hub_cache(args, |name| std::env::var(name).ok()))?;
+    let adapters = AdapterFlags::new(args)?;
     let started = tokio::select! {
         started = start::start(args, settings, &adapters, python) => started?,
         () = stop.cancelled() => return Ok(()),
@@ -185,7 +186,7 @@ async fn serve(setup: Setup<'_>, listener: Reserved, stop: CancellationToken) ->
             names => names.to_vec(),
         },
         check_model_names: args.check_model_name,
-        adapters,
+        adapters: adapters.config(&prepared.adapters),
         trusts_request_chat_templates: args.trust_request_chat_template,
         priority_order: args.priority_order.into(),
         model_id: prepared.model_id,

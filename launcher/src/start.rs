@@ -4,12 +4,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use penstock_router::config::AdapterConfig;
 use penstock_router::engine::{Engine, EngineOptions};
 use penstock_router::text::{LoadError, TextModel};
 use penstock_router::worker::{Description, Group, LoadOptions, Phase, Pool, WarmUpOptions};
 use penstock_scheduler::Limits;
 
+use crate::adapter::AdapterFlags;
 use crate::args::Args;
 use crate::fork_server::{ForkServer, ForkServerOptions};
 use crate::group::{self, GroupError, Recipe};
@@ -76,7 +76,7 @@ struct Loaded {
 pub(crate) async fn start(
     args: &Args,
     settings: &Settings,
-    adapters: &AdapterConfig,
+    adapters: &AdapterFlags,
     python: &Path,
 ) -> Result<Started, StartError> {
     let mut fork_server = ForkServer::new(ForkServerOptions {
@@ -150,7 +150,7 @@ pub(crate) async fn start(
 async fn load(
     args: &Args,
     settings: &Settings,
-    adapters: &AdapterConfig,
+    adapters: &AdapterFlags,
     python: &Path,
     connecting: impl Future<Output = Result<(Duration, Group), GroupError>>,
     rendezvous: String,
@@ -159,7 +159,7 @@ async fn load(
     let began = Instant::now();
     let timed = |name: &str, since: Instant| Phase { name: name.to_owned(), duration: since.elapsed() };
     let prepare = async {
-        let prepared = weights::prepare(python, args).await?;
+        let prepared = weights::prepare(python, args, adapters).await?;
         phases.push(timed("prepare model", began));
         tracing::info!("model {} is in {}", prepared.model_id, prepared.folder.display());
         prefetch::begin(prepared.weights.clone());

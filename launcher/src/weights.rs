@@ -1,10 +1,12 @@
 //! Prepares the model: turns what the user named into a folder that router and workers can read. Python does the work.
 
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 use tokio::io::AsyncReadExt;
 
+use crate::adapter::AdapterFlags;
 use crate::args::Args;
 use crate::output::Lines;
 use crate::process;
@@ -21,6 +23,8 @@ pub(crate) struct Prepared {
     pub(crate) pipeline_tag: Option<String>,
     /// Files that hold the weights.
     pub(crate) weights: Vec<PathBuf>,
+    /// The folders of adapters that were downloaded, by what was given.
+    pub(crate) adapters: HashMap<String, PathBuf>,
 }
 
 /// Why the model cannot be prepared.
@@ -37,8 +41,8 @@ pub(crate) enum PrepareError {
     Answer { answer: String, source: serde_json::Error },
 }
 
-/// Finds, downloads or converts the model. Logs the progress. Dropping the future kills the process.
-pub(crate) async fn prepare(python: &Path, args: &Args) -> Result<Prepared, PrepareError> {
+/// Finds, downloads or converts the model, and downloads adapters. Logs the progress. Dropping the future kills the process.
+pub(crate) async fn prepare(python: &Path, args: &Args, adapters: &AdapterFlags) -> Result<Prepared, PrepareError> {
     let mut command = process::python_module(python, "penstock_server.prepare");
     command.args(args.model_id.iter().flat_map(|id| ["--model-id", id]));
     command.args(args.revision.iter().flat_map(|revision| ["--revision", revision]));
@@ -48,6 +52,7 @@ pub(crate) async fn prepare(python: &Path, args: &Args) -> Result<Prepared, Prep
     if let Some(weights) = &args.weights_cache_override {
         command.arg("--weights").arg(weights);
     }
+    command.args(adapters.on_hub().flat_map(|given| ["--adapter", given]));
     if let Some(cache) = &args.huggingface_hub_cache {
         command.env("HF_HUB_CACHE", cache);
     }

@@ -33,12 +33,14 @@ from penstock_server.errors import ConfigError
 from penstock_server.hub_disk import check_room, remove_abandoned, write_errors
 from penstock_server.hub_retry import Passing, Retries, as_passing
 from penstock_server.progress import Progress
-from penstock_server.weights.folder import choose_weights, find_weights
+from penstock_server.weights.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, choose_weights, find_weights
 
 SMALL_FILE_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 DEFAULT_REVISION = "main"
 WATCH_S = 1.0
+ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 Result = TypeVar("Result")
+Read = Callable[[str], str]  # the name of a file → its text
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +63,34 @@ def download(
     return online_or_cached(
         model_id,
         revision,
-        lambda: _download(model_id, revision, with_code, with_weights),
+        lambda: _download(
+            model_id, revision, lambda names, read: wanted_files(model_id, names, read, with_code, with_weights)
+        ),
         is_complete=lambda folder: _is_complete(folder, with_weights),
     )
+
+
+def download_adapter(adapter_id: str, revision: str | None = None) -> Snapshot:
+    """Downloads the missing files of a LoRA adapter, or uses the cache when the hub cannot be reached.
+
+    Raises ConfigError when it does not exist, is not accessible, or lacks one of the files.
+    """
+    snapshot = online_or_cached(
+        adapter_id,
+        revision,
+        lambda: _download(adapter_id, revision, lambda names, _: _adapter_files(adapter_id, names)),
+        is_complete=lambda folder: all((folder / name).exists() for name in ADAPTER_FILES),
+    )
+    _adapter_files(adapter_id, [path.name for path in snapshot.folder.iterdir()])
+    return snapshot
+
+
+def _adapter_files(adapter_id: str, names: Collection[str]) -> list[str]:
+    for name in ADAPTER_FILES:
+        if name not in names:
+            hint = "; convert adapter_model.bin with peft" if "adapter_model.bin" in names else ""
+            raise ConfigError(f"{adapter_id} is not a LoRA adapter: it holds no {name}{hint}")
+    return list(ADAPTER_FILES)
 
 
 def online_or_cached(
@@ -112,7 +139,8 @@ def _is_complete(folder: Path, with_weights: bool) -> bool:
         return False
 
 
-def _download(model_id: str, revision: str | None, with_code: bool, with_weights: bool) -> Snapshot:
+def _download(model_id: str, revision: str | None, choose: Callable[[Collection[str], Read], list[str]]) -> Snapshot:
+    """choose: the files to download, of those that there are; it may read an index."""
     info = HfApi().model_info(model_id, revision=revision, files_metadata=True)
     # All files come from this commit, even if the branch moves during the download.
     commit = info.sha or revision
@@ -122,7 +150,7 @@ def _download(model_id: str, revision: str | None, with_code: bool, with_weights
     def read(name: str) -> str:
         return Path(hf_hub_download(model_id, name, revision=commit, cache_dir=cache)).read_text(encoding="utf-8")
 
-    names = wanted_files(model_id, sizes, read, with_code, with_weights)
+    names = choose(sizes, read)
     repository = cache / repository_name(model_id)
     snapshot = repository / "snapshots" / str(commit)
     if missing := [name for name in names if not (snapshot / name).exists()]:
@@ -164,7 +192,7 @@ def hub_errors(model_id: str, revision: str | None) -> Iterator[None]:
 def wanted_files(
     model_id: str,
     names: Collection[str],
-    read: Callable[[str], str],
+    read: Read,
     with_code: bool = False,
     with_weights: bool = True,
 ) -> list[str]:

@@ -1,8 +1,8 @@
 """`python -m penstock_server.prepare`: turns a model reference into a folder that the router and the workers can read.
 
-Prints one JSON line {"model_id", "folder", "sha", "pipeline_tag", "weights"}; weights are paths. On failure it prints
-one line to stderr that starts with "error: ". Progress of long work also goes to stderr. Imports torch only to convert
-pickles: finding a prepared model takes 0.1 s.
+Prints one JSON line {"model_id", "folder", "sha", "pipeline_tag", "weights", "adapters"}; weights are paths, adapters
+the folders of hub ids. On failure it prints one line to stderr that starts with "error: ". Progress of long work also
+goes to stderr. Imports torch only to convert pickles: finding a prepared model takes 0.1 s.
 """
 
 from __future__ import annotations
@@ -73,6 +73,14 @@ def prepare(
     return Prepared(model_id, str(folder), snapshot.sha, snapshot.pipeline_tag)
 
 
+def prepare_adapter(given: str) -> str:
+    """The folder of a LoRA adapter on the hub, which is downloaded. given: ID or ID@REVISION. Raises ConfigError."""
+    from penstock_server.hub import download_adapter
+
+    adapter_id, _, revision = given.partition("@")
+    return str(download_adapter(adapter_id, revision or None).folder)
+
+
 def embedded_gguf() -> Path:
     """The embedded model's file. Raises ConfigError when its package is not installed."""
     # Not imported, because the package's code needs the library of another server.
@@ -116,14 +124,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
     parser.add_argument("--trust-remote-code", action="store_true", help="also fetch the checkpoint's own Python code")
     parser.add_argument("--weights", type=Path, help="a folder with the weights of a model whose rest is on the hub")
+    parser.add_argument("--adapter", action="append", default=[], help="the hub id of a LoRA adapter, or ID@REVISION")
     options = parser.parse_args(arguments)
     try:
         prepared = prepare(options.model_id, options.revision, options.trust_remote_code, options.weights)
         weights = [str(path) for path in find_weights(Path(prepared.folder)).paths]
+        adapters = {given: prepare_adapter(given) for given in options.adapter}
     except (ConfigError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
-    print(json.dumps({**asdict(prepared), "weights": weights}))
+    print(json.dumps({**asdict(prepared), "weights": weights, "adapters": adapters}))
     return 0
 
 

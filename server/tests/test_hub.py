@@ -259,6 +259,29 @@ def test_an_adapter_is_refused_before_the_download(hub: Hub, home: Path) -> None
     assert [name for name, _ in hub.gets] == ["adapter_config.json"]
 
 
+def test_adapters_are_downloaded_with_the_model(hub: Hub, home: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for name, data in hub.files.items():
+        if "/" not in name:
+            (model / name).write_bytes(data)
+    files = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"}
+    hub.files = {**files, "README.md": b"x", "optimizer.pt": b"x", "adapter_model.bin": b"x"}
+    wanted = ["--model-id", str(model), "--adapter", "someone/tiny", "--adapter", f"someone/tiny@{SHA}"]
+    prepared, _ = prepare(hub, home, *wanted)
+    folder = home / "hub" / "models--someone--tiny" / "snapshots" / SHA
+    assert prepared["adapters"] == dict.fromkeys(["someone/tiny", f"someone/tiny@{SHA}"], str(folder))
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
+    hub.gets.clear()
+    hub.status = 503
+    assert prepare(hub, home, *wanted)[0] == prepared, "the cache is used while the hub fails"
+    hub.status = 200
+    assert "has no revision law" in error(prepare(hub, home, *wanted[:2], "--adapter", "someone/tiny@law")[1])
+    del hub.files["adapter_model.safetensors"]
+    said = error(prepare(hub, home / "other", *wanted)[1])
+    assert "is not a LoRA adapter: it holds no adapter_model.safetensors; convert adapter_model.bin with peft" in said
+
+
 def test_the_cache_is_used_without_a_connection(hub: Hub, home: Path) -> None:
     prepared, _ = prepare(hub, home)
     offline = {**prepared, "pipeline_tag": None}

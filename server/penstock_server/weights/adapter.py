@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from penstock_server.errors import ConfigError
+from penstock_server.weights.folder import ADAPTER_CONFIG as CONFIG_NAME
+from penstock_server.weights.folder import ADAPTER_WEIGHTS as WEIGHTS_NAME
 from penstock_server.weights.loader import shortened
 from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
 
-CONFIG_NAME = "adapter_config.json"
-WEIGHTS_NAME = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of tensor names: PEFT's two wrappers around the base model
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 MAX_CONFIG_BYTES = 1 << 20

@@ -27,6 +27,7 @@ NOT_WEIGHTS = re.compile(
 )
 NUMBERED = re.compile(r".*-(\d{5})-of-(\d{5})\.\w+")
 ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
