@@ -26,7 +26,7 @@ class _Part:
     """Adjacent output columns of a site that belong to one module."""
 
     module: str
-    rows: tuple[range, ...]  # of the module's outputs, on this rank
+    rows: Tensor  # of the module's outputs, on this rank
     first_column: int
 
 
@@ -43,8 +43,9 @@ class AdapterSites:
         self.elements_per_rank = 0
         """What an adapter that changes everything holds on this rank, per rank of its products."""
 
-    def add(self, *names: str) -> int:
-        """Registers the site of layers with these names, which are fused along their outputs. Returns its number."""
+    def add(self, *names: str, order: Tensor | None = None) -> int:
+        """Registers the site of layers with these names, which are fused along their outputs. Returns its number.
+        order: of the outputs, if they are reordered; those of a module stay together."""
         parts: list[_Part] = []
         column = 0
         for module, group in groupby(names, self._module):
@@ -53,7 +54,10 @@ class AdapterSites:
             for name in group:
                 rows += self._rows(name)
                 column = first_column + sum(map(len, rows))
-            parts.append(_Part(module, tuple(rows), first_column))
+            indices = torch.cat([torch.arange(each.start, each.stop) for each in rows])
+            if order is not None:
+                indices = indices[order[first_column:column].cpu() - first_column]
+            parts.append(_Part(module, indices, first_column))
             _, in_features = self.modules[module]
             self.elements_per_rank += in_features + column - first_column
         self._sites.append(parts)
@@ -63,7 +67,7 @@ class AdapterSites:
         """An adapter for the native kernels. changes: by module, in the dtype of the kernels."""
         sites = [
             [
-                (change.down.contiguous(), _select(change.up, part.rows), part.first_column, change.scale)
+                (change.down.contiguous(), change.up[part.rows].t().contiguous(), part.first_column, change.scale)
                 for part in parts
                 if (change := changes.get(part.module)) is not None
             ]
@@ -88,8 +92,3 @@ class AdapterSites:
         assert part is None or (part.dim == 0 and part.view is None), "sites are split along their outputs"
         rows = range(parameter.shape[0]) if part is None else part.range
         return [rows] if location.strip is None else list(location.strip.runs(rows))
-
-
-def _select(up: Tensor, rows: tuple[range, ...]) -> Tensor:
-    """B [out_features, rank] → [rank, rows]."""
-    return torch.cat([up[each.start : each.stop] for each in rows]).t().contiguous()

@@ -45,9 +45,10 @@ class BuildContext:
         """The same, packed; gated as in `LinearWeights.pack`."""
         return self.weights(*names).pack(self.ops, gated=gated)
 
-    def site(self, *names: str) -> int | None:
-        """Registers the layers that `linear` loads by these names as a site of adapters, and returns its number."""
-        return None if self.adapter_sites is None else self.adapter_sites.add(*names)
+    def site(self, *names: str, order: Tensor | None = None) -> int | None:
+        """Registers the layers that `linear` loads by these names as a site of adapters, and returns its number. order:
+        as of `LinearWeights.reorder`."""
+        return None if self.adapter_sites is None else self.adapter_sites.add(*names, order=order)
 
     def rope(self, spec: RopeSpec) -> tuple[Tensor, Tensor]:
         """Cosines and sines [max positions, rotary_dim / 2] float32. With sections, as many rows follow for the image

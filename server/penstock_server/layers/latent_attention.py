@@ -119,6 +119,7 @@ class LatentAttentionBlock:
     absorb: HeadLinear  # [rows, heads, qk_nope_head_dim] → [rows, heads, kv_lora_rank]
     unfold: HeadLinear  # [rows, heads, kv_lora_rank] → [rows, heads, v_head_dim]
     output: RowParallelLinear
+    sites: tuple[int | None, int | None]  # of adapters: of `down` and of `queries`
     shape: AttentionShape
     ops: Ops
     attention: Attention
@@ -164,19 +165,24 @@ class LatentAttentionBlock:
         cos, sin = context.rope(spec.rope)
         norm = NormSpec("rms", spec.norm_eps)
         has_query_latent = spec.q_lora_rank is not None
-        down = context.weights(*([f"{prefix}.q_a"] if has_query_latent else []), f"{prefix}.kv_a")
-        queries = context.weights(f"{prefix}.q_b" if has_query_latent else f"{prefix}.q")
+        down_names = [*([f"{prefix}.q_a"] if has_query_latent else []), f"{prefix}.kv_a"]
+        query_name = f"{prefix}.q_b" if has_query_latent else f"{prefix}.q"
+        down, queries = context.weights(*down_names), context.weights(query_name)
+        down_order = _down_order(spec, loader.device)
+        query_order = _query_order(spec, shape.num_heads, loader.device)
         up, _ = context.weights(f"{prefix}.kv_b").dense()
         keys, values = up.unflatten(0, (shape.num_heads, -1)).split([spec.qk_nope_head_dim, spec.v_head_dim], dim=1)
         return cls(
             spec=spec,
-            down=down.reorder(_down_order(spec, loader.device)).pack(ops),
+            down=down.reorder(down_order).pack(ops),
             q_norm=load_norm(loader, ops, f"{prefix}.q_norm", norm) if has_query_latent else None,
-            queries=queries.reorder(_query_order(spec, shape.num_heads, loader.device)).pack(ops),
+            queries=queries.reorder(query_order).pack(ops),
             kv_norm=load_norm(loader, ops, f"{prefix}.kv_norm", norm),
             absorb=HeadLinear.pack(ops, keys.transpose(1, 2)),
             unfold=HeadLinear.pack(ops, values),
             output=RowParallelLinear.load(f"{prefix}.output", heads.widths(spec.v_head_dim), context),
+            # The projection from the latent is absorbed, so its product, which adapters would change, is never made.
+            sites=(context.site(*down_names, order=down_order), context.site(query_name, order=query_order)),
             shape=shape,
             ops=ops,
             attention=context.attention.for_shape(shape),
@@ -226,12 +232,16 @@ class LatentAttentionBlock:
         """Appends `store` and `attend` of the input in `source` to a native stack. Returns where the result is."""
         spec, heads = self.spec, self.shape.num_heads
         query_rank, rank, key_dim = spec.q_lora_rank or 0, spec.kv_lora_rank, spec.key_dim
+        of_down, of_queries = self.sites
         program.linear(self.down, source, "latents")
+        program.adapt(of_down, source, "latents")
         if self.q_norm is not None:
             program.reserve("query_latent", query_rank)
             program.copy("latents", (0, query_rank), "query_latent", (0, query_rank), query_rank)
             program.norm(self.q_norm, "query_latent", "query_latent")
-        program.linear(self.queries, source if self.q_norm is None else "query_latent", "queries")
+        query_source: Register = source if self.q_norm is None else "query_latent"
+        program.linear(self.queries, query_source, "queries")
+        program.adapt(of_queries, query_source, "queries")
         # The queries of all heads, then the key: each a latent, then a rotated part.
         program.reserve("qkv", (heads + 1) * key_dim)
         program.heads(self.absorb.linears, "queries", "qkv", key_dim)

@@ -26,7 +26,6 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     from penstock_server.kernels import choose_ops
     from penstock_server.layers.adapter import AdapterSites
     from penstock_server.layers.context import BuildContext
-    from penstock_server.layers.latent_attention import LatentAttentionSpec
     from penstock_server.layers.layout import WeightLayout
     from penstock_server.layers.linear import dense_everywhere
     from penstock_server.layers.quantized import quantized_in_layers, stored_everywhere
@@ -82,8 +81,6 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
             raise refusal("only decoders on CPUs have them")
         if spec.reads_images:
             raise refusal("it reads images")
-        if any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers):
-            raise refusal("its attention is latent")
         sites = AdapterSites(table, names)  # not the checkpoint's names: adapters are made with transformers
     context = BuildContext(
         loader=Loader(checkpoint, table, locator, options.dtype, options.device, ops.kept),
