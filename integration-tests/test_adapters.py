@@ -1,4 +1,5 @@
-"""The real binary with two LoRA adapters of random weights for the embedded model, and one that cannot be loaded."""
+"""The real binary with two LoRA adapters of random weights for the embedded model, one that cannot be loaded, and a
+thousand that nothing uses. It verifies drafts; the expected answers come from a server that does not."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from binary import Server, start
 from client import ask
-from fault.probe import health, metric, wait_until
+from fault.probe import health, memory_bytes, metric, wait_until
 from safetensors.torch import save_file
 from test_worker_death import TOKENS, Stream, ranks
 
@@ -29,6 +30,7 @@ SIZES = {
 }
 PROMPTS = ["A long story:", "The capital of France is", "def fibonacci(n):"]
 ADAPTERS = (None, "one", "two")
+NUM_SPARE = 1000  # registered, and never used
 
 
 def make_adapter(folder: Path, seed: int, rank: int = 8, hidden: int = HIDDEN) -> Path:
@@ -57,18 +59,34 @@ REQUESTS = [request(prompt, adapter) for prompt in PROMPTS for adapter in ADAPTE
 
 
 @pytest.fixture(scope="module")
-def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds the adapters `one`, `two` and `bad`."""
     folder = tmp_path_factory.mktemp("adapters")
-    one, two = make_adapter(folder / "one", 1), make_adapter(folder / "two", 2, rank=5)
-    bad = make_adapter(folder / "bad", 3, hidden=512)
-    server = start("--lora-adapters", f"one={one},two={two},bad={bad}", "--served-model-name", "base")
+    make_adapter(folder / "one", 1)
+    make_adapter(folder / "two", 2, rank=5)
+    make_adapter(folder / "bad", 3, hidden=512)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapted(folder: Path) -> Iterator[Server]:
+    one, two, bad = (folder / name for name in ("one", "two", "bad"))
+    spare = ",".join(f"spare-{index}={one}" for index in range(NUM_SPARE))
+    slots = ["--max-lora-slots", "3", "--max-lora-rank", "8", "--max-batch-total-tokens", "20000"]
+    given = ["--lora-adapters", f"one={one},two={two},bad={bad},{spare}", "--enable-lora-updates", *slots]
+    server = start(*given, "--served-model-name", "base", "--speculate", "2")
     yield server
     assert server.stop() == 0, server.last_lines()
 
 
 @pytest.fixture(scope="module")
-def alone(adapted: Server) -> list[tuple]:
-    return [Stream(adapted, each).result() for each in REQUESTS]
+def alone(folder: Path) -> list[tuple]:
+    """The answers of a server that verifies no drafts."""
+    names = ",".join(f"{name}={folder / name}" for name in ADAPTERS if name)
+    server = start("--lora-adapters", names, "--max-batch-total-tokens", "20000")
+    answers = [Stream(server, each).result() for each in REQUESTS]
+    assert server.stop() == 0, server.last_lines()
+    return answers
 
 
 def test_adapters_and_base_answer_in_one_batch_as_they_do_alone(adapted: Server, alone: list[tuple]) -> None:
@@ -99,10 +117,40 @@ def test_an_adapter_of_another_base_fails_its_own_requests(adapted: Server, alon
 
 def test_adapters_are_models_of_openai_s_routes(adapted: Server) -> None:
     models = {model["id"]: model["parent"] for model in ask(adapted, "/v1/models").json["data"]}
-    assert models == {"base": None, "one": "base", "two": "base", "bad": "base"}
+    assert len(models) == 4 + NUM_SPARE
+    assert [models[name] for name in ("base", "one", "two", "bad", "spare-0")] == [None, *["base"] * 4]
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "temperature": 0, "model": "one"}
     answer = ask(adapted, "/v1/chat/completions", body).json
     assert answer["model"] == "one"
     base = ask(adapted, "/v1/chat/completions", {**body, "model": "base"}).json
     assert answer["choices"][0]["message"]["content"] != base["choices"][0]["message"]["content"]
     assert ask(adapted, "/generate", request("Hi", "law")).status == 422
+
+
+def test_registered_adapters_cost_no_memory_until_they_are_used(
+    adapted: Server, alone: list[tuple], folder: Path
+) -> None:
+    file = folder / "one" / "adapter_model.safetensors"
+    used = sum(memory_bytes(pid)[1] for pid in [adapted.process.pid, *adapted.processes()])
+    assert used < NUM_SPARE * file.stat().st_size / 2
+
+
+def test_an_adapter_is_added_and_removed_while_it_answers(
+    adapted: Server, alone: list[tuple], folder: Path, tmp_path: Path
+) -> None:
+    wait_until(lambda: health(adapted) == 200)
+    load, unload, new = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", {"lora_name": "new"}
+    high = make_adapter(tmp_path / "high", 2, rank=9)
+    for path, reason in ((high, "raise --max-lora-rank"), (folder / "bad", "another base?")):
+        answer = ask(adapted, load, {**new, "lora_path": str(path)})
+        assert (answer.status, reason in answer.json["error"]["message"]) == (400, True), answer.text
+    answer = ask(adapted, load, {**new, "lora_path": str(folder / "two")})
+    assert (answer.status, answer.text) == (200, "Success: LoRA adapter 'new' added successfully.")
+    assert ask(adapted, "/v1/models/new").json["parent"] == "base"
+    stream = Stream(adapted, request(PROMPTS[0], "new"))
+    wait_until(lambda: len(stream.events) > 0)
+    assert ask(adapted, unload, new).status == 200
+    assert ask(adapted, "/generate", request("Hi", "new")).status == 422
+    assert ask(adapted, "/v1/completions", {"model": "new", "prompt": "Hi", "max_tokens": 1}).status == 404
+    assert stream.result() == alone[ADAPTERS.index("two")]
+    assert ask(adapted, unload, new).status == 404

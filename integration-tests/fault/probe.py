@@ -70,8 +70,8 @@ class Footprint:
 
 def footprint(server: Server) -> Footprint:
     router, workers = server.process.pid, server.worker_pids()
-    router_rss, router_pss = _memory(router)
-    of_workers = [_memory(pid) for pid in (server.fork_server_pid(), *workers)]
+    router_rss, router_pss = memory_bytes(router)
+    of_workers = [memory_bytes(pid) for pid in (server.fork_server_pid(), *workers)]
     return Footprint(
         router_rss,
         router_pss,
@@ -83,7 +83,7 @@ def footprint(server: Server) -> Footprint:
     )
 
 
-def _memory(pid: int) -> tuple[int, int]:
+def memory_bytes(pid: int) -> tuple[int, int]:
     """(resident, proportional) set size in bytes."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
