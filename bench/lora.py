@@ -75,7 +75,7 @@ def dialect_of(names: Sequence[str]) -> Dialect:
 def main() -> None:
     parser = option_parser(__doc__, num_repeats=5)
     parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS))
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that every server is stopped

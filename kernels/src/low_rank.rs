@@ -13,10 +13,11 @@ pub(crate) use pack::{Adapter, PlainPart};
 use crate::element::Element;
 use crate::linear::Rows;
 use crate::pool::{Executor, Target};
-use crate::product::{self, Operand};
+use crate::product::{self, Operand, WIDTH};
 use crate::simd::{F32, LANES, SUMS, with_constant};
 use pack::{CHUNK, GROUP_RANKS, PANEL, Site, TILE_VECTORS};
 use std::array::from_fn;
+use std::ops::Range;
 
 /// Rows whose sums with some vectors are in registers at a time.
 const TILE_ROWS: usize = if SUMS >= 16 { 4 } else { SUMS / TILE_VECTORS };
@@ -64,49 +65,95 @@ pub(crate) struct Adapted<'a> {
     pub(crate) max_rank: usize,
 }
 
+/// A layer's rows, and the result of its product for them: contiguous rows of `out_columns`.
+#[derive(Clone, Copy)]
+pub(crate) struct Product {
+    pub(crate) rows: Rows,
+    pub(crate) y: Target<Element>,
+    pub(crate) out_columns: usize,
+}
+
 impl Adapted<'_> {
     /// Phases that `apply` takes of a section.
     pub(crate) const NUM_PHASES: usize = 2;
 
-    /// Adds to y, contiguous rows of `out_columns`, what the rows' adapters add at this site.
+    /// Whether there is work for each of these threads where each row is one thread's (`apply_to`), without a barrier.
+    pub(crate) fn has_rows_for(&self, num_threads: usize) -> bool {
+        self.runs.iter().map(|run| run.num_rows.div_ceil(TILE_ROWS)).sum::<usize>() >= 2 * num_threads
+    }
+
+    /// Adds to a product what the rows' adapters add at this site. The threads share the work of each row.
     ///
     /// # Safety
-    /// The adapters must fit the site. `rows` must be readable, y and `inner` writable for every row of the runs, and not overlap.
-    pub(crate) unsafe fn apply(
-        &self,
-        executor: &impl Executor,
-        site: usize,
-        rows: Rows,
-        y: Target<Element>,
-        out_columns: usize,
-    ) {
-        let Adapted { inner, max_rank, .. } = *self;
-        self.for_units(executor, site, Site::num_groups, |adapter, site, group, run| {
-            let down = adapter.down(site, group);
-            let scales: [f32; GROUP_RANKS] =
-                from_fn(|rank| site.scales.get(group * GROUP_RANKS + rank).copied().unwrap_or(0.0));
-            for_tiles(run, |first, height| {
-                let x = Input {
-                    address: rows.address.at(first * rows.stride),
-                    stride: rows.stride,
-                    in_features: rows.stride,
-                };
-                let target = inner.at(first * max_rank + group * GROUP_RANKS);
-                // SAFETY: guaranteed by the caller; a row's ranks of a group are one thread's.
-                unsafe { with_constant!(height, [1, 2, 3; 4], shrink(down, scales, x, target, max_rank)) }
-            });
+    /// The adapters must fit the site. The product's rows must be readable, its y and `inner` writable for every row of the runs, and not
+    /// overlap.
+    pub(crate) unsafe fn apply(&self, executor: &impl Executor, site: usize, product: Product) {
+        // SAFETY: guaranteed by the caller; a row's ranks of a group are one thread's, and so are its columns of a panel.
+        self.for_units(executor, site, Site::num_groups, |adapter, site, group, run| unsafe {
+            self.shrink(adapter, site, group, run, product);
         });
-        self.for_units(executor, site, Site::num_panels, |adapter, site, panel, run| {
-            let Some((part, panel)) = site.panel(panel) else { return };
-            let up = adapter.up(part, panel);
-            let (first_column, ranks) = (part.columns.start + panel * PANEL, part.ranks.len());
-            let num_columns = PANEL.min(part.columns.end - first_column);
-            for_tiles(run, |first, height| {
-                let source = inner.at(first * max_rank + part.ranks.start);
-                let target = y.at(first * out_columns + first_column);
-                // SAFETY: guaranteed by the caller; a row's columns are one thread's.
-                unsafe { with_constant!(height, [1, 2, 3; 4], expand(up, ranks, source, max_rank, num_columns, target, out_columns)) }
-            });
+        // SAFETY: as above.
+        self.for_units(executor, site, Site::num_panels, |adapter, site, panel, run| unsafe {
+            self.expand(adapter, site, panel, run, product);
+        });
+    }
+
+    /// As `apply`, to some rows, on the calling thread.
+    ///
+    /// # Safety
+    /// As for `apply`; no other thread may use these rows.
+    pub(crate) unsafe fn apply_to(&self, range: Range<usize>, site: usize, product: Product) {
+        for run in self.runs {
+            let (first, end) = (run.first.max(range.start), (run.first + run.num_rows).min(range.end));
+            if first >= end {
+                continue;
+            }
+            let (run, adapter) = (Run { first, num_rows: end - first, ..*run }, self.adapters[run.adapter]);
+            let site = &adapter.sites[site];
+            // SAFETY: guaranteed by the caller.
+            unsafe {
+                (0..site.num_groups()).for_each(|group| self.shrink(adapter, site, group, run, product));
+                (0..site.num_panels()).for_each(|panel| self.expand(adapter, site, panel, run, product));
+            }
+        }
+    }
+
+    /// `inner` of a run's rows, for a group of ranks.
+    ///
+    /// # Safety
+    /// As for `apply`.
+    unsafe fn shrink(&self, adapter: &Adapter, site: &Site, group: usize, run: Run, product: Product) {
+        let Rows { address, stride, .. } = product.rows;
+        let down = adapter.down(site, group);
+        let scale = |rank| site.scales.get(group * GROUP_RANKS + rank).copied().unwrap_or(0.0);
+        let scales: [f32; GROUP_RANKS] = from_fn(scale);
+        for_tiles(run, |first, height| {
+            let x = Input { address: address.at(first * stride), stride, in_features: stride };
+            let target = self.inner.at(first * self.max_rank + group * GROUP_RANKS);
+            // SAFETY: guaranteed by the caller.
+            unsafe { with_constant!(height, [1, 2, 3; 4], shrink(down, scales, x, target, self.max_rank)) }
+        });
+    }
+
+    /// Adds a panel's columns of a run's rows.
+    ///
+    /// # Safety
+    /// As for `apply`; `inner` of these rows must be complete.
+    unsafe fn expand(&self, adapter: &Adapter, site: &Site, panel: usize, run: Run, product: Product) {
+        let Some((part, panel)) = site.panel(panel) else { return };
+        let first_column = part.columns.start + panel * PANEL;
+        let panel = Panel {
+            up: adapter.up(part, panel),
+            num_ranks: part.ranks.len(),
+            num_columns: PANEL.min(part.columns.end - first_column),
+        };
+        for_tiles(run, |first, height| {
+            let source = self.inner.at(first * self.max_rank + part.ranks.start);
+            let target = product.y.at(first * product.out_columns + first_column);
+            // SAFETY: guaranteed by the caller.
+            unsafe {
+                with_constant!(height, [1, 2, 3; 4], expand(panel, source, self.max_rank, target, product.out_columns));
+            }
         });
     }
 
@@ -196,7 +243,7 @@ unsafe fn add_chunk<const R: usize>(
     rows: [*const Element; R],
     down: *const Element,
 ) {
-    for first in (0..CHUNK).step_by(LANES * product::WIDTH) {
+    for first in (0..CHUNK).step_by(LANES * WIDTH) {
         // SAFETY: guaranteed by the caller.
         let operand = |chunk: *const Element| unsafe { product::consecutive(chunk.add(first)) };
         let weights: [Operand; GROUP_RANKS] = from_fn(|rank| operand(down.wrapping_add(rank * CHUNK)));
@@ -204,19 +251,20 @@ unsafe fn add_chunk<const R: usize>(
     }
 }
 
+/// Columns of B.
+#[derive(Clone, Copy)]
+struct Panel {
+    up: *const Element,
+    num_ranks: usize,
+    num_columns: usize,
+}
+
 /// y[row][columns of a panel] += the product of inner[row] with B, for R rows.
 ///
 /// # Safety
-/// R rows must be readable at `inner` and writable at y, and `up` be a panel of this many ranks.
-unsafe fn expand<const R: usize>(
-    up: *const Element,
-    num_ranks: usize,
-    inner: *const f32,
-    inner_stride: usize,
-    num_columns: usize,
-    y: *mut Element,
-    stride: usize,
-) {
+/// R rows must be readable at `inner` and writable at y, and the panel have these ranks.
+unsafe fn expand<const R: usize>(panel: Panel, inner: *const f32, inner_stride: usize, y: *mut Element, stride: usize) {
+    let Panel { up, num_ranks, num_columns } = panel;
     let mut sums = [[F32::splat(0.0); TILE_VECTORS]; R];
     // SAFETY: guaranteed by the caller; panels are padded.
     unsafe {

@@ -55,8 +55,15 @@ fn apply(pool: &Pool, adapters: &[Adapter], of_rows: &[Option<usize>], x: &[Elem
     let inner = Target::new(inner.as_mut_ptr());
     let rows = Rows { address: Source::new(x.as_ptr()), stride: x.len() / of_rows.len(), num_rows: of_rows.len() };
     let adapted = Adapted { adapters: &adapters, runs: &runs, inner, max_rank };
+    let product = Product { rows, y: Target::new(y.as_mut_ptr()), out_columns: OUT_COLUMNS };
     // SAFETY: the vectors have a row for each of `of_rows`, and the adapters were made for their widths.
-    unsafe { adapted.apply(pool, 0, rows, Target::new(y.as_mut_ptr()), OUT_COLUMNS) };
+    unsafe {
+        if adapted.has_rows_for(pool.num_threads()) {
+            pool.for_ranges(of_rows.len(), 1, |range| adapted.apply_to(range, 0, product));
+        } else {
+            adapted.apply(pool, 0, product);
+        }
+    }
 }
 
 fn expected(adapter: &[Given], x: &[Element], column: usize) -> f64 {

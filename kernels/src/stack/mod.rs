@@ -20,11 +20,12 @@ use crate::attention::{Attention, Batch, KvScales, Operands, Work};
 use crate::collective::{Collective, Failure, Part};
 use crate::element::Element;
 use crate::linear::{Combine, Linear, Output, Rows};
-use crate::low_rank::{self, Adapted, Adapter, Run};
+use crate::low_rank::{self, Adapted, Adapter, Product, Run};
 use crate::pool::{Executor, Pool, Source, Target, Walker};
 use experts::{RoutePlaces, Routes};
 use operation::{Operation, RowOperation, TokenContext};
 use register::PerRegister;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// The operations of all layers. The caller owns tables and keeps them alive.
@@ -217,10 +218,22 @@ impl Stack {
                         let output = Output { address: to, stride, combine: *combine };
                         linear.apply(walker, rows, output, places.scratch);
                     }
-                    Operation::Adapt { site, from, to, sizes: [in_features, out_columns] } => {
-                        let (from, to) = (registers[*from as usize], registers[*to as usize]);
+                    Operation::Adapt { site, from, to, sizes: [in_features, out_columns], then } => {
+                        let (from, y) = (registers[*from as usize], registers[*to as usize]);
                         let rows = Rows { address: from.source(), stride: *in_features, num_rows };
-                        adapted.apply(walker, *site, rows, to, *out_columns);
+                        let product = Product { rows, y, out_columns: *out_columns };
+                        let context = TokenContext { step, registers: &registers };
+                        if adapted.has_rows_for(walker.num_threads()) {
+                            walker.for_ranges(num_rows, 1, |range| {
+                                adapted.apply_to(range.clone(), *site, product);
+                                apply_to_rows(then, range, &context);
+                            });
+                        } else {
+                            adapted.apply(walker, *site, product);
+                            if !then.is_empty() {
+                                run_rows(walker, then, num_rows, &context);
+                            }
+                        }
                     }
                     Operation::Rows(of_row) => {
                         let context = TokenContext { step, registers: &registers };
@@ -278,14 +291,22 @@ impl Stack {
 /// As for `RowOperation::apply`, for all rows.
 unsafe fn run_rows(walker: &Walker<'_>, of_row: &[RowOperation], num_rows: usize, context: &TokenContext<'_>) {
     let numbers = of_row.iter().map(RowOperation::numbers).sum::<usize>();
-    walker.for_ranges(num_rows, PART_NUMBERS / numbers.max(1), |range| {
-        for row in range {
-            for operation in of_row {
-                // SAFETY: guaranteed by the caller; a row is one thread's.
-                unsafe { operation.apply(row, context) };
-            }
+    // SAFETY: guaranteed by the caller; a row is one thread's.
+    walker
+        .for_ranges(num_rows, PART_NUMBERS / numbers.max(1), |range| unsafe { apply_to_rows(of_row, range, context) });
+}
+
+/// Runs operations on some rows, on the calling thread.
+///
+/// # Safety
+/// As for `RowOperation::apply`, for these rows, which no other thread may use.
+unsafe fn apply_to_rows(of_row: &[RowOperation], range: Range<usize>, context: &TokenContext<'_>) {
+    for row in range {
+        for operation in of_row {
+            // SAFETY: guaranteed by the caller.
+            unsafe { operation.apply(row, context) };
         }
-    });
+    }
 }
 
 /// Rows of a head that one part computes.

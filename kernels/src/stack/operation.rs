@@ -23,12 +23,14 @@ pub(super) enum Operation {
         to: Register,
         combine: Combine,
     },
-    /// Adds to `to` what the rows' adapters add to the layer from `from` to it, which has these input features and output columns.
+    /// Adds to `to` what the rows' adapters add to the layer from `from` to it, which has these input features and output columns; then a
+    /// series of row operations. PERF: with enough rows, all are one phase.
     Adapt {
         site: usize,
         from: Register,
         to: Register,
         sizes: [usize; 2],
+        then: Vec<RowOperation>,
     },
     /// PERF: a barrier costs more than most row operations, so a series of them is one phase.
     Rows(Vec<RowOperation>),
@@ -67,7 +69,7 @@ impl Operation {
             Operation::Experts(experts) => experts.max_phases(num_rows),
             // Inputs may be quantized first; segments of a context may have to be merged.
             Operation::Linear { .. } | Operation::Attend { .. } => 2,
-            Operation::Adapt { .. } => Adapted::NUM_PHASES,
+            Operation::Adapt { .. } => Adapted::NUM_PHASES + 1,
             Operation::Rows(_) | Operation::Gather { .. } | Operation::Heads { .. } | Operation::Select(_) => 1,
         }
     }
@@ -83,7 +85,11 @@ impl Operation {
 
     /// Whether it writes to a cache.
     pub(super) fn writes(&self) -> bool {
-        matches!(self, Operation::Rows(of_row) if of_row.iter().any(|each| matches!(each, RowOperation::Write { .. })))
+        let of_row = match self {
+            Operation::Rows(of_row) | Operation::Adapt { then: of_row, .. } => of_row,
+            _ => return false,
+        };
+        of_row.iter().any(|each| matches!(each, RowOperation::Write { .. }))
     }
 }
 

@@ -80,7 +80,7 @@ impl Program {
         let sizes = [self.width(from)?, self.width(to)?];
         expect_different(from, to)?;
         self.stack.sites.push((site, sizes));
-        self.stack.operations.push(Operation::Adapt { site, from, to, sizes });
+        self.stack.operations.push(Operation::Adapt { site, from, to, sizes, then: Vec::new() });
         Ok(())
     }
 
@@ -363,7 +363,7 @@ impl Program {
 
     fn push_row(&mut self, operation: RowOperation) {
         match self.stack.operations.last_mut() {
-            Some(Operation::Rows(of_row)) => of_row.push(operation),
+            Some(Operation::Rows(of_row) | Operation::Adapt { then: of_row, .. }) => of_row.push(operation),
             _ => self.stack.operations.push(Operation::Rows(vec![operation])),
         }
     }
