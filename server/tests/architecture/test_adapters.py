@@ -47,9 +47,10 @@ OFTEN = (
     "qwen2-moe",
     "qwen3",
 )
+EXPERTS_WITH_ADAPTERS = ("deepseek-v2", "deepseek-v2-lite", "granitemoeshared", "mixtral", "qwen2-moe")
 BY_PEFT = [
     pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow)
-    for name in SUPPORTED
+    for name in (*SUPPORTED, *EXPERTS_WITH_ADAPTERS)
     if CASES[name].published is None  # transformers does not have these layouts, so peft has no adapters for them
 ]
 ACCURATE = {"rtol": 2e-4, "atol": 2e-4}
@@ -69,9 +70,11 @@ def make_adapter(folder: Path, base: Path, seed: int, **config: Any) -> tuple[Pa
     return folder, adapted
 
 
-def excluded(name: str) -> dict[str, Any]:
-    """Of latent attention, what adapters cannot change."""
-    return {"exclude_modules": ["kv_b_proj"]} if name.startswith("deepseek") else {}
+def targets(name: str) -> dict[str, Any]:
+    """What adapters can change in mixtures and in latent attention. Of mixtures, peft means the experts by the names of
+    all other projections."""
+    is_mixture = "moe" in name or name.startswith(("deepseek", "mixtral"))
+    return {"target_modules": r".*self_attn\.(?!kv_b)\w+_proj(_with_mqa)?"} if is_mixture else {}
 
 
 def save(name: str, case: Case, folder: Path) -> Path:
@@ -115,9 +118,9 @@ def reference(model: Any, text: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("name", BY_PEFT)
 def test_logits_are_those_of_peft_and_neighbours_keep_their_bits(name: str, tmp_path: Path) -> None:
     folder = save(name, widened(CASES[name]), tmp_path / "base")
-    one, one_model = make_adapter(tmp_path / "one", folder, 1, **excluded(name))
+    one, one_model = make_adapter(tmp_path / "one", folder, 1, **targets(name))
     rs_lora = {"r": 5, "lora_alpha": 3, "use_rslora": True}
-    other, other_model = make_adapter(tmp_path / "other", folder, 2, **rs_lora, **excluded(name))
+    other, other_model = make_adapter(tmp_path / "other", folder, 2, **rs_lora, **targets(name))
     model = load(folder)
     first, second = loaded(model, [one, other])
     of_sequences = [first, None, second, first]
@@ -137,8 +140,8 @@ def test_logits_are_those_of_peft_and_neighbours_keep_their_bits(name: str, tmp_
 @pytest.mark.parametrize("name", ["deepseek-v2", "llama", "gpt2", "phi3", "falcon-40b"])
 def test_two_ranks_compute_the_bits_of_one(name: str, tmp_path: Path) -> None:
     folder = save(name, widened(CASES[name]), tmp_path / "base")
-    one, _ = make_adapter(tmp_path / "one", folder, 1, **excluded(name))
-    other, _ = make_adapter(tmp_path / "other", folder, 2, r=3, **excluded(name))
+    one, _ = make_adapter(tmp_path / "one", folder, 1, **targets(name))
+    other, _ = make_adapter(tmp_path / "other", folder, 2, r=3, **targets(name))
 
     def logits(group: RankGroup) -> list[torch.Tensor]:
         model = load(folder, group, torch.bfloat16)
@@ -249,7 +252,7 @@ def test_an_adapter_of_pickles_or_of_no_module_is_refused(served: tuple[Path, Pa
     [
         ("deepseek-v2", ["kv_b_proj"], "layers.0.self_attn.kv_b_proj"),
         ("llama", ["lm_head"], "lm_head"),
-        ("llama", ["embed_tokens"], "embed_tokens.lora_embedding_A"),
+        ("llama", ["embed_tokens"], "model.embed_tokens"),
         ("qwen2-moe", ["shared_expert_gate"], "layers.0.mlp.shared_expert_gate"),
     ],
 )
