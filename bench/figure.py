@@ -333,6 +333,28 @@ def fair_share(num_cores: int, num_neighbours: int) -> float:
     return num_cores / (num_cores + num_neighbours)
 
 
+def speculation(record: Record) -> Iterator[Figure]:
+    targets = {"copying": "≥ 2.5", "JSON form": "≥ 1.7", "32 streams": "≥ 0.98"}
+    for server, of_server in record["repeats"][0].items():
+        ours = server == "penstock"
+        for load in of_server["loads"]:
+            cells = [repeat[server]["loads"][load] for repeat in record["repeats"]]
+            ratios = [cell["on"]["tokens_per_s"] / cell["off"]["tokens_per_s"] for cell in cells]
+            target = targets.get(load, "") if ours else ""
+            yield Figure(f"{server}, {load}: throughput with drafts, to without", target, ratios)
+            if drafted := [cell["on"].get("drafted", 0) for cell in cells if cell["on"].get("drafted")]:
+                accepted = [cell["on"]["accepted"] for cell in cells if cell["on"].get("drafted")]
+                shares = [100 * right / num for right, num in zip(accepted, drafted, strict=True)]
+                yield Figure(f"{server}, {load}: right drafts", "", shares, " %", 0)
+        differences = [repeat[server]["different"] for repeat in record["repeats"]]
+        yield Figure(
+            f"{server}: answers of these loads that differ", "0" if ours else "", differences, "", 0, is_count=True
+        )
+    if sampled := record.get("sampled"):
+        name = f"penstock: answers that differ, of {sampled['requests']:,} requests with every kind of sampling"
+        yield Figure(name, "0", [sampled["different"]], "", 0, is_count=True)
+
+
 def ranks(record: Record) -> Iterator[Figure]:
     for weights, by_streams in record["repeats"][0].items():
         for streams in by_streams:
@@ -440,6 +462,7 @@ BENCHMARKS: dict[str, Callable[[Record], Iterator[Figure]]] = {
     "start": start,
     "contention": contention,
     "lora": lora,
+    "speculation": speculation,
     "ranks": ranks,
     "llm": llm,
     "traces": traces,

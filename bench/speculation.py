@@ -1,0 +1,212 @@
+"""Measures what draft tokens give: two servers with the real model, one with `--speculate`, loaded alternately.
+
+Three loads of one stream: copying a text, filling in a form under a JSON schema, and free chat; and 32 streams of
+random words, where drafts must not cost throughput. The answers of both servers are compared token by token, and so are
+those to requests with every kind of sampling. llama.cpp gets the loads of one stream, without and with its own n-grams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import random
+import signal
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import peers
+from compare import Server, free_port, llama_server, metrics_of, penstock_server, running, stream_load
+from figure import speculation, table_of
+from load import PENSTOCK, prompt_of, run
+from result import heading, keep, machine, option_parser, title
+
+MAX_TOKENS = 40_000  # in the KV cache, so that neither server takes the memory of the other
+SPECULATE = 8
+NGRAMS = "--spec-ngram-simple"
+NUM_STREAMS = 32
+COUNTERS = ("penstock_draft_tokens", "penstock_accepted_draft_tokens")
+FIELDS = ("first_name", "last_name", "street_address", "postal_code", "phone_number", "email_address", "year_of_birth")
+FORM = {
+    "type": "object",
+    "properties": {
+        name: {"type": "integer" if name == "year_of_birth" else "string", "maxLength": 16} for name in FIELDS
+    },
+    "required": list(FIELDS),
+    "additionalProperties": False,
+}
+SAMPLINGS: list[dict[str, Any]] = [
+    {},
+    {"do_sample": True, "temperature": 0.7},
+    {"do_sample": True, "top_k": 20, "top_p": 0.9},
+    {"do_sample": True, "typical_p": 0.9, "watermark": True},
+    {"do_sample": True, "min_p": 0.05, "top_n_tokens": 3},
+    {"repetition_penalty": 1.2, "frequency_penalty": 0.3},
+    {"do_sample": True, "presence_penalty": 0.5, "min_tokens": 8},
+    {"logit_bias": {"28": 2.0}, "stop": ["\n\n"]},
+    {"grammar": {"type": "regex", "value": "[a-z]+( [a-z]+)*[.]"}},
+    {"do_sample": True, "grammar": {"type": "json", "value": FORM}},
+]
+
+
+def copying(words: Sequence[str], draw: random.Random) -> dict[str, Any]:
+    """The model goes on with a list that the text has three times."""
+    entries = ((prompt_of(words, 2, draw), draw.randrange(1000)) for _ in range(10))
+    text = "\n".join(f"{place}.{name}: {number}" for place, (name, number) in enumerate(entries, 1))
+    return {"inputs": f"{text}\n\n" * 3, "parameters": {"max_new_tokens": 100}}
+
+
+def form(words: Sequence[str], draw: random.Random) -> dict[str, Any]:
+    text = prompt_of(words, 8, draw)
+    inputs = f"{text}\nThe form, filled in, as JSON:\n"
+    return {"inputs": inputs, "parameters": {"max_new_tokens": 160, "grammar": {"type": "json", "value": FORM}}}
+
+
+def chat(words: Sequence[str], draw: random.Random) -> dict[str, Any]:
+    text = f"<|im_start|>user\nTell me about{prompt_of(words, 2, draw)}.<|im_end|>\n<|im_start|>assistant\n"
+    return {"inputs": text, "parameters": {"max_new_tokens": 100}}
+
+
+LOADS: dict[str, Callable[[Sequence[str], random.Random], dict[str, Any]]] = {
+    "copying": copying,
+    "JSON form": form,
+    "free chat": chat,
+}
+
+
+def post(port: int, path: str, body: dict[str, Any]) -> Any:
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=300) as response:
+        return json.load(response)
+
+
+# The tokens of an answer, and what else must not differ.
+Answer = tuple[list[Any], Any]
+
+
+def answer(port: int, request: dict[str, Any]) -> Answer:
+    """With logprobs and alternatives."""
+    details = post(port, "/generate", {**request, "parameters": {**request["parameters"], "details": True}})["details"]
+    return details["tokens"], details.get("top_tokens")
+
+
+def answer_of_llama(port: int, request: dict[str, Any]) -> Answer:
+    parameters = request["parameters"]
+    body = {"prompt": request["inputs"], "n_predict": parameters["max_new_tokens"], "temperature": 0}
+    if "grammar" in parameters:
+        body["json_schema"] = parameters["grammar"]["value"]
+    found = post(port, "/completion", {**body, "return_tokens": True, "cache_prompt": False})
+    return found["tokens"], found["content"]
+
+
+# By server and mode: its flags; and how to ask it.
+SERVERS: dict[str, tuple[dict[str, list[str]], Callable[[int, dict[str, Any]], Answer]]] = {
+    "penstock": ({"off": [], "on": ["--speculate", str(SPECULATE)]}, answer),
+    "llama.cpp": (
+        {
+            "off": [],
+            "on": f"--spec-type ngram-simple {NGRAMS}-size-n 2 {NGRAMS}-size-m {SPECULATE}".split(),
+        },
+        answer_of_llama,
+    ),
+}
+
+
+def measure(
+    port: int, ask: Callable[[int, dict[str, Any]], Answer], requests: Sequence[dict[str, Any]]
+) -> tuple[dict[str, float], list[Answer]]:
+    """One stream of requests."""
+    before, started = metrics_of(port), time.perf_counter()
+    answers = [ask(port, request) for request in requests]
+    seconds, after = time.perf_counter() - started, metrics_of(port)
+    drafted, accepted = (after.get(name, 0) - before.get(name, 0) for name in COUNTERS)
+    num_tokens = sum(len(tokens) for tokens, _ in answers)
+    return {"tokens_per_s": num_tokens / seconds, "drafted": drafted, "accepted": accepted}, answers
+
+
+def sampled_requests(words: Sequence[str], count: int) -> list[dict[str, Any]]:
+    """Texts that repeat themselves, with every kind of sampling in turn."""
+    draw = random.Random("sampled")
+    samplings = itertools.islice(itertools.cycle(SAMPLINGS), count)
+    return [
+        {
+            "inputs": (prompt_of(words, 12, draw).strip() + "\n") * 3,
+            "parameters": {"max_new_tokens": 20, "seed": seed, **sampling},
+        }
+        for seed, sampling in enumerate(samplings, 1)
+    ]
+
+
+def num_different(some: Sequence[Any], others: Sequence[Any]) -> int:
+    return sum(one != other for one, other in zip(some, others, strict=True))
+
+
+def server_of(name: str, flags: list[str]) -> Server:
+    if name == "penstock":
+        ours = penstock_server(["--max-batch-total-tokens", str(MAX_TOKENS), "--standby", "off", *flags])
+        return replace(ours, settled="")
+    return llama_server(name, peers.bf16_gguf(), 1, flags)
+
+
+def main() -> None:
+    parser = option_parser(__doc__, num_repeats=3)
+    parser.add_argument("--only", nargs="+", choices=list(SERVERS), default=list(SERVERS))
+    parser.add_argument("--requests", type=int, default=1000, help="requests with every kind of sampling")
+    parser.add_argument("--requests-per-load", type=int, default=4)
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that all servers are stopped
+
+    words = peers.prompt_words()
+    repeats: list[dict[str, Any]] = []
+    record: dict[str, Any] = {**heading(), "machine": machine(), "speculate": SPECULATE, "repeats": repeats}
+    ports: dict[str, dict[str, int]] = {}
+    with contextlib.ExitStack() as stack:
+        for name in options.only:
+            modes, ask = SERVERS[name]
+            ports[name] = {}
+            for mode, flags in modes.items():
+                port = ports[name][mode] = free_port()
+                stack.enter_context(running(server_of(name, flags), port))
+                ask(port, form(words, random.Random("warm-up")))
+        for port in ports.get("penstock", {}).values():
+            run(port, PENSTOCK, stream_load(NUM_STREAMS, 1), words, "warm-up")
+        for repeat in range(options.repeats):
+            order = ("off", "on") if repeat % 2 else ("on", "off")
+            servers: dict[str, Any] = {}
+            for name, by_mode in ports.items():
+                cells, num_differences = {}, 0
+                for load, request_of in LOADS.items():
+                    draw = random.Random(f"{load}/{repeat}")
+                    requests = [request_of(words, draw) for _ in range(options.requests_per_load)]
+                    measured = {mode: measure(by_mode[mode], SERVERS[name][1], requests) for mode in order}
+                    cells[load] = {mode: cell for mode, (cell, _) in measured.items()}
+                    num_differences += num_different(measured["off"][1], measured["on"][1])
+                servers[name] = {"loads": cells, "different": num_differences}
+                ratios = (
+                    f"{load} {cell['on']['tokens_per_s'] / cell['off']['tokens_per_s']:.2f}"
+                    for load, cell in cells.items()
+                )
+                print(f"  {name}: {', '.join(ratios)}, {num_differences} answers differ", flush=True)
+            if "penstock" in ports:
+                many = stream_load(NUM_STREAMS)
+                rates = {mode: run(ports["penstock"][mode], PENSTOCK, many, words, str(repeat)) for mode in order}
+                cell = {mode: {"tokens_per_s": rate.tokens_per_s} for mode, rate in rates.items()}
+                servers["penstock"]["loads"][many.name] = cell
+            repeats.append(servers)
+        if "penstock" in ports and options.requests:
+            sampled = sampled_requests(words, options.requests)
+            with ThreadPoolExecutor(8) as threads:
+                answers = [list(threads.map(partial(answer, port), sampled)) for port in ports["penstock"].values()]
+            record["sampled"] = {"requests": len(sampled), "different": num_different(*answers)}
+    keep(record, "speculation", title(record) + table_of(speculation(record)), options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""The figures of draft tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from figure import speculation
+from speculation import SAMPLINGS, num_different, sampled_requests
+
+
+def test_a_figure_compares_each_load_with_and_without_drafts() -> None:
+    def load(off: float, on: float, **drafts: float) -> dict[str, Any]:
+        return {"off": {"tokens_per_s": off}, "on": {"tokens_per_s": on, **drafts}}
+
+    loads = {"copying": load(10, 30, drafted=8, accepted=6), "32 streams": load(100, 99)}
+    peer = {"loads": {"copying": load(10, 15)}, "different": 2}
+    repeat = {"penstock": {"loads": loads, "different": 0}, "llama.cpp": peer}
+    record = {"repeats": [repeat, repeat], "sampled": {"requests": 1000, "different": 1}}
+    figures = {figure.name: figure for figure in speculation(record)}
+    assert figures["penstock, copying: throughput with drafts, to without"].values == [3, 3]
+    assert figures["penstock, copying: right drafts"].values == [75, 75]
+    assert figures["penstock, 32 streams: throughput with drafts, to without"].target == "≥ 0.98"
+    assert figures["llama.cpp, copying: throughput with drafts, to without"].target == ""
+    assert figures["llama.cpp: answers of these loads that differ"].row()[2] == "4"
+    assert figures["penstock: answers that differ, of 1,000 requests with every kind of sampling"].values == [1]
+
+
+def test_requests_have_every_kind_of_sampling_in_turn() -> None:
+    requests = sampled_requests(["a", "b"], 2 * len(SAMPLINGS))
+    assert len({request["parameters"]["seed"] for request in requests}) == len(requests)
+    kinds = [
+        {key: request["parameters"].get(key) for key in kind}
+        for request, kind in zip(requests, 2 * SAMPLINGS, strict=True)
+    ]
+    assert kinds == 2 * SAMPLINGS
+
+
+def test_answers_differ_in_a_token_or_in_what_comes_with_it() -> None:
+    answers = [([1, 2], None), ([3], "x"), ([4], None)]
+    others = [([1, 2], None), ([3], "y"), ([5], None)]
+    assert num_different(answers, others) == 2
