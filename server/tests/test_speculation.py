@@ -13,8 +13,10 @@ from paired_ranks import PairedGroup, paired_engines
 from penstock_server.config import WarmUpConfig
 from penstock_server.engine import speculation
 from penstock_server.engine.batch import select
+from penstock_server.engine.drafting import ngram
+from penstock_server.engine.drafting.ngram import NgramDrafter
+from penstock_server.engine.drafting.ngram import continuation as draft_of
 from penstock_server.engine.sequence import SequenceTable, TableLimits
-from penstock_server.engine.speculation import continuation as draft_of
 from penstock_server.engine.step import BROKEN_LOGITS
 from penstock_server.errors import PlanError
 from penstock_server.plan import Grammar, NewSequence, Sampling
@@ -63,7 +65,7 @@ def start(driver: Driver, prompt: list[int], sampling: Sampling | None = None) -
 
 
 def propose(monkeypatch: pytest.MonkeyPatch, *drafts: list[int]) -> None:
-    monkeypatch.setattr(speculation, "continuation", Proposed(*drafts))
+    monkeypatch.setattr(ngram, "continuation", Proposed(*drafts))
 
 
 def test_right_drafts_are_kept_up_to_the_first_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +121,7 @@ class Allowing:
     """Stands for the grammars of the first rank."""
 
     def draft(self, sequence_id: int, history: np.ndarray, most: int, guess: object) -> list[int]:
-        assert (sequence_id, history.tolist(), guess) == (0, [1, 2, 3, 1, 2], speculation.continuation)
+        assert (sequence_id, history.tolist(), guess) == (0, [1, 2, 3, 1, 2], draft_of)
         return [7, 8, 9, 10][: most - 1]
 
 
@@ -133,7 +135,8 @@ def test_the_first_rank_sends_the_drafts_that_grammars_allow() -> None:
             table.add(NewSequence(i, [1, 2, 3, 1, 2], 5, 4, [i], Sampling(grammar=grammar)))
         advances = [Advance(i, 1, sample=True, num_draft_tokens=3) for i in range(2)]
         group = PairedGroup(rank, 2, sent=sent)
-        chosen = speculation.with_drafts(table, select(table, columns(advances)), cast(Any, grammars), group)
+        selected = select(table, columns(advances))
+        chosen = speculation.with_drafts(table, selected, NgramDrafter(), cast(Any, grammars), group)
         assert chosen.num_drafts.tolist() == [2, 3]
         assert (chosen.num_tokens.tolist(), chosen.samples.tolist()) == ([3, 4], [0, 0, 0, 1, 1, 1, 1])
         assert speculation.drafts_of(table, chosen) == [[7, 8], [3, 1, 2]]

@@ -29,6 +29,7 @@ from penstock_server.engine.device import (
     usable_cores,
 )
 from penstock_server.engine.device_progress import DeviceProgress
+from penstock_server.engine.drafting.ngram import NgramDrafter
 from penstock_server.engine.graphs import Bucket, CudaRecorder, StepGraphs, buckets, needed_bytes
 from penstock_server.engine.pooling import PoolingRunner
 from penstock_server.engine.sampler import SampledTime, Sampler
@@ -242,9 +243,9 @@ class Engine:
             table = SequenceTable(table_limits(num_blocks), self.model.adapters, self.model.images)
             if model.pooler is not None:
                 return PoolingRunner(model, model.pooler, self._group, self._device, config, table, self.progress)
-            can_draft = _can_draft(model, self._device)
+            drafter = NgramDrafter() if _can_draft(model, self._device) else None
             return StepRunner(
-                model, self._group, self._device, config, sampler, table, grammars, graphs, self.progress, can_draft
+                model, self._group, self._device, config, sampler, table, grammars, graphs, self.progress, drafter
             )
 
         on_cpu = self._device.type == "cpu"

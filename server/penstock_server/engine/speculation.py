@@ -2,13 +2,12 @@
 
 The token at a position is a function of the tokens before it, the sampling parameters and the seed. So a draft token is
 right exactly if it is the token that is sampled at its position, and the tokens are those of decoding without drafts.
-Every rank makes the same drafts, because they are a function of the sequence's tokens. Those of sequences with a
-grammar, which only the first rank knows, come from there.
+Every rank makes the same drafts, see `Drafter`. Those of sequences with a grammar, which only the first rank knows,
+come from there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,53 +15,34 @@ import numpy.typing as npt
 import torch
 
 from penstock_server.engine.batch import Selection
+from penstock_server.engine.drafting import ngram
+from penstock_server.engine.drafting.interface import Drafter
 from penstock_server.engine.host_batch import Rows
 from penstock_server.engine.sampler import BROKEN
 from penstock_server.engine.sequence import SequenceTable
 from penstock_server.grammar.state import GrammarStates
 from penstock_server.parallel import RankGroup
 
-_MIN_MATCH = 2  # tokens of the end of a text that must occur before
-_MAX_MATCH = 8  # a longer match does not make a better draft
-_MAX_HISTORY = 1 << 15  # last tokens that are searched
 _NO_TOKEN = -1
 
-Tokens = npt.NDArray[np.int32]
 
-
-def continuation(history: Tokens, most: int) -> Tokens:
-    """[≤ most]: what followed the longest end of `history` where it occurred before, at its last occurrence with `most`
-    tokens behind it, or else at the first one. Empty: not even its last `_MIN_MATCH` tokens occurred before."""
-    history = history[-_MAX_HISTORY:]
-    ends = np.flatnonzero(history[:-1] == history[-1])  # last tokens of the matches
-    num_matched = 1
-    while len(ends) and num_matched < min(_MAX_MATCH, len(history) - 1):
-        longer = ends[ends >= num_matched]
-        longer = longer[history[longer - num_matched] == history[-1 - num_matched]]
-        if not len(longer):
-            break
-        ends, num_matched = longer, num_matched + 1
-    if not len(ends) or num_matched < _MIN_MATCH:
-        return history[:0]
-    num_long = int(np.searchsorted(ends, len(history) - most))
-    start = int(ends[num_long - 1 if num_long else 0]) + 1
-    return history[start : start + most]
-
-
-def with_drafts(table: SequenceTable, chosen: Selection, grammars: GrammarStates | None, group: RankGroup) -> Selection:
-    """Writes drafts behind the known tokens, as far as the plan allows and the texts or grammars suggest them. The step
-    computes them, and samples after each. The tokens of all earlier steps must be in the table. grammars: those of the
-    first rank, which sends the drafts that they allow to the other ranks."""
+def with_drafts(
+    table: SequenceTable, chosen: Selection, drafter: Drafter, grammars: GrammarStates | None, group: RankGroup
+) -> Selection:
+    """Writes drafts behind the known tokens, as far as the plan allows and the drafter or grammars suggest them. The
+    step computes them, and samples after each. The tokens of all earlier steps must be in the table. grammars: those
+    of the first rank, which sends the drafts that they allow to the other ranks."""
     drafts = np.full((len(chosen.rows), int(chosen.max_drafts.max())), _NO_TOKEN, np.int32)
-    is_constrained = table.sampling["has_grammar"][chosen.rows] & (chosen.max_drafts > 0)
-    for place in np.flatnonzero(chosen.max_drafts).tolist():
-        history, most = table.known_ids(int(chosen.rows[place])), int(chosen.max_drafts[place])
-        draft: Sequence[int] | Tokens = ()
-        if not is_constrained[place]:
-            draft = continuation(history, most)
-        elif grammars is not None:
-            draft = grammars.draft(int(chosen.sequence_ids[place]), history, most, continuation)
+    has_grammar = table.sampling["has_grammar"][chosen.rows]
+    is_constrained, is_free = has_grammar & (chosen.max_drafts > 0), ~has_grammar & (chosen.max_drafts > 0)
+    free = drafter.draft(table, chosen.rows[is_free], chosen.max_drafts[is_free])
+    for place, draft in zip(np.flatnonzero(is_free).tolist(), free, strict=True):
         drafts[place, : len(draft)] = draft
+    if grammars is not None:
+        for place in np.flatnonzero(is_constrained).tolist():
+            history, most = table.known_ids(int(chosen.rows[place])), int(chosen.max_drafts[place])
+            allowed = grammars.draft(int(chosen.sequence_ids[place]), history, most, ngram.continuation)
+            drafts[place, : len(allowed)] = allowed
     if is_constrained.any():
         group.broadcast(torch.from_numpy(drafts))
     num_drafts = (drafts != _NO_TOKEN).sum(1)

@@ -27,6 +27,7 @@ from penstock_server.config import WarmUpConfig
 from penstock_server.engine import batch
 from penstock_server.engine.batch import Built, Selection
 from penstock_server.engine.device_progress import DeviceProgress
+from penstock_server.engine.drafting.interface import Drafter
 from penstock_server.engine.graphs import StepGraphs
 from penstock_server.engine.logprob import Alternatives, tops_of
 from penstock_server.engine.prompt import PromptScores, prepare_prompt, score_prompt
@@ -82,10 +83,11 @@ class StepRunner:
         grammars: GrammarStates | None,
         graphs: StepGraphs | None = None,
         progress: DeviceProgress | None = None,
-        can_draft: bool = False,
+        drafter: Drafter | None = None,
     ) -> None:
         """`grammars` belong to the first rank, which makes all ranks' masks. `graphs` compute the model's decode steps.
-        `progress` gets a mark behind the model and one behind each step. `can_draft`: plans may allow draft tokens."""
+        `progress` gets a mark behind the model and one behind each step. `drafter`: None if
+        plans may not allow draft tokens."""
         self._model = model
         self._graphs = graphs
         self._progress = progress
@@ -95,7 +97,7 @@ class StepRunner:
         self._sampler = sampler
         self._table = table
         self._grammars = grammars
-        self._can_draft = can_draft
+        self._drafter = drafter
         self._in_flight: deque[Pending] = deque()
         self._last_step = 0
         self._upload_bytes = 1024  # memory for the next step's upload
@@ -115,17 +117,17 @@ class StepRunner:
         """Start one plan. Raises PlanError, before anything is done, when the plan as a whole breaks the protocol."""
         started = time.perf_counter()
         idle_s = started - self._ended
-        check_plan(plan, self._last_step, self._limits, can_draft=self._can_draft)
+        check_plan(plan, self._last_step, self._limits, can_draft=self._drafter is not None)
         self._last_step = plan.step
         table = self._table
         apply_changes(table, plan)
         if self._grammars is not None:
             self._grammars.apply(plan)
         chosen = batch.select(table, plan.advances)
-        if chosen.max_drafts.any():
+        if self._drafter is not None and chosen.max_drafts.any():
             for earlier in self._in_flight:
                 self._settle(earlier)  # drafts continue the tokens that are known
-            chosen = with_drafts(table, chosen, self._grammars, self._group)
+            chosen = with_drafts(table, chosen, self._drafter, self._grammars, self._group)
         failures = {failure.sequence_id: failure for failure in chosen.failures}
         sampled_rows = chosen.rows[chosen.samples]
         residencies, positions = table.residency[chosen.rows], table.known[sampled_rows] + chosen.offsets()

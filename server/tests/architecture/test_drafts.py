@@ -14,7 +14,8 @@ import torch
 from cases import VOCAB
 from grammar_walk import END, write_small_tokenizer
 from penstock_server.config import WarmUpConfig
-from penstock_server.engine import Engine, speculation
+from penstock_server.engine import Engine
+from penstock_server.engine.drafting import ngram
 from penstock_server.grammar.compiler import GrammarCompiler
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
@@ -126,7 +127,7 @@ def test_drafts_change_no_bit(
     texts = prompts(3, [6 + 11 * i % 30 for i in range(len(SAMPLINGS))], VOCAB)
     plain, num_plain_steps = generate(engine, texts, num_source, max_drafts=0)
     known = [text + [token.id for token in tokens] for text, tokens in zip(texts, plain, strict=True)]
-    monkeypatch.setattr(speculation, "continuation", Drafts(known))
+    monkeypatch.setattr(ngram, "continuation", Drafts(known))
     drafted, num_steps = generate(engine, texts, num_source, max_drafts=6)
     assert drafted == plain
     assert num_steps + 5 < num_plain_steps, "many drafts are right"

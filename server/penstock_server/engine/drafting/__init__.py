@@ -1,0 +1,1 @@
+"""Drafters: each proposes the tokens that may follow those of a sequence."""

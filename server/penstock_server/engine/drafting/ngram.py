@@ -1,0 +1,43 @@
+"""Drafts from the sequence's own text: what followed its last tokens where they occurred before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock_server.engine.drafting.interface import Tokens
+from penstock_server.engine.host_batch import Rows
+from penstock_server.engine.sequence import SequenceTable
+
+_MIN_MATCH = 2  # tokens of the end of a text that must occur before
+_MAX_MATCH = 8  # a longer match does not make a better draft
+_MAX_HISTORY = 1 << 15  # last tokens that are searched
+
+
+def continuation(history: Tokens, most: int) -> Tokens:
+    """[≤ most]: what followed the longest end of `history` where it occurred before, at its last occurrence with `most`
+    tokens behind it, or else at the first one. Empty: not even its last `_MIN_MATCH` tokens occurred before."""
+    history = history[-_MAX_HISTORY:]
+    ends = np.flatnonzero(history[:-1] == history[-1])  # last tokens of the matches
+    num_matched = 1
+    while len(ends) and num_matched < min(_MAX_MATCH, len(history) - 1):
+        longer = ends[ends >= num_matched]
+        longer = longer[history[longer - num_matched] == history[-1 - num_matched]]
+        if not len(longer):
+            break
+        ends, num_matched = longer, num_matched + 1
+    if not len(ends) or num_matched < _MIN_MATCH:
+        return history[:0]
+    num_long = int(np.searchsorted(ends, len(history) - most))
+    start = int(ends[num_long - 1 if num_long else 0]) + 1
+    return history[start : start + most]
+
+
+class NgramDrafter:
+    """Looks each draft up in the sequence's tokens. Implements `Drafter`."""
+
+    def draft(self, table: SequenceTable, rows: Rows, most: Rows) -> Sequence[Tokens]:
+        return [
+            continuation(table.known_ids(row), limit) for row, limit in zip(rows.tolist(), most.tolist(), strict=True)
+        ]
