@@ -92,6 +92,10 @@ pub(crate) struct Bench {
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     requests_per_stream: u32,
 
+    /// Seed of the random text; the result has it [default: random, so that no prompt is in a prefix cache from an earlier run]
+    #[arg(long)]
+    seed: Option<u32>,
+
     /// Prompts instead of random text: a JSONL file with a "text" in each line, or the name of a public data set of AIPerf
     #[arg(long, conflicts_with = "input_tokens")]
     dataset: Option<String>,
@@ -137,6 +141,7 @@ impl Bench {
         command.args(["-m", "penstock_server.bench", "--endpoint", endpoint]).arg(format!("--url={}", self.url));
         command.args(numbers.map(|(name, number)| format!("{name}={number}")));
         // In one argument, because a value may begin with a dash.
+        command.args(self.seed.map(|seed| format!("--seed={seed}")));
         command.args(texts.iter().filter_map(|(name, text)| Some(format!("{name}={}", text.as_ref()?))));
         command.args(self.stop_at_eos.then_some("--stop-at-eos"));
         command.arg("--concurrency").args(self.concurrency.iter().map(u32::to_string));

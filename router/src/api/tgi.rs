@@ -12,6 +12,7 @@ use crate::config::Config;
 use crate::generation::{
     self, GenerationRequest, Parameters, Prompt, PromptToken, StopText, TextToken, TopToken, ValidationError,
 };
+use crate::sequence::DraftCount;
 
 /// `/generate`, `/generate_stream`, `/tokenize`, and (with `stream`) `/`.
 #[derive(Debug, Deserialize, ToSchema)]
@@ -178,6 +179,24 @@ pub(crate) struct Details {
     pub(crate) best_of_sequences: Option<Vec<BestOfSequence>>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) top_tokens: Vec<Vec<Token>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) draft_tokens: Option<DraftTokens>,
+}
+
+/// The draft tokens of a generation. Left out if no step verified any, as without `--speculate`.
+#[derive(Clone, Copy, Debug, Serialize, ToSchema)]
+pub(crate) struct DraftTokens {
+    /// Those that steps compared with what they sampled.
+    verified: u32,
+    /// Those that were right, and so are part of the answer.
+    accepted: u32,
+}
+
+impl DraftTokens {
+    pub(crate) fn of(drafts: DraftCount) -> Option<Self> {
+        let DraftCount { num_verified: verified, num_right: accepted } = drafts;
+        (verified > 0).then_some(Self { verified, accepted })
+    }
 }
 
 #[derive(Debug, Serialize, ToSchema)]
@@ -192,6 +211,8 @@ pub(crate) struct BestOfSequence {
     /// One list for each token. Left out without `top_n_tokens`.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) top_tokens: Vec<Vec<Token>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) draft_tokens: Option<DraftTokens>,
 }
 
 #[derive(Debug, Serialize, ToSchema)]
@@ -211,6 +232,8 @@ pub(crate) struct StreamDetails {
     pub(crate) generated_tokens: u32,
     pub(crate) seed: Option<u64>,
     pub(crate) input_length: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) draft_tokens: Option<DraftTokens>,
 }
 
 /// A token of the prompt.

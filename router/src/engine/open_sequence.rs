@@ -6,7 +6,7 @@ use tokio::sync::mpsc::UnboundedSender;
 use tokio::time::Instant;
 
 use super::options::MAX_LOSSES;
-use crate::sequence::{Constants, SequenceEvent, Token};
+use crate::sequence::{Constants, DraftCount, SequenceEvent, Token};
 
 /// A sequence that was being computed in this many group losses in a row runs alone next time.
 const QUARANTINE_LOSSES: u32 = 2;
@@ -59,6 +59,14 @@ impl OpenSequence {
         if let Some(new) = tokens.get(num_repeated..).filter(|new| !new.is_empty()) {
             self.num_prompt_tokens_sent = self.num_prompt_tokens_arrived;
             self.send(SequenceEvent::PromptTokens(new.to_vec()));
+        }
+    }
+
+    /// The step verified `num_verified` drafts and gave the sequence `num_tokens` tokens.
+    pub(super) fn send_drafts(&mut self, num_verified: u32, num_tokens: usize) {
+        if num_verified > 0 {
+            let num_right = num_tokens.saturating_sub(1) as u32;
+            self.send(SequenceEvent::Drafts(DraftCount { num_verified, num_right }));
         }
     }
 

@@ -140,6 +140,7 @@ impl OpenSequences {
                         None => {
                             sequence.send_prompt_tokens(&output.prompt_tokens);
                             let tokens = &output.tokens.as_deref().unwrap_or_default()[..num_tokens];
+                            sequence.send_drafts(output.num_draft_tokens, tokens.len());
                             gaps.extend(sequence.send_tokens(tokens, reported_at));
                         }
                     }

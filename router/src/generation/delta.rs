@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::sequence;
+use crate::sequence::{self, DraftCount};
 
 /// One generated token, and the text that it made final.
 #[derive(Clone, Debug)]
@@ -53,6 +53,7 @@ pub(crate) struct Finish {
     pub(crate) num_generated_tokens: u32,
     /// Prompt tokens found in the prefix cache.
     pub(crate) num_cached_tokens: usize,
+    pub(crate) drafts: DraftCount,
     pub(crate) timings: Timings,
 }
 

@@ -15,7 +15,7 @@ use super::parameter::Parameters;
 use super::service::GenerationService;
 use super::validation::ValidationError;
 use crate::engine::SequenceStream;
-use crate::sequence::{End, Pooling, SequenceEvent, SequenceRequest, Task, Timeline, greedy};
+use crate::sequence::{DraftCount, End, Pooling, SequenceEvent, SequenceRequest, Task, Timeline, greedy};
 use crate::telemetry::{RequestParameters, RequestRecord, RequestSummary, metrics};
 use crate::text::{EncodedInput, Input, Truncation};
 
@@ -168,6 +168,7 @@ impl GenerationService {
                         num_prompt_tokens: sequence.num_tokens,
                         num_generated_tokens: 0,
                         num_cached_tokens,
+                        drafts: DraftCount::default(),
                         validation: sequence.submitted - sequence.deadlines.received,
                         queue: started - sequence.submitted,
                         inference: started.elapsed(),
@@ -179,7 +180,10 @@ impl GenerationService {
                     num_cached_tokens = num;
                     sequence.reservation.leave_queue();
                 }
-                SequenceEvent::PromptTokens(_) | SequenceEvent::Token(_) | SequenceEvent::Finished(_) => {
+                SequenceEvent::PromptTokens(_)
+                | SequenceEvent::Drafts(_)
+                | SequenceEvent::Token(_)
+                | SequenceEvent::Finished(_) => {
                     return Err(GenerationError::Incomplete);
                 }
             }

@@ -8,6 +8,7 @@ pub(super) fn of_generation(num_prompt_tokens: usize, finish: &Finish) -> Reques
         num_prompt_tokens,
         num_generated_tokens: finish.num_generated_tokens as usize,
         num_cached_tokens: finish.num_cached_tokens,
+        drafts: finish.drafts,
         validation: finish.timings.validation,
         queue: finish.timings.queue,
         inference: finish.timings.inference,

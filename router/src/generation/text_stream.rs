@@ -13,7 +13,7 @@ use super::error::GenerationError;
 use super::held_text::HeldText;
 use super::parameter::NumAlternatives;
 use crate::engine::{Generator, SequenceStream};
-use crate::sequence::{self, End, SequenceEvent, SequenceRequest, Timeline, Token};
+use crate::sequence::{self, DraftCount, End, SequenceEvent, SequenceRequest, Timeline, Token};
 use crate::telemetry::metrics;
 use crate::text::{Detokenizer, Piece, StopMatcher, StopOutcome, TextModel};
 
@@ -83,6 +83,7 @@ pub(super) struct TextStream {
     max_new_tokens: u32,
     num_generated_tokens: u32,
     num_cached_tokens: usize,
+    drafts: DraftCount,
     deadlines: Deadlines,
     /// `None`: the request is not traced.
     timeline: Option<Timeline>,
@@ -136,6 +137,7 @@ impl TextStream {
             max_new_tokens,
             num_generated_tokens: 0,
             num_cached_tokens: 0,
+            drafts: DraftCount::default(),
             deadlines: options.deadlines,
             timeline,
             submitted,
@@ -168,6 +170,7 @@ impl TextStream {
                     self.num_cached_tokens = num_cached_tokens;
                 }
                 SequenceEvent::PromptTokens(tokens) => self.accept_prompt(tokens),
+                SequenceEvent::Drafts(drafts) => self.drafts += drafts,
                 SequenceEvent::Token(token) => return self.accept(token).await,
                 SequenceEvent::Vector(_) | SequenceEvent::Finished(_) | SequenceEvent::Failed(_) => {
                     return Err(GenerationError::Incomplete);
@@ -258,6 +261,7 @@ impl TextStream {
             reason,
             num_generated_tokens: self.num_generated_tokens,
             num_cached_tokens: self.num_cached_tokens,
+            drafts: self.drafts,
             timings: self.timings(),
         });
         if let (Some(timeline), Some(finish)) = (&self.timeline, &finish) {

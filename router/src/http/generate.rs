@@ -17,7 +17,7 @@ use super::service::Service;
 use super::sse;
 use crate::api::error::ApiError;
 use crate::api::tgi::{
-    BestOfSequence, Details, GenerateRequest, GenerateResponse, StreamDetails, StreamResponse, Token,
+    BestOfSequence, Details, DraftTokens, GenerateRequest, GenerateResponse, StreamDetails, StreamResponse, Token,
 };
 use crate::generation::{Finished, GenerationError, Generations};
 use crate::telemetry::{RequestRecord, RequestSummary};
@@ -123,13 +123,17 @@ impl Shape {
         let is_choice = finished.len() > 1;
         let mut chosen = candidate::choose(finished, self.choice).into_iter().map(|finished| self.sequence(finished));
         let winner = chosen.next().expect("invariant: a request has at least one generation");
-        let BestOfSequence { generated_text, finish_reason, generated_tokens, seed, prefill, tokens, top_tokens } =
-            winner;
-        let details = self.with_details.then(|| {
-            let best_of_sequences = is_choice.then(|| chosen.collect());
-            Details { finish_reason, generated_tokens, seed, prefill, tokens, best_of_sequences, top_tokens }
+        let details = self.with_details.then(|| Details {
+            finish_reason: winner.finish_reason,
+            generated_tokens: winner.generated_tokens,
+            seed: winner.seed,
+            prefill: winner.prefill,
+            tokens: winner.tokens,
+            best_of_sequences: is_choice.then(|| chosen.collect()),
+            top_tokens: winner.top_tokens,
+            draft_tokens: winner.draft_tokens,
         });
-        GenerateResponse { generated_text, details }
+        GenerateResponse { generated_text: winner.generated_text, details }
     }
 
     fn sequence(&self, finished: Finished) -> BestOfSequence {
@@ -145,6 +149,7 @@ impl Shape {
             prefill: finished.prompt_tokens.into_iter().map(Into::into).collect(),
             tokens,
             top_tokens,
+            draft_tokens: DraftTokens::of(finished.finish.drafts),
         }
     }
 }
@@ -218,6 +223,7 @@ fn events(
                     generated_tokens: finish.num_generated_tokens,
                     seed,
                     input_length: total.num_prompt_tokens,
+                    draft_tokens: DraftTokens::of(finish.drafts),
                 });
                 event.generated_text = Some(shape.generated_text(std::mem::take(&mut text)));
             }

@@ -66,6 +66,8 @@ pub enum SequenceEvent {
     },
     /// The next prompt tokens, from the second one on, when their logprobs were asked for. All come before any `Token`.
     PromptTokens(Vec<Token>),
+    /// Draft tokens that the step of the next tokens verified. Steps without drafts send none.
+    Drafts(DraftCount),
     /// The next generated token.
     Token(Token),
     /// The one result of a sequence that is pooled.
@@ -74,6 +76,22 @@ pub enum SequenceEvent {
     Finished(FinishReason),
     /// Terminal: the sequence cannot be completed.
     Failed(SequenceFailure),
+}
+
+/// Draft tokens of a sequence (`--speculate`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DraftCount {
+    /// Those that steps computed and compared with what they sampled.
+    pub num_verified: u32,
+    /// Those that were right, and so became tokens.
+    pub num_right: u32,
+}
+
+impl std::ops::AddAssign for DraftCount {
+    fn add_assign(&mut self, other: Self) {
+        self.num_verified += other.num_verified;
+        self.num_right += other.num_right;
+    }
 }
 
 /// A token and its logprobs.

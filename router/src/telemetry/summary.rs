@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use crate::sequence::DraftCount;
+
 /// The generations of an answered request: the sum of their tokens, and the longest of their durations.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct RequestSummary {
@@ -9,6 +11,7 @@ pub(crate) struct RequestSummary {
     pub(crate) num_generated_tokens: usize,
     /// Prompt tokens that were found in the prefix cache.
     pub(crate) num_cached_tokens: usize,
+    pub(crate) drafts: DraftCount,
     pub(crate) validation: Duration,
     pub(crate) queue: Duration,
     pub(crate) inference: Duration,
@@ -20,6 +23,7 @@ impl RequestSummary {
         self.num_prompt_tokens += other.num_prompt_tokens;
         self.num_generated_tokens += other.num_generated_tokens;
         self.num_cached_tokens += other.num_cached_tokens;
+        self.drafts += other.drafts;
         self.validation = self.validation.max(other.validation);
         self.queue = self.queue.max(other.queue);
         self.inference = self.inference.max(other.inference);

@@ -9,6 +9,7 @@ mod chat_template;
 mod completion;
 mod connection;
 mod document;
+mod draft;
 mod drain;
 mod encoder_decoder;
 mod error;

@@ -9,6 +9,7 @@ import argparse
 import datetime
 import importlib.util
 import json
+import secrets
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from penstock_server.bench.point import Percentiles, Point
 from penstock_server.errors import ConfigError
 
 MISSING = "penstock bench needs {}; install with: pip install 'penstock[bench]'"
+MAX_SEED = 1 << 32
 COLUMNS = ("streams", "tokens/s", "TTFT p50", "p90", "p99", "gap p50", "p90", "p99", "requests", "failed")
 
 
@@ -36,6 +38,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--input-tokens", type=int, required=True)
     parser.add_argument("--output-tokens", type=int, required=True)
     parser.add_argument("--requests-per-stream", type=int, required=True)
+    parser.add_argument("--seed", type=int)
     parser.add_argument("--dataset")
     parser.add_argument("--tokenizer")
     parser.add_argument("--stop-at-eos", action="store_true")
@@ -100,6 +103,7 @@ def run(options: argparse.Namespace) -> None:
         input_tokens=options.input_tokens,
         output_tokens=options.output_tokens,
         requests_per_stream=options.requests_per_stream,
+        seed=secrets.randbelow(MAX_SEED) if options.seed is None else options.seed,
         dataset=options.dataset,
         tokenizer=options.tokenizer or tokenizer_of(models[urls[0]]),
         extra=extra,

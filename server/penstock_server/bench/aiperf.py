@@ -33,6 +33,7 @@ class Workload:
     input_tokens: int
     output_tokens: int
     requests_per_stream: int
+    seed: int
     dataset: str | None
     tokenizer: str
     extra: Mapping[str, Any]  # fields of every request
@@ -92,7 +93,8 @@ def _arguments(url: str, model: str, concurrency: int, workload: Workload, folde
     arguments += ["--concurrency", str(concurrency), "--request-count", str(num_requests)]
     arguments += ["--warmup-request-count", str(concurrency)]
     # No prompt repeats, also not at the next concurrency, so prefix caches do not help. All servers get the same ones.
-    arguments += ["--num-dataset-entries", str(num_requests + concurrency), "--random-seed", str(concurrency)]
+    seed = (workload.seed + concurrency) % (1 << 32)
+    arguments += ["--num-dataset-entries", str(num_requests + concurrency), "--random-seed", str(seed)]
     arguments += ["--osl", str(workload.output_tokens)]
     if workload.dataset is None:
         arguments += ["--isl", str(workload.input_tokens)]
