@@ -42,6 +42,7 @@ class NullModel:
     is_row_independent = True
     pooler = None
     adapters = None
+    images = None
 
     def __init__(self, max_rows: int) -> None:
         self.caches = [torch.zeros(0)]

@@ -51,6 +51,7 @@ MODEL_TESTS = (
     "architecture/test_fp8_cache.py",
     "architecture/test_deterministic.py",
     "architecture/test_pooling.py",
+    "architecture/test_images.py",
 )
 PARITY_TESTS = ("architecture/test_parity.py",)
 # The models of the benchmark, the most valuable first.
