@@ -364,7 +364,8 @@ fn keys_appear_in_no_log_line_and_no_worker_environment() {
 
 #[test]
 fn ranks_listen_on_the_loopback_interface_unless_told_otherwise() {
-    let script = "tr '\\0' '\\n' < /proc/self/environ >&2; exit 3";
+    // The fork server starts the ranks. The preparation of the model runs beside it, and its end would stop the server.
+    let script = "case $2 in *prepare) sleep 60;; *) tr '\\0' '\\n' < /proc/self/environ >&2; exit 3;; esac";
     let message = printed(&with_python(script, &[], &[]));
     for variable in ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"] {
         assert!(message.contains(&format!("{variable}=lo")), "{message}");
