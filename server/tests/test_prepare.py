@@ -163,6 +163,7 @@ def test_the_hub_cache_is_used_offline(cache: Path) -> None:
         "sha": sha,
         "pipeline_tag": None,
         "weights": [str(repository / "snapshots" / sha / "model.safetensors")],
+        "adapters": {},
     }
     assert json.loads(answer.stdout) == expected
     answer = run("--model-id", "someone/other", HF_HUB_OFFLINE="1")

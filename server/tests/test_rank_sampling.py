@@ -66,7 +66,8 @@ class FewTokens:
     def apply(self, plan: Plan) -> None:
         self.told |= {new.sequence_id: [] for new in plan.new_sequences if new.sampling.grammar is not None}
 
-    def start(self, sequence_ids: list[int]) -> Masks:
+    def start(self, sequence_ids: list[int], drafts: list[list[int]]) -> Masks:
+        assert not any(drafts)
         places = [place for place, i in enumerate(sequence_ids) if i in self.told]
         allowed = np.zeros((len(places), 40 * 32), bool)  # the tokenizer has more tokens than the model
         for row, place in zip(allowed, places, strict=True):
