@@ -1,7 +1,8 @@
 """Compares the throughput of `penstock.LLM` with that of a server that many clients stream from.
 
-Both run at the same time and are loaded alternately with as many prompts of the same lengths. The server is loaded with
-several numbers of streams; `LLM` is compared with its best one of the same repeat.
+Both run at the same time and are loaded alternately with as many prompts of the same lengths. A first pass loads the
+server with several numbers of streams. Every repeat then loads `LLM` and, right before or after it, the server with the
+best number: the best of several noisy figures of one repeat would be too high.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def generated_per_s(model: LLM, words: Sequence[str], num_prompts: int, seed: st
 
 
 def main() -> None:
-    parser = option_parser(__doc__, num_repeats=3)
+    parser = option_parser(__doc__, num_repeats=5)
     parser.add_argument("--prompts", type=int, default=512)
     parser.add_argument("--streams", type=int, nargs="+", default=[64, 128, 256])
     options = parser.parse_args()
@@ -43,23 +44,30 @@ def main() -> None:
     words, port = peers.prompt_words(), free_port()
     flags = ["--max-batch-total-tokens", str(MAX_TOKENS), "--max-concurrent-requests", str(2 * max(options.streams))]
     repeats: list[dict[str, Any]] = []
-    record = {**heading(), "machine": machine(), "prompts": options.prompts, "repeats": repeats}
     settings = {"max_batch_total_tokens": MAX_TOKENS, "standby": "off", "dequantize": True}
     server = replace(penstock_server([*flags, "--standby", "off"]), settled="")
     with running(server, port), LLM(**settings) as model:
-        for repeat in range(-1, options.repeats):  # the first one warms up
-            num_prompts = options.prompts if repeat >= 0 else max(options.streams)
 
-            def served(streams: int, repeat: int = repeat, num_prompts: int = num_prompts) -> float:
-                rounds = max(1, num_prompts // streams)
-                load = Load(f"{streams} streams", streams, rounds, INPUT_TOKENS, OUTPUT_TOKENS)
-                return run(port, PENSTOCK, load, words, str(repeat)).tokens_per_s
+        def served(streams: int, seed: str) -> float:
+            rounds = max(1, options.prompts // streams)
+            load = Load(f"{streams} streams", streams, rounds, INPUT_TOKENS, OUTPUT_TOKENS)
+            return run(port, PENSTOCK, load, words, seed).tokens_per_s
 
-            rates = {str(streams): served(streams) for streams in options.streams}
-            generated = generated_per_s(model, words, num_prompts, f"LLM {repeat}")
-            print(f"  LLM {generated:.0f} tok/s, server {rates}", flush=True)
-            if repeat >= 0:
-                repeats.append({"LLM": generated, "server": rates})
+        def generated(seed: str) -> float:
+            return generated_per_s(model, words, options.prompts, f"LLM {seed}")
+
+        generated("warm-up")
+        served(options.streams[0], "warm-up")
+        scan = {str(streams): served(streams, "scan") for streams in options.streams}
+        best = max(scan, key=scan.__getitem__)
+        print(f"  server {scan}", flush=True)
+        for repeat in range(options.repeats):
+            rates: dict[str, Any] = {}
+            for who in ("server", "LLM")[:: -1 if repeat % 2 else 1]:
+                rates[who] = generated(str(repeat)) if who == "LLM" else {best: served(int(best), str(repeat))}
+            print(f"  {rates}", flush=True)
+            repeats.append(rates)
+    record = {**heading(), "machine": machine(), "prompts": options.prompts, "scan": scan, "repeats": repeats}
     keep(record, "llm", title(record) + table_of(llm(record)), options.out)
 
 
