@@ -369,8 +369,6 @@ def ranks(record: Record) -> Iterator[Figure]:
 def llm(record: Record) -> Iterator[Figure]:
     generated = [repeat["LLM"] for repeat in record["repeats"]]
     yield Figure("LLM.generate", "", generated, " tokens/s", 0)
-    for streams, rate in record.get("scan", {}).items():
-        yield Figure(f"server, {streams} streams, first pass", "", [rate], " tokens/s", 0)
     for streams in record["repeats"][0]["server"]:
         served = [repeat["server"][streams] for repeat in record["repeats"]]
         yield Figure(f"server, {streams} streams", "", served, " tokens/s", 0)
