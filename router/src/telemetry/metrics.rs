@@ -66,7 +66,8 @@ const INTRODUCTION: &str = "\
 Generated from the code by `make docs`; do not edit. `GET /metrics` returns the Prometheus text format and needs no API key.
 Counters and histograms begin at 0; a gauge appears with its first value. Durations are in seconds.
 Metrics that begin with `tgi_` have the names, labels and buckets of text-generation-inference; the last column says where
-their meaning differs.
+their meaning differs. Those that begin with `vllm:` are the ones that the endpoint picker of Kubernetes' Gateway API Inference Extension
+reads, by its default names.
 
 | metric | type | labels | meaning | unlike TGI |
 |---|---|---|---|---|
@@ -78,7 +79,11 @@ pub fn reference() -> String {
     for Metric { name, kind, label, help, difference, .. } in METRICS {
         let kind = kind.describe();
         let label = label.map_or(String::new(), |(label, values)| format!("`{label}`: {}", values.join(", ")));
-        let difference = if name.starts_with("tgi_") { difference } else { "ours" };
+        let difference = match name.split_once(['_', ':']) {
+            Some(("tgi", _)) => difference,
+            Some(("vllm", _)) => "vLLM's",
+            _ => "ours",
+        };
         let _ = writeln!(page, "| `{name}` | {kind} | {label} | {help} | {difference} |");
     }
     page
@@ -158,6 +163,10 @@ pub(crate) fn load(stats: &Stats, queued_tokens: u64) {
     KV_BLOCKS.set(stats.num_blocks as f64);
     KV_FREE_BLOCKS.set(stats.num_allocatable_blocks as f64);
     KV_CACHED_BLOCKS.set(stats.num_cached_blocks as f64);
+    VLLM_WAITING.set(stats.num_queued as f64);
+    VLLM_RUNNING.set(stats.num_running as f64);
+    let num_held = stats.num_blocks - stats.num_allocatable_blocks;
+    VLLM_KV_USAGE.set(num_held as f64 / stats.num_blocks.max(1) as f64);
     PREFIX_QUERIED.set_total(stats.num_queried_tokens);
     PREFIX_HIT.set_total(stats.num_hit_tokens);
     PREEMPTIONS.set_total(stats.num_preemptions);
@@ -330,6 +339,16 @@ mod tests {
             "penstock_inter_token_seconds_bucket{le=\"0.03\"} 4",
             "penstock_inter_token_seconds_count 4",
         ] {
+            assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
+        }
+    }
+
+    #[test]
+    fn an_endpoint_picker_finds_the_load_by_the_names_of_vllm() {
+        let stats =
+            Stats { num_queued: 3, num_running: 2, num_blocks: 8, num_allocatable_blocks: 6, ..Stats::default() };
+        let text = rendered(|| load(&stats, 0));
+        for line in ["vllm:num_requests_waiting 3", "vllm:num_requests_running 2", "vllm:kv_cache_usage_perc 0.25"] {
             assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
         }
     }

@@ -1,7 +1,8 @@
 //! Every metric, declared once: name, kind, label, buckets and meaning. `docs/metrics.md` is generated from it.
 //!
 //! COMPAT: names, labels and buckets that begin with `tgi_` are those of text-generation-inference, which its dashboards query.
-//! Ours begin with `penstock_` and have the unit in the name.
+//! Those that begin with `vllm:` are what the endpoint picker of Kubernetes' Gateway API Inference Extension reads of vLLM, by its
+//! default names. Ours begin with `penstock_` and have the unit in the name.
 
 use super::label::{Failure, Method, RefusalReason, RestartPhase, SpanLoss};
 use super::metric::Buckets::{Duration, InputTokens, Latency, Sequences, SkippedTokens, Step, TotalTokens};
@@ -106,6 +107,10 @@ metrics! {
     ACCEPTED_DRAFT_TOKENS = Metric::counter("penstock_accepted_draft_tokens", "Draft tokens that were right");
     PREEMPTIONS = Metric::counter("penstock_preemptions",
         "Running sequences that went back to the queue, mostly for want of blocks, and are computed again");
+    VLLM_WAITING = Metric::gauge("vllm:num_requests_waiting", "The same as `tgi_queue_size`");
+    VLLM_RUNNING = Metric::gauge("vllm:num_requests_running", "The same as `tgi_batch_current_size`");
+    VLLM_KV_USAGE = Metric::gauge("vllm:kv_cache_usage_perc",
+        "Fraction of the KV pool that running sequences hold, from 0 to 1");
     STEP_OVERHEAD = Metric::histogram("penstock_step_overhead_seconds", Step,
         "Seconds a step added outside the model, as far as they did not overlap with another step").by(METHOD);
     STEP_INTERVAL = Metric::histogram("penstock_step_interval_seconds", Step,

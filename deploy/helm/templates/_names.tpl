@@ -1,0 +1,38 @@
+{{- define "penstock.name" -}}
+{{- if contains .Chart.Name .Release.Name }}{{ .Release.Name | trunc 52 | trimSuffix "-" }}{{ else }}{{ printf "%s-%s" .Release.Name .Chart.Name | trunc 52 | trimSuffix "-" }}{{ end }}
+{{- end }}
+
+{{- define "penstock.selector" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "penstock.labels" -}}
+{{ include "penstock.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+{{- end }}
+
+{{- define "penstock.claim" -}}
+{{ .Values.weights.existing | default (include "penstock.name" .) }}
+{{- end }}
+
+{{- /* The arguments of the server: `--name=value`, a repeated flag for a list, and nothing for a flag that is off. */ -}}
+{{- define "penstock.arguments" -}}
+{{- range $name, $value := .Values.flags }}
+{{- if kindIs "bool" $value }}
+{{- if $value }}
+- {{ printf "--%s" $name | quote }}
+{{- end }}
+{{- else if kindIs "slice" $value }}
+{{- range $value }}
+- {{ printf "--%s=%v" $name . | quote }}
+{{- end }}
+{{- else if kindIs "float64" $value }}
+- {{ printf "--%s=%s" $name (toJson $value) | quote }}
+{{- else }}
+- {{ printf "--%s=%v" $name $value | quote }}
+{{- end }}
+{{- end }}
+{{- end }}
