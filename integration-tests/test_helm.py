@@ -32,9 +32,10 @@ EVERYTHING = {
         "max-total-tokens": 1_000_000,
         "cuda-memory-fraction": 0.85,
         "env": False,
+        "replicas": 2,
     },
     "env": [{"name": "RUST_LOG", "value": "debug"}],
-    "gpus": 2,
+    "gpus": 4,
     "hubToken": {"secret": "hub"},
     "apiKeys": {"secret": "clients"},
     "image": {"pullSecrets": ["registry"]},
@@ -109,7 +110,7 @@ def test_everything_that_is_asked_for_is_there() -> None:
         assert argument in server["args"]
     assert {"--max-total-tokens=1000000", "--cuda-memory-fraction=0.85", "--json-output"} <= set(server["args"])
     assert "--env" not in server["args"]
-    assert server["resources"]["limits"]["nvidia.com/gpu"] == 2
+    assert server["resources"]["limits"]["nvidia.com/gpu"] == 4
     token = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "HF_TOKEN"}}}
     assert server["env"] == [token, {"name": "RUST_LOG", "value": "debug"}]
     assert "replicas" not in kinds["Deployment"]["spec"], "the autoscaler decides"
@@ -133,6 +134,7 @@ def test_everything_that_is_asked_for_is_there() -> None:
         ({"autoscaling": {"enabled": True}}, "set weights.accessModes to [ReadWriteMany]"),
         ({"weights": {"kind": "image"}}, "set weights.image to the image"),
         ({"flags": {"num-shard": 2}}, "flags.num-shard is set by the chart"),
+        ({"gpus": 3, "flags": {"replicas": 2}}, "gpus is 3, must be a multiple of flags.replicas, 2"),
         ({"replica": 2}, "replica"),
         ({"gpus": "two"}, "gpus"),
         ({"flags": {"--port": 1}}, "--port"),

@@ -88,6 +88,12 @@ pub(crate) struct Args {
     #[arg(long, env)]
     pub(crate) num_shard: Option<usize>,
 
+    /// Number of replicas of the model, each with --num-shard ranks on devices, or on a part of the cores, of its own. A request goes to
+    /// the replica that has the longest part of its prompt in its cache or the least to do, and when a replica loses its
+    /// workers, the others continue its streams
+    #[arg(long, env, default_value_t = 1)]
+    pub(crate) replicas: usize,
+
     /// Maximum number of requests in the server at a time; further requests get status 429
     #[arg(long, env, default_value_t = 128)]
     pub(crate) max_concurrent_requests: usize,

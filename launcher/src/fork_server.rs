@@ -13,6 +13,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 
 use crate::fork_protocol::{Command, Report, WorkerEvents, WorkerFlags, WorkerTable};
+use crate::machine_share::MachineShare;
 use crate::output::{Lines, StderrTail};
 use crate::process;
 
@@ -34,6 +35,8 @@ pub(crate) struct ForkServerOptions {
     pub(crate) python: PathBuf,
     /// CPU threads per rank.
     pub(crate) num_threads: usize,
+    /// What the workers may use of the machine.
+    pub(crate) share: MachineShare,
     pub(crate) hub_cache: Option<PathBuf>,
 }
 
@@ -137,6 +140,12 @@ impl ForkServerOptions {
     fn spawn(&self) -> std::io::Result<Process> {
         let mut command = process::python_module(&self.python, "penstock_server.fork_server");
         command.stdin(Stdio::piped());
+        if let Some(devices) = &self.share.devices {
+            command.env("CUDA_VISIBLE_DEVICES", devices);
+        }
+        if let Some(cores) = &self.share.cores {
+            command.args(["--cores", cores]);
+        }
         // NumPy's own threads would exist before the fork.
         command.env("OPENBLAS_NUM_THREADS", "1");
         if std::env::var_os("OMP_NUM_THREADS").is_none() {

@@ -61,6 +61,31 @@ impl GroupError {
 }
 
 impl Recipe {
+    /// Loads and warms up a group of spawned workers.
+    pub(crate) async fn start(&self, workers: &mut Workers) -> Result<Group, GroupError> {
+        let loading = self.load(workers, false);
+        let ready = async {
+            let mut group = loading.await?.group;
+            self.warm_up(&mut group).await?;
+            Ok(group)
+        };
+        match while_alive(workers, ready).await.flatten() {
+            Err(error) => Err(error.explained(workers).await),
+            group => group,
+        }
+    }
+
+    /// Makes a loaded group ready, with as many blocks as the first one.
+    pub(crate) async fn warm_up(&self, group: &mut Group) -> Result<(), GroupError> {
+        let pool = group.warm_up(&self.warm_up).await?;
+        match self.warm_up.num_blocks {
+            Some(expected) if u64::from(pool.num_blocks) < expected => {
+                Err(GroupError::FewerBlocks { num_blocks: pool.num_blocks, expected })
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Connects to spawned workers and loads the model; `background` as in `LoadOptions`.
     pub(crate) fn load(&self, workers: &Workers, background: bool) -> Loading {
         let sockets = workers.sockets().to_vec();

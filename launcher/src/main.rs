@@ -19,6 +19,7 @@ mod isa;
 mod keys;
 mod listener;
 mod log;
+mod machine_share;
 mod memory;
 mod model_folder;
 mod output;
@@ -46,9 +47,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use futures::future::{join_all, select_all};
 use nix::sys::signal::Signal;
 use penstock_router::config::{ApiKeys, ConnectionLimits, QueueLimits, RequestLimits};
-use penstock_router::engine::Engine;
+use penstock_router::replica::Replicas;
 use penstock_router::telemetry::metrics::{self, Exporter};
 use penstock_router::text::{RENDERER_ARGUMENT, run_chat_renderer};
 use penstock_router::worker::Phase;
@@ -168,7 +170,7 @@ async fn serve(setup: Setup<'_>, listener: Reserved, stop: CancellationToken) ->
         () = stop.cancelled() => return Ok(()),
     };
     // `folder` is dropped, with its links, when serving ends.
-    let Started { engine, mut supervisor, prepared, folder, text, model, limits, num_blocks, phases } = started;
+    let Started { replicas, mut supervisors, prepared, folder, text, model, limits, num_blocks, phases } = started;
     let queue = QueueLimits { max_tokens: limits.max_queued_tokens, timeout: settings.queue_timeout };
     let limits = RequestLimits {
         max_concurrent_requests: args.max_concurrent_requests,
@@ -213,7 +215,7 @@ async fn serve(setup: Setup<'_>, listener: Reserved, stop: CancellationToken) ->
     };
     let has_keys = !config.api_keys.is_empty();
     let exporter = Exporter::install(&config.limits)?;
-    metrics::batch_total_tokens((num_blocks * model.block_tokens) as usize);
+    metrics::batch_total_tokens(num_blocks * model.block_tokens as usize);
     metrics::standby_groups(0);
     let place = listener.place();
     // The socket's file is removed when serving ends.
@@ -221,16 +223,16 @@ async fn serve(setup: Setup<'_>, listener: Reserved, stop: CancellationToken) ->
     report_ready(&phases, began.elapsed(), &place, has_keys);
     // After a failure of the workers every open request has failed, so draining takes no time.
     let drain = stop.child_token();
-    let services = Services { engine: Arc::new(engine.clone()), text, metrics: exporter };
+    let services = Services { engine: Arc::new(replicas.clone()), text, metrics: exporter };
     let watch = async {
-        let reason = failure(&engine, &mut supervisor).await;
+        let reason = failure(&replicas, &mut supervisors).await;
         drain.cancel();
         reason
     };
     let served = penstock_router::serve(config, services, listener, drain.clone());
     let (served, failure) = join_until_served(served, watch).await;
-    engine.shut_down().await;
-    supervisor.stop(WORKER_GRACE).await;
+    replicas.shut_down().await;
+    join_all(supervisors.into_iter().map(|supervisor| supervisor.stop(WORKER_GRACE))).await;
     served?;
     failure.map_or(Ok(()), |reason| Err(anyhow::anyhow!(reason)))
 }
@@ -248,16 +250,19 @@ async fn join_until_served<T>(
 }
 
 /// Supervises the workers. Resolves when they cannot be restarted any more, with the best explanation there is.
-async fn failure(engine: &Engine, supervisor: &mut Supervisor) -> String {
-    let reason = tokio::select! {
-        reason = engine.failure() => reason,
-        never = supervisor.run() => match never {},
+async fn failure(replicas: &Replicas, supervisors: &mut [Supervisor]) -> String {
+    let supervising = select_all(supervisors.iter_mut().map(|supervisor| Box::pin(supervisor.run())));
+    let mut reason = tokio::select! {
+        reason = replicas.failure() => reason,
+        (never, ..) = supervising => match never {},
     };
     // A process that exited knows more than the engine's lost connection.
-    match supervisor.exit_reason().await {
-        Some(exit) if !reason.contains(&exit) => format!("{reason}; {exit}"),
-        _ => reason,
+    for supervisor in supervisors {
+        if let Some(exit) = supervisor.exit_reason().await.filter(|exit| !reason.contains(exit)) {
+            reason = format!("{reason}; {exit}");
+        }
     }
+    reason
 }
 
 /// The value of the header `x-compute-type`. COMPAT: `COMPUTE_TYPE` overrides it.

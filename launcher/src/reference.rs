@@ -48,6 +48,7 @@ const OURS: &[&str] = &[
     "max-lora-rank",
     "max-lora-slots",
     "max-queued-tokens",
+    "replicas",
     "max-steps-in-flight",
     "max-stored-responses",
     "prefix-caching",

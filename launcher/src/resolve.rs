@@ -7,12 +7,14 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use penstock_router::config::{EndpointError, TraceConfig};
+use penstock_router::replica::Replicas;
 use penstock_router::worker::Description;
 use penstock_scheduler::BlockLayout;
 
 use crate::args::{Args, RopeScaling};
 use crate::attention::Attention;
 use crate::listener::Place;
+use crate::standby::Standby;
 
 /// Default limit on the sequences of a step.
 const DEFAULT_MAX_STEP_SEQUENCES: u32 = 256;
@@ -60,13 +62,17 @@ impl Choice {
 #[derive(Clone, Debug)]
 pub(crate) struct Settings {
     pub(crate) place: Place,
+    /// Of one replica.
     pub(crate) num_ranks: usize,
     /// CPU threads per rank.
     pub(crate) num_threads: usize,
+    /// 0 if the model runs on a CPU.
+    pub(crate) num_devices: usize,
     pub(crate) max_step_sequences: u32,
     /// `--max-input-tokens`, or its former name.
     pub(crate) max_input_tokens: Option<u32>,
     pub(crate) memory_fraction: f64,
+    pub(crate) standby: Standby,
     pub(crate) graceful_termination_timeout: Duration,
     /// Limit on a step with decodes; `None` lets the scheduler choose by measurement.
     pub(crate) max_inter_token: Option<Duration>,
@@ -105,10 +111,11 @@ pub(crate) enum ResolveError {
     #[error("--sharded needs more than one device, {found}; set the number of ranks with --num-shard")]
     NothingToShardOver { found: String },
     #[error(
-        "--num-shard is {num_shard}, but {devices} device(s) are visible, and each rank needs one of its own; lower it, \
-         make more devices visible (CUDA_VISIBLE_DEVICES, docker's --gpus), or serve on the CPU with CUDA_VISIBLE_DEVICES=\"\""
+        "--num-shard is {num_shard}{}, but {devices} device(s) are visible, and each rank needs one of its own; lower it, \
+         make more devices visible (CUDA_VISIBLE_DEVICES, docker's --gpus), or serve on the CPU with CUDA_VISIBLE_DEVICES=\"\"",
+        if *replicas == 1 { String::new() } else { format!(" and --replicas is {replicas}") }
     )]
-    TooFewDevices { num_shard: usize, devices: usize },
+    TooFewDevices { num_shard: usize, replicas: usize, devices: usize },
     #[error("--max-total-tokens is {given}, but the model supports sequences of at most {allowed} tokens")]
     BeyondModel { given: u32, allowed: u32 },
     #[error(
@@ -130,12 +137,13 @@ impl Settings {
         check_ranges(args)?;
         let (mut choices, mut warnings) = (Vec::new(), Vec::new());
         let num_ranks = num_ranks(args, machine, &mut choices)?;
-        let num_threads = (machine.num_cores / num_ranks).max(1);
-        choices.push(Choice::new(
-            "threads per rank",
-            num_threads,
-            format!("{} cores, {num_ranks} rank(s)", machine.num_cores),
-        ));
+        let num_threads = (machine.num_cores / (num_ranks * args.replicas)).max(1);
+        let ranks = match args.replicas {
+            1 => format!("{num_ranks} rank(s)"),
+            replicas => format!("{replicas} replicas of {num_ranks} rank(s)"),
+        };
+        choices.push(Choice::new("threads per rank", num_threads, format!("{} cores, {ranks}", machine.num_cores)));
+        let standby = standby(args, &mut choices)?;
         if args.trust_remote_code {
             // COMPAT: many deployments set it for models that do not need it.
             let warning = "trust-remote-code: the checkpoint's own code runs if its model type is unknown otherwise";
@@ -153,9 +161,11 @@ impl Settings {
             place: place(args, &mut warnings),
             num_ranks,
             num_threads,
+            num_devices: machine.num_visible_devices.unwrap_or(0),
             max_step_sequences,
             max_input_tokens,
             memory_fraction: args.cuda_memory_fraction,
+            standby,
             graceful_termination_timeout: Duration::from_secs(args.graceful_termination_timeout),
             max_inter_token: max_inter_token(args, &mut choices),
             queue_timeout: args.queue_timeout.map(Duration::from_secs),
@@ -314,6 +324,7 @@ fn check_ranges(args: &Args) -> Result<(), ResolveError> {
         ("validation-workers", Some(args.validation_workers)),
         ("payload-limit", Some(args.payload_limit)),
         ("num-shard", args.num_shard),
+        ("replicas", Some(args.replicas)),
         ("max-input-tokens", args.max_input_tokens.map(|tokens| tokens as usize)),
         ("max-input-length", args.max_input_length.map(|tokens| tokens as usize)),
         ("max-batch-prefill-tokens", args.max_batch_prefill_tokens.map(|tokens| tokens as usize)),
@@ -331,6 +342,7 @@ fn check_ranges(args: &Args) -> Result<(), ResolveError> {
         let allowed = "at least 2: one prompt token and one generated token";
         return Err(ResolveError::OutOfRange { name: "max-total-tokens", value: tokens.to_string(), allowed });
     }
+    in_range("replicas", args.replicas, args.replicas <= Replicas::MAX_ENGINES, "at most 64")?;
     let seconds = args.queue_timeout.unwrap_or(1);
     in_range("queue-timeout", seconds, (1..=MAX_QUEUE_TIMEOUT_S).contains(&seconds), "from 1 to 86400")?;
     let fraction = args.cuda_memory_fraction;
@@ -379,8 +391,31 @@ fn check_contradictions(
     below(("max-batch-size", Some(max_step_sequences)), true, prefill)
 }
 
+/// Other replicas take over what a replica loses, so that it needs no standby group.
+fn standby(args: &Args, choices: &mut Vec<Choice>) -> Result<Standby, ResolveError> {
+    match args.standby {
+        Standby::Auto if args.replicas > 1 => {
+            choices.push(Choice::new("standby", "off", "other replicas take over the streams of a lost one"));
+            Ok(Standby::Off)
+        }
+        Standby::Reserve if args.replicas > 1 => Err(ResolveError::OutOfRange {
+            name: "standby",
+            value: "reserve".to_owned(),
+            allowed: "auto or off with --replicas: other replicas take over the streams of a lost one",
+        }),
+        standby => Ok(standby),
+    }
+}
+
+/// Of one replica.
 fn num_ranks(args: &Args, machine: Machine, choices: &mut Vec<Choice>) -> Result<usize, ResolveError> {
-    match (args.sharded, args.num_shard, machine.num_visible_devices) {
+    let devices = machine.num_visible_devices.map(|devices| devices / args.replicas);
+    if let Some(found @ 1..) = machine.num_visible_devices
+        && devices == Some(0)
+    {
+        return Err(ResolveError::TooFewDevices { num_shard: 1, replicas: args.replicas, devices: found });
+    }
+    match (args.sharded, args.num_shard, devices) {
         (Some(true), Some(1), _) => Err(ResolveError::NothingToShardOver { found: "--num-shard is 1".to_owned() }),
         (Some(false), Some(2..), _) => Err(ResolveError::OutOfRange {
             name: "num-shard",
@@ -389,7 +424,8 @@ fn num_ranks(args: &Args, machine: Machine, choices: &mut Vec<Choice>) -> Result
         }),
         // On a machine whose environment names devices that are not there, the worker reports what it sees.
         (_, Some(num_shard), Some(devices @ 1..)) if num_shard > devices => {
-            Err(ResolveError::TooFewDevices { num_shard, devices })
+            let devices = machine.num_visible_devices.unwrap_or(devices);
+            Err(ResolveError::TooFewDevices { num_shard, replicas: args.replicas, devices })
         }
         (_, Some(num_shard), _) => Ok(num_shard),
         (Some(true), None, Some(devices @ 2..)) => {

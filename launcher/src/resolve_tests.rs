@@ -37,6 +37,23 @@ fn model(device: &str) -> Description {
     }
 }
 
+#[test]
+fn replicas_share_the_cores_and_devices_and_stand_by_for_each_other() {
+    let on =
+        |devices, flags: &str| Settings::resolve(&args(flags), Machine { num_visible_devices: devices, ..MACHINE });
+    let cpu = on(None, "--replicas 2 --num-shard 2").unwrap();
+    assert_eq!((cpu.num_ranks, cpu.num_threads, cpu.num_devices, cpu.standby), (2, 2, 0, Standby::Off));
+    let gpu = on(Some(8), "--replicas 4").unwrap();
+    assert_eq!((gpu.num_ranks, gpu.num_devices), (2, 8));
+    let refusal = |devices, flags| on(Some(devices), flags).unwrap_err().to_string();
+    let reason = "--num-shard is 2 and --replicas is 4, but 6 device(s) are visible";
+    assert!(refusal(6, "--replicas 4 --num-shard 2").starts_with(reason));
+    assert!(
+        refusal(2, "--replicas 3").starts_with("--num-shard is 1 and --replicas is 3, but 2 device(s) are visible")
+    );
+    assert_eq!(on(None, "--standby reserve").unwrap().standby, Standby::Reserve);
+}
+
 fn limits(flags: &str, num_blocks: u32) -> Result<SequenceLimits, ResolveError> {
     limits_of(&model("cpu"), flags, num_blocks)
 }

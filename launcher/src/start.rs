@@ -4,7 +4,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use penstock_router::engine::{Engine, EngineOptions};
+use futures::future::try_join_all;
+use penstock_router::engine::{EngineOptions, RestartGroup};
+use penstock_router::replica::Replicas;
 use penstock_router::text::{LoadError, TextModel};
 use penstock_router::worker::{Description, Group, LoadOptions, Phase, Pool, WarmUpOptions};
 use penstock_scheduler::Limits;
@@ -13,6 +15,7 @@ use crate::adapter::AdapterFlags;
 use crate::args::Args;
 use crate::fork_server::{ForkServer, ForkServerOptions};
 use crate::group::{self, GroupError, Recipe};
+use crate::machine_share::MachineShare;
 use crate::model_folder::{FolderError, ModelFolder};
 use crate::prefetch;
 use crate::quantize::Quantize;
@@ -30,14 +33,16 @@ const MAX_OVERTAKING: u32 = 4;
 
 /// A model that is ready to serve.
 pub(crate) struct Started {
-    pub(crate) engine: Engine,
-    pub(crate) supervisor: Supervisor,
+    pub(crate) replicas: Replicas,
+    /// One for each replica.
+    pub(crate) supervisors: Vec<Supervisor>,
     pub(crate) prepared: Prepared,
     pub(crate) folder: ModelFolder,
     pub(crate) text: TextModel,
     pub(crate) model: Description,
     pub(crate) limits: SequenceLimits,
-    pub(crate) num_blocks: u32,
+    /// Of all replicas.
+    pub(crate) num_blocks: usize,
     pub(crate) phases: Vec<Phase>,
 }
 
@@ -79,13 +84,14 @@ pub(crate) async fn start(
     adapters: &AdapterFlags,
     python: &Path,
 ) -> Result<Started, StartError> {
-    let mut fork_server = ForkServer::new(ForkServerOptions {
-        python: python.to_owned(),
-        num_threads: settings.num_threads,
-        hub_cache: args.huggingface_hub_cache.clone(),
-    });
-    let worker_options = WorkerOptions { num_ranks: settings.num_ranks, socket_prefix: args.shard_uds_path.clone() };
-    let mut workers = Workers::spawn(&worker_options, &mut fork_server, 0).map_err(GroupError::from)?;
+    let visible_devices = std::env::var("CUDA_VISIBLE_DEVICES").ok();
+    let shares =
+        MachineShare::of_each(args.replicas, settings.num_ranks, settings.num_devices, visible_devices.as_deref());
+    let mut spawned = Vec::new();
+    for (replica, share) in shares.into_iter().enumerate() {
+        spawned.push(Spawned::new(args, settings, python, replica, share)?);
+    }
+    let Spawned { worker_options, fork_server, mut workers } = spawned.remove(0);
     let sockets = workers.sockets().to_vec();
     let rendezvous = workers.rendezvous();
     let connecting = async {
@@ -126,25 +132,82 @@ pub(crate) async fn start(
     let num_blocks = Some(u64::from(loaded.pool.num_blocks));
     let warm_up = WarmUpOptions { num_blocks, proven: true, ..loaded.warm_up };
     let room = loaded.pool.standby_room_bytes;
-    let standby_bytes = args.standby.host_bytes(loaded.model.weight_bytes, room, settings.num_ranks);
+    let standby_bytes = settings.standby.host_bytes(loaded.model.weight_bytes, room, settings.num_ranks);
     if let (Ok(_), Some(room)) = (&standby_bytes, room) {
         tracing::info!("a standby group is kept: the weights fit twice, and {} MiB of each GPU are left", room >> 20);
     }
     // The scheduler counts in the first group's blocks.
     let load = LoadOptions { block_tokens: Some(loaded.model.block_tokens), ..loaded.load };
-    let recipe = Recipe { workers: worker_options, load, warm_up, standby_bytes };
-    let (supervisor, restart) = Supervisor::new(recipe, fork_server, workers, loaded.group.probe());
+    let recipe = |workers| Recipe {
+        workers,
+        load: load.clone(),
+        warm_up: warm_up.clone(),
+        standby_bytes: standby_bytes.clone(),
+    };
+    let mut phases = loaded.phases;
+    let since = Instant::now();
+    let starting = spawned.into_iter().map(|Spawned { worker_options, fork_server, mut workers }| {
+        let recipe = recipe(worker_options);
+        async move {
+            let group = recipe.start(&mut workers).await?;
+            Ok::<_, GroupError>((recipe, fork_server, workers, group))
+        }
+    });
+    let mut started = vec![(recipe(worker_options), fork_server, workers, loaded.group)];
+    started.extend(try_join_all(starting).await?);
+    if started.len() > 1 {
+        phases.push(Phase { name: "start other replicas".to_owned(), duration: since.elapsed() });
+    }
+    let num_blocks = started.len() * loaded.pool.num_blocks as usize;
+    let (mut groups, mut supervisors) = (Vec::new(), Vec::new());
+    for (recipe, fork_server, workers, group) in started {
+        let (supervisor, restart) = Supervisor::new(recipe, fork_server, workers, group.probe());
+        supervisors.push(supervisor);
+        groups.push((group, Arc::new(restart) as Arc<dyn RestartGroup>));
+    }
     Ok(Started {
-        engine: Engine::start(loaded.group, options, Arc::new(restart)),
-        supervisor,
+        replicas: Replicas::start(groups, options),
+        supervisors,
         prepared: loaded.prepared,
         folder: loaded.folder,
         text: loaded.text,
         model: loaded.model,
         limits: loaded.limits,
-        num_blocks: loaded.pool.num_blocks,
-        phases: loaded.phases,
+        num_blocks,
+        phases,
     })
+}
+
+/// The processes of a replica.
+struct Spawned {
+    worker_options: WorkerOptions,
+    fork_server: ForkServer,
+    workers: Workers,
+}
+
+impl Spawned {
+    fn new(
+        args: &Args,
+        settings: &Settings,
+        python: &Path,
+        replica: usize,
+        share: MachineShare,
+    ) -> Result<Self, GroupError> {
+        let mut fork_server = ForkServer::new(ForkServerOptions {
+            python: python.to_owned(),
+            num_threads: settings.num_threads,
+            share,
+            hub_cache: args.huggingface_hub_cache.clone(),
+        });
+        let worker_options = WorkerOptions {
+            replica,
+            num_replicas: args.replicas,
+            num_ranks: settings.num_ranks,
+            socket_prefix: args.shard_uds_path.clone(),
+        };
+        let workers = Workers::spawn(&worker_options, &mut fork_server, 0)?;
+        Ok(Self { worker_options, fork_server, workers })
+    }
 }
 
 async fn load(
@@ -231,7 +294,7 @@ async fn load(
         memory_fraction: settings.memory_fraction,
         proven: false,
         graph_sizes: args.cuda_graphs.clone(),
-        reserves_standby: args.standby == Standby::Reserve,
+        reserves_standby: settings.standby == Standby::Reserve,
     };
     if !args.cuda_graphs.is_empty() && model.device.starts_with("cpu") {
         tracing::info!("--cuda-graphs has no effect: the model runs on a CPU");

@@ -191,19 +191,14 @@ impl Supervisor {
         };
         let workers = self.workers.insert(workers);
         times.spawn = lap.next();
-        let warm_up = self.recipe.warm_up.clone();
+        let recipe = &self.recipe;
         let prepare = async {
             let Loaded { mut group, connected } = loading.await?;
             times.connect = lap.until(connected);
             times.load = lap.next();
-            let pool = group.warm_up(&warm_up).await?;
+            recipe.warm_up(&mut group).await?;
             times.warm_up = lap.next();
-            match warm_up.num_blocks {
-                Some(expected) if u64::from(pool.num_blocks) < expected => {
-                    Err(GroupError::FewerBlocks { num_blocks: pool.num_blocks, expected })
-                }
-                _ => Ok(group),
-            }
+            Ok::<_, GroupError>(group)
         };
         let group = match group::while_alive(workers, prepare).await.flatten() {
             Ok(group) => group,

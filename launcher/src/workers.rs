@@ -23,9 +23,11 @@ const KILL_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long the pipes of an exited process may stay open, because a process that it started holds them.
 const PIPE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Settings that every group shares.
+/// Settings that every group of a replica shares.
 #[derive(Clone, Debug)]
 pub(crate) struct WorkerOptions {
+    pub(crate) replica: usize,
+    pub(crate) num_replicas: usize,
     pub(crate) num_ranks: usize,
     /// Prefix of the socket paths; `None` for paths in the group's private folder.
     pub(crate) socket_prefix: Option<PathBuf>,
@@ -62,12 +64,13 @@ pub(crate) enum WorkersError {
 impl Workers {
     /// Starts one process per rank. Call it on the main thread (see `process::python_module`).
     ///
-    /// `number` is unique among the groups of this server.
+    /// `number` is unique among the groups of this replica.
     pub(crate) fn spawn(
         options: &WorkerOptions,
         fork_server: &mut ForkServer,
         number: usize,
     ) -> Result<Self, WorkersError> {
+        let number = options.replica + options.num_replicas * number;
         let folder = tempfile::Builder::new().prefix("penstock-").permissions(Permissions::from_mode(0o700)).tempdir();
         let folder = folder.map_err(WorkersError::Folder)?;
         let mut prefix = options.socket_prefix.clone().unwrap_or_else(|| folder.path().join("worker")).into_os_string();

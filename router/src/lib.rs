@@ -1,4 +1,4 @@
-//! The router: HTTP → generation → text → engine → scheduler → workers, and back as events.
+//! The router: HTTP → generation → text → replicas → engine → scheduler → workers, and back as events.
 //!
 //! It never touches a tensor; the workers never see text, HTTP or a queue.
 
@@ -7,6 +7,7 @@ pub mod config;
 pub mod engine;
 mod generation;
 mod http;
+pub mod replica;
 pub mod sequence;
 mod serve;
 pub mod telemetry;

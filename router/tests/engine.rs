@@ -36,7 +36,7 @@ async fn engine(group: &FakeGroup) -> Engine {
 }
 
 async fn engine_with(group: &FakeGroup, options: EngineOptions) -> Engine {
-    Engine::start(connect(group).await, options, Arc::new(Fleet::new([])))
+    Engine::start(connect(group).await, options, Arc::new(Fleet::new([])), None)
 }
 
 #[tokio::test]
@@ -250,7 +250,7 @@ async fn a_panic_of_the_engines_thread_fails_open_and_later_sequences() {
     let (_keep_shut, script) = Script::gated(2);
     let group = FakeGroup::start(vec![script]);
     let options = EngineOptions { max_failures: 2, ..options(limits()) };
-    let engine = Engine::start(connect(&group).await, options, Arc::new(PanickingRestart));
+    let engine = Engine::start(connect(&group).await, options, Arc::new(PanickingRestart), None);
     let stream = engine.submit(request(&[1], 10));
     group.ranks[0].wait_until(|seen| !seen.sequences.is_empty()).await;
     group.ranks[0].kill();

@@ -138,6 +138,7 @@ fn submit(scheduler: &mut Scheduler, id: u32, prompt_token_ids: Vec<TokenId>, ma
     let submission = Submission {
         id: SequenceId(id.into()),
         prompt_token_ids,
+        generated_token_ids: Vec::new(),
         max_new_tokens,
         stop_token_ids: [].into(),
         priority: 0,

@@ -12,6 +12,9 @@ pub enum SubmitError {
     /// No tokens are to be generated.
     #[error("max_new_tokens is 0, at least 1 is needed")]
     NoNewTokens,
+    /// No tokens are left to be generated.
+    #[error("{num_generated_tokens} of {max_new_tokens} new tokens were generated before, fewer are needed")]
+    Complete { num_generated_tokens: usize, max_new_tokens: u32 },
     /// The sequence can exceed `Limits::max_sequence_tokens`.
     #[error(
         "{num_prompt_tokens} prompt tokens and {max_new_tokens} new tokens were asked for, \

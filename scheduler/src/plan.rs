@@ -1,5 +1,6 @@
 //! The scheduler's inputs and outputs: plain data, named as in proto/worker.proto.
 
+use std::iter::Sum;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -57,6 +58,8 @@ pub struct Submission {
     pub id: SequenceId,
     /// Prompt; not empty.
     pub prompt_token_ids: Vec<TokenId>,
+    /// Tokens that another scheduler has generated for this sequence; fewer than `max_new_tokens`.
+    pub generated_token_ids: Vec<TokenId>,
     /// Most tokens to generate; at least 1. Together with the prompt at most `Limits::max_sequence_tokens`.
     pub max_new_tokens: u32,
     /// The sequence ends when one of these is sampled; that token is still reported.
@@ -209,4 +212,22 @@ pub struct Stats {
     pub num_steps_in_flight: usize,
     /// Tokens, prompt and generated, that the running sequences can grow to together.
     pub max_running_tokens: u64,
+}
+
+impl Sum for Stats {
+    fn sum<I: Iterator<Item = Self>>(all: I) -> Self {
+        all.fold(Self::default(), |sum, one| Self {
+            num_queued: sum.num_queued + one.num_queued,
+            num_running: sum.num_running + one.num_running,
+            num_blocks: sum.num_blocks + one.num_blocks,
+            num_allocatable_blocks: sum.num_allocatable_blocks + one.num_allocatable_blocks,
+            num_retiring_blocks: sum.num_retiring_blocks + one.num_retiring_blocks,
+            num_cached_blocks: sum.num_cached_blocks + one.num_cached_blocks,
+            num_queried_tokens: sum.num_queried_tokens + one.num_queried_tokens,
+            num_hit_tokens: sum.num_hit_tokens + one.num_hit_tokens,
+            num_preemptions: sum.num_preemptions + one.num_preemptions,
+            num_steps_in_flight: sum.num_steps_in_flight + one.num_steps_in_flight,
+            max_running_tokens: sum.max_running_tokens + one.max_running_tokens,
+        })
+    }
 }

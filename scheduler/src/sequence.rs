@@ -75,7 +75,7 @@ impl Sequence {
             id: submission.id,
             precedence,
             priority: submission.priority,
-            token_ids: submission.prompt_token_ids,
+            token_ids: [submission.prompt_token_ids, submission.generated_token_ids].concat(),
             num_prompt_tokens,
             max_tokens: num_prompt_tokens + submission.max_new_tokens,
             stop_token_ids: submission.stop_token_ids,
@@ -315,6 +315,10 @@ impl Sequence {
 
     pub(crate) fn token_ids(&self) -> &[TokenId] {
         &self.token_ids
+    }
+
+    pub(crate) fn into_token_ids(self) -> Vec<TokenId> {
+        self.token_ids
     }
 
     /// What the prefix cache looks up: the root, and all ids but the last, which must be computed to sample from it.

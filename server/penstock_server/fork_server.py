@@ -1,4 +1,4 @@
-"""`python -m penstock_server.fork_server`: imports once what every worker needs, and forks the workers.
+"""`python -m penstock_server.fork_server [--cores 0,1]`: imports once what every worker needs, and forks the workers.
 
 Reads requests of the launcher from stdin and writes reports to stdout, one JSON object per line. A worker's name is
 unique in this process.
@@ -17,6 +17,7 @@ INVARIANT: it has one thread and has run no step, so in a child every lock is fr
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
 import importlib
@@ -240,7 +241,12 @@ def check_bytecode(module: ModuleType) -> None:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="penstock_server.fork_server")
+    parser.add_argument("--cores", help="numbers of the cores that the workers run on, separated by commas")
+    cores = parser.parse_args().cores
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if cores is not None:
+        os.sched_setaffinity(0, map(int, cores.split(",")))
     log.configure()
     gc.disable()  # until a worker starts, because a collection would touch the pages that workers share
     try:

@@ -13,31 +13,41 @@ use super::command::Command;
 use super::generator::Generator;
 use super::grammar::{self, Compiler};
 use super::health::Health;
+use super::moving::{Handover, MovingSequence};
 use super::options::EngineOptions;
+use super::owner::Owner;
 use super::restart::RestartGroup;
 use super::step_loop::StepLoop;
 use super::stream::SequenceStream;
 use crate::sequence::{Adapter, AdapterError, Grammar, GrammarError, SequenceEvent, SequenceFailure, SequenceRequest};
 use crate::worker::Group;
 
+/// Ids are unique in this process, because sequences move between engines.
+static NEXT_ID: AtomicU64 = AtomicU64::new(1);
+
 /// The running engine. Clones share it; it ends with `shut_down`, or when the last clone and stream are dropped.
 #[derive(Clone)]
 pub struct Engine {
     commands: UnboundedSender<Command>,
-    next_id: Arc<AtomicU64>,
     health: watch::Receiver<Health>,
     stats: watch::Receiver<Stats>,
     compiler: watch::Receiver<Compiler>,
 }
 
 impl Engine {
-    /// Starts the thread that takes steps on `group`, and on those that `restart` starts each time that a group is lost.
+    /// Starts the thread that takes steps on `group`, and on those that `restart` starts each time that a group is lost. Until then,
+    /// `handover` lets other engines continue its sequences.
     ///
     /// The thread has a runtime of its own, so that busy threads of the caller's runtime never delay a step. An engine whose
     /// thread cannot be started has failed: see `failure`.
-    pub fn start(group: Group, options: EngineOptions, restart: Arc<dyn RestartGroup>) -> Self {
+    pub fn start(
+        group: Group,
+        options: EngineOptions,
+        restart: Arc<dyn RestartGroup>,
+        handover: Option<Arc<dyn Handover>>,
+    ) -> Self {
         let (commands, receiver) = mpsc::unbounded_channel();
-        let step_loop = StepLoop::new(options, restart, receiver);
+        let step_loop = StepLoop::new(options, restart, handover, receiver);
         let (health, stats) = step_loop.status().subscribe();
         let compiler = step_loop.compilers().subscribe();
         let thread = std::thread::Builder::new().name("penstock-engine".to_owned());
@@ -48,7 +58,7 @@ impl Engine {
         if let Err(error) = thread.spawn(run) {
             tracing::error!("cannot start the engine's thread: {error}");
         }
-        Self { commands, next_id: Arc::new(AtomicU64::new(1)), health, stats, compiler }
+        Self { commands, health, stats, compiler }
     }
 
     /// Resolves with the reason when the engine fails for good; never when it was shut down before.
@@ -64,6 +74,38 @@ impl Engine {
         }
     }
 
+    /// An id for `submit_as`.
+    pub(crate) fn new_id() -> SequenceId {
+        SequenceId(NEXT_ID.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// `Generator::submit` with an id that was not used before.
+    pub(crate) fn submit_as(&self, id: SequenceId, request: SequenceRequest) -> SequenceStream {
+        // Bounded in effect: see `SequenceStream`.
+        let (events, receiver) = mpsc::unbounded_channel();
+        let (request, owner) = (Box::new(request), Arc::new(Owner::new(self.commands.clone())));
+        let command = Command::Submit { id, request, events, owner: Arc::clone(&owner) };
+        if let Err(refused) = self.commands.send(command)
+            && let Command::Submit { events, .. } = refused.0
+        {
+            let _ = events.send(SequenceEvent::Failed(SequenceFailure::ShuttingDown));
+        }
+        SequenceStream::new(receiver, move || owner.abort(id))
+    }
+
+    /// Continues a sequence that another engine had. The order of its events is kept.
+    pub(crate) fn adopt(&self, moving: MovingSequence) {
+        let owner = moving.sequence.owner();
+        // If it was aborted, it ends here.
+        owner.replace(&self.commands, || {
+            if let Err(refused) = self.commands.send(Command::Adopt(Box::new(moving)))
+                && let Command::Adopt(moving) = refused.0
+            {
+                moving.sequence.end(SequenceEvent::Failed(SequenceFailure::ShuttingDown));
+            }
+        });
+    }
+
     /// Ends open sequences with `ShuttingDown` and closes the stream of steps; returns when that is done.
     pub async fn shut_down(&self) {
         let (done, wait) = oneshot::channel();
@@ -76,19 +118,7 @@ impl Engine {
 
 impl Generator for Engine {
     fn submit(&self, request: SequenceRequest) -> SequenceStream {
-        let id = SequenceId(self.next_id.fetch_add(1, Ordering::Relaxed));
-        // Bounded in effect: see `SequenceStream`.
-        let (events, receiver) = mpsc::unbounded_channel();
-        let request = Box::new(request);
-        if let Err(refused) = self.commands.send(Command::Submit { id, request, events })
-            && let Command::Submit { events, .. } = refused.0
-        {
-            let _ = events.send(SequenceEvent::Failed(SequenceFailure::ShuttingDown));
-        }
-        let commands = self.commands.clone();
-        SequenceStream::new(receiver, move || {
-            let _ = commands.send(Command::Abort { id });
-        })
+        self.submit_as(Self::new_id(), request)
     }
 
     fn compile_grammar(&self, grammar: &Grammar) -> BoxFuture<'static, Result<(), GrammarError>> {

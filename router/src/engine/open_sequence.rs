@@ -1,18 +1,35 @@
 //! A sequence that has no terminal event yet: what was sent to its stream, and which group losses it was part of.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::time::Instant;
 
 use super::options::MAX_LOSSES;
+use super::owner::Owner;
 use crate::sequence::{Constants, DraftCount, SequenceEvent, Token};
 
 /// A sequence that was being computed in this many group losses in a row runs alone next time.
 const QUARANTINE_LOSSES: u32 = 2;
 
+/// What decides when and where a sequence runs: the same in every engine.
+#[derive(Clone, Debug)]
+pub(super) struct Terms {
+    pub(super) num_prompt_tokens: usize,
+    pub(super) num_source_tokens: u32,
+    pub(super) max_new_tokens: u32,
+    pub(super) needs_prompt_outputs: bool,
+    pub(super) priority: i32,
+    pub(super) group: Option<u64>,
+    pub(super) cache_salt: Option<u64>,
+    pub(super) arrived_at: Instant,
+}
+
 pub(super) struct OpenSequence {
+    terms: Terms,
     constants: Constants,
+    owner: Arc<Owner>,
     events: UnboundedSender<SequenceEvent>,
     is_started: bool,
     /// Prompt tokens sent to the stream, and those that arrived in the current residency. After a preemption, and from a new
@@ -27,9 +44,16 @@ pub(super) struct OpenSequence {
 }
 
 impl OpenSequence {
-    pub(super) fn new(constants: Constants, events: UnboundedSender<SequenceEvent>) -> Self {
+    pub(super) fn new(
+        terms: Terms,
+        constants: Constants,
+        owner: Arc<Owner>,
+        events: UnboundedSender<SequenceEvent>,
+    ) -> Self {
         Self {
+            terms,
             constants,
+            owner,
             events,
             is_started: false,
             num_prompt_tokens_sent: 0,
@@ -41,8 +65,16 @@ impl OpenSequence {
         }
     }
 
+    pub(super) fn terms(&self) -> &Terms {
+        &self.terms
+    }
+
     pub(super) fn constants(&self) -> &Constants {
         &self.constants
+    }
+
+    pub(super) fn owner(&self) -> Arc<Owner> {
+        Arc::clone(&self.owner)
     }
 
     /// Begins a residency. Only the first one is announced.

@@ -5,6 +5,7 @@
 //! sequence of the lost steps is as likely a cause (docs/adr/0009).
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use penstock_scheduler::{
@@ -13,8 +14,10 @@ use penstock_scheduler::{
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::time::Instant;
 
-use super::open_sequence::OpenSequence;
+use super::moving::{Handover, MovingSequence};
+use super::open_sequence::{OpenSequence, Terms};
 use super::options::MAX_LOSSES;
+use super::owner::Owner;
 use super::timelines::{Timelines, TracedAdvance};
 use crate::sequence::{Constants, SequenceEvent, SequenceFailure, SequenceRequest};
 use crate::telemetry::metrics;
@@ -50,29 +53,70 @@ impl OpenSequences {
         self.scheduler.stats()
     }
 
-    pub(super) fn submit(&mut self, id: SequenceId, request: SequenceRequest, events: UnboundedSender<SequenceEvent>) {
-        let submission = Submission {
-            id,
-            prompt_token_ids: request.prompt_token_ids,
+    pub(super) fn submit(
+        &mut self,
+        id: SequenceId,
+        request: SequenceRequest,
+        owner: Arc<Owner>,
+        events: UnboundedSender<SequenceEvent>,
+    ) {
+        let terms = Terms {
+            num_prompt_tokens: request.prompt_token_ids.len(),
+            num_source_tokens: request.num_source_tokens,
             max_new_tokens: request.max_new_tokens,
-            stop_token_ids: request.sampling.stop_token_ids.as_slice().into(),
+            needs_prompt_outputs: request.sampling.prompt_logprobs || request.needs_prompt_outputs,
             priority: request.priority,
             group: request.group,
             cache_salt: request.cache_salt,
-            needs_prompt_outputs: request.sampling.prompt_logprobs || request.needs_prompt_outputs,
-            num_source_tokens: request.num_source_tokens,
+            arrived_at: Instant::now(),
         };
         let SequenceRequest { sampling, grammar, adapter, num_second_text_tokens, .. } = request;
         let constants = Constants { sampling, grammar, adapter, num_second_text_tokens };
-        let sequence = OpenSequence::new(constants, events);
-        match self.scheduler.submit(submission, self.epoch.elapsed()) {
+        let sequence = OpenSequence::new(terms, constants, owner, events);
+        self.adopt(MovingSequence { id, token_ids: request.prompt_token_ids, sequence, timeline: request.timeline });
+    }
+
+    /// Queues a sequence that is new, or that another engine had.
+    pub(super) fn adopt(&mut self, moving: MovingSequence) {
+        let MovingSequence { id, token_ids: mut prompt_token_ids, sequence, timeline } = moving;
+        let terms = sequence.terms().clone();
+        let submission = Submission {
+            id,
+            generated_token_ids: prompt_token_ids.split_off(terms.num_prompt_tokens),
+            prompt_token_ids,
+            max_new_tokens: terms.max_new_tokens,
+            stop_token_ids: sequence.constants().sampling.stop_token_ids.as_slice().into(),
+            priority: terms.priority,
+            group: terms.group,
+            cache_salt: terms.cache_salt,
+            needs_prompt_outputs: terms.needs_prompt_outputs,
+            num_source_tokens: terms.num_source_tokens,
+        };
+        // One that arrived before this engine began goes first.
+        match self.scheduler.submit(submission, terms.arrived_at.saturating_duration_since(self.epoch)) {
             Ok(()) => {
                 self.open.insert(id, sequence);
-                if let Some(timeline) = request.timeline {
+                if let Some(timeline) = timeline {
                     self.timelines.insert(id, timeline);
                 }
             }
             Err(error) => sequence.end(SequenceEvent::Failed(SequenceFailure::Sequence(error.to_string()))),
+        }
+    }
+
+    /// Offers the sequences to other engines, the oldest ones first, and keeps those that are returned. Those that may have caused the
+    /// loss of a group are not offered, so that they cost no other engine its group.
+    pub(super) fn hand_over(&mut self, handover: &dyn Handover) {
+        let may_leave = |(id, sequence): (&_, &OpenSequence)| (!sequence.needs_quarantine()).then_some(*id);
+        let mut ids: Vec<_> = self.open.iter().filter_map(may_leave).collect();
+        ids.sort_unstable();
+        let withdraw = |id| {
+            let (token_ids, sequence) = (self.scheduler.withdraw(id)?, self.open.remove(&id)?);
+            Some(MovingSequence { id, token_ids, sequence, timeline: self.timelines.remove(id) })
+        };
+        let leaving = ids.into_iter().filter_map(withdraw).collect();
+        for returned in handover.hand_over(leaving) {
+            self.adopt(returned);
         }
     }
 

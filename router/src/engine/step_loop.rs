@@ -14,6 +14,7 @@ use super::command::Command;
 use super::grammar::CompilerGate;
 use super::health::Health;
 use super::in_flight::{InFlightStep, InFlightSteps};
+use super::moving::Handover;
 use super::open_sequences::OpenSequences;
 use super::options::EngineOptions;
 use super::recovery::{Outage, RestartBudget};
@@ -27,6 +28,8 @@ use crate::worker::{Group, StepReport, Steps, WorkerError};
 pub(super) struct StepLoop {
     options: EngineOptions,
     restart: Arc<dyn RestartGroup>,
+    /// `None`: there is no other engine.
+    handover: Option<Arc<dyn Handover>>,
     commands: UnboundedReceiver<Command>,
     status: Status,
     compilers: CompilerGate,
@@ -47,12 +50,14 @@ impl StepLoop {
     pub(super) fn new(
         options: EngineOptions,
         restart: Arc<dyn RestartGroup>,
+        handover: Option<Arc<dyn Handover>>,
         commands: UnboundedReceiver<Command>,
     ) -> Self {
         let sequences = OpenSequences::new(options.limits);
         Self {
             options,
             restart,
+            handover,
             commands,
             status: Status::new(sequences.stats()),
             compilers: CompilerGate::new(),
@@ -144,7 +149,8 @@ impl StepLoop {
         match command {
             None => return Err(Stop::ShutDown(None)),
             Some(Command::ShutDown { done }) => return Err(Stop::ShutDown(Some(done))),
-            Some(Command::Submit { id, request, events }) => self.sequences.submit(id, *request, events),
+            Some(Command::Submit { id, request, owner, events }) => self.sequences.submit(id, *request, owner, events),
+            Some(Command::Adopt(moving)) => self.sequences.adopt(*moving),
             Some(Command::Abort { id }) => self.sequences.abort(id),
         }
         Ok(())
@@ -211,6 +217,14 @@ impl StepLoop {
         let num_running = self.sequences.stats().num_running;
         self.outage = Some(Outage::begin(self.outage.take(), last_sign_of_life, num_running));
         self.sequences.requeue(reason);
+        self.hand_over();
+    }
+
+    /// Lets other engines continue the sequences, if there are any.
+    fn hand_over(&mut self) {
+        if let Some(handover) = &self.handover {
+            self.sequences.hand_over(&**handover);
+        }
     }
 
     /// Takes commands until the future is done: new sequences are queued, aborted ones are removed.
@@ -253,6 +267,7 @@ impl StepLoop {
     fn fail(&mut self, reason: &str) {
         self.compilers.fail(reason.to_owned());
         self.status.set_health(Health::Failed(reason.to_owned()));
+        self.hand_over();
         self.sequences.fail_all(&SequenceFailure::Worker(reason.to_owned()));
     }
 
@@ -261,6 +276,9 @@ impl StepLoop {
         while let Some(command) = self.commands.recv().await {
             match command {
                 Command::Submit { events, .. } => refuse(&events, SequenceFailure::Worker(reason.to_owned())),
+                Command::Adopt(moving) => {
+                    moving.sequence.end(SequenceEvent::Failed(SequenceFailure::Worker(reason.to_owned())))
+                }
                 Command::Abort { .. } => {}
                 Command::ShutDown { done } => return Some(done),
             }
@@ -275,6 +293,7 @@ impl StepLoop {
         while let Ok(command) = self.commands.try_recv() {
             match command {
                 Command::Submit { events, .. } => refuse(&events, failure.clone()),
+                Command::Adopt(moving) => moving.sequence.end(SequenceEvent::Failed(failure.clone())),
                 Command::Abort { .. } => {}
                 Command::ShutDown { done } => drop(done.send(())),
             }

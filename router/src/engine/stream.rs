@@ -8,17 +8,27 @@ use tokio::sync::mpsc::UnboundedReceiver;
 
 use crate::sequence::SequenceEvent;
 
+type Observer = Box<dyn FnMut(&SequenceEvent) + Send>;
+
 /// The events of one sequence, in order. Ends after the terminal event. Dropping the stream before aborts the sequence.
 pub struct SequenceStream {
     // Bounded in effect: a sequence has at most one event per prompt chunk and generated token, and two more.
     events: UnboundedReceiver<SequenceEvent>,
     abort: Option<Box<dyn FnOnce() + Send>>,
+    /// Sees every event; dropped with the terminal one.
+    observer: Option<Observer>,
 }
 
 impl SequenceStream {
     /// `abort` runs when the stream is dropped before its terminal event was read.
     pub fn new(events: UnboundedReceiver<SequenceEvent>, abort: impl FnOnce() + Send + 'static) -> Self {
-        Self { events, abort: Some(Box::new(abort)) }
+        Self { events, abort: Some(Box::new(abort)), observer: None }
+    }
+
+    /// Shows every event to `observer`, which is dropped after the terminal one, or with the stream.
+    pub(crate) fn observed(mut self, observer: impl FnMut(&SequenceEvent) + Send + 'static) -> Self {
+        self.observer = Some(Box::new(observer));
+        self
     }
 }
 
@@ -27,8 +37,11 @@ impl Stream for SequenceStream {
 
     fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<SequenceEvent>> {
         let event = self.events.poll_recv(context);
+        if let (Poll::Ready(Some(event)), Some(observer)) = (&event, &mut self.observer) {
+            observer(event);
+        }
         if let Poll::Ready(Some(SequenceEvent::Finished(_) | SequenceEvent::Failed(_))) = event {
-            self.abort = None;
+            (self.abort, self.observer) = (None, None);
             self.events.close();
         }
         event

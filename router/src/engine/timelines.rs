@@ -24,8 +24,8 @@ impl Timelines {
         self.0.insert(id, timeline);
     }
 
-    pub(super) fn remove(&mut self, id: SequenceId) {
-        self.0.remove(&id);
+    pub(super) fn remove(&mut self, id: SequenceId) -> Option<Timeline> {
+        self.0.remove(&id)
     }
 
     pub(super) fn clear(&mut self) {

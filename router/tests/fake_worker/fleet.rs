@@ -41,8 +41,12 @@ impl Fleet {
 
     /// An engine on the first group.
     pub async fn engine(&self, options: EngineOptions) -> Engine {
-        let group = Group::connect(&self.next().unwrap().sockets(), PATIENCE).await.unwrap();
-        Engine::start(group, options, Arc::new(self.clone()))
+        Engine::start(self.group().await, options, Arc::new(self.clone()), None)
+    }
+
+    /// The next group.
+    pub async fn group(&self) -> Group {
+        Group::connect(&self.next().unwrap().sockets(), PATIENCE).await.unwrap()
     }
 
     pub fn next(&self) -> Option<Arc<FakeGroup>> {

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use futures::StreamExt;
 use futures::future::join_all;
-use penstock_router::engine::{Engine, Generator, SequenceStream};
+use penstock_router::engine::{Generator, SequenceStream};
 use penstock_router::sequence::{FinishReason, SequenceEvent, SequenceFailure, SequenceRequest, greedy};
 use penstock_scheduler::Limits;
 
@@ -65,7 +65,11 @@ pub async fn collect(stream: SequenceStream) -> (Vec<u32>, SequenceEvent) {
 }
 
 /// Submits the prompts at once. The future checks that each stream gets its `num_tokens` tokens.
-pub fn streams_are_complete(engine: &Engine, prompts: Vec<Vec<u32>>, num_tokens: u32) -> impl Future<Output = ()> {
+pub fn streams_are_complete(
+    engine: &impl Generator,
+    prompts: Vec<Vec<u32>>,
+    num_tokens: u32,
+) -> impl Future<Output = ()> {
     let streams: Vec<_> = prompts.iter().map(|prompt| collect(engine.submit(request(prompt, num_tokens)))).collect();
     async move {
         for (prompt, stream) in prompts.iter().zip(join_all(streams).await) {

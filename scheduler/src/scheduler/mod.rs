@@ -126,6 +126,10 @@ impl Scheduler {
         if max_new_tokens == 0 {
             return Err(SubmitError::NoNewTokens);
         }
+        let num_generated_tokens = submission.generated_token_ids.len();
+        if num_generated_tokens >= max_new_tokens as usize {
+            return Err(SubmitError::Complete { num_generated_tokens, max_new_tokens });
+        }
         let max_sequence_tokens = self.limits.max_sequence_tokens;
         let max_tokens = u32::try_from(num_prompt_tokens).ok().and_then(|n| n.checked_add(max_new_tokens));
         let Some(max_tokens) = max_tokens.filter(|n| *n <= max_sequence_tokens) else {
@@ -151,7 +155,13 @@ impl Scheduler {
     /// Ends a sequence without an event. Returns false if the sequence is not known: it was never submitted, or has
     /// ended.
     pub fn abort(&mut self, id: SequenceId) -> bool {
-        self.end(id)
+        self.end(id).is_some()
+    }
+
+    /// Ends a sequence without an event, so that another scheduler can continue it. Returns its tokens: the prompt, and the
+    /// generated ones that have come back. `None`: the sequence is not known.
+    pub fn withdraw(&mut self, id: SequenceId) -> Option<Vec<TokenId>> {
+        self.end(id).map(Sequence::into_token_ids)
     }
 
     /// The current load.
@@ -173,18 +183,16 @@ impl Scheduler {
         }
     }
 
-    /// Forgets a sequence in any state. Returns false if it is not known.
-    fn end(&mut self, id: SequenceId) -> bool {
-        let Some(mut sequence) = self.sequences.remove(&id) else {
-            return false;
-        };
+    /// Forgets a sequence in any state. `None`: it is not known.
+    fn end(&mut self, id: SequenceId) -> Option<Sequence> {
+        let mut sequence = self.sequences.remove(&id)?;
         self.quarantined = self.quarantined.filter(|quarantined| *quarantined != id);
         if sequence.residency().is_some() {
             self.evict(&mut sequence);
         } else {
             self.queue.remove(sequence.precedence(), id);
         }
-        true
+        Some(sequence)
     }
 
     /// Moves a sequence from the worker back to the queue. When it is admitted again, all tokens known by then are

@@ -193,6 +193,7 @@ impl World {
         Submission {
             id: SequenceId(arrival.id),
             prompt_token_ids: self.prompt(arrival),
+            generated_token_ids: Vec::new(),
             max_new_tokens: arrival.max_new_tokens,
             stop_token_ids,
             priority: arrival.priority,

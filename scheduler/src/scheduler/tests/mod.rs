@@ -43,6 +43,7 @@ fn submission(id: u64, num_prompt_tokens: usize, max_new_tokens: u32) -> Submiss
     Submission {
         id: SequenceId(id),
         prompt_token_ids: vec![TOKEN; num_prompt_tokens],
+        generated_token_ids: Vec::new(),
         max_new_tokens,
         stop_token_ids: [STOP].into(),
         priority: 0,

@@ -52,3 +52,29 @@ fn a_quarantine_preempts_the_other_sequences() {
     scheduler.quarantine(None);
     assert_eq!(advances(&plan(&mut scheduler)), [(1, 1), (2, 4)]);
 }
+
+#[test]
+fn another_scheduler_continues_a_withdrawn_sequence_with_the_tokens_that_came_back() {
+    let mut first = scheduler(limits(16, 2), &[(1, 3, 5), (2, 3, 5)]);
+    run_ahead(&mut first, 3);
+    let mut token_ids = first.withdraw(SequenceId(1)).unwrap();
+    first.audit();
+    assert_eq!((token_ids.len(), first.withdraw(SequenceId(1))), (5, None), "two tokens had come back");
+    let generated_token_ids = token_ids.split_off(3);
+    let mut second = scheduler(limits(16, 2), &[]);
+    submit(&mut second, Submission { generated_token_ids, ..submission(1, 3, 5) });
+    let (plan, _) = step(&mut second);
+    let new = &plan.new_sequences[0];
+    assert_eq!((new.token_ids.len(), new.num_prompt_tokens, advances(&plan)), (5, 3, vec![(1, 5)]));
+    step(&mut second);
+    let (_, events) = step(&mut second);
+    let ends = |event: &Event| matches!(event, Event::Advanced { finish_reason: Some(FinishReason::Length), .. });
+    assert!(ends(&events[0]), "two and three tokens are five: {events:?}");
+}
+
+#[test]
+fn a_sequence_that_has_all_its_tokens_is_rejected() {
+    let complete = Submission { generated_token_ids: vec![TOKEN; 5], ..submission(1, 3, 5) };
+    let error = SubmitError::Complete { num_generated_tokens: 5, max_new_tokens: 5 };
+    assert_eq!(scheduler(limits(16, 2), &[]).submit(complete, Duration::ZERO), Err(error));
+}

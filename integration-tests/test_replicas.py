@@ -1,0 +1,129 @@
+"""--replicas 2: requests are spread, and kill -9 of one replica's processes stops no stream and changes no token."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+from binary import Server, children, launch, name, start
+from client import ask
+from fault.probe import health, metric, wait_for_rest, wait_until
+from test_worker_death import REQUESTS, Stream
+
+pytestmark = [pytest.mark.native, pytest.mark.xdist_group("replicas")]
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+}
+GRAMMAR = {"inputs": "A person:", "parameters": {"max_new_tokens": 60, "grammar": {"type": "json", "value": SCHEMA}}}
+MIXED = [*REQUESTS, GRAMMAR]
+
+
+def fork_servers(server: Server) -> list[int]:
+    """Pids of the replicas' fork servers, in no order."""
+    return sorted(children(server.process.pid) - server.renderer_pids())
+
+
+def workers(server: Server) -> list[int]:
+    """Pids of all replicas' workers."""
+    return [
+        pid for fork_server in fork_servers(server) for pid in children(fork_server) if name(pid).startswith("worker-")
+    ]
+
+
+def restarts(server: Server) -> float:
+    return metric(server, "penstock_worker_restarts")
+
+
+@pytest.fixture(scope="module")
+def replicas() -> Iterator[Server]:
+    server = start("--replicas", "2")
+    yield server
+    assert server.stop() == 0, server.last_lines()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(replicas: Server) -> list[tuple]:
+    return [stream.result() for stream in [Stream(replicas, request) for request in MIXED]]
+
+
+def test_each_replica_has_processes_and_cores_of_its_own(replicas: Server) -> None:
+    pids = workers(replicas)
+    assert len(pids) == len(fork_servers(replicas)) == 2
+    cores = [os.sched_getaffinity(pid) for pid in pids]
+    if len(os.sched_getaffinity(0)) >= 2:
+        assert not cores[0] & cores[1]
+    assert any("standby is off (other replicas take over" in line for line in replicas.lines)
+    capacity = metric(replicas, "tgi_batch_max_total_tokens")
+    assert capacity == metric(replicas, "penstock_kv_blocks") * 16
+
+
+def test_the_same_request_has_the_same_bits_in_each_replica(replicas: Server) -> None:
+    body = {**REQUESTS[1], "parameters": {**REQUESTS[1]["parameters"], "max_new_tokens": 20, "details": True}}
+    first = ask(replicas, "/generate", body).json["details"]["tokens"]
+    again = [Stream(replicas, body) for _ in range(12)]
+    for stream in again:
+        tokens, _ = stream.result()
+        assert tokens == [(token["id"], token["logprob"], token["text"]) for token in first]
+
+
+@pytest.mark.parametrize("victims", ["worker", "fork server"])
+def test_a_replicas_death_stops_no_stream_and_changes_no_token(
+    replicas: Server, undisturbed: list[tuple], victims: str
+) -> None:
+    wait_until(lambda: len(workers(replicas)) == 2)
+    find = workers if victims == "worker" else fork_servers
+    for victim in range(2):
+        before = restarts(replicas)
+        statuses: list[int] = []
+        stopped = threading.Event()
+
+        def watch(statuses: list[int] = statuses, stopped: threading.Event = stopped) -> None:
+            while not stopped.wait(0.05):
+                statuses.append(health(replicas))
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        streams = [Stream(replicas, request) for request in MIXED]
+        wait_until(lambda streams=streams: sum(len(stream.events) > 5 for stream in streams) >= 6)
+        os.kill(find(replicas)[victim], signal.SIGKILL)
+        results = [stream.result() for stream in streams]
+        stopped.set()
+        watcher.join()
+        assert results == undisturbed
+        assert set(statuses) == {200}, "the other replica takes requests"
+        wait_until(lambda before=before: restarts(replicas) == before + 1 and len(workers(replicas)) == 2)
+    wait_for_rest(replicas)
+
+
+def test_a_replica_that_was_replaced_serves_again(replicas: Server, undisturbed: list[tuple]) -> None:
+    wait_until(lambda: len(workers(replicas)) == 2)
+    victim = workers(replicas)[0]
+    os.kill(victim, signal.SIGKILL)
+    wait_until(lambda: len(set(workers(replicas)) - {victim}) == 2)
+    # Now the other one, without which only the new one is left.
+    (other,) = set(workers(replicas)) - {max(workers(replicas))}
+    streams = [Stream(replicas, request) for request in MIXED]
+    wait_until(lambda: sum(len(stream.events) > 5 for stream in streams) >= 6)
+    os.kill(other, signal.SIGKILL)
+    assert [stream.result() for stream in streams] == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--replicas", "0"], "--replicas is 0, must be at least 1"),
+        (["--replicas", "65"], "--replicas is 65, must be at most 64"),
+        (["--replicas", "2", "--standby", "reserve"], "--standby is reserve, must be auto or off with --replicas"),
+    ],
+)
+def test_a_number_that_cannot_be_is_refused(flags: list[str], message: str) -> None:
+    process = launch(*flags)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert message in output

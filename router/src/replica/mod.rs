@@ -1,0 +1,173 @@
+//! Several engines with the same model as one: each request goes to the engine that has the most of its prefix or the least
+//! work, and the sequences of an engine that loses its workers continue in the others (docs/adr/0073).
+
+mod prefix;
+mod routing;
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use futures::future::{BoxFuture, join_all, try_join_all};
+use futures::{FutureExt, TryFutureExt};
+use penstock_scheduler::{SequenceId, Stats};
+
+use crate::engine::{Engine, EngineOptions, Generator, Handover, Health, MovingSequence, RestartGroup, SequenceStream};
+use crate::sequence::{Adapter, AdapterError, Grammar, GrammarError, SequenceEvent, SequenceRequest};
+use crate::worker::Group;
+use routing::Routing;
+
+/// What an engine is started with: its first worker group, and who starts the next ones.
+pub type Start = (Group, Arc<dyn RestartGroup>);
+
+/// The running engines. Clones share them; they end with `shut_down`.
+#[derive(Clone)]
+pub struct Replicas(Arc<Shared>);
+
+struct Shared {
+    engines: Vec<Engine>,
+    routing: Mutex<Routing>,
+}
+
+/// Gives the sequences of one engine to the others.
+struct ToOthers {
+    shared: Weak<Shared>,
+    engine: usize,
+}
+
+impl Replicas {
+    /// The most engines that there can be.
+    pub const MAX_ENGINES: usize = prefix::MAX_ENGINES;
+
+    /// Starts an engine for each group. `options` are those of each of them.
+    pub fn start(groups: Vec<Start>, options: EngineOptions) -> Self {
+        let num_engines = groups.len();
+        let start = |shared: &Weak<Shared>| {
+            let start = |(engine, (group, restart))| {
+                let to_others = ToOthers { shared: shared.clone(), engine };
+                let handover = (num_engines > 1).then(|| Arc::new(to_others) as Arc<dyn Handover>);
+                Engine::start(group, options, restart, handover)
+            };
+            let engines = groups.into_iter().enumerate().map(start).collect();
+            Shared { engines, routing: Mutex::new(Routing::new(num_engines, &options.limits)) }
+        };
+        Self(Arc::new_cyclic(start))
+    }
+
+    /// Resolves with the reasons when every engine has failed for good; never when they were shut down before.
+    pub async fn failure(&self) -> String {
+        let mut reasons = join_all(self.0.engines.iter().map(Engine::failure)).await;
+        reasons.dedup();
+        reasons.join("; ")
+    }
+
+    /// Ends open sequences with `ShuttingDown`; returns when every engine has ended.
+    pub async fn shut_down(&self) {
+        join_all(self.0.engines.iter().map(Engine::shut_down)).await;
+    }
+
+    /// Those that can compile and load now; if there is none, those that will be able to.
+    fn able(&self) -> impl Iterator<Item = &Engine> {
+        let is_any_healthy = self.health().is_healthy();
+        self.0.engines.iter().filter(move |engine| {
+            let health = engine.health();
+            if is_any_healthy { health.is_healthy() } else { !health.is_permanent() }
+        })
+    }
+
+    /// Does the same in every able engine. The error is the first one; without an able engine, that of the first engine.
+    fn in_all<E: Send + 'static>(
+        &self,
+        act: impl Fn(&Engine) -> BoxFuture<'static, Result<(), E>>,
+    ) -> BoxFuture<'static, Result<(), E>> {
+        let mut acts: Vec<_> = self.able().map(&act).collect();
+        if acts.is_empty() {
+            acts.extend(self.0.engines.first().map(&act));
+        }
+        try_join_all(acts).map_ok(drop).boxed()
+    }
+}
+
+impl Generator for Replicas {
+    fn submit(&self, request: SequenceRequest) -> SequenceStream {
+        let [engine] = &self.0.engines[..] else { return self.0.submit(request) };
+        engine.submit(request)
+    }
+
+    fn compile_grammar(&self, grammar: &Grammar) -> BoxFuture<'static, Result<(), GrammarError>> {
+        self.in_all(|engine| engine.compile_grammar(grammar))
+    }
+
+    fn load_adapter(&self, adapter: Adapter, unloaded_ids: Vec<u64>) -> BoxFuture<'static, Result<(), AdapterError>> {
+        self.in_all(|engine| engine.load_adapter(adapter.clone(), unloaded_ids.clone()))
+    }
+
+    /// Healthy if any engine is; otherwise that of the engine that is closest to it.
+    fn health(&self) -> Health {
+        let mut all: Vec<_> = self.0.engines.iter().map(Engine::health).collect();
+        all.sort_by_key(|health| (!health.is_healthy(), health.is_permanent()));
+        all.into_iter().next().unwrap_or(Health::ShutDown)
+    }
+
+    fn stats(&self) -> Stats {
+        self.0.engines.iter().map(Engine::stats).sum()
+    }
+}
+
+impl Shared {
+    fn submit(self: &Arc<Self>, request: SequenceRequest) -> SequenceStream {
+        let id = Engine::new_id();
+        let engine = self.routing().place(id, &request, |engine| self.takes_steps(engine));
+        let mut work = Work { shared: Arc::downgrade(self), id, num_tokens: 0 };
+        self.engines[engine].submit_as(id, request).observed(move |event| work.observe(event))
+    }
+
+    fn takes_steps(&self, engine: usize) -> bool {
+        self.engines[engine].health().is_healthy()
+    }
+
+    fn routing(&self) -> MutexGuard<'_, Routing> {
+        // A panic leaves counts that are a little off, which only makes choices worse.
+        self.routing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Handover for ToOthers {
+    fn hand_over(&self, sequences: Vec<MovingSequence>) -> Vec<MovingSequence> {
+        let Some(shared) = self.shared.upgrade() else { return sequences };
+        shared.routing().forget_prefixes(self.engine);
+        let is_open = |engine| engine != self.engine && shared.takes_steps(engine);
+        let adopt = |sequence: MovingSequence| {
+            let Some(engine) = shared.routing().replace(sequence.id(), is_open) else { return Some(sequence) };
+            shared.engines[engine].adopt(sequence);
+            None
+        };
+        sequences.into_iter().filter_map(adopt).collect()
+    }
+}
+
+/// What one sequence adds to the work of its engine, as its stream shows it.
+struct Work {
+    shared: Weak<Shared>,
+    id: SequenceId,
+    num_tokens: u64,
+}
+
+impl Work {
+    fn observe(&mut self, event: &SequenceEvent) {
+        if let SequenceEvent::Token(_) = event {
+            self.num_tokens += 1;
+            if self.num_tokens == 1
+                && let Some(shared) = self.shared.upgrade()
+            {
+                shared.routing().prompt_computed(self.id);
+            }
+        }
+    }
+}
+
+impl Drop for Work {
+    fn drop(&mut self) {
+        if let Some(shared) = self.shared.upgrade() {
+            shared.routing().end(self.id, self.num_tokens);
+        }
+    }
+}

@@ -1,0 +1,239 @@
+//! Chooses an engine for each sequence: the one where it would finish its prompt first.
+//!
+//! Work is counted in tokens to compute. What an engine has of the prompt is no work there, so requests follow their prefix until
+//! another engine, prompt included, has less to do. Then that engine gets the prefix too: no prefix makes one engine a hot spot.
+
+use std::collections::HashMap;
+
+use penstock_scheduler::{Limits, SequenceId};
+
+use super::prefix::PrefixIndex;
+use crate::sequence::SequenceRequest;
+
+/// New tokens of a sequence, before any has ended.
+const FIRST_MEAN_NEW_TOKENS: f64 = 128.0;
+/// How much one ended sequence changes the mean.
+const MEAN_WEIGHT: f64 = 0.02;
+
+pub(super) struct Routing {
+    /// What each engine has to compute.
+    num_tokens: Vec<u64>,
+    places: HashMap<SequenceId, Place>,
+    prefixes: PrefixIndex,
+    prefix_caching: bool,
+    mean_new_tokens: f64,
+}
+
+/// Where a sequence is, and what it adds to the work there.
+#[derive(Debug)]
+struct Place {
+    engine: usize,
+    /// 0 once they are computed.
+    num_prompt_tokens: u64,
+    /// Expected.
+    num_new_tokens: u64,
+}
+
+impl Routing {
+    /// `limits` are those of each engine.
+    pub(super) fn new(num_engines: usize, limits: &Limits) -> Self {
+        let max_blocks = num_engines * limits.num_blocks as usize;
+        Self {
+            num_tokens: vec![0; num_engines],
+            places: HashMap::new(),
+            prefixes: PrefixIndex::new(limits.block_tokens as usize, max_blocks),
+            prefix_caching: limits.prefix_caching,
+            mean_new_tokens: FIRST_MEAN_NEW_TOKENS,
+        }
+    }
+
+    /// Chooses among the engines that are open; among all of them if none is.
+    pub(super) fn place(
+        &mut self,
+        id: SequenceId,
+        request: &SequenceRequest,
+        is_open: impl Fn(usize) -> bool,
+    ) -> usize {
+        let prompt = &request.prompt_token_ids;
+        let blocks = match self.prefix_caching {
+            true => self.prefixes.blocks(prompt, request.cache_salt),
+            false => Vec::new(),
+        };
+        let num_cached = self.prefixes.num_tokens(&blocks, self.num_tokens.len());
+        let work = |engine: usize| self.num_tokens[engine] + prompt.len() as u64 - num_cached[engine];
+        let open: Vec<_> = (0..self.num_tokens.len()).filter(|engine| is_open(*engine)).collect();
+        let engines = if open.is_empty() { (0..self.num_tokens.len()).collect() } else { open };
+        let engine = engines.into_iter().min_by_key(|engine| work(*engine)).unwrap_or(0);
+        self.prefixes.insert(&blocks, engine);
+        let place = Place {
+            engine,
+            num_prompt_tokens: prompt.len() as u64 - num_cached[engine],
+            num_new_tokens: u64::from(request.max_new_tokens).min(self.mean_new_tokens as u64),
+        };
+        self.num_tokens[engine] += place.num_tokens();
+        self.places.insert(id, place);
+        engine
+    }
+
+    /// The engine has lost its cache.
+    pub(super) fn forget_prefixes(&mut self, engine: usize) {
+        self.prefixes.forget(engine);
+    }
+
+    /// Chooses another engine for a sequence. `None`: none is open.
+    pub(super) fn replace(&mut self, id: SequenceId, is_open: impl Fn(usize) -> bool) -> Option<usize> {
+        let open = (0..self.num_tokens.len()).filter(|engine| is_open(*engine));
+        let engine = open.min_by_key(|engine| self.num_tokens[*engine])?;
+        // It is missing if its stream has just been dropped.
+        if let Some(place) = self.places.get_mut(&id) {
+            self.num_tokens[place.engine] -= place.num_tokens();
+            self.num_tokens[engine] += place.num_tokens();
+            place.engine = engine;
+        }
+        Some(engine)
+    }
+
+    /// The first token of a sequence has arrived.
+    pub(super) fn prompt_computed(&mut self, id: SequenceId) {
+        if let Some(place) = self.places.get_mut(&id) {
+            self.num_tokens[place.engine] -= std::mem::take(&mut place.num_prompt_tokens);
+        }
+    }
+
+    /// A sequence has ended with this many tokens.
+    pub(super) fn end(&mut self, id: SequenceId, num_new_tokens: u64) {
+        if let Some(place) = self.places.remove(&id) {
+            self.num_tokens[place.engine] -= place.num_tokens();
+            self.mean_new_tokens += MEAN_WEIGHT * (num_new_tokens as f64 - self.mean_new_tokens);
+        }
+    }
+}
+
+impl Place {
+    fn num_tokens(&self) -> u64 {
+        self.num_prompt_tokens + self.num_new_tokens
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sequence::greedy;
+
+    const BLOCK_TOKENS: u32 = 16;
+
+    fn routing(num_engines: usize) -> Routing {
+        let limits = Limits {
+            max_step_tokens: 512,
+            max_step_sequences: 64,
+            max_sequence_tokens: 8192,
+            num_blocks: 4096,
+            block_tokens: BLOCK_TOKENS,
+            max_steps_in_flight: 2,
+            prefix_caching: true,
+            priority_ageing: std::time::Duration::ZERO,
+            max_inter_token: None,
+            max_overtaking: 0,
+            window_tokens: None,
+            max_draft_tokens: 0,
+        };
+        Routing::new(num_engines, &limits)
+    }
+
+    /// A prompt of 64 blocks that begins with `num_shared` blocks of every other such prompt.
+    fn request(number: u32, num_shared: u32) -> SequenceRequest {
+        let (shared, all) = (num_shared * BLOCK_TOKENS, 64 * BLOCK_TOKENS);
+        SequenceRequest {
+            prompt_token_ids: (0..shared).chain((shared..all).map(|token| 10_000 * (number + 1) + token)).collect(),
+            num_source_tokens: 0,
+            max_new_tokens: 100,
+            sampling: greedy(),
+            grammar: None,
+            num_second_text_tokens: 0,
+            needs_prompt_outputs: false,
+            priority: 0,
+            group: None,
+            cache_salt: None,
+            adapter: None,
+            timeline: None,
+        }
+    }
+
+    fn place(routing: &mut Routing, number: u32, num_shared: u32) -> usize {
+        routing.place(SequenceId(u64::from(number)), &request(number, num_shared), |_| true)
+    }
+
+    #[test]
+    fn requests_without_a_common_prefix_are_spread_evenly() {
+        let mut routing = routing(3);
+        let mut counts = [0; 3];
+        for number in 0..300 {
+            counts[place(&mut routing, number, 0)] += 1;
+        }
+        assert_eq!(counts, [100; 3]);
+    }
+
+    #[test]
+    fn a_conversation_returns_to_its_prefix_while_the_work_there_is_less_than_what_it_saves() {
+        let mut routing = routing(2);
+        assert_eq!(place(&mut routing, 0, 60), 0);
+        routing.prompt_computed(SequenceId(0));
+        assert_eq!(place(&mut routing, 1, 60), 0, "60 blocks are there, and one sequence generates");
+        assert_eq!(place(&mut routing, 2, 0), 1, "it has no prefix, and the other engine is idle");
+    }
+
+    #[test]
+    fn a_hot_prefix_does_not_make_a_hot_spot() {
+        let mut routing = routing(4);
+        let mut counts = [0; 4];
+        for number in 0..400 {
+            let engine = place(&mut routing, number, 60);
+            routing.prompt_computed(SequenceId(u64::from(number)));
+            counts[engine] += 1;
+        }
+        let (least, most) = (counts.iter().min().unwrap(), counts.iter().max().unwrap());
+        assert!(most - least <= 10, "{counts:?}");
+    }
+
+    #[test]
+    fn only_open_engines_are_chosen_unless_none_is_open() {
+        let mut routing = routing(3);
+        for number in 0..9 {
+            assert_eq!(routing.place(SequenceId(number), &request(number as u32, 0), |engine| engine == 2), 2);
+        }
+        assert_eq!(routing.place(SequenceId(100), &request(100, 0), |_| false), 0);
+    }
+
+    #[test]
+    fn an_ended_sequence_is_no_work_and_teaches_the_mean() {
+        let mut routing = routing(2);
+        for number in 0..1000 {
+            let engine = place(&mut routing, number, 0);
+            let id = SequenceId(u64::from(number));
+            if number % 2 == 0 {
+                routing.prompt_computed(id);
+            }
+            if number % 3 == 0 {
+                routing.replace(id, |other| other != engine);
+            }
+            routing.end(id, 7);
+            routing.end(id, 7);
+        }
+        assert_eq!((routing.num_tokens.as_slice(), routing.places.len()), (&[0, 0][..], 0));
+        assert!((routing.mean_new_tokens - 7.0).abs() < 0.1);
+    }
+
+    #[test]
+    fn a_sequence_moves_to_the_open_engine_with_the_least_work_and_the_lost_prefix_is_forgotten() {
+        let mut routing = routing(3);
+        for number in 0..4 {
+            place(&mut routing, number, 0);
+        }
+        assert_eq!(routing.replace(SequenceId(0), |engine| engine != 0), Some(1));
+        assert_eq!(routing.replace(SequenceId(3), |engine| engine != 0), Some(2));
+        assert_eq!(routing.replace(SequenceId(3), |_| false), None);
+        routing.forget_prefixes(0);
+        let again = routing.prefixes.blocks(&request(0, 0).prompt_token_ids, None);
+        assert_eq!(routing.prefixes.num_tokens(&again, 3)[0], 0);
+    }
+}
