@@ -198,6 +198,7 @@ async fn serve(setup: Setup<'_>, listener: Reserved, stop: CancellationToken) ->
         limits,
         decoder_prefix: model.decoder_prefix,
         pooling: model.pooling,
+        image_input: model.image_input,
         queue,
         validation_workers: args.validation_workers,
         payload_limit_bytes: args.payload_limit,

@@ -29,6 +29,7 @@ fn model(device: &str) -> Description {
         window_tokens: None,
         decoder_prefix: [].into(),
         pooling: None,
+        image_input: None,
         max_source_tokens: 0,
         can_draft: true,
         weight_bytes: 0,

@@ -8,7 +8,7 @@ use std::time::Duration;
 use axum::http::Uri;
 use subtle::{Choice, ConstantTimeEq};
 
-use crate::sequence::Pooling;
+use crate::sequence::{ImageInput, Pooling};
 
 /// Everything that the router is configured with.
 #[derive(Clone, Debug)]
@@ -66,6 +66,8 @@ pub struct Config {
     pub graceful_termination_timeout: Duration,
     /// Where traces go; `None`: nowhere.
     pub traces: Option<TraceConfig>,
+    /// How prompts have images; `None`: the model reads none.
+    pub image_input: Option<ImageInput>,
 }
 
 /// LoRA adapters.

@@ -74,7 +74,6 @@ class ImageInput:
 
     placeholder_id: int
     placeholder: str
-    max_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

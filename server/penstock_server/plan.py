@@ -76,7 +76,7 @@ class Image:
 class ImageSpan:
     """An image among a sequence's tokens."""
 
-    hash: bytes
+    image: Image
     offset: int  # of the first token that stands for it
 
 

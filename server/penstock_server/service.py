@@ -205,14 +205,12 @@ class Worker(rpc.WorkerServicer):
             _refuse(context, "no model is loaded; Load comes before EncodeImages")
         images = [Image(image.hash, image.data) for image in request.images]
         try:
-            encoded = engine.encode_images(images, request.released_hashes)
+            encoded = engine.encode_images(images)
         except ImageError as error:
             return pb.EncodeImagesResponse(error=str(error))
         except Exception as error:  # noqa: BLE001 - the service's boundary
             self._abort_with_fault(context, error)
-        return pb.EncodeImagesResponse(
-            images=[pb.EncodedImage(token_ids=each.token_ids.tolist(), num_bytes=each.num_bytes) for each in encoded]
-        )
+        return pb.EncodeImagesResponse(images=[pb.EncodedImage(token_ids=each.token_ids.tolist()) for each in encoded])
 
     def Health(self, request: pb.HealthRequest, context: grpc.ServicerContext) -> pb.HealthResponse:  # noqa: N802
         engine, device = self._engine, None
@@ -376,7 +374,6 @@ def _image_input(image_input: ImageInput | None) -> pb.ImageInput | None:
     return pb.ImageInput(
         placeholder_id=image_input.placeholder_id,
         placeholder=image_input.placeholder,
-        max_bytes=image_input.max_bytes,
     )
 
 
@@ -419,7 +416,7 @@ def _new_sequence(message: pb.NewSequence) -> NewSequence:
         num_source_tokens=message.num_source_tokens,
         num_second_text_tokens=message.num_second_text_tokens,
         adapter=_adapter(message.adapter),
-        images=tuple(ImageSpan(span.hash, span.offset) for span in message.images),
+        images=tuple(ImageSpan(Image(span.hash, span.data), span.offset) for span in message.images),
     )
 
 

@@ -106,7 +106,13 @@ impl GenerateRequest {
         }
         // COMPAT: without the flag `prefill` is empty; asking for it is not an error.
         parameters.decoder_input_details &= config.prefill_logprobs;
-        let prompts = vec![Prompt::Text(Arc::from(self.inputs))];
+        let prompts = vec![match &config.image_input {
+            None => Prompt::Text(Arc::from(self.inputs)),
+            Some(input) => {
+                let (text, images) = generation::take_from_text(&self.inputs, &input.placeholder);
+                Prompt::Illustrated(text.into(), images)
+            }
+        }];
         Ok(GenerationRequest { prompts, parameters, stop_text: StopText::Kept, streams })
     }
 }

@@ -2,7 +2,7 @@
 
 use tokio::sync::watch;
 
-use super::grammar::{Compiler, ready};
+use super::grammar::{Compiler, Helpers, ready};
 use super::options::MAX_LOSSES;
 use crate::sequence::{Adapter, AdapterError, GrammarError};
 
@@ -15,7 +15,7 @@ pub(super) async fn load(
 ) -> Result<(), AdapterError> {
     let mut num_attempts = 0;
     loop {
-        let (_, loader) = ready(&mut compiler).await.map_err(|error| match error {
+        let Helpers { loader, .. } = ready(&mut compiler).await.map_err(|error| match error {
             GrammarError::Invalid(reason) | GrammarError::Worker(reason) => AdapterError::Worker(reason),
         })?;
         num_attempts += 1;

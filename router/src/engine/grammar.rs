@@ -7,13 +7,21 @@ use tokio::sync::watch;
 
 use super::options::MAX_LOSSES;
 use crate::sequence::{Grammar, GrammarError, SequenceFailure};
-use crate::worker::{AdapterLoader, GrammarCompiler};
+use crate::worker::{AdapterLoader, GrammarCompiler, ImageEncoder};
+
+/// What a group does beside its steps.
+#[derive(Clone, Debug)]
+pub(super) struct Helpers {
+    pub(super) compiler: GrammarCompiler,
+    pub(super) loader: AdapterLoader,
+    pub(super) encoder: ImageEncoder,
+}
 
 /// Where grammars are compiled at this moment.
 #[derive(Clone, Debug)]
 pub(super) enum Compiler {
-    /// The group's compiler, and what loads its adapters.
-    Ready(Box<GrammarCompiler>, AdapterLoader),
+    /// Of the group.
+    Ready(Box<Helpers>),
     /// The group is restarted, or a sequence is in quarantine.
     Waiting,
     /// The engine failed for good, for this reason.
@@ -24,7 +32,7 @@ pub(super) enum Compiler {
 pub(super) struct CompilerGate {
     sender: watch::Sender<Compiler>,
     /// The current group's, until `open`.
-    next: Option<(GrammarCompiler, AdapterLoader)>,
+    next: Option<Helpers>,
 }
 
 impl CompilerGate {
@@ -43,15 +51,15 @@ impl CompilerGate {
         self.sender.send_replace(Compiler::Waiting);
     }
 
-    /// There is a new group; its compiler is handed out from the next `open` on.
-    pub(super) fn set_next(&mut self, compiler: GrammarCompiler, loader: AdapterLoader) {
-        self.next = Some((compiler, loader));
+    /// There is a new group; its helpers are handed out from the next `open` on.
+    pub(super) fn set_next(&mut self, helpers: Helpers) {
+        self.next = Some(helpers);
     }
 
     /// No sequence is in quarantine.
     pub(super) fn open(&mut self) {
-        if let Some((compiler, loader)) = self.next.take() {
-            self.sender.send_replace(Compiler::Ready(Box::new(compiler), loader));
+        if let Some(helpers) = self.next.take() {
+            self.sender.send_replace(Compiler::Ready(Box::new(helpers)));
         }
     }
 
@@ -65,7 +73,7 @@ impl CompilerGate {
 pub(super) async fn compile(mut compiler: watch::Receiver<Compiler>, grammar: Grammar) -> Result<(), GrammarError> {
     let mut num_attempts = 0;
     loop {
-        let (ready, _) = ready(&mut compiler).await?;
+        let Helpers { compiler: ready, .. } = ready(&mut compiler).await?;
         num_attempts += 1;
         match ready.compile(&grammar).await {
             Ok(compiled) => return compiled.map_err(GrammarError::Invalid),
@@ -78,13 +86,11 @@ pub(super) async fn compile(mut compiler: watch::Receiver<Compiler>, grammar: Gr
     }
 }
 
-/// Waits for a group that compiles grammars and loads adapters.
-pub(super) async fn ready(
-    compiler: &mut watch::Receiver<Compiler>,
-) -> Result<(GrammarCompiler, AdapterLoader), GrammarError> {
+/// Waits for a group.
+pub(super) async fn ready(compiler: &mut watch::Receiver<Compiler>) -> Result<Helpers, GrammarError> {
     let settled = compiler.wait_for(|compiler| !matches!(compiler, Compiler::Waiting)).await;
     match settled.as_deref() {
-        Ok(Compiler::Ready(compiler, loader)) => Ok((GrammarCompiler::clone(compiler), loader.clone())),
+        Ok(Compiler::Ready(helpers)) => Ok(Helpers::clone(helpers)),
         Ok(Compiler::Gone(reason)) => Err(GrammarError::Worker(reason.clone())),
         Ok(Compiler::Waiting) | Err(_) => Err(GrammarError::Worker(SequenceFailure::ShuttingDown.to_string())),
     }

@@ -13,22 +13,23 @@ use super::command::Command;
 use super::generator::Generator;
 use super::grammar::{self, Compiler};
 use super::health::Health;
+use super::image;
 use super::moving::{Handover, MovingSequence};
 use super::options::EngineOptions;
 use super::owner::Owner;
 use super::restart::RestartGroup;
 use super::step_loop::StepLoop;
 use super::stream::SequenceStream;
-use crate::sequence::{Adapter, AdapterError, Grammar, GrammarError, SequenceEvent, SequenceFailure, SequenceRequest};
+use crate::sequence::{
+    Adapter, AdapterError, Grammar, GrammarError, Image, ImageError, SequenceEvent, SequenceFailure, SequenceRequest,
+};
 use crate::worker::Group;
-
-/// Ids are unique in this process, because sequences move between engines.
-static NEXT_ID: AtomicU64 = AtomicU64::new(1);
 
 /// The running engine. Clones share it; it ends with `shut_down`, or when the last clone and stream are dropped.
 #[derive(Clone)]
 pub struct Engine {
     commands: UnboundedSender<Command>,
+    next_id: Arc<AtomicU64>,
     health: watch::Receiver<Health>,
     stats: watch::Receiver<Stats>,
     compiler: watch::Receiver<Compiler>,
@@ -58,7 +59,7 @@ impl Engine {
         if let Err(error) = thread.spawn(run) {
             tracing::error!("cannot start the engine's thread: {error}");
         }
-        Self { commands, health, stats, compiler }
+        Self { commands, next_id: Arc::new(AtomicU64::new(1)), health, stats, compiler }
     }
 
     /// Resolves with the reason when the engine fails for good; never when it was shut down before.
@@ -74,12 +75,8 @@ impl Engine {
         }
     }
 
-    /// An id for `submit_as`.
-    pub(crate) fn new_id() -> SequenceId {
-        SequenceId(NEXT_ID.fetch_add(1, Ordering::Relaxed))
-    }
-
-    /// `Generator::submit` with an id that was not used before.
+    /// `Generator::submit` with an id that no other sequence has, in none of the engines that this one hands sequences over to. An engine
+    /// is used with this method or the other one.
     pub(crate) fn submit_as(&self, id: SequenceId, request: SequenceRequest) -> SequenceStream {
         // Bounded in effect: see `SequenceStream`.
         let (events, receiver) = mpsc::unbounded_channel();
@@ -118,7 +115,7 @@ impl Engine {
 
 impl Generator for Engine {
     fn submit(&self, request: SequenceRequest) -> SequenceStream {
-        self.submit_as(Self::new_id(), request)
+        self.submit_as(SequenceId(self.next_id.fetch_add(1, Ordering::Relaxed)), request)
     }
 
     fn compile_grammar(&self, grammar: &Grammar) -> BoxFuture<'static, Result<(), GrammarError>> {
@@ -127,6 +124,10 @@ impl Generator for Engine {
 
     fn load_adapter(&self, adapter: Adapter, unloaded_ids: Vec<u64>) -> BoxFuture<'static, Result<(), AdapterError>> {
         Box::pin(adapter::load(self.compiler.clone(), adapter, unloaded_ids))
+    }
+
+    fn encode_images(&self, images: Vec<Image>) -> BoxFuture<'static, Result<Vec<Vec<u32>>, ImageError>> {
+        Box::pin(image::encode(self.compiler.clone(), images))
     }
 
     fn health(&self) -> Health {

@@ -11,6 +11,7 @@ mod generator;
 mod grammar;
 mod handle;
 mod health;
+mod image;
 mod in_flight;
 mod moving;
 mod open_sequence;

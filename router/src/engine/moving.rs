@@ -15,7 +15,7 @@ pub struct MovingSequence {
 }
 
 impl MovingSequence {
-    /// Unique in this process.
+    /// Unique among the engines that it may move between.
     pub fn id(&self) -> SequenceId {
         self.id
     }

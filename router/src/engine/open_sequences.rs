@@ -70,8 +70,8 @@ impl OpenSequences {
             cache_salt: request.cache_salt,
             arrived_at: Instant::now(),
         };
-        let SequenceRequest { sampling, grammar, adapter, num_second_text_tokens, .. } = request;
-        let constants = Constants { sampling, grammar, adapter, num_second_text_tokens };
+        let SequenceRequest { sampling, grammar, adapter, images, num_second_text_tokens, .. } = request;
+        let constants = Constants { sampling, grammar, adapter, images, num_second_text_tokens };
         let sequence = OpenSequence::new(terms, constants, owner, events);
         self.adopt(MovingSequence { id, token_ids: request.prompt_token_ids, sequence, timeline: request.timeline });
     }

@@ -11,7 +11,7 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use super::command::Command;
-use super::grammar::CompilerGate;
+use super::grammar::{CompilerGate, Helpers};
 use super::health::Health;
 use super::in_flight::{InFlightStep, InFlightSteps};
 use super::moving::Handover;
@@ -107,7 +107,11 @@ impl StepLoop {
     async fn run_steps(&mut self, group: &Group) -> Result<Infallible, Stop> {
         // PERF: the group was connected on a runtime whose threads may be busy; this thread drives its own connections.
         let group = group.reconnect().await?;
-        self.compilers.set_next(group.grammars(), group.adapters());
+        self.compilers.set_next(Helpers {
+            compiler: group.grammars(),
+            loader: group.adapters(),
+            encoder: group.images(),
+        });
         let mut steps = group.steps();
         let progress = Progress::default();
         let hang = watchdog::watch(group.probe(), &progress, self.options.step_deadline, self.status.clone());

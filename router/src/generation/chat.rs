@@ -5,6 +5,7 @@ use std::sync::Arc;
 use serde_json::{Value, json};
 
 use super::error::GenerationError;
+use super::image::ImageSource;
 use super::parameter::Checked;
 use super::validation::ValidationError;
 use crate::text::{
@@ -20,6 +21,8 @@ pub(crate) struct Chat {
     pub(crate) tools: Option<ToolSet>,
     /// Replaces the model's own templates.
     pub(crate) template: Option<String>,
+    /// Of all messages, in their order.
+    pub(crate) images: Vec<ImageSource>,
 }
 
 /// The tools that the model may call. Empty only if the choice cannot be satisfied.
@@ -84,7 +87,7 @@ impl ToolCallIds {
 impl Chat {
     /// Renders the chat template over the conversation and its tools.
     pub(super) async fn render(self, model: &TextModel) -> Result<RenderedChat, GenerationError> {
-        let Self { mut inputs, tools, template } = self;
+        let Self { mut inputs, tools, template, images: _ } = self;
         let style = model.chat_style(template).await?;
         if let Some(tools) = &tools {
             let format = style.answer_format(true);

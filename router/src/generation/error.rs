@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::validation::ValidationError;
-use crate::sequence::{GrammarError, SequenceFailure};
+use crate::sequence::{GrammarError, ImageError, SequenceFailure};
 use crate::text::{EncodeError, TemplateError};
 
 /// The shortest `Retry-After`: another replica may accept the request at once.
@@ -81,6 +81,15 @@ impl From<GrammarError> for GenerationError {
         match error {
             GrammarError::Invalid(reason) => Self::Validation(ValidationError::Grammar(reason)),
             GrammarError::Worker(_) => Self::Failed(error.to_string()),
+        }
+    }
+}
+
+impl From<ImageError> for GenerationError {
+    fn from(error: ImageError) -> Self {
+        match error {
+            ImageError::Unusable(reason) => Self::Validation(ValidationError::Image(reason)),
+            ImageError::Worker(_) => Self::Failed(error.to_string()),
         }
     }
 }

@@ -1,5 +1,5 @@
 //! From a request of any dialect to running sequences, and from their tokens back to text:
-//! admit → check → render → encode → reserve queue space → compile the grammar → submit → collect.
+//! admit → check → render → encode → place images → reserve queue space → compile the grammar → submit → collect.
 //!
 //! `api` turns a dialect's request into a [`GenerationRequest`], [`GenerationService::start`] opens it, `http` renders
 //! the resulting [`GenerationDelta`]s. CONVENTION: this room imports neither axum nor hyper nor the
@@ -14,6 +14,7 @@ mod delta;
 mod described;
 mod error;
 mod held_text;
+mod image;
 mod parameter;
 mod pooling;
 mod request;
@@ -28,6 +29,7 @@ pub(crate) use adapter::AdapterUpdateError;
 pub(crate) use chat::{Chat, ToolCallIds, ToolSet};
 pub(crate) use delta::{FinishReason, PromptToken, TextToken, TopToken};
 pub(crate) use error::{Bound, GenerationError, MIN_RETRY_AFTER_S, Refusal};
+pub(crate) use image::{ImageSource, take_from_text};
 pub(crate) use parameter::{Extension, MAX_LOGIT_BIAS, MAX_LOGIT_BIASES, Parameters};
 pub(crate) use pooling::{Pooled, PoolingInput, PoolingRequest};
 pub(crate) use request::{GenerationRequest, Prompt};

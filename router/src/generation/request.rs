@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::chat::Chat;
+use super::image::ImageSource;
 use super::parameter::Parameters;
 use super::text_stream::StopText;
 use crate::telemetry::{Operation, RequestParameters};
@@ -25,6 +26,8 @@ pub(crate) struct GenerationRequest {
 pub(crate) enum Prompt {
     /// Plain text; the tokenizer adds its special tokens.
     Text(Arc<str>),
+    /// A text with images, and with the model's placeholder in the place of each.
+    Illustrated(Arc<str>, Vec<ImageSource>),
     TokenIds(Vec<u32>),
     /// A conversation; the chat template writes the prompt, special tokens included.
     Chat(Box<Chat>),

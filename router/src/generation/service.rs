@@ -12,6 +12,7 @@ use super::admission::{Admission, QueueReservation};
 use super::chat::{Chat, ChatAnswer, ToolCallIds};
 use super::deadline::{Deadlines, reached};
 use super::error::GenerationError;
+use super::image;
 use super::parameter::Checked;
 use super::request::{GenerationRequest, Prompt};
 use super::running::{Generations, Running, StartedPrompt};
@@ -19,7 +20,7 @@ use super::text_stream::{SequenceOptions, ShownTokens, StopText, TextStream};
 use super::validation::ValidationError;
 use crate::config::{Config, PriorityOrder};
 use crate::engine::{Generator, Health};
-use crate::sequence::{Sampling, SequenceRequest};
+use crate::sequence::{Image, ImageSpan, Sampling, SequenceRequest};
 use crate::telemetry::{RequestRecord, metrics};
 use crate::text::{AnswerParser, TextModel, TokenSpan};
 
@@ -50,6 +51,7 @@ pub(crate) struct TokenizedChat {
 /// A checked and encoded prompt, with queue space reserved for each of its generations.
 struct Prepared {
     prompt: StartedPrompt,
+    images: Arc<[ImageSpan]>,
     max_new_tokens: u32,
     checked: Checked,
     shown_token_ids: Arc<[u32]>,
@@ -229,10 +231,16 @@ impl GenerationService {
         deadlines: Deadlines,
     ) -> Result<Prepared, GenerationError> {
         let Inner { config, generator, text: model, admission, .. } = &*self.inner;
+        let mut images = Vec::new();
         let (text, token_ids, answer) = match prompt {
             Prompt::Text(text) => (Some(text), Vec::new(), None),
+            Prompt::Illustrated(text, sources) => {
+                images = image::read(&sources)?;
+                (Some(text), Vec::new(), None)
+            }
             Prompt::TokenIds(ids) => (None, ids, None),
             Prompt::Chat(chat) => {
+                images = image::read(&chat.images)?;
                 let chat = self.in_time(deadlines, chat.render(model)).await?;
                 let text = Arc::clone(&chat.prompt);
                 let answer = ChatAnswer::new(chat);
@@ -256,6 +264,8 @@ impl GenerationService {
                 None => token_ids,
             },
         };
+        let spans;
+        (token_ids, spans) = self.place_images(token_ids, images, &checked, deadlines).await?;
         let max_new_tokens = checked.fit(&mut token_ids, &config.limits)?;
         checked.check_token_ids(vocabulary)?;
         let bad_words = model.encode_bad_words(&checked.bad_words);
@@ -278,7 +288,27 @@ impl GenerationService {
         let shown_token_ids = answer.as_ref().map(ChatAnswer::shown_token_ids).unwrap_or_default();
         let tool_call_ids: Option<ToolCallIds> = answer.as_ref().and_then(ChatAnswer::tool_call_ids);
         let prompt = StartedPrompt { text, token_ids, tool_call_ids };
-        Ok(Prepared { prompt, max_new_tokens, checked, shown_token_ids, parsers, reservations })
+        Ok(Prepared { prompt, images: spans, max_new_tokens, checked, shown_token_ids, parsers, reservations })
+    }
+
+    /// Encodes the images of a prompt, and puts their tokens into their places.
+    async fn place_images(
+        &self,
+        token_ids: Vec<u32>,
+        images: Vec<Image>,
+        checked: &Checked,
+        deadlines: Deadlines,
+    ) -> Result<(Vec<u32>, Arc<[ImageSpan]>), GenerationError> {
+        let Some(input) = self.inner.config.image_input.as_ref().filter(|_| !images.is_empty()) else {
+            return Ok((token_ids, Arc::default()));
+        };
+        if checked.truncate.is_some() {
+            return Err(ValidationError::TruncateImages.into());
+        }
+        image::check_places(&token_ids, input.placeholder_id, images.len())?;
+        let encode = self.inner.generator.encode_images(images.clone());
+        let encoded = self.in_time(deadlines, async { Ok(encode.await?) }).await?;
+        Ok(image::expand(&token_ids, input.placeholder_id, images, &encoded))
     }
 
     /// Submits the generations of one prompt.
@@ -292,7 +322,7 @@ impl GenerationService {
         generations: &mut Generations,
     ) {
         let Inner { config, generator, text: model, abandoned, salts, .. } = &*self.inner;
-        let Prepared { prompt, max_new_tokens, checked, shown_token_ids, parsers, reservations } = prepared;
+        let Prepared { prompt, images, max_new_tokens, checked, shown_token_ids, parsers, reservations } = prepared;
         let group = (reservations.len() > 1).then(rand::random);
         let mut parsers = parsers.into_iter();
         for (index, reservation) in reservations.into_iter().enumerate() {
@@ -306,6 +336,7 @@ impl GenerationService {
                 max_new_tokens,
                 sampling: Sampling { seed, ..checked.sampling.clone() },
                 grammar: checked.grammar.clone(),
+                images: Arc::clone(&images),
                 num_second_text_tokens: 0,
                 needs_prompt_outputs: false,
                 priority: match config.priority_order {
@@ -313,10 +344,13 @@ impl GenerationService {
                     PriorityOrder::LowestFirst => -checked.priority,
                 },
                 group,
-                // The keys and values of a prefix are the adapter's.
-                cache_salt: match (&checked.cache_salt, adapter) {
-                    (None, None) => None,
-                    (salt, adapter) => Some(salts.hash_one((salt, adapter.map(|lease| lease.adapter().id)))),
+                // The keys and values of a prefix are the adapter's, and depend on the images in it.
+                cache_salt: match (&checked.cache_salt, adapter, &images[..]) {
+                    (None, None, []) => None,
+                    (salt, adapter, images) => {
+                        let images: Vec<_> = images.iter().map(|span| (span.image.hash(), span.offset)).collect();
+                        Some(salts.hash_one((salt, adapter.map(|lease| lease.adapter().id), images)))
+                    }
                 },
                 adapter: adapter.map(|lease| lease.adapter().clone()),
                 timeline: record.trace().map(|trace| trace.add_sequence(num_prompt_tokens, shown_seed)),

@@ -120,6 +120,13 @@ pub(crate) enum ValidationError {
     Unsupported { field: &'static str, why: &'static str },
     #[error("`{part}` parts are not supported in a message's content by this model")]
     ContentPart { part: String },
+    #[error("the prompt has {num_places} places for images, but {num_images} images were given")]
+    ImagePlaces { num_places: usize, num_images: usize },
+    /// What is wrong with an image, which is named by its number.
+    #[error("{0}")]
+    Image(String),
+    #[error("`truncate` cannot be combined with images")]
+    TruncateImages,
     /// A message, a part of its content or a tool cannot be used. `path`: where it is in the request.
     #[error("{path}: {problem}")]
     Item { path: String, problem: String },
@@ -166,6 +173,7 @@ impl ValidationError {
             Self::EmptyInput | Self::NumInputs { .. } | Self::InputTokens { .. } | Self::TotalTokens { .. } => {
                 Some(names.prompt)
             }
+            Self::TruncateImages => Some("truncate_prompt_tokens"),
             Self::BestOf { .. } | Self::BestOfStream | Self::BestOfSampling => Some("best_of"),
             Self::BestOfSeed => Some("seed"),
             Self::Temperature => Some("temperature"),
@@ -194,7 +202,7 @@ impl ValidationError {
             Self::Timeout { .. } => Some("timeout"),
             Self::IgnoreEosWithGrammar => Some("ignore_eos"),
             Self::StreamOptions => Some("stream_options"),
-            Self::NoMessages | Self::ContentPart { .. } => Some("messages"),
+            Self::NoMessages | Self::ContentPart { .. } | Self::ImagePlaces { .. } | Self::Image(_) => Some("messages"),
             Self::Item { path, .. } => Some(path),
             Self::NoPrompts => Some("prompt"),
             Self::Dimensions { .. } => Some("dimensions"),

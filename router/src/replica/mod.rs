@@ -4,6 +4,7 @@
 mod prefix;
 mod routing;
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use futures::future::{BoxFuture, join_all, try_join_all};
@@ -11,7 +12,9 @@ use futures::{FutureExt, TryFutureExt};
 use penstock_scheduler::{SequenceId, Stats};
 
 use crate::engine::{Engine, EngineOptions, Generator, Handover, Health, MovingSequence, RestartGroup, SequenceStream};
-use crate::sequence::{Adapter, AdapterError, Grammar, GrammarError, SequenceEvent, SequenceRequest};
+use crate::sequence::{
+    Adapter, AdapterError, Grammar, GrammarError, Image, ImageError, SequenceEvent, SequenceRequest,
+};
 use crate::worker::Group;
 use routing::Routing;
 
@@ -25,6 +28,8 @@ pub struct Replicas(Arc<Shared>);
 struct Shared {
     engines: Vec<Engine>,
     routing: Mutex<Routing>,
+    /// Of all engines.
+    next_id: AtomicU64,
 }
 
 /// Gives the sequences of one engine to the others.
@@ -47,7 +52,8 @@ impl Replicas {
                 Engine::start(group, options, restart, handover)
             };
             let engines = groups.into_iter().enumerate().map(start).collect();
-            Shared { engines, routing: Mutex::new(Routing::new(num_engines, &options.limits)) }
+            let routing = Mutex::new(Routing::new(num_engines, &options.limits));
+            Shared { engines, routing, next_id: AtomicU64::new(1) }
         };
         Self(Arc::new_cyclic(start))
     }
@@ -73,16 +79,16 @@ impl Replicas {
         })
     }
 
-    /// Does the same in every able engine. The error is the first one; without an able engine, that of the first engine.
-    fn in_all<E: Send + 'static>(
+    /// Does the same in every able engine, at least in one. The error is the first one.
+    fn in_all<T: Send + 'static, E: Send + 'static>(
         &self,
-        act: impl Fn(&Engine) -> BoxFuture<'static, Result<(), E>>,
-    ) -> BoxFuture<'static, Result<(), E>> {
+        act: impl Fn(&Engine) -> BoxFuture<'static, Result<T, E>>,
+    ) -> BoxFuture<'static, Result<Vec<T>, E>> {
         let mut acts: Vec<_> = self.able().map(&act).collect();
         if acts.is_empty() {
             acts.extend(self.0.engines.first().map(&act));
         }
-        try_join_all(acts).map_ok(drop).boxed()
+        try_join_all(acts).boxed()
     }
 }
 
@@ -93,11 +99,16 @@ impl Generator for Replicas {
     }
 
     fn compile_grammar(&self, grammar: &Grammar) -> BoxFuture<'static, Result<(), GrammarError>> {
-        self.in_all(|engine| engine.compile_grammar(grammar))
+        self.in_all(|engine| engine.compile_grammar(grammar)).map_ok(drop).boxed()
     }
 
     fn load_adapter(&self, adapter: Adapter, unloaded_ids: Vec<u64>) -> BoxFuture<'static, Result<(), AdapterError>> {
-        self.in_all(|engine| engine.load_adapter(adapter.clone(), unloaded_ids.clone()))
+        self.in_all(|engine| engine.load_adapter(adapter.clone(), unloaded_ids.clone())).map_ok(drop).boxed()
+    }
+
+    fn encode_images(&self, images: Vec<Image>) -> BoxFuture<'static, Result<Vec<Vec<u32>>, ImageError>> {
+        // All engines give the same tokens.
+        self.in_all(|engine| engine.encode_images(images.clone())).map_ok(|mut all| all.swap_remove(0)).boxed()
     }
 
     /// Healthy if any engine is; otherwise that of the engine that is closest to it.
@@ -114,7 +125,7 @@ impl Generator for Replicas {
 
 impl Shared {
     fn submit(self: &Arc<Self>, request: SequenceRequest) -> SequenceStream {
-        let id = Engine::new_id();
+        let id = SequenceId(self.next_id.fetch_add(1, Ordering::Relaxed));
         let engine = self.routing().place(id, &request, |engine| self.takes_steps(engine));
         let mut work = Work { shared: Arc::downgrade(self), id, num_tokens: 0 };
         self.engines[engine].submit_as(id, request).observed(move |event| work.observe(event))

@@ -149,6 +149,7 @@ mod tests {
             max_new_tokens: 100,
             sampling: greedy(),
             grammar: None,
+            images: [].into(),
             num_second_text_tokens: 0,
             needs_prompt_outputs: false,
             priority: 0,

@@ -4,14 +4,18 @@
 
 mod adapter;
 mod grammar;
+mod image;
 mod pooling;
 mod sampling;
 mod timeline;
+
+use std::sync::Arc;
 
 pub use penstock_scheduler::FinishReason;
 
 pub use adapter::{Adapter, AdapterError};
 pub use grammar::{Grammar, GrammarError};
+pub use image::{Image, ImageError, ImageInput, ImageSpan};
 pub use pooling::{Matryoshka, Pooling, Task};
 pub use sampling::{BadWord, LogitBias, Sampling, greedy};
 pub use timeline::Timeline;
@@ -33,6 +37,8 @@ pub struct SequenceRequest {
     pub grammar: Option<Grammar>,
     /// What the model is changed by; loaded before (`Generator::load_adapter`).
     pub adapter: Option<Adapter>,
+    /// Images among the prompt tokens, in the order of their offsets; encoded before (`Generator::encode_images`).
+    pub images: Arc<[ImageSpan]>,
     /// The last prompt tokens that have token type 1; all others have type 0.
     pub num_second_text_tokens: u32,
     /// Whether the model must run over all prompt tokens, even cached ones, besides for prompt logprobs.
@@ -53,6 +59,7 @@ pub(crate) struct Constants {
     pub(crate) sampling: Sampling,
     pub(crate) grammar: Option<Grammar>,
     pub(crate) adapter: Option<Adapter>,
+    pub(crate) images: Arc<[ImageSpan]>,
     pub(crate) num_second_text_tokens: u32,
 }
 

@@ -7,7 +7,9 @@ use penstock_scheduler::{Advance, NewSequence, Plan, SequenceId};
 
 use super::WorkerError;
 use super::report::{Fault, Output, OutputError, StepReport, WorkerTiming};
-use crate::sequence::{Adapter, Constants, Grammar, Matryoshka, Pooling, Task, Token, TopToken};
+use crate::sequence::{
+    Adapter, Constants, Grammar, Image, ImageInput, ImageSpan, Matryoshka, Pooling, Task, Token, TopToken,
+};
 
 pub(super) fn plan<'a>(plan: Plan, constants: impl Fn(SequenceId) -> &'a Constants) -> proto::Plan {
     proto::Plan {
@@ -30,12 +32,25 @@ fn new_sequence(constants: &Constants, new: NewSequence) -> proto::NewSequence {
         grammar: constants.grammar.as_ref().map(grammar),
         num_second_text_tokens: constants.num_second_text_tokens,
         adapter: constants.adapter.as_ref().map(adapter),
-        images: Vec::new(),
+        images: constants.images.iter().map(image_span).collect(),
     }
 }
 
 pub(super) fn adapter(adapter: &Adapter) -> proto::Adapter {
     proto::Adapter { id: adapter.id, path: adapter.path.to_string_lossy().into_owned() }
+}
+
+pub(super) fn image(image: &Image) -> proto::Image {
+    proto::Image { hash: image.hash().to_vec(), data: image.data().to_vec() }
+}
+
+fn image_span(span: &ImageSpan) -> proto::ImageSpan {
+    let proto::Image { hash, data } = image(&span.image);
+    proto::ImageSpan { hash, offset: span.offset, data }
+}
+
+pub(super) fn image_input(input: proto::ImageInput) -> ImageInput {
+    ImageInput { placeholder_id: input.placeholder_id, placeholder: input.placeholder }
 }
 
 pub(super) fn grammar(grammar: &Grammar) -> proto::Grammar {

@@ -9,11 +9,12 @@ use penstock_proto as proto;
 
 use super::adapter::AdapterLoader;
 use super::grammar::GrammarCompiler;
+use super::image::ImageEncoder;
 use super::progress::RankProgress;
 use super::rank::Rank;
 use super::step::Steps;
 use super::{PROTOCOL_VERSION, WorkerError, convert};
-use crate::sequence::{Pooling, Task};
+use crate::sequence::{ImageInput, Pooling, Task};
 
 /// The connections to all ranks of one model copy.
 #[derive(Debug)]
@@ -94,6 +95,8 @@ pub struct Description {
     pub phases: Vec<Phase>,
     /// What the model makes of a sequence; `None`: it generates tokens.
     pub pooling: Option<Pooling>,
+    /// How prompts have images; `None`: the model reads none.
+    pub image_input: Option<ImageInput>,
 }
 
 /// A phase of the start.
@@ -236,6 +239,7 @@ impl Group {
             weight_bytes,
             kv_bytes_per_block,
             phases: phases(first.phases),
+            image_input: first.image_input.map(convert::image_input),
             pooling: first.pooling.map(|pooling| convert::pooling(&pooling, first.max_source_tokens > 0)),
         })
     }
@@ -278,6 +282,11 @@ impl Group {
     /// Loads adapters on all ranks.
     pub(crate) fn adapters(&self) -> AdapterLoader {
         AdapterLoader::new(self.ranks.clone())
+    }
+
+    /// Encodes images on all ranks.
+    pub(crate) fn images(&self) -> ImageEncoder {
+        ImageEncoder::new(self.ranks.clone())
     }
 
     /// Opens the stream of steps on all ranks. They forget every sequence of an earlier stream.

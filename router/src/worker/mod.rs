@@ -7,6 +7,7 @@ mod convert;
 mod error;
 mod grammar;
 mod group;
+mod image;
 mod progress;
 mod rank;
 mod report;
@@ -18,6 +19,7 @@ pub use progress::{DeviceProgress, RankProgress};
 
 pub(crate) use adapter::AdapterLoader;
 pub(crate) use grammar::GrammarCompiler;
+pub(crate) use image::ImageEncoder;
 pub(crate) use report::{Fault, Output, OutputError, StepReport, WorkerTiming};
 pub(crate) use step::Steps;
 

@@ -125,6 +125,14 @@ impl Rank {
         Ok(answer.into_inner())
     }
 
+    pub(super) async fn encode_images(
+        &mut self,
+        request: proto::EncodeImagesRequest,
+    ) -> Result<proto::EncodeImagesResponse, WorkerError> {
+        let answer = self.client.encode_images(request).await.map_err(|status| self.error(&status))?;
+        Ok(answer.into_inner())
+    }
+
     /// Opens the stream of steps. Plans go into the sender; their results come out of the stream in the same order.
     pub(super) fn steps(
         &self,

@@ -37,6 +37,7 @@ pub fn request(prompt: &[u32], max_new_tokens: u32) -> SequenceRequest {
         max_new_tokens,
         sampling: greedy(),
         grammar: None,
+        images: [].into(),
         num_second_text_tokens: 0,
         needs_prompt_outputs: false,
         priority: 0,

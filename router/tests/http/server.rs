@@ -16,7 +16,8 @@ use penstock_router::config::{
 };
 use penstock_router::engine::{Generator, Health, SequenceStream};
 use penstock_router::sequence::{
-    Adapter, AdapterError, FinishReason, Grammar, GrammarError, SequenceEvent, SequenceRequest, Token,
+    Adapter, AdapterError, FinishReason, Grammar, GrammarError, Image, ImageError, SequenceEvent, SequenceRequest,
+    Token,
 };
 use penstock_router::telemetry::metrics::Exporter;
 use penstock_router::text::TextModel;
@@ -93,6 +94,9 @@ impl Sequences {
 
 type Script = Box<dyn Fn(Sequence) + Send + Sync>;
 
+/// Of each token of an image.
+pub const PLACEHOLDER_ID: u32 = 7;
+
 /// An engine that runs the test's script.
 pub struct Engine {
     script: Script,
@@ -130,6 +134,15 @@ impl Generator for Engine {
         self.loads.lock().unwrap().push((adapter.id, unloaded_ids));
         let answer = if is_broken { Err(AdapterError::Unusable("it is broken".to_owned())) } else { Ok(()) };
         Box::pin(std::future::ready(answer))
+    }
+
+    /// As many tokens as an image has bytes; one that begins with "broken" is refused.
+    fn encode_images(&self, images: Vec<Image>) -> BoxFuture<'static, Result<Vec<Vec<u32>>, ImageError>> {
+        let encode = |image: &Image| match image.data().starts_with(b"broken") {
+            true => Err(ImageError::Unusable("image 1 is broken".to_owned())),
+            false => Ok(vec![PLACEHOLDER_ID; image.data().len()]),
+        };
+        Box::pin(std::future::ready(images.iter().map(encode).collect()))
     }
 
     fn health(&self) -> Health {
@@ -306,6 +319,7 @@ fn config(folder: &Path) -> Config {
         limits: LIMITS,
         decoder_prefix: Arc::default(),
         pooling: None,
+        image_input: None,
         queue: QueueLimits { max_tokens: u64::MAX, timeout: None },
         validation_workers: 1,
         payload_limit_bytes: 10_000,

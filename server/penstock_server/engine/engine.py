@@ -73,7 +73,7 @@ def _can_draft(model: CausalModel, device: torch.device) -> bool:
 
 
 def _image_input(images: ImageEncoder | None) -> ImageInput | None:
-    return None if images is None else ImageInput(images.image_token_id, images.placeholder, images.kept_bytes)
+    return None if images is None else ImageInput(images.image_token_id, images.placeholder)
 
 
 class Engine:
@@ -190,12 +190,12 @@ class Engine:
             self.model.adapters.unload(adapter_id)
         self.model.adapters.load(adapter)
 
-    def encode_images(self, images: Sequence[Image], released_hashes: Sequence[bytes]) -> list[EncodedImage]:
+    def encode_images(self, images: Sequence[Image]) -> list[EncodedImage]:
         """Encode images, after forgetting others. Any thread may call it while steps run. Raises ImageError for an
         image that cannot be used."""
         if self.model.images is None:
             raise ImageError("the model reads no images")
-        return self.model.images.encode(images, released_hashes)
+        return self.model.images.encode(images)
 
     def close(self) -> None:
         """End the engine's processes, and leave the other ranks. It must not be used afterwards."""

@@ -25,6 +25,7 @@ from penstock_server.engine.sampling import (
     record,
     refusal,
 )
+from penstock_server.errors import ImageError
 from penstock_server.models.adapter import Adapters
 from penstock_server.plan import NewSequence, Sampling
 from penstock_server.vision.encoder import ImageEncoder, PlacedImage
@@ -91,6 +92,16 @@ class SequenceTable:
         """[sequence_ids]: the row of each; -1 where the sequence is unknown or has failed."""
         return np.fromiter((self._row_of.get(i, -1) for i in sequence_ids), np.int64, len(sequence_ids))
 
+    def _place(self, new: NewSequence) -> tuple[list[PlacedImage], str]:
+        """The images of a sequence, or why it cannot have them."""
+        if self.encoder is None:
+            return [], "has images, which the model does not read"
+        try:
+            images = self.encoder.placed(new.images)
+        except ImageError as error:
+            return [], str(error)
+        return images, _image_refusal(new, images)
+
     def failure(self, sequence_id: int) -> str:
         """Why a sequence without a row cannot advance."""
         return self._failures.get(sequence_id, "unknown sequence id")
@@ -103,8 +114,10 @@ class SequenceTable:
             return
         if sequence_id in self._failures:
             return
-        images = [] if self.encoder is None else self.encoder.placed(new.images)
-        reason = self._refusal(new) or _image_refusal(new, images)
+        images: list[PlacedImage] = []
+        reason = self._refusal(new)
+        if not reason and new.images:
+            images, reason = self._place(new)
         if reason:
             self._failures[sequence_id] = reason
             return
@@ -308,9 +321,6 @@ class SequenceTable:
 
 
 def _image_refusal(new: NewSequence, images: Sequence[PlacedImage]) -> str:
-    """images: those of the sequence that are encoded."""
-    if len(images) < len(new.images):
-        return f"has {len(new.images)} images, of which {len(images)} are encoded"
     end = 0
     for image in images:
         if image.offset < end or list(new.token_ids[image.offset : image.end]) != image.image.token_ids.tolist():

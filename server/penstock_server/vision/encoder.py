@@ -1,4 +1,4 @@
-"""Encodes images beside the steps, and keeps their embeddings until the router releases them."""
+"""Encodes images beside the steps, and keeps the embeddings of those that were used last."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import isqrt
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +32,7 @@ _KEPT_BYTES = 1 << 30
 _WORK_BYTES = 1 << 30  # of the process that reads files, and of the tower's activations; more only for huge files
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class EncodedImage:
     token_ids: npt.NDArray[np.int32]  # they replace the image's placeholder
     before: npt.NDArray[np.int64]  # [token_ids + 1] the image tokens before each of them; the last entry: all
@@ -131,12 +132,13 @@ class ImageEncoder:
             raise ConfigError(f"{folder}/tokenizer.json lacks the image token, {self.image_token_id}")
         self._image_token = image_token
         self.placeholder = family.placeholder.format(image=image_token)
-        self._kept: dict[bytes, EncodedImage] = {}
+        self._kept: dict[bytes, EncodedImage] = {}  # the one that was used last is the last one
+        self._alive: WeakValueDictionary[bytes, EncodedImage] = WeakValueDictionary()  # kept, or in use by sequences
         self._num_waiting = 0
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "images", initializer=lower_priority)
         self.kept_bytes = _KEPT_BYTES
-        """What the images that are kept may take."""
+        """What images that are kept or in use may take."""
         self.max_bytes = _KEPT_BYTES + _WORK_BYTES
         """What images may take in all."""
 
@@ -149,9 +151,9 @@ class ImageEncoder:
     def weight_bytes(self) -> int:
         return self._tower.num_bytes
 
-    def encode(self, images: Sequence[Image], released_hashes: Sequence[bytes]) -> list[EncodedImage]:
-        """Forgets the released images, then encodes those that are not kept, one after the other. Raises ImageError
-        with the number of the image that cannot be encoded; then no new one is kept."""
+    def encode(self, images: Sequence[Image]) -> list[EncodedImage]:
+        """Encodes the images that are not kept, one after the other. Raises ImageError with the number of the image that
+        cannot be encoded."""
         with self._lock:
             if self._num_waiting >= MAX_WAITING:
                 raise ImageError(
@@ -159,18 +161,23 @@ class ImageEncoder:
                 )
             self._num_waiting += 1
         try:
-            return self._thread.submit(self._encode_all, images, released_hashes).result()
+            return self._thread.submit(self._encode_all, images).result()
         finally:
             with self._lock:
                 self._num_waiting -= 1
 
     def placed(self, spans: Sequence[ImageSpan]) -> list[PlacedImage]:
-        """Those of a sequence's images that are kept."""
-        kept, found, shift = self._kept, [], 0
-        for span in spans:
-            if span.hash in kept:
-                found.append(PlacedImage(span.offset, kept[span.hash], span.offset - shift))
-                shift = found[-1].shift
+        """The images of a sequence. Those that are not kept, as after the loss of a worker, are encoded now. Raises
+        ImageError."""
+        if not spans:
+            return []
+        found: list[PlacedImage] = []
+        shift = 0
+        for span, image in zip(
+            spans, self._thread.submit(self._encode_all, [s.image for s in spans]).result(), strict=True
+        ):
+            found.append(PlacedImage(span.offset, image, span.offset - shift))
+            shift = found[-1].shift
         return found
 
     def close(self) -> None:
@@ -179,25 +186,31 @@ class ImageEncoder:
         self._reader.close()
 
     @torch.inference_mode()
-    def _encode_all(self, images: Sequence[Image], released_hashes: Sequence[bytes]) -> list[EncodedImage]:
-        for hash_ in released_hashes:
-            self._kept.pop(hash_, None)
-        kept = dict(self._kept)
+    def _encode_all(self, images: Sequence[Image]) -> list[EncodedImage]:
+        found = []
         for number, image in enumerate(images, 1):
-            if image.hash in kept:
-                continue
             try:
-                kept[image.hash] = self._encode(image.data)
+                found.append(self._alive.get(image.hash) or self._encode(image.data))
             except ImageError as error:
                 raise ImageError(f"image {number} {error}") from error
-            num_bytes = sum(each.num_bytes for each in kept.values())
-            if num_bytes > self.kept_bytes:
+            self._keep(image.hash, found[-1])
+            if (num_bytes := self._num_bytes()) > self.kept_bytes:
                 raise ImageError(
-                    f"image {number} does not fit: the embeddings of {len(kept)} images in use take {num_bytes} bytes, "
-                    f"at most {self.kept_bytes} are allowed; try again later, or send fewer or smaller ones"
+                    f"image {number} does not fit: the embeddings of the images in use take {num_bytes} bytes, at most "
+                    f"{self.kept_bytes} are allowed; try again later, or send fewer or smaller ones"
                 )
-        self._kept = kept
-        return [kept[image.hash] for image in images]
+        return found
+
+    def _keep(self, hash_: bytes, image: EncodedImage) -> None:
+        """Forgets the images that were used longest ago, until the others fit."""
+        self._alive[hash_] = image
+        self._kept.pop(hash_, None)
+        self._kept[hash_] = image
+        while len(self._kept) > 1 and self._num_bytes() > self.kept_bytes:
+            del self._kept[next(iter(self._kept))]
+
+    def _num_bytes(self) -> int:
+        return sum(image.num_bytes for image in list(self._alive.values()))
 
     def _encode(self, data: bytes) -> EncodedImage:
         began = time.perf_counter()

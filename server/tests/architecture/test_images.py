@@ -50,7 +50,7 @@ class Prompt:
 
     @property
     def spans(self) -> list[ImageSpan]:
-        return [ImageSpan(IMAGES[i].hash, offset) for i, offset in zip(self.images, self.offsets, strict=True)]
+        return [ImageSpan(IMAGES[i], offset) for i, offset in zip(self.images, self.offsets, strict=True)]
 
 
 @dataclass
@@ -122,7 +122,7 @@ def text(seed: int, length: int) -> list[int]:
 
 def prompts_of(encoder: ImageEncoder) -> list[Prompt]:
     """One image, two images next to each other (not where the template has tokens between), none, and one again."""
-    encoded = encoder.encode(IMAGES, [])
+    encoded = encoder.encode(IMAGES)
 
     def prompt(*parts: list[int] | int) -> Prompt:
         ids: list[int] = []
@@ -240,29 +240,36 @@ def test_an_image_becomes_the_tokens_of_transformers(made: Made) -> None:
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(made.folder / "tokenizer.json"))
     images = transformers.AutoImageProcessor.from_pretrained(made.folder, backend="pil")
     processor = getattr(transformers, class_name)(images, tokenizer, **values)
-    for image, encoded in zip(PICTURES, encoder.encode(IMAGES, []), strict=True):
+    for image, encoded in zip(PICTURES, encoder.encode(IMAGES), strict=True):
         expected = processor(text=[f"a{encoder.placeholder} b"], images=[image])["input_ids"][0]
         assert list(expected)[1:-2] == encoded.token_ids.tolist()
 
 
-def test_images_are_kept_until_they_are_released(made: Made) -> None:
+def test_the_images_that_were_used_last_are_kept(made: Made) -> None:
     if made.name != "llava":
         pytest.skip("the same for every family")
     _, encoder = made.load()
-    first = encoder.encode(IMAGES[:2], [])
-    assert [each is again for each, again in zip(first, encoder.encode(IMAGES[:2], []), strict=True)] == [True, True]
-    third = encoder.encode([IMAGES[0], IMAGES[2]], [IMAGES[1].hash])
-    assert third[0] is first[0]
-    spans = [ImageSpan(image.hash, 0) for image in IMAGES]
-    assert [placed.image for placed in encoder.placed(spans)] == third
-    bad = Image(b"bad", b"no image")
+
+    def are_kept(*images: int) -> list[bool]:
+        return [IMAGES[i].hash in encoder._alive for i in images]
+
+    first = encoder.encode(IMAGES[:2])
+    assert [each is again for each, again in zip(first, encoder.encode(IMAGES[:2]), strict=True)] == [True, True]
     with pytest.raises(ImageError, match="image 2 is not an image file"):
-        encoder.encode([IMAGES[1], bad], [])
-    assert len(encoder.placed(spans)) == 2, "a request that fails keeps none of its new images"
-    encoder.kept_bytes = third[0].num_bytes * 2
-    with pytest.raises(ImageError, match="image 1 does not fit"):
-        encoder.encode([IMAGES[1]], [])
-    assert len(encoder.encode([IMAGES[1]], [IMAGES[0].hash])) == 1
+        encoder.encode([IMAGES[1], Image(b"bad", b"no image")])
+    encoder.kept_bytes = first[0].num_bytes * 2
+    used = encoder.placed([ImageSpan(IMAGES[0], 0)])
+    assert used[0].image is first[0]
+    del first
+    encoder.encode([IMAGES[2]])
+    assert are_kept(0, 1, 2) == [True, False, True], "the second one was used longest ago"
+    encoder.encode([IMAGES[1]])
+    assert are_kept(0, 1) == [True, True], "the first one is in use"
+    with pytest.raises(ImageError, match="image 2 does not fit: the embeddings of the images in use take"):
+        encoder.encode([IMAGES[1], IMAGES[2]])
+    used.clear()
+    assert len(encoder.encode([IMAGES[1], IMAGES[2]])) == 2
+    assert len(encoder.placed([ImageSpan(IMAGES[0], 0)])) == 1, "encoded again, from the data of the span"
     encoder.close()
 
 
@@ -275,7 +282,7 @@ def test_a_call_is_refused_while_many_wait(monkeypatch: pytest.MonkeyPatch, made
     gate = threading.Event()
     encoder._thread.submit(gate.wait, 30)
     with ThreadPoolExecutor(2) as threads:
-        waiting = [threads.submit(encoder.encode, IMAGES[:1], []) for _ in range(2)]
+        waiting = [threads.submit(encoder.encode, IMAGES[:1]) for _ in range(2)]
         refused = next(as_completed(waiting))
         gate.set()
         assert "the images of 1 requests are being encoded already" in str(refused.exception())
@@ -296,9 +303,12 @@ def test_a_sequence_names_images_that_are_encoded_where_their_tokens_are(made: M
     run = EngineRun(made.folder)
     encoder = run.engine.model.images
     assert encoder is not None
-    (encoded,) = run.engine.encode_images(IMAGES[:1], [])
+    (encoded,) = run.engine.encode_images(IMAGES[:1])
     ids = [1, 2, *encoded.token_ids.tolist(), 3]
-    wrong = {"at token 3": ImageSpan(IMAGES[0].hash, 3), "1 images, of which 0": ImageSpan(IMAGES[1].hash, 2)}
+    wrong = {
+        "at token 3": ImageSpan(IMAGES[0], 3),
+        "image 1 is not an image file": ImageSpan(Image(b"bad", b"no image"), 2),
+    }
     for number, (reason, span) in enumerate(wrong.items(), 1):
         new = NewSequence(number, ids, len(ids), images=[span])
         (output,) = step(run.engine, plan(number, (), [new], [Advance(number, 1, [0, 1, 2, 3, 4, 5, 6, 7])]))

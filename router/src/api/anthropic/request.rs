@@ -225,7 +225,7 @@ impl Conversation {
             kwargs,
             ..ChatInputs::default()
         };
-        Ok(Chat { inputs, tools: tool_set(self.tools, self.tool_choice)?, template: None })
+        Ok(Chat { inputs, tools: tool_set(self.tools, self.tool_choice)?, template: None, images: Vec::new() })
     }
 
     fn check_supported(&self) -> Result<(), ValidationError> {

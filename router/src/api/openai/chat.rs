@@ -12,7 +12,9 @@ use super::vllm::VllmFields;
 use crate::api::error::CHAT_NAMES;
 use crate::api::field::{integer, is_given, or_default};
 use crate::config::Config;
-use crate::generation::{Chat, FieldNames, GenerationRequest, Parameters, Prompt, ToolSet, ValidationError};
+use crate::generation::{
+    Chat, FieldNames, GenerationRequest, ImageSource, Parameters, Prompt, ToolSet, ValidationError,
+};
 use crate::text::{ChatInputs, Tool, ToolChoice};
 
 /// OpenAI's limit.
@@ -125,15 +127,18 @@ impl ChatRequest {
         if let Some(template) = &template {
             check_template(template, config)?;
         }
-        Ok(Chat { inputs: self.template_inputs()?, tools, template })
+        let mut images = Vec::new();
+        let inputs = self.template_inputs(config.image_input.is_some().then_some(&mut images))?;
+        Ok(Chat { inputs, tools, template, images })
     }
 
     /// What the template renders, except the tools.
-    fn template_inputs(&mut self) -> Result<ChatInputs, ValidationError> {
+    fn template_inputs(&mut self, mut images: Option<&mut Vec<ImageSource>>) -> Result<ChatInputs, ValidationError> {
         if self.messages.is_empty() {
             return Err(ValidationError::NoMessages);
         }
-        let messages = std::mem::take(&mut self.messages).into_iter().map(Message::into_template_value);
+        let to_value = |(index, message): (usize, Message)| message.into_template_value(index, images.as_deref_mut());
+        let messages = std::mem::take(&mut self.messages).into_iter().enumerate().map(to_value);
         let mut kwargs = self.chat_template_kwargs.take().unwrap_or_default();
         if let Some(effort) = self.reasoning_effort.take() {
             // A template reads one of these variables, or none.

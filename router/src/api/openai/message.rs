@@ -1,10 +1,11 @@
 //! The messages of a chat, as clients send them and as templates see them.
 
 use serde::Deserialize;
+use serde::de::IgnoredAny;
 use serde_json::{Map, Value, json};
 use utoipa::ToSchema;
 
-use crate::generation::ValidationError;
+use crate::generation::{ImageSource, ValidationError};
 
 /// A message of the conversation.
 #[derive(Debug, Deserialize, ToSchema)]
@@ -26,11 +27,27 @@ enum Content {
 
 #[derive(Debug, Deserialize, ToSchema)]
 struct Part {
-    /// `text` or `refusal`; models that read only text refuse other parts.
+    /// `text`, `refusal`, or, for a model that reads images, `image_url`.
     #[serde(rename = "type")]
     kind: String,
     text: Option<String>,
     refusal: Option<String>,
+    image_url: Option<ImageUrl>,
+}
+
+/// An image.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(untagged, expecting = "an object with a `url`")]
+enum ImageUrl {
+    Object {
+        /// A data URI, as in `data:image/png;base64,iVBOR…`.
+        url: String,
+        /// Accepted without effect: the model's own image processor chooses the resolution.
+        #[serde(rename = "detail")]
+        #[schema(value_type = Option<String>)]
+        _detail: Option<IgnoredAny>,
+    },
+    Url(String),
 }
 
 impl Message {
@@ -43,12 +60,21 @@ impl Message {
         })
     }
 
-    pub(super) fn into_template_value(self) -> Result<Value, ValidationError> {
+    /// images: where images go; `None`: the model reads none. index: of the message.
+    pub(super) fn into_template_value(
+        self,
+        index: usize,
+        mut images: Option<&mut Vec<ImageSource>>,
+    ) -> Result<Value, ValidationError> {
         let content = match self.content {
             None => String::new().into(),
             Some(Content::Text(text)) => text.into(),
             Some(Content::Parts(parts)) => {
-                parts.into_iter().map(Part::into_template_value).collect::<Result<_, _>>()?
+                let to_value = |(place, part): (usize, Part)| {
+                    let path = || format!("messages[{index}].content[{place}]");
+                    part.into_template_value(path, images.as_deref_mut())
+                };
+                parts.into_iter().enumerate().map(to_value).collect::<Result<_, _>>()?
             }
         };
         let mut message = Map::new();
@@ -64,9 +90,17 @@ impl Message {
 }
 
 impl Part {
-    fn into_template_value(self) -> Result<Value, ValidationError> {
-        match (self.kind.as_str(), self.text, self.refusal) {
-            ("text", Some(text), _) | ("refusal", _, Some(text)) => Ok(json!({"type": "text", "text": text})),
+    fn into_template_value(
+        self,
+        path: impl Fn() -> String,
+        images: Option<&mut Vec<ImageSource>>,
+    ) -> Result<Value, ValidationError> {
+        match (self.kind.as_str(), self.text, self.refusal, self.image_url, images) {
+            ("text", Some(text), ..) | ("refusal", _, Some(text), ..) => Ok(json!({"type": "text", "text": text})),
+            ("image_url", .., Some(ImageUrl::Object { url, .. } | ImageUrl::Url(url)), Some(images)) => {
+                images.push(ImageSource { path: path(), url });
+                Ok(json!({"type": "image"}))
+            }
             _ => Err(ValidationError::ContentPart { part: self.kind }),
         }
     }

@@ -195,7 +195,7 @@ impl ResponsesRequest {
             kwargs.insert("reasoning_effort".to_owned(), effort.into());
         }
         let inputs = ChatInputs { messages, continue_final_message: Some(false), kwargs, ..ChatInputs::default() };
-        let prompts = vec![Prompt::Chat(Box::new(Chat { inputs, tools, template: None }))];
+        let prompts = vec![Prompt::Chat(Box::new(Chat { inputs, tools, template: None, images: Vec::new() }))];
         let generation = GenerationRequest { prompts, parameters, stop_text: StopText::Cut, streams: self.stream };
         Ok(ReadRequest { generation, echo, conversation: stored, namespaces })
     }

@@ -1,0 +1,193 @@
+"""Images in requests: the real server against transformers, with the clients of TGI and OpenAI, and killed workers."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from binary import Server, start
+from client import ask, events
+from fault.probe import health, metric, wait_until
+from huggingface_hub import InferenceClient
+from test_worker_death import Stream, ranks
+
+pytestmark = [pytest.mark.native, pytest.mark.xdist_group("images")]
+
+TEMPLATE = """\
+{%- for message in messages %}{{ message.role[0] }}:
+{%- for part in message.content %}{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}
+{%- endfor %}a:"""
+NUM_TOKENS = 12
+IMAGE_TOKENS = 16  # of an image of 32 × 32 pixels in patches of 8 × 8
+
+
+@dataclass
+class Reference:
+    """The model of the server in transformers."""
+
+    model: Any
+    folder: Path
+    pictures: list[Any]
+    uris: list[str]
+
+    def ids(self, text: str) -> list[int]:
+        from tokenizers import Tokenizer
+
+        one = [
+            token for piece in text.split("<image>") for token in (self.tokenizer(Tokenizer).encode(piece).ids, None)
+        ]
+        image = [self.model.config.image_token_id] * IMAGE_TOKENS
+        return [token for part in one[:-1] for token in (image if part is None else part)]
+
+    def tokenizer(self, kind: Any) -> Any:
+        return kind.from_file(str(self.folder / "tokenizer.json"))
+
+    def greedy(self, text: str, images: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
+        """text: with `<image>` in the places of the images, given by their numbers."""
+        import torch
+        import transformers
+
+        ids, inputs = self.ids(text), {}
+        if images:
+            processor = transformers.AutoImageProcessor.from_pretrained(self.folder, backend="pil")
+            inputs = dict(processor(images=[self.pictures[i] for i in images], return_tensors="pt"))
+        with torch.inference_mode():
+            for _ in range(num_tokens):
+                logits = self.model(input_ids=torch.tensor([ids]), use_cache=False, **inputs).logits[0, -1]
+                ids.append(int(logits.argmax()))
+        return ids[-num_tokens:]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    sys.path.append(str(Path(__file__).parent.parent / "server" / "tests"))
+    from image_cases import file_of, make_image_model, picture
+
+    folder = tmp_path_factory.mktemp("model")
+    model = make_image_model("llava", folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    pictures = [picture(1, 40, 64), picture(2, 90, 30), picture(3, 32, 32)]
+    uris = ["data:image/png;base64," + base64.b64encode(file_of(each)).decode() for each in pictures]
+    return Reference(model, folder, pictures, uris)
+
+
+@pytest.fixture(scope="module")
+def server(reference: Reference) -> Iterator[Server]:
+    running = start("--model-id", str(reference.folder), "--dtype", "float32")
+    yield running
+    assert running.stop() == 0, running.last_lines()
+
+
+def chat(reference: Reference, *parts: str | int, **fields: Any) -> dict[str, Any]:
+    """A request with texts and images, which are given by their numbers."""
+
+    def part(of: str | int) -> dict[str, Any]:
+        if isinstance(of, str):
+            return {"type": "text", "text": of}
+        return {"type": "image_url", "image_url": {"url": reference.uris[of], "detail": "low"}}
+
+    message = {"role": "user", "content": [part(each) for each in parts]}
+    return {"messages": [message], "max_tokens": NUM_TOKENS, "temperature": 0, "return_token_ids": True, **fields}
+
+
+def answer(server: Server, body: dict[str, Any]) -> Any:
+    found = ask(server, "/v1/chat/completions", body)
+    assert found.status == 200, found.text
+    return found.json
+
+
+@pytest.mark.parametrize(
+    ("parts", "images"), [((0, "What?"), [0]), (("a ", 1, " b ", 2, 0, " c"), [1, 2, 0]), (("no image",), [])]
+)
+def test_a_chat_with_images_has_the_tokens_of_transformers(
+    server: Server, reference: Reference, parts: tuple[str | int, ...], images: list[int]
+) -> None:
+    text = "u:" + "".join("<image>" if isinstance(part, int) else part for part in parts) + "a:"
+    found = answer(server, chat(reference, *parts))
+    assert found["prompt_token_ids"] == reference.ids(text)
+    assert found["choices"][0]["token_ids"] == reference.greedy(text, images)
+    assert found["usage"]["prompt_tokens"] == len(reference.ids(text))
+
+
+def test_images_of_every_turn_are_seen(server: Server, reference: Reference) -> None:
+    first, second = chat(reference, 0, "x")["messages"][0], chat(reference, "y", 1)["messages"][0]
+    turns = [first, {"role": "assistant", "content": "ok"}, second]
+    found = answer(server, {**chat(reference), "messages": turns})
+    assert found["choices"][0]["token_ids"] == reference.greedy("u:<image>xa:oku:y<image>a:", [0, 1])
+
+
+def test_tgis_images_are_part_of_the_text(server: Server, reference: Reference) -> None:
+    body = {
+        "inputs": f"![]({reference.uris[2]})What is it?",
+        "parameters": {"max_new_tokens": NUM_TOKENS, "details": True},
+    }
+    expected = reference.greedy("<image>What is it?", [2])
+    details = ask(server, "/generate", body).json["details"]
+    assert [token["id"] for token in details["tokens"]] == expected
+    assert [event["token"]["id"] for event in events(server, "/generate_stream", body)] == expected
+
+
+def test_hugging_faces_client_sends_images(server: Server, reference: Reference) -> None:
+    body = chat(reference, 1, "Which?")
+    found = InferenceClient(server.url).chat_completion(body["messages"], max_tokens=NUM_TOKENS, temperature=0)
+    assert found.choices[0].message.content == answer(server, body)["choices"][0]["message"]["content"]
+
+
+def test_the_same_image_is_found_in_the_prefix_cache_and_another_one_is_not(
+    server: Server, reference: Reference
+) -> None:
+    def cached(*parts: str | int) -> int:
+        return answer(server, chat(reference, *parts))["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    long = "a text of two blocks, which is here"
+    assert cached(long, 0, "?") == 0
+    assert cached(long, 0, "?") >= 48
+    assert cached(long, 1, "?") == 0, "another image with the same tokens"
+
+
+@pytest.mark.parametrize(
+    ("uri", "message"),
+    [
+        ("https://example.org/a.png", "messages[0].content[1]: an image must be a data URI"),
+        ("data:image/png;base64,AAAA", "image 2 is not an image file"),
+        ("data:image/png,AAAA", "messages[0].content[1]: the data of a data URI must be base64"),
+    ],
+)
+def test_an_image_that_cannot_be_used_is_named(server: Server, reference: Reference, uri: str, message: str) -> None:
+    good = answer(server, chat(reference, 0, "What?"))
+    body = chat(reference, 0, "What?")
+    body["messages"][0]["content"].insert(1, {"type": "image_url", "image_url": {"url": uri}})
+    refused = ask(server, "/v1/chat/completions", body)
+    assert refused.status == 400
+    assert message in refused.json["error"]["message"]
+    assert answer(server, chat(reference, 0, "What?"))["choices"] == good["choices"]
+
+
+def test_a_placeholder_in_a_text_is_no_image(server: Server, reference: Reference) -> None:
+    refused = ask(server, "/v1/chat/completions", chat(reference, 0, "What is <image>?"))
+    assert "the prompt has 2 places for images, but 1 images were given" in refused.json["error"]["message"]
+    body = {"inputs": f"![]({reference.uris[0]})a", "parameters": {"truncate": 4}}
+    assert "`truncate` cannot be combined with images" in ask(server, "/generate", body).json["error"]
+
+
+def test_a_worker_that_replaces_another_sees_the_images_of_open_requests(server: Server, reference: Reference) -> None:
+    requests = [
+        {"inputs": f"![]({reference.uris[i]}){text}", "parameters": {"max_new_tokens": 100, "do_sample": False}}
+        for i, text in enumerate(["one", "two", "three"])
+    ]
+    undisturbed = [stream.result() for stream in [Stream(server, request) for request in requests]]
+    restarts = metric(server, "penstock_worker_restarts")
+    streams = [Stream(server, request) for request in requests]
+    wait_until(lambda: all(len(stream.events) > 3 for stream in streams))
+    os.kill(ranks(server)[0], signal.SIGKILL)
+    assert [stream.result() for stream in streams] == undisturbed
+    assert metric(server, "penstock_worker_restarts") == restarts + 1
+    wait_until(lambda: health(server) == 200)

@@ -1,0 +1,164 @@
+//! The images of a request: from what clients send to their places among the tokens of the prompt.
+
+use std::sync::Arc;
+
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
+
+use super::validation::ValidationError;
+use crate::sequence::{Image, ImageSpan};
+
+/// Images of one prompt. More would rarely fit into a context.
+const MAX_IMAGES: usize = 64;
+/// Characters of a URL that an error message shows.
+const MAX_SHOWN: usize = 40;
+
+/// An image as a client sent it.
+#[derive(Debug)]
+pub(crate) struct ImageSource {
+    /// Where it is in the request.
+    pub(crate) path: String,
+    /// A data URI.
+    pub(crate) url: String,
+}
+
+/// The files.
+pub(super) fn read(sources: &[ImageSource]) -> Result<Vec<Image>, ValidationError> {
+    if let Some(source) = sources.get(MAX_IMAGES) {
+        let problem = format!("a prompt can have at most {MAX_IMAGES} images, this one has {}", sources.len());
+        return Err(ValidationError::Item { path: source.path.clone(), problem });
+    }
+    sources.iter().map(|source| read_one(source).map(Image::new)).collect()
+}
+
+fn read_one(source: &ImageSource) -> Result<Vec<u8>, ValidationError> {
+    let fail = |problem: String| ValidationError::Item { path: source.path.clone(), problem };
+    let Some(rest) = source.url.strip_prefix("data:") else {
+        let shown: String = source.url.chars().take(MAX_SHOWN).collect();
+        return Err(fail(format!(
+            "an image must be a data URI, as in data:image/png;base64,iVBOR…: this server fetches no URLs. Given: {shown:?}"
+        )));
+    };
+    let Some((head, data)) = rest.split_once(',') else {
+        return Err(fail("the data URI has no comma between its type and its data".to_owned()));
+    };
+    if !head.ends_with(";base64") {
+        return Err(fail(format!(
+            "the data of a data URI must be base64, as in data:image/png;base64,… Given: data:{head},…"
+        )));
+    }
+    let data =
+        BASE64_STANDARD.decode(data.trim_ascii()).map_err(|error| fail(format!("the data is not base64: {error}")))?;
+    if data.is_empty() { Err(fail("the image is empty".to_owned())) } else { Ok(data) }
+}
+
+/// Replaces each placeholder by the tokens of its image.
+pub(super) fn expand(
+    token_ids: &[u32],
+    placeholder_id: u32,
+    images: Vec<Image>,
+    encoded: &[Vec<u32>],
+) -> (Vec<u32>, Arc<[ImageSpan]>) {
+    let (mut expanded, mut spans) = (Vec::with_capacity(token_ids.len()), Vec::with_capacity(images.len()));
+    let mut next = images.into_iter().zip(encoded);
+    for &token_id in token_ids {
+        if token_id == placeholder_id
+            && let Some((image, tokens)) = next.next()
+        {
+            spans.push(ImageSpan { image, offset: expanded.len() as u32 });
+            expanded.extend_from_slice(tokens);
+        } else {
+            expanded.push(token_id);
+        }
+    }
+    (expanded, spans.into())
+}
+
+/// Fails unless the prompt has one place for each image.
+pub(super) fn check_places(token_ids: &[u32], placeholder_id: u32, num_images: usize) -> Result<(), ValidationError> {
+    let num_places = token_ids.iter().filter(|&&token_id| token_id == placeholder_id).count();
+    if num_places == num_images { Ok(()) } else { Err(ValidationError::ImagePlaces { num_places, num_images }) }
+}
+
+/// COMPAT: TGI's images in a text, `![](URL)`. Returns the text with `placeholder` in their places.
+pub(crate) fn take_from_text(text: &str, placeholder: &str) -> (String, Vec<ImageSource>) {
+    let (mut without, mut sources, mut rest) = (String::with_capacity(text.len()), Vec::new(), text);
+    while let Some((before, after)) = rest.split_once("![](")
+        && let Some((url, after)) = after.split_once(')')
+    {
+        without.push_str(before);
+        without.push_str(placeholder);
+        sources.push(ImageSource { path: format!("`inputs`, image {}", sources.len() + 1), url: url.to_owned() });
+        rest = after;
+    }
+    without.push_str(rest);
+    (without, sources)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refusal(url: &str) -> String {
+        let source = ImageSource { path: "messages[0].content[1]".to_owned(), url: url.to_owned() };
+        read(&[source]).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn a_data_uri_is_a_file() {
+        for url in
+            ["data:image/png;base64,aGVsbG8=", "data:;base64,aGVsbG8=", "data:image/png;charset=x;base64, aGVsbG8=\n"]
+        {
+            let source = ImageSource { path: String::new(), url: url.to_owned() };
+            assert_eq!(read(&[source]).unwrap()[0].data(), b"hello", "{url}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_data_uri_is_refused_with_its_place() {
+        for (url, problem) in [
+            ("https://example.org/a.png", "this server fetches no URLs. Given: \"https://example.org/a.png\""),
+            ("", "must be a data URI"),
+            ("data:image/png;base64", "no comma"),
+            ("data:image/svg+xml,<svg/>", "must be base64"),
+            ("data:image/png;base64,a*b=", "is not base64"),
+            ("data:image/png;base64,", "is empty"),
+        ] {
+            let message = refusal(url);
+            assert!(message.starts_with("messages[0].content[1]: ") && message.contains(problem), "{message}");
+        }
+        assert!(refusal(&"x".repeat(1_000_000)).len() < 300);
+    }
+
+    #[test]
+    fn the_number_of_images_is_bounded() {
+        let source = |index| ImageSource { path: format!("image {index}"), url: "data:;base64,aGVsbG8=".to_owned() };
+        assert_eq!(read(&(0..64).map(source).collect::<Vec<_>>()).unwrap().len(), 64);
+        let message = read(&(0..65).map(source).collect::<Vec<_>>()).unwrap_err().to_string();
+        assert_eq!(message, "image 64: a prompt can have at most 64 images, this one has 65");
+    }
+
+    #[test]
+    fn the_tokens_of_an_image_take_the_place_of_its_placeholder() {
+        let images: Vec<_> = [b"a", b"b"].into_iter().map(|data| Image::new(data.to_vec())).collect();
+        let (tokens, spans) = expand(&[1, 9, 2, 9], 9, images.clone(), &[vec![9, 9, 9], vec![5, 9]]);
+        assert_eq!(tokens, [1, 9, 9, 9, 2, 5, 9]);
+        let spans: Vec<_> = spans.iter().map(|span| (span.offset, span.image.clone())).collect();
+        assert_eq!(spans, [(1, images[0].clone()), (5, images[1].clone())]);
+    }
+
+    #[test]
+    fn places_and_images_must_be_as_many() {
+        assert!(check_places(&[1, 9, 2, 9], 9, 2).is_ok());
+        let message = check_places(&[1, 9, 2, 9], 9, 1).unwrap_err().to_string();
+        assert_eq!(message, "the prompt has 2 places for images, but 1 images were given");
+    }
+
+    #[test]
+    fn images_of_tgi_are_taken_out_of_their_text() {
+        let (text, sources) = take_from_text("![](data:a)What is ![](b)? ![alt](c) ![](d", "<image>");
+        assert_eq!(text, "<image>What is <image>? ![alt](c) ![](d");
+        let urls: Vec<_> = sources.iter().map(|source| (source.path.as_str(), source.url.as_str())).collect();
+        assert_eq!(urls, [("`inputs`, image 1", "data:a"), ("`inputs`, image 2", "b")]);
+    }
+}

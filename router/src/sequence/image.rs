@@ -1,0 +1,65 @@
+//! Images in prompts.
+
+use std::fmt;
+use std::sync::Arc;
+
+use sha2::{Digest, Sha256};
+
+/// An image file. Clones share it.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Image {
+    hash: [u8; 32],
+    data: Arc<[u8]>,
+}
+
+/// An image among the tokens of a prompt.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ImageSpan {
+    /// The image.
+    pub image: Image,
+    /// Prompt tokens before those that stand for the image.
+    pub offset: u32,
+}
+
+/// How a model's prompts have images.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ImageInput {
+    /// In an encoded prompt, each token of this id stands for an image, and is replaced by the tokens of that image.
+    pub placeholder_id: u32,
+    /// Text that is encoded to one `placeholder_id`, and maybe to tokens around it.
+    pub placeholder: String,
+}
+
+/// Why images cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ImageError {
+    /// An image, named by its number, cannot be read, or does not fit.
+    #[error("{0}")]
+    Unusable(String),
+    /// The workers stopped, or do not answer.
+    #[error("the model workers stopped: {0}")]
+    Worker(String),
+}
+
+impl Image {
+    /// Any file; the workers find out whether it is an image.
+    pub fn new(data: Vec<u8>) -> Self {
+        Self { hash: Sha256::digest(&data).into(), data: data.into() }
+    }
+
+    /// SHA-256 of the data.
+    pub fn hash(&self) -> &[u8; 32] {
+        &self.hash
+    }
+
+    /// The file.
+    pub fn data(&self) -> &[u8] {
+        &self.data
+    }
+}
+
+impl fmt::Debug for Image {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "Image({} bytes)", self.data.len())
+    }
+}
