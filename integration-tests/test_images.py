@@ -135,6 +135,26 @@ def test_tgis_images_are_part_of_the_text(server: Server, reference: Reference) 
     assert [event["token"]["id"] for event in events(server, "/generate_stream", body)] == expected
 
 
+def test_messages_and_responses_take_images(server: Server, reference: Reference) -> None:
+    _, _, data = reference.uris[0].partition("base64,")
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    blocks = [{"type": "image", "source": source}, {"type": "text", "text": "What?"}]
+    expected = answer(server, chat(reference, 0, "What?"))["choices"][0]["message"]["content"]
+    body: dict[str, Any] = {
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0,
+        "messages": [{"role": "user", "content": blocks}],
+    }
+    message = ask(server, "/v1/messages", {"model": "tgi", **body})
+    assert message.json["content"][0]["text"] == expected
+    parts = [{"type": "input_image", "image_url": reference.uris[0]}, {"type": "input_text", "text": "What?"}]
+    request = {"input": [{"role": "user", "content": parts}], "max_output_tokens": NUM_TOKENS, "temperature": 0}
+    response = ask(server, "/v1/responses", request)
+    assert response.json["output"][0]["content"][0]["text"] == expected
+    counted = ask(server, "/v1/messages/count_tokens", {"model": "tgi", "messages": body["messages"]})
+    assert "messages[0].content[0]: the tokens of images are known only after" in counted.json["error"]["message"]
+
+
 def test_hugging_faces_client_sends_images(server: Server, reference: Reference) -> None:
     body = chat(reference, 1, "Which?")
     found = InferenceClient(server.url).chat_completion(body["messages"], max_tokens=NUM_TOKENS, temperature=0)

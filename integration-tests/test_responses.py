@@ -94,7 +94,7 @@ def test_an_answer_that_is_cut_is_incomplete(client: OpenAI) -> None:
 
 def test_refusals_become_the_exceptions_of_the_package(client: OpenAI) -> None:
     image: Any = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]
-    with pytest.raises(BadRequestError, match="`input_image` parts are not supported") as error:
+    with pytest.raises(BadRequestError, match="images are not supported") as error:
         client.responses.create(**{**ARGUMENTS, "input": image})
     assert error.value.param == "input[0].content[0]"
     with pytest.raises(BadRequestError, match="--max-stored-responses"):

@@ -6,18 +6,28 @@
 
 use serde_json::{Map, Value, json};
 
+use crate::generation::ImageSource;
+
 /// A conversation so far.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Conversation {
     /// Instructions before the first message.
     system: Vec<String>,
     messages: Vec<Value>,
-    /// Texts of the user's turn, if that is the last one.
-    user: Vec<String>,
+    /// The user's turn, if that is the last one.
+    user: Vec<UserPart>,
+    /// Of all messages, in their order.
+    images: Vec<ImageSource>,
     /// The assistant's turn, if that is the last one.
     assistant: Option<AssistantTurn>,
     /// Id and name of the calls that have no result yet.
     unanswered: Vec<(String, String)>,
+}
+
+#[derive(Clone, Debug)]
+enum UserPart {
+    Text(String),
+    Image(ImageSource),
 }
 
 #[derive(Clone, Debug, Default)]
@@ -40,7 +50,14 @@ impl Conversation {
 
     pub(super) fn user(&mut self, text: String) -> Result<(), String> {
         self.end_assistant();
-        self.user.push(text);
+        self.user.push(UserPart::Text(text));
+        Ok(())
+    }
+
+    /// An image of the user.
+    pub(super) fn image(&mut self, image: ImageSource) -> Result<(), String> {
+        self.end_assistant();
+        self.user.push(UserPart::Image(image));
         Ok(())
     }
 
@@ -76,15 +93,18 @@ impl Conversation {
         Ok(())
     }
 
-    /// The messages for the template. `instructions` come first.
-    pub(super) fn into_messages(mut self, instructions: Option<String>) -> Result<Vec<Value>, String> {
+    /// The messages for the template, and their images. `instructions` come first.
+    pub(super) fn into_messages(
+        mut self,
+        instructions: Option<String>,
+    ) -> Result<(Vec<Value>, Vec<ImageSource>), String> {
         self.end_assistant();
         self.end_user()?;
         let system: Vec<_> = instructions.into_iter().chain(self.system).filter(|text| !text.is_empty()).collect();
         if !system.is_empty() {
             self.messages.insert(0, json!({"role": "system", "content": joined(system)}));
         }
-        Ok(self.messages)
+        Ok((self.messages, self.images))
     }
 
     fn assistant(&mut self) -> Result<&mut AssistantTurn, String> {
@@ -113,10 +133,35 @@ impl Conversation {
             return Err(format!("the call `{id}` has no result"));
         }
         if !self.user.is_empty() {
-            let content = joined(std::mem::take(&mut self.user));
+            let content = self.user_content();
             self.messages.push(json!({"role": "user", "content": content}));
         }
         Ok(())
+    }
+
+    /// The user's turn as one text, or, with images, as a list of parts.
+    fn user_content(&mut self) -> Value {
+        let (mut parts, mut texts) = (Vec::new(), Vec::new());
+        let text = |texts: Vec<String>| json!({"type": "text", "text": joined(texts)});
+        for part in std::mem::take(&mut self.user) {
+            match part {
+                UserPart::Text(text) => texts.push(text),
+                UserPart::Image(image) => {
+                    if !texts.is_empty() {
+                        parts.push(text(std::mem::take(&mut texts)));
+                    }
+                    parts.push(json!({"type": "image"}));
+                    self.images.push(image);
+                }
+            }
+        }
+        if parts.is_empty() {
+            return joined(texts).into();
+        }
+        if !texts.is_empty() {
+            parts.push(text(texts));
+        }
+        parts.into()
     }
 }
 

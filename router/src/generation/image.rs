@@ -13,13 +13,26 @@ const MAX_IMAGES: usize = 64;
 /// Characters of a URL that an error message shows.
 const MAX_SHOWN: usize = 40;
 
-/// An image as a client sent it.
-#[derive(Debug)]
+/// An image as a client sent it. Clones share it.
+#[derive(Clone, Debug)]
 pub(crate) struct ImageSource {
     /// Where it is in the request.
     pub(crate) path: String,
     /// A data URI.
-    pub(crate) url: String,
+    pub(crate) url: Arc<str>,
+}
+
+/// The refusal of an image, for a model that reads none.
+pub(super) fn unreadable(source: &ImageSource) -> ValidationError {
+    let problem = "images are not supported: this model reads only text".to_owned();
+    ValidationError::Item { path: source.path.clone(), problem }
+}
+
+/// The refusal of an image where only tokens are counted.
+pub(super) fn uncounted(source: &ImageSource) -> ValidationError {
+    let problem =
+        "the tokens of images are known only after they were encoded, so they cannot be counted here".to_owned();
+    ValidationError::Item { path: source.path.clone(), problem }
 }
 
 /// The files.
@@ -88,7 +101,7 @@ pub(crate) fn take_from_text(text: &str, placeholder: &str) -> (String, Vec<Imag
     {
         without.push_str(before);
         without.push_str(placeholder);
-        sources.push(ImageSource { path: format!("`inputs`, image {}", sources.len() + 1), url: url.to_owned() });
+        sources.push(ImageSource { path: format!("`inputs`, image {}", sources.len() + 1), url: url.into() });
         rest = after;
     }
     without.push_str(rest);
@@ -100,7 +113,7 @@ mod tests {
     use super::*;
 
     fn refusal(url: &str) -> String {
-        let source = ImageSource { path: "messages[0].content[1]".to_owned(), url: url.to_owned() };
+        let source = ImageSource { path: "messages[0].content[1]".to_owned(), url: url.into() };
         read(&[source]).unwrap_err().to_string()
     }
 
@@ -109,7 +122,7 @@ mod tests {
         for url in
             ["data:image/png;base64,aGVsbG8=", "data:;base64,aGVsbG8=", "data:image/png;charset=x;base64, aGVsbG8=\n"]
         {
-            let source = ImageSource { path: String::new(), url: url.to_owned() };
+            let source = ImageSource { path: String::new(), url: url.into() };
             assert_eq!(read(&[source]).unwrap()[0].data(), b"hello", "{url}");
         }
     }
@@ -132,7 +145,7 @@ mod tests {
 
     #[test]
     fn the_number_of_images_is_bounded() {
-        let source = |index| ImageSource { path: format!("image {index}"), url: "data:;base64,aGVsbG8=".to_owned() };
+        let source = |index| ImageSource { path: format!("image {index}"), url: "data:;base64,aGVsbG8=".into() };
         assert_eq!(read(&(0..64).map(source).collect::<Vec<_>>()).unwrap().len(), 64);
         let message = read(&(0..65).map(source).collect::<Vec<_>>()).unwrap_err().to_string();
         assert_eq!(message, "image 64: a prompt can have at most 64 images, this one has 65");
@@ -158,7 +171,7 @@ mod tests {
     fn images_of_tgi_are_taken_out_of_their_text() {
         let (text, sources) = take_from_text("![](data:a)What is ![](b)? ![alt](c) ![](d", "<image>");
         assert_eq!(text, "<image>What is <image>? ![alt](c) ![](d");
-        let urls: Vec<_> = sources.iter().map(|source| (source.path.as_str(), source.url.as_str())).collect();
+        let urls: Vec<_> = sources.iter().map(|source| (source.path.as_str(), &*source.url)).collect();
         assert_eq!(urls, [("`inputs`, image 1", "data:a"), ("`inputs`, image 2", "b")]);
     }
 }

@@ -218,6 +218,9 @@ impl GenerationService {
         add_special_tokens: bool,
     ) -> Result<TokenizedChat, GenerationError> {
         let _permit = self.inner.admission.permit(1)?;
+        if let Some(first) = chat.images.first() {
+            return Err(image::uncounted(first).into());
+        }
         let text = chat.render(&self.inner.text).await?.prompt;
         let spans = self.inner.text.encode_spans(Arc::clone(&text), add_special_tokens).await?;
         Ok(TokenizedChat { text, spans })
@@ -240,6 +243,9 @@ impl GenerationService {
             }
             Prompt::TokenIds(ids) => (None, ids, None),
             Prompt::Chat(chat) => {
+                if let (Some(first), None) = (chat.images.first(), &config.image_input) {
+                    return Err(image::unreadable(first).into());
+                }
                 images = image::read(&chat.images)?;
                 let chat = self.in_time(deadlines, chat.render(model)).await?;
                 let text = Arc::clone(&chat.prompt);

@@ -125,7 +125,8 @@ async fn invalid_requests_name_the_field() {
         (json!({"messages": [{"role": "user", "content": 5}]}), "messages[0].content: invalid type: integer"),
         (user(json!({"type": "text"})), "messages[0].content[1]: missing field `text`"),
         (user(json!({"type": "video"})), "messages[0].content[1].type: unknown variant `video`"),
-        (user(image.clone()), "messages[0].content[1]: `image` blocks are not supported"),
+        (user(image.clone()), "messages[0].content[1]: images are not supported: this model reads only text"),
+        (user(json!({"type": "image"})), "messages[0].content[1]: `image` blocks need a `source`"),
         (
             user(json!({"type": "document", "source": {}})),
             "messages[0].content[1]: `document` blocks are not supported",

@@ -131,7 +131,7 @@ async fn invalid_requests_name_the_field() {
         (
             user(json!({"type": "input_image", "image_url": "data:,"})),
             "input[0].content[0]",
-            "`input_image` parts are not",
+            "images are not supported: this model reads only text",
         ),
         (user(json!({"type": "input_file"})), "input[0].content[0]", "`input_file` parts are not supported"),
         (user(json!({"type": "input_text"})), "input[0].content[0]", "the text is missing"),

@@ -152,8 +152,8 @@ class ImageEncoder:
         return self._tower.num_bytes
 
     def encode(self, images: Sequence[Image]) -> list[EncodedImage]:
-        """Encodes the images that are not kept, one after the other. Raises ImageError with the number of the image that
-        cannot be encoded."""
+        """Encodes the images that are not kept, one after the other. Raises ImageError, which names the image that
+        cannot be encoded by its number."""
         with self._lock:
             if self._num_waiting >= MAX_WAITING:
                 raise ImageError(

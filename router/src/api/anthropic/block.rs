@@ -1,5 +1,7 @@
 //! The content of messages, as clients send it.
 
+use std::sync::Arc;
+
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use utoipa::ToSchema;
@@ -50,12 +52,38 @@ pub(super) enum Block {
         tool_use_id: String,
         content: Option<Content<TextBlock>>,
     },
-    /// Refused: the model reads only text.
-    Image,
+    /// Of a user's message, for a model that reads images.
+    Image {
+        source: Option<ImageField>,
+    },
     /// Refused: the model reads only text.
     Document,
     /// Refused: the model reads only text.
     SearchResult,
+}
+
+/// Where an image is.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(tag = "type", rename_all = "snake_case")]
+#[schema(as = AnthropicImageSource)]
+pub(super) enum ImageField {
+    Base64 {
+        media_type: String,
+        data: String,
+    },
+    /// A data URI.
+    Url {
+        url: String,
+    },
+}
+
+impl ImageField {
+    pub(super) fn into_url(self) -> Arc<str> {
+        match self {
+            Self::Base64 { media_type, data } => format!("data:{media_type};base64,{data}").into(),
+            Self::Url { url } => url.into(),
+        }
+    }
 }
 
 /// A block of a system prompt or of a tool's result.
@@ -66,7 +94,7 @@ pub(super) enum TextBlock {
     Text {
         text: String,
     },
-    /// Refused: the model reads only text.
+    /// Refused: models read images in the messages of users only.
     Image,
     /// Refused: the model reads only text.
     Document,
@@ -78,7 +106,7 @@ impl From<TextBlock> for Block {
     fn from(block: TextBlock) -> Self {
         match block {
             TextBlock::Text { text } => Self::Text { text },
-            TextBlock::Image => Self::Image,
+            TextBlock::Image => Self::Image { source: None },
             TextBlock::Document => Self::Document,
             TextBlock::SearchResult => Self::SearchResult,
         }
@@ -94,7 +122,7 @@ impl Block {
             Self::RedactedThinking => "redacted_thinking",
             Self::ToolUse { .. } => "tool_use",
             Self::ToolResult { .. } => "tool_result",
-            Self::Image => "image",
+            Self::Image { .. } => "image",
             Self::Document => "document",
             Self::SearchResult => "search_result",
         }

@@ -5,17 +5,17 @@ use serde_json::Value;
 use super::block::{Block, MessageParam, Role, TextBlock, UNREADABLE, blocks, texts};
 use crate::api::content::Content;
 use crate::api::conversation::{Conversation, joined};
-use crate::generation::ValidationError;
+use crate::generation::{ImageSource, ValidationError};
 
 /// COMPAT: Claude Code begins its system prompt with a line of this name, whose value differs in every request. In the
 /// prompt it would prevent every hit in the prefix cache.
 const BILLING_HEADER: &str = "x-anthropic-billing-header:";
 
-/// The messages for the template. `system`: the system prompt.
+/// The messages for the template, and their images. `system`: the system prompt.
 pub(super) fn template_messages(
     system: Option<Content<TextBlock>>,
     messages: Vec<MessageParam>,
-) -> Result<Vec<Value>, ValidationError> {
+) -> Result<(Vec<Value>, Vec<ImageSource>), ValidationError> {
     if messages.is_empty() {
         return Err(ValidationError::NoMessages);
     }
@@ -54,7 +54,11 @@ fn add(conversation: &mut Conversation, role: Role, block: Block, path: &str) ->
             let content = content.map(|content| texts(content, &format!("{path}.content"))).transpose()?;
             (".tool_use_id", conversation.result(&tool_use_id, joined(content.unwrap_or_default())))
         }
-        (_, block @ (Block::Image | Block::Document | Block::SearchResult)) => {
+        (Role::User, Block::Image { source: Some(source) }) => {
+            ("", conversation.image(ImageSource { path: path.to_owned(), url: source.into_url() }))
+        }
+        (Role::User, block @ Block::Image { source: None }) => return Err(block.refused(path, "need a `source`")),
+        (_, block @ (Block::Image { .. } | Block::Document | Block::SearchResult)) => {
             return Err(block.refused(path, UNREADABLE));
         }
         (_, block) => return Err(block.refused(path, "do not belong into a message of this role")),

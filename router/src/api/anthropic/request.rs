@@ -218,14 +218,14 @@ impl Conversation {
         if let Some(effort) = self.output_config.and_then(|config| config.effort) {
             kwargs.insert("reasoning_effort".to_owned(), effort.into());
         }
-        let messages = template_messages(self.system, self.messages)?;
+        let (messages, images) = template_messages(self.system, self.messages)?;
         let inputs = ChatInputs {
             continue_final_message: Some(messages.last().is_some_and(|message| message["role"] == "assistant")),
             messages,
             kwargs,
             ..ChatInputs::default()
         };
-        Ok(Chat { inputs, tools: tool_set(self.tools, self.tool_choice)?, template: None, images: Vec::new() })
+        Ok(Chat { inputs, tools: tool_set(self.tools, self.tool_choice)?, template: None, images })
     }
 
     fn check_supported(&self) -> Result<(), ValidationError> {

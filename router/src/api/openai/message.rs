@@ -98,7 +98,7 @@ impl Part {
         match (self.kind.as_str(), self.text, self.refusal, self.image_url, images) {
             ("text", Some(text), ..) | ("refusal", _, Some(text), ..) => Ok(json!({"type": "text", "text": text})),
             ("image_url", .., Some(ImageUrl::Object { url, .. } | ImageUrl::Url(url)), Some(images)) => {
-                images.push(ImageSource { path: path(), url });
+                images.push(ImageSource { path: path(), url: url.into() });
                 Ok(json!({"type": "image"}))
             }
             _ => Err(ValidationError::ContentPart { part: self.kind }),

@@ -7,7 +7,7 @@ use super::problem::problem;
 use super::tool::shown_name;
 use crate::api::content::Content;
 use crate::api::conversation::{Conversation, joined};
-use crate::generation::ValidationError;
+use crate::generation::{ImageSource, ValidationError};
 
 /// An item of the conversation. `id` and `status` have no effect.
 #[derive(Debug, Deserialize, ToSchema)]
@@ -53,13 +53,18 @@ enum Role {
 #[derive(Debug, Deserialize, ToSchema)]
 #[schema(as = ResponseInputPart)]
 pub(super) struct InputPart {
-    /// `input_text`, `output_text`, `text`, `summary_text`, `reasoning_text` or `refusal`; others are refused, because the
-    /// model reads only text.
+    /// `input_text`, `output_text`, `text`, `summary_text`, `reasoning_text`, `refusal`, or, in a user's message to a model that reads
+    /// images, `input_image`; others are refused.
     #[serde(rename = "type")]
     kind: String,
     text: Option<String>,
     refusal: Option<String>,
+    /// Of an image: a data URI.
+    image_url: Option<String>,
 }
+
+/// The type of a part that is an image.
+const IMAGE: &str = "input_image";
 
 impl InputPart {
     fn text(self, path: &str) -> Result<String, ValidationError> {
@@ -69,7 +74,7 @@ impl InputPart {
             (Some(text), _) if is_text => Ok(text),
             (_, Some(text)) if self.kind == "refusal" => Ok(text),
             _ if is_text || self.kind == "refusal" => Err(problem(path, "the text is missing")),
-            _ => Err(problem(path, &format!("`{}` parts are not supported: this model reads only text", self.kind))),
+            _ => Err(problem(path, &format!("`{}` parts are not supported here", self.kind))),
         }
     }
 }
@@ -93,11 +98,11 @@ impl InputItem {
         let (path, added) = match self.kind.as_str() {
             "message" => {
                 let role = self.role.ok_or_else(|| missing("role"))?;
-                let content = text(self.content.ok_or_else(|| missing("content"))?, &format!("{path}.content"))?;
+                let (content, at) = (self.content.ok_or_else(|| missing("content"))?, format!("{path}.content"));
                 let added = match role {
-                    Role::User => conversation.user(content),
-                    Role::Assistant => conversation.text(content),
-                    Role::System | Role::Developer => conversation.system(content),
+                    Role::User => return add_user(conversation, content, &at),
+                    Role::Assistant => conversation.text(text(content, &at)?),
+                    Role::System | Role::Developer => conversation.system(text(content, &at)?),
                 };
                 (path.to_owned(), added)
             }
@@ -128,6 +133,26 @@ impl InputItem {
         };
         added.map_err(|reason| problem(&path, &reason))
     }
+}
+
+/// Adds a user's message, whose parts can be images.
+fn add_user(conversation: &mut Conversation, content: Content<InputPart>, path: &str) -> Result<(), ValidationError> {
+    let parts = match content {
+        Content::Parts(parts) if parts.iter().any(|part| part.kind == IMAGE) => parts,
+        content => return conversation.user(text(content, path)?).map_err(|reason| problem(path, &reason)),
+    };
+    for (index, part) in parts.into_iter().enumerate() {
+        let path = format!("{path}[{index}]");
+        let added = match part {
+            InputPart { kind, image_url: Some(url), .. } if kind == IMAGE => {
+                conversation.image(ImageSource { path: path.clone(), url: url.into() })
+            }
+            part if part.kind == IMAGE => return Err(problem(&path, "missing field `image_url`")),
+            part => conversation.user(part.text(&path)?),
+        };
+        added.map_err(|reason| problem(&path, &reason))?;
+    }
+    Ok(())
 }
 
 fn text(content: Content<InputPart>, path: &str) -> Result<String, ValidationError> {

@@ -182,7 +182,8 @@ impl ResponsesRequest {
         let mut conversation = earlier.unwrap_or_default();
         add_items(&mut conversation, self.input)?;
         let stored = echo.store.then(|| conversation.clone());
-        let messages = conversation.into_messages(self.instructions).map_err(|reason| problem("input", &reason))?;
+        let (messages, images) =
+            conversation.into_messages(self.instructions).map_err(|reason| problem("input", &reason))?;
         if messages.is_empty() {
             return Err(problem("input", "it has no message"));
         }
@@ -195,7 +196,7 @@ impl ResponsesRequest {
             kwargs.insert("reasoning_effort".to_owned(), effort.into());
         }
         let inputs = ChatInputs { messages, continue_final_message: Some(false), kwargs, ..ChatInputs::default() };
-        let prompts = vec![Prompt::Chat(Box::new(Chat { inputs, tools, template: None, images: Vec::new() }))];
+        let prompts = vec![Prompt::Chat(Box::new(Chat { inputs, tools, template: None, images }))];
         let generation = GenerationRequest { prompts, parameters, stop_text: StopText::Cut, streams: self.stream };
         Ok(ReadRequest { generation, echo, conversation: stored, namespaces })
     }
