@@ -148,8 +148,8 @@ def test_messages_and_responses_take_images(server: Server, reference: Reference
     message = ask(server, "/v1/messages", {"model": "tgi", **body})
     assert message.json["content"][0]["text"] == expected
     parts = [{"type": "input_image", "image_url": reference.uris[0]}, {"type": "input_text", "text": "What?"}]
-    request = {"input": [{"role": "user", "content": parts}], "max_output_tokens": NUM_TOKENS, "temperature": 0}
-    response = ask(server, "/v1/responses", request)
+    request = {"model": "tgi", "input": [{"role": "user", "content": parts}], "max_output_tokens": NUM_TOKENS}
+    response = ask(server, "/v1/responses", {**request, "temperature": 0})
     assert response.json["output"][0]["content"][0]["text"] == expected
     counted = ask(server, "/v1/messages/count_tokens", {"model": "tgi", "messages": body["messages"]})
     assert "messages[0].content[0]: the tokens of images are known only after" in counted.json["error"]["message"]
