@@ -57,6 +57,7 @@ const OURS: &[&str] = &[
     "served-model-name",
     "standby",
     "step-timeout",
+    "speculative-model",
     "stop-with-stdin",
     "trust-request-chat-template",
     "uds",

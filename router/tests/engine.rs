@@ -295,6 +295,7 @@ fn load_options() -> LoadOptions {
         background: true,
         max_adapters: 4,
         max_adapter_rank: 16,
+        speculative_model: Some("/heads".into()),
     }
 }
 

@@ -110,6 +110,7 @@ class Worker(rpc.WorkerServicer):
             background=request.background,
             max_adapters=request.max_adapters,
             max_adapter_rank=request.max_adapter_rank,
+            speculative_model=Path(request.speculative_model) if request.speculative_model else None,
         )
         try:
             description = self._compute.call(partial(self._load, config))

@@ -40,6 +40,7 @@ class FakeModel:
     attention_name = "fake"
     vocab_size = VOCAB
     num_layers = 1
+    hidden_size = 1
     max_position_tokens = 64
     max_source_tokens = 0
     decoder_prefix = ()

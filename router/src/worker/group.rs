@@ -62,6 +62,8 @@ pub struct LoadOptions {
     pub max_adapters: u32,
     /// The highest rank of an adapter.
     pub max_adapter_rank: u32,
+    /// Folder of Medusa heads, which propose draft tokens; `None`: they come from n-grams.
+    pub speculative_model: Option<PathBuf>,
 }
 
 /// The model that was loaded.
@@ -213,6 +215,11 @@ impl Group {
             background: options.background,
             max_adapters: options.max_adapters,
             max_adapter_rank: options.max_adapter_rank,
+            speculative_model: options
+                .speculative_model
+                .as_ref()
+                .map(|folder| folder.to_string_lossy().into_owned())
+                .unwrap_or_default(),
         };
         let answers = try_join_all(self.ranks.iter_mut().map(|rank| rank.load(request.clone()))).await?;
         agree("the vocabulary size", answers.iter().map(|answer| answer.vocab_size))?;

@@ -9,6 +9,7 @@ from concurrent.futures import wait
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +30,8 @@ from penstock_server.engine.device import (
     usable_cores,
 )
 from penstock_server.engine.device_progress import DeviceProgress
+from penstock_server.engine.drafting.interface import Drafter, SentDrafter
+from penstock_server.engine.drafting.medusa import MedusaDrafter, read_heads
 from penstock_server.engine.drafting.ngram import NgramDrafter
 from penstock_server.engine.graphs import Bucket, CudaRecorder, StepGraphs, buckets, needed_bytes
 from penstock_server.engine.pooling import PoolingRunner
@@ -72,6 +75,23 @@ def _can_draft(model: CausalModel, device: torch.device) -> bool:
     return device.type == "cpu" and model.pooler is None and model.is_row_independent
 
 
+def _load_drafter(
+    folder: Path | None, model: CausalModel, device: torch.device, dtype: torch.dtype, rank: int
+) -> Drafter:
+    """The drafter of one rank. folder: Medusa heads; None: n-gram lookup. Raises ConfigError for those of another
+    model."""
+    if folder is None:
+        return NgramDrafter()
+    if not _can_draft(model, device):
+        raise ConfigError(
+            f"--speculative-model {folder}: drafts are verified on CPUs only so far, by a native decoder and native "
+            "kernels; leave the flag out"
+        )
+    if rank:
+        return SentDrafter()
+    return MedusaDrafter(read_heads(folder, model.hidden_size, model.vocab_size, dtype))
+
+
 def _image_input(images: ImageEncoder | None) -> ImageInput | None:
     return None if images is None else ImageInput(images.image_token_id, images.placeholder)
 
@@ -88,8 +108,10 @@ class Engine:
         watermark: Watermark | None = None,
         compiler: GrammarCompiler | None = None,
         cpu_isa: str = "",
+        drafter: Drafter | None = None,
     ) -> None:
         self.model = model
+        self._drafter = drafter or NgramDrafter()
         self._group = group
         self._device = device
         self._block_tokens = block_tokens
@@ -172,7 +194,8 @@ class Engine:
             can_draft=_can_draft(model, device),
             image_input=_image_input(model.images),
         )
-        return cls(model, group, device, block_tokens, watermark, compiler, config.cpu_isa), description
+        drafter = _load_drafter(config.speculative_model, model, device, dtype, rank)
+        return cls(model, group, device, block_tokens, watermark, compiler, config.cpu_isa, drafter), description
 
     def compile_grammar(self, grammar: Grammar) -> None:
         """Compile and cache a grammar. Any thread may call it while steps run. Raises GrammarError for a grammar that
@@ -243,7 +266,7 @@ class Engine:
             table = SequenceTable(table_limits(num_blocks), self.model.adapters, self.model.images)
             if model.pooler is not None:
                 return PoolingRunner(model, model.pooler, self._group, self._device, config, table, self.progress)
-            drafter = NgramDrafter() if _can_draft(model, self._device) else None
+            drafter = self._drafter if _can_draft(model, self._device) else None
             return StepRunner(
                 model, self._group, self._device, config, sampler, table, grammars, graphs, self.progress, drafter
             )

@@ -43,7 +43,7 @@ def with_drafts(
             history, most = table.known_ids(int(chosen.rows[place])), int(chosen.max_drafts[place])
             allowed = grammars.draft(int(chosen.sequence_ids[place]), history, most, ngram.continuation)
             drafts[place, : len(allowed)] = allowed
-    if is_constrained.any():
+    if is_constrained.any() or drafter.is_sent:
         group.broadcast(torch.from_numpy(drafts))
     num_drafts = (drafts != _NO_TOKEN).sum(1)
     for place in np.flatnonzero(num_drafts).tolist():

@@ -65,6 +65,7 @@ class Pending:
     alternatives: Sequence[Alternatives] = ()  # of the samples that asked for them
     reasons: Mapping[int, str] = field(default_factory=dict)  # by sample: why its mask allows no token
     prompt: PromptScores | None = None
+    outputs: Tensor | None = None  # [samples, hidden] for the drafter; until settling
     host_ids: Ids | None = None  # [samples]; set by settling
     timing: StepTiming = field(default_factory=StepTiming)
 
@@ -108,6 +109,8 @@ class StepRunner:
         self._table = SequenceTable(self._table.limits, self._table.adapters, self._table.encoder)
         if self._grammars is not None:
             self._grammars.clear()
+        if self._drafter is not None:
+            self._drafter.clear()
         self._in_flight.clear()
         self._last_step = 0
         self._ended = time.perf_counter()
@@ -172,6 +175,8 @@ class StepRunner:
         else:
             hidden = self._graphs.forward(bucket, upload.memory, built.batch.num_sequences)
         samples = hidden if sample_rows is None else hidden[sample_rows]
+        if self._drafter is not None and self._drafter.reads_outputs:
+            pending.outputs = samples.clone()  # the model uses its memory again
         logits = self._model.logits(samples) if len(rows) else None
         forwarded_at = time.perf_counter()
         self._mark()
@@ -313,6 +318,11 @@ class StepRunner:
         stays = self._table.residency[rows] == pending.residencies[places]
         if pending.is_kept is not None:
             stays &= pending.is_kept
+        if self._drafter is not None and pending.outputs is not None:
+            kept = np.flatnonzero(stays)
+            last = kept[np.diff(places[kept], append=len(pending.residencies)) > 0]  # of each advance
+            self._drafter.observe(self._table, rows[last], positions[last] + 1, pending.outputs[last])
+            pending.outputs = None
         if not stays.all():
             places, rows, positions, ids = places[stays], rows[stays], positions[stays], ids[stays]
         self._table.token_ids[rows, positions] = ids

@@ -39,6 +39,7 @@ class Decoder:
         self.architecture = spec.architecture
         self.vocab_size = spec.vocab_size
         self.num_layers = spec.num_layers
+        self.hidden_size = spec.hidden_size
         self.max_position_tokens = spec.max_position_tokens
         self.max_source_tokens = spec.max_source_tokens
         self.decoder_prefix = () if spec.encoder is None else spec.encoder.decoder_prefix

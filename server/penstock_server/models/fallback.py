@@ -73,6 +73,7 @@ class Fallback:
         model.set_attn_implementation(pager.PAGED)
         attentions = self._pager.layers
         self.num_layers = len(attentions)
+        self.hidden_size = 0  # only drafters read it, and drafts are not verified here
         self.window_tokens = window_tokens(attentions)
         self.attention_name = self._pager.attention.name
         self.is_row_independent = False

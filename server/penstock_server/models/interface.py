@@ -44,6 +44,7 @@ class CausalModel(Protocol):
     attention_name: str
     vocab_size: int
     num_layers: int
+    hidden_size: int  # of an output
     max_position_tokens: int  # of a sequence; with an encoder, of source and answer together
     max_source_tokens: int  # 0: no part of a sequence is read by an encoder
     decoder_prefix: tuple[int, ...]  # token ids between every source and its answer

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from torch import Tensor
 
 from penstock_server.engine.drafting.interface import Tokens
 from penstock_server.engine.host_batch import Rows
@@ -37,7 +38,16 @@ def continuation(history: Tokens, most: int) -> Tokens:
 class NgramDrafter:
     """Looks each draft up in the sequence's tokens. Implements `Drafter`."""
 
+    is_sent = False
+    reads_outputs = False
+
     def draft(self, table: SequenceTable, rows: Rows, most: Rows) -> Sequence[Tokens]:
         return [
             continuation(table.known_ids(row), limit) for row, limit in zip(rows.tolist(), most.tolist(), strict=True)
         ]
+
+    def observe(self, table: SequenceTable, rows: Rows, ends: Rows, outputs: Tensor) -> None:
+        raise AssertionError("a text is searched without outputs")
+
+    def clear(self) -> None:
+        pass
