@@ -7,17 +7,23 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import byte_model
 import pytest
-from binary import Server, start
+import torch
+from binary import Server, launch, start
 from client import ask, send
-from fault.probe import metric
+from fault.probe import health, metric, wait_until
+from safetensors.torch import save_file
+from test_worker_death import Stream
 
 pytestmark = pytest.mark.native
 
 CODE = "def add(first, second):\n    total = first + second\n    return total\n\n"
 COPY = f"Repeat the code exactly.\n\n{CODE * 3}"
+MEDUSA_PROMPT = "The heads know"
 LIST = "1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2,"
 SCHEMA = {
     "type": "object",
@@ -51,6 +57,62 @@ def speculating() -> Iterator[Server]:
     server = start("--speculate", "8", "--max-batch-total-tokens", "8000")
     yield server
     assert server.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def medusa(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, list[int]]]:
+    """With heads that know one greedy text of the model, and that text."""
+    folder, heads = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("heads")
+    model, tokenizer = byte_model.save(folder, 256, None)
+    prompt = tokenizer.encode(MEDUSA_PROMPT).ids
+    text = byte_model.greedy(model, tokenizer, MEDUSA_PROMPT, 40)
+    with torch.inference_mode():
+        outputs = model.model(torch.tensor([[*prompt, *text]])).last_hidden_state[0, len(prompt) - 1 : -1]
+    tensors = {}
+    for head in range(3):
+        following = torch.eye(256)[text[head + 1 :]]
+        # [vocab, hidden]: exact, because there are fewer outputs than dimensions.
+        tensors[f"{head}.1.weight"] = (torch.linalg.pinv(outputs[: len(following)]) @ following).T.contiguous()
+        tensors[f"{head}.0.linear.weight"], tensors[f"{head}.0.linear.bias"] = torch.zeros(48, 48), torch.zeros(48)
+    save_file(tensors, heads / "medusa_lm_head.safetensors")
+    (heads / "config.json").write_text(json.dumps({"medusa_num_heads": 3, "medusa_num_layers": 1}))
+    drafts = ["--speculate", "3", "--speculative-model", str(heads)]
+    server = start("--model-id", str(folder), "--dtype", "float32", *drafts)
+    yield server, text
+    assert server.stop() == 0
+
+
+def test_medusa_heads_that_know_the_text_save_steps_and_change_no_token(medusa: tuple[Server, list[int]]) -> None:
+    server, text = medusa
+    parameters = {"max_new_tokens": 40, "details": True, "ignore_eos": True}
+    body = {"inputs": MEDUSA_PROMPT, "parameters": parameters}
+    details = ask(server, "/generate", body).json["details"]
+    assert [token["id"] for token in details["tokens"]] == text
+    assert details["draft_tokens"]["accepted"] > 0
+    # Of another text the heads know nothing: their drafts are wrong, and its tokens are the same.
+    other = {**body, "inputs": "Another text"}
+    drafted = ask(server, "/generate", other).json["details"]["tokens"]
+    with ThreadPoolExecutor(8) as threads:
+        together = list(threads.map(lambda request: ask(server, "/generate", request).json, [body, other] * 4))
+    assert [each["details"]["tokens"] for each in together] == [details["tokens"], drafted] * 4
+
+
+def test_a_worker_s_death_changes_no_token_of_medusa_heads(medusa: tuple[Server, list[int]]) -> None:
+    server, text = medusa
+    wait_until(lambda: health(server) == 200)
+    parameters = {"max_new_tokens": 40, "ignore_eos": True}
+    streams = [Stream(server, {"inputs": MEDUSA_PROMPT, "parameters": parameters}) for _ in range(4)]
+    os.kill(server.worker_groups()[0][0], signal.SIGKILL)
+    for stream in streams:
+        assert [token for token, _, _ in stream.result()[0]] == text
+
+
+def test_heads_of_another_model_are_refused_before_ready(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    process = launch("--speculate", "3", "--speculative-model", str(tmp_path))
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "its model type is llama; only Medusa heads are supported so far" in output
 
 
 def answer(server: Server, request: dict[str, Any]) -> Any:

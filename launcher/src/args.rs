@@ -168,7 +168,7 @@ pub(crate) struct Args {
 
     /// Folder of Medusa heads that were made for the model, in TGI's layout: they propose the draft tokens of --speculate.
     /// Without it, drafts come from n-grams
-    #[arg(long, env, requires = "speculate")]
+    #[arg(long, env)]
     pub(crate) speculative_model: Option<PathBuf>,
 
     /// Number of threads that tokenize long inputs

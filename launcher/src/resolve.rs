@@ -343,6 +343,8 @@ fn check_ranges(args: &Args) -> Result<(), ResolveError> {
         return Err(ResolveError::OutOfRange { name: "max-total-tokens", value: tokens.to_string(), allowed });
     }
     in_range("replicas", args.replicas, args.replicas <= Replicas::MAX_ENGINES, "at most 64")?;
+    let has_drafts = args.speculative_model.is_none() || args.speculate > 0;
+    in_range("speculate", args.speculate, has_drafts, "at least 1 with --speculative-model, which makes the drafts")?;
     let seconds = args.queue_timeout.unwrap_or(1);
     in_range("queue-timeout", seconds, (1..=MAX_QUEUE_TIMEOUT_S).contains(&seconds), "from 1 to 86400")?;
     let fraction = args.cuda_memory_fraction;

@@ -39,6 +39,13 @@ fn model(device: &str) -> Description {
 }
 
 #[test]
+fn heads_without_drafts_are_refused() {
+    let reason = "--speculate is 0, must be at least 1 with --speculative-model, which makes the drafts";
+    assert_eq!(refusal("--speculative-model /heads"), reason);
+    assert!(settings("--speculative-model /heads --speculate 2").is_ok());
+}
+
+#[test]
 fn replicas_share_the_cores_and_devices_and_stand_by_for_each_other() {
     let on =
         |devices, flags: &str| Settings::resolve(&args(flags), Machine { num_visible_devices: devices, ..MACHINE });

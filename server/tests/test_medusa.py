@@ -74,7 +74,6 @@ def test_a_sequence_that_returns_has_drafts_after_its_next_token() -> None:
     driver.engine.reset()
     driver = Driver(driver.engine)
     text = [*prompt, *expected[:2]]
-    new = NewSequence(1, text[:-1], 5, len(text) - 2, range(8))
     # Its cache is computed again: one step samples without drafts, the next has them.
     new = NewSequence(1, text, 5)
     (output,) = driver.run([Advance(1, len(text), range(8), sample=True, num_draft_tokens=3)], [new])

@@ -175,6 +175,7 @@ class Engine:
                 with clock.phase("read vocabulary"):
                     wait([compiler.read()])
         watermark = Watermark.of(model.vocab_size, config.watermark_gamma, config.watermark_delta)
+        drafter = _load_drafter(config.speculative_model, model, device, dtype, rank)
         description = Description(
             architecture=model.architecture,
             dtype=next(name for name, value in DTYPES.items() if value == dtype),
@@ -182,7 +183,7 @@ class Engine:
             attention=model.attention_name,
             vocab_size=model.vocab_size,
             max_position_tokens=model.max_position_tokens,
-            weight_bytes=model.weight_bytes,
+            weight_bytes=model.weight_bytes + drafter.num_bytes,
             kv_bytes_per_block=model.kv_bytes_per_block,
             phases=tuple(clock.phases),
             block_tokens=block_tokens,
@@ -194,7 +195,6 @@ class Engine:
             can_draft=_can_draft(model, device),
             image_input=_image_input(model.images),
         )
-        drafter = _load_drafter(config.speculative_model, model, device, dtype, rank)
         return cls(model, group, device, block_tokens, watermark, compiler, config.cpu_isa, drafter), description
 
     def compile_grammar(self, grammar: Grammar) -> None:

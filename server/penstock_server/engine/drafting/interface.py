@@ -20,6 +20,7 @@ class Drafter(Protocol):
 
     is_sent: bool  # the first rank sends its drafts to the others; otherwise all ranks make the same
     reads_outputs: bool
+    num_bytes: int  # of weights
 
     def draft(self, table: SequenceTable, rows: Rows, most: Rows) -> Sequence[Tokens]:
         """[rows]: the draft of each row of the table, of at most its number of tokens in `most` [rows]. The tokens of
@@ -41,6 +42,7 @@ class SentDrafter:
 
     is_sent = True
     reads_outputs = False
+    num_bytes = 0
 
     def draft(self, table: SequenceTable, rows: Rows, most: Rows) -> Sequence[Tokens]:
         return [np.zeros(0, np.int32) for _ in rows]

@@ -33,6 +33,11 @@ class Head:
     blocks: Sequence[tuple[Tensor, Tensor]]  # weight [hidden, hidden], bias [hidden]
     vocabulary: Tensor  # [vocab, hidden]
 
+    @property
+    def num_bytes(self) -> int:
+        tensors = (self.vocabulary, *(tensor for block in self.blocks for tensor in block))
+        return sum(tensor.nbytes for tensor in tensors)
+
     def __call__(self, outputs: Tensor) -> Tensor:
         """Outputs [rows, hidden] → the most probable tokens [rows]."""
         for weight, bias in self.blocks:
@@ -95,6 +100,7 @@ class MedusaDrafter:
 
     def __init__(self, heads: Sequence[Head]) -> None:
         self._heads = heads
+        self.num_bytes = sum(head.num_bytes for head in heads)
         # By row: the residency and the known tokens for which an output is the last one, and that output [hidden].
         self._last: dict[int, tuple[int, int, Tensor]] = {}
 

@@ -40,6 +40,7 @@ class NgramDrafter:
 
     is_sent = False
     reads_outputs = False
+    num_bytes = 0
 
     def draft(self, table: SequenceTable, rows: Rows, most: Rows) -> Sequence[Tokens]:
         return [
