@@ -12,8 +12,8 @@ pub(super) const MAX_ENGINES: usize = Engines::BITS as usize;
 /// Remembers prefixes by the hashes of their blocks, each of which includes the block before it. Two prefixes with one hash only make
 /// a choice worse.
 ///
-/// INVARIANT: at most two generations of `max_blocks` blocks each. A block that is looked up again moves to the new one, so that
-/// those which nobody asks for are forgotten first.
+/// INVARIANT: at most two generations of `max_blocks` blocks each. A block that is inserted again moves to the new one, so the index
+/// forgets unused blocks first.
 #[derive(Debug)]
 pub(super) struct PrefixIndex {
     block_tokens: usize,

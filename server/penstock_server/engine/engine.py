@@ -214,7 +214,7 @@ class Engine:
         self.model.adapters.load(adapter)
 
     def encode_images(self, images: Sequence[Image]) -> list[EncodedImage]:
-        """Encode images, after forgetting others. Any thread may call it while steps run. Raises ImageError for an
+        """Encode images. Any thread may call it while steps run. Raises ImageError for an
         image that cannot be used."""
         if self.model.images is None:
             raise ImageError("the model reads no images")
