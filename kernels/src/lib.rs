@@ -20,6 +20,8 @@ mod memory;
 mod norm;
 mod pool;
 mod product;
+#[cfg(target_feature = "avx512bf16")]
+mod registers;
 mod rotate;
 mod routing;
 mod row;

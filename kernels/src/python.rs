@@ -59,7 +59,7 @@ struct Kernels {
 #[pymethods]
 impl Kernels {
     /// `libgomp` is the path of the libgomp that this process has loaded. Without it, kernels run on the calling thread alone.
-    /// `may_use_amx`: whether dense layers use AMX, where build, CPU and system have it.
+    /// `may_use_amx`: whether products use AMX, where build, CPU and system have it.
     #[new]
     #[pyo3(signature = (num_threads, libgomp=None, may_use_amx=true))]
     fn new(num_threads: usize, libgomp: Option<CString>, may_use_amx: bool) -> PyResult<Kernels> {
@@ -192,7 +192,7 @@ impl Kernels {
 
     /// Attention of this shape.
     fn attention(&self, shape: AttentionShape, kv_dtype: Option<Float8>) -> PyResult<PagedAttention> {
-        PagedAttention::new(self.pool, shape, kv_dtype)
+        PagedAttention::new(self.pool, shape, kv_dtype, self.amx)
     }
 }
 

@@ -81,3 +81,28 @@ pub(crate) fn epsilon() -> f32 {
     let mut steps = (1..24).map(|power| 2f32.powi(-power));
     steps.rfind(|step| Element::from_f32(1.0 + step).to_f32() > 1.0).unwrap_or(1.0)
 }
+
+/// Makes tests of functions that take the path: `on_vectors::name`, and `on_amx::name`, ignored where the instructions are missing.
+macro_rules! on_both_paths {
+    ($($name:ident),* $(,)?) => {
+        mod on_vectors {
+            $(
+                #[test]
+                fn $name() {
+                    super::$name(None);
+                }
+            )*
+        }
+        #[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
+        mod on_amx {
+            $(
+                #[test]
+                #[cfg_attr(not(amx_bf16), ignore = "needs AMX")]
+                fn $name() {
+                    super::$name(Some(crate::cpu::Amx::request().unwrap()));
+                }
+            )*
+        }
+    };
+}
+pub(crate) use on_both_paths;

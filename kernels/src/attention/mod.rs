@@ -7,6 +7,9 @@
 //! INVARIANT: blocks before the first visible position of a step's queries are not read, because they may belong to another
 //! sequence by now.
 
+#[cfg_attr(not(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32")))), path = "no_amx.rs")]
+mod amx;
+mod buffer;
 mod cache;
 mod plan;
 mod score;

@@ -1,6 +1,7 @@
 //! The shape of one layer's attention.
 
 use super::Layout;
+use crate::cpu::Amx;
 use crate::pool::Source;
 use crate::simd::LANES;
 
@@ -87,13 +88,16 @@ pub(crate) struct Attention {
     pub(crate) alibi: Option<Alibi>,
     /// Whether every call has a `DistanceBias`.
     pub(crate) has_relative_bias: bool,
+    /// Present if its products use AMX.
+    pub(crate) amx: Option<Amx>,
 }
 
 impl Attention {
     /// Causal attention.
     #[cfg(test)]
-    pub(crate) fn plain(layout: Layout) -> Attention {
-        Attention { layout, mask: AttentionMask::default(), soft_cap: None, alibi: None, has_relative_bias: false }
+    pub(crate) fn plain(layout: Layout, amx: Option<Amx>) -> Attention {
+        let mask = AttentionMask::default();
+        Attention { layout, mask, soft_cap: None, alibi: None, has_relative_bias: false, amx }
     }
 
     /// Validates the shape. The error names the inconsistent sizes.

@@ -1,7 +1,6 @@
 //! Online softmax: each row's running maximum, sum and weighted values, and their update by new scores or another segment.
 
 use super::TILE;
-use super::tile::ROWS;
 use crate::element::Element;
 use crate::product::{Factor, store_factors};
 use crate::simd::{F32, LANES};
@@ -126,17 +125,20 @@ impl State {
     }
 }
 
-/// Consecutive rows at one tile of the context.
+/// Most rows of a group: their maxima are a vector.
+pub(crate) const MAX_ROWS: usize = LANES;
+
+/// A group of consecutive rows at one tile of the context.
 #[repr(align(64))]
 pub(crate) struct TileRows {
     /// First row of the unit, and the number of rows.
     pub(crate) first: usize,
     pub(crate) count: usize,
     /// The tokens of the tile that each row sees. `first_visible` is ignored for plain attention.
-    pub(crate) first_visible: [usize; ROWS],
-    pub(crate) end_visible: [usize; ROWS],
-    pub(crate) scores: [[f32; TILE]; ROWS],
-    pub(crate) weights: [[Factor; TILE]; ROWS],
+    pub(crate) first_visible: [usize; MAX_ROWS],
+    pub(crate) end_visible: [usize; MAX_ROWS],
+    pub(crate) scores: [[f32; TILE]; MAX_ROWS],
+    pub(crate) weights: [[Factor; TILE]; MAX_ROWS],
     /// Factor of each row's accumulated values.
     pub(crate) factors: [f32; LANES],
 }
@@ -146,10 +148,10 @@ impl TileRows {
         TileRows {
             first,
             count,
-            first_visible: [0; ROWS],
-            end_visible: [0; ROWS],
-            scores: [[0.0; TILE]; ROWS],
-            weights: [[Factor::default(); TILE]; ROWS],
+            first_visible: [0; MAX_ROWS],
+            end_visible: [0; MAX_ROWS],
+            scores: [[0.0; TILE]; MAX_ROWS],
+            weights: [[Factor::default(); TILE]; MAX_ROWS],
             factors: [0.0; LANES],
         }
     }

@@ -1,10 +1,17 @@
 use super::*;
+use crate::cpu::Amx;
 use crate::element::GROUP;
 use crate::pool::Pool;
 use crate::simd::{F32, Float8, LANES};
-use crate::testing::{Random, assert_close, spawning_pool, tolerance};
+use crate::testing::{Random, assert_close, on_both_paths, spawning_pool, tolerance};
 
 mod shapes;
+
+on_both_paths!(
+    attention_is_right_for_all_shapes,
+    a_row_has_the_same_bits_alone_chunked_and_split,
+    nan_reaches_exactly_the_rows_that_see_it,
+);
 
 /// Sequences with all keys, values and queries, stored in shuffled blocks of one cache. The last block belongs to none of them and is
 /// filled with NaN. Keys and values are as a cache stores them.
@@ -25,8 +32,8 @@ struct World {
 type Step = (usize, usize, usize);
 
 impl World {
-    fn new(layout: Layout, lengths: &[usize], poison: bool) -> World {
-        World::of(Attention::plain(layout).checked().unwrap(), lengths, poison)
+    fn new(layout: Layout, amx: Option<Amx>, lengths: &[usize], poison: bool) -> World {
+        World::of(Attention::plain(layout, amx).checked().unwrap(), lengths, poison)
     }
 
     fn of(attention: Attention, lengths: &[usize], poison: bool) -> World {
@@ -235,12 +242,11 @@ fn narrow_layouts() -> [Layout; 2] {
         .map(|(layout, format)| Layout { fp8: Some(format), ..layout })
 }
 
-#[test]
-fn attention_is_right_for_all_shapes() {
+fn attention_is_right_for_all_shapes(amx: Option<Amx>) {
     let even = [(3, 1, 64), (9, 3, 64), (4, 4, 16), (8, 1, 80), (2, 1, 128), (14, 2, 256)];
     let even = even.map(|(heads, kv_heads, dim)| layout(heads, kv_heads, dim));
     for layout in even.into_iter().chain(uneven_layouts()).chain(narrow_layouts()) {
-        let world = World::new(layout, &[1, 70, 16, 300], true);
+        let world = World::new(layout, amx, &[1, 70, 16, 300], true);
         let steps = [(0, 0, 1), (1, 33, 37), (2, 15, 1), (3, 250, 50), (3, 299, 1), (3, 0, 20)];
         for pool in [Pool::single(), spawning_pool(2), spawning_pool(50)] {
             world.assert_right(&world.attend(&pool, &steps), &steps, &format!("{layout:?}"));
@@ -248,11 +254,10 @@ fn attention_is_right_for_all_shapes() {
     }
 }
 
-#[test]
-fn a_row_has_the_same_bits_alone_chunked_and_split() {
+fn a_row_has_the_same_bits_alone_chunked_and_split(amx: Option<Amx>) {
     let even = [(9, 3, 64), (4, 4, 32), (8, 1, 96)].map(|(heads, kv_heads, dim)| layout(heads, kv_heads, dim));
     for layout in even.into_iter().chain(uneven_layouts()).chain(narrow_layouts()) {
-        let world = World::new(layout, &[700, 45], true);
+        let world = World::new(layout, amx, &[700, 45], true);
         let row = layout.num_heads * layout.value_dim;
         let whole = world.attend(&Pool::single(), &[(0, 0, 700), (1, 0, 45)]);
         for chunk in [1, 7, 64, 100] {
@@ -276,11 +281,10 @@ fn a_row_has_the_same_bits_alone_chunked_and_split() {
     }
 }
 
-#[test]
-fn nan_reaches_exactly_the_rows_that_see_it() {
+fn nan_reaches_exactly_the_rows_that_see_it(amx: Option<Amx>) {
     let of = |fp8| Layout { fp8, ..layout(4, 2, 32) };
     for (first, end, layout) in [(300, 301, of(None)), (256, 512, of(None)), (300, 301, of(Some(Float8::E4m3fn)))] {
-        let mut world = World::new(layout, &[600, 40], false);
+        let mut world = World::new(layout, amx, &[600, 40], false);
         let before = world.attend(&Pool::single(), &[(0, 0, 600), (1, 0, 40)]);
         world.keys[0][first * 64..end * 64].fill(Element::from_f32(f32::NAN));
         world.write(0, 600);

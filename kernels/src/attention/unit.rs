@@ -1,5 +1,7 @@
 //! One unit of work: computes its rows' softmax states over their segments, then the result.
 
+use super::amx::Tiles;
+use super::buffer::{Line, room};
 use super::cache::{BLOCK, Layout, reorder_values};
 use super::plan::Unit;
 use super::shape::Part;
@@ -10,7 +12,6 @@ use crate::element::Element;
 use crate::pool::Target;
 use crate::product::{self, Factor};
 use std::cell::RefCell;
-use std::thread::LocalKey;
 
 thread_local! {
     /// Softmax states of the current unit: of all segments so far, and of the current segment.
@@ -19,24 +20,6 @@ thread_local! {
     static VALUES: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
     /// The current tile's blocks when they are stored in fp8.
     static BLOCKS_OF_TILE: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
-}
-
-#[derive(Clone, Copy)]
-#[repr(align(64))]
-#[expect(dead_code, reason = "read and written as a row of numbers")]
-struct Line([Element; LINE]);
-
-/// Elements per cache line.
-const LINE: usize = product::LINE / size_of::<Element>();
-
-/// The address of a thread's buffer, grown to `count` elements.
-fn room(buffer: &'static LocalKey<RefCell<Vec<Line>>>, count: usize) -> *mut Element {
-    buffer.with_borrow_mut(|memory| {
-        if memory.len() < count.div_ceil(LINE) {
-            memory.resize(count.div_ceil(LINE), Line([Element::default(); LINE]));
-        }
-        memory.as_mut_ptr().cast()
-    })
 }
 
 /// The arguments that all units of a call share.
@@ -57,9 +40,14 @@ pub(crate) unsafe fn run<const PLAIN: bool>(call: &Call<'_>, unit: &Unit, follow
     let first = operands.queries.at(unit.first_token * operands.stride + unit.kv_head * dim);
     // SAFETY: guaranteed by the caller.
     unsafe {
-        product::with_factors(first, operands.stride, unit.num_tokens, dim, |queries, stride| {
+        product::with_factors(first, operands.stride, unit.num_tokens, dim, |mut queries, mut stride| {
             let count = unit.num_tokens * layout.group();
-            Rows::<PLAIN> { call, unit, following, count, queries, stride }.attend(partials);
+            let mut tiles = Tiles::configure(call.attention.amx, count);
+            if tiles.is_some() {
+                queries = Tiles::gather(queries, stride, unit.num_tokens, dim, layout.head_dim);
+                stride = dim;
+            }
+            Rows::<PLAIN> { call, unit, following, count, queries, stride }.attend(partials, &mut tiles);
         });
     }
 }
@@ -143,12 +131,13 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
     }
 
     /// Computes the rows' results, or the partial state of the unit's segment.
-    unsafe fn attend(&self, partials: Target<f32>) {
+    unsafe fn attend(&self, partials: Target<f32>, tiles: &mut Option<Tiles>) {
         let (unit, value_dim) = (self.unit, self.layout().value_dim);
         // SAFETY: guaranteed by the caller of `run`.
         unsafe {
             if let Some(offset) = unit.partial {
-                self.attend_segment(unit.first_segment, State::new(partials.at(offset), self.count, value_dim));
+                let state = State::new(partials.at(offset), self.count, value_dim);
+                self.attend_segment(unit.first_segment, state, tiles);
                 return;
             }
             STATES.with_borrow_mut(|memory| {
@@ -159,9 +148,9 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
                 let (first, second) = memory.split_at_mut(size);
                 let total = State::new(first.as_mut_ptr(), self.count, value_dim);
                 let segment_state = State::new(second.as_mut_ptr(), self.count, value_dim);
-                self.attend_segment(unit.first_segment, total);
+                self.attend_segment(unit.first_segment, total, tiles);
                 for segment in unit.first_segment + 1..unit.end_segment {
-                    self.attend_segment(segment, segment_state);
+                    self.attend_segment(segment, segment_state, tiles);
                     total.merge(segment_state, self.first_that_reaches(segment));
                 }
                 self.finish(total);
@@ -184,10 +173,10 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
     }
 
     /// Computes the state over one segment. Rows that do not see it keep the empty state.
-    unsafe fn attend_segment(&self, segment: usize, state: State) {
+    unsafe fn attend_segment(&self, segment: usize, state: State, tiles: &mut Option<Tiles>) {
         let begin = first_tile(segment, self.first(0));
         let end = self.end(self.count - 1).min((segment + 1) * SEGMENT);
-        let layout = self.layout();
+        let (layout, group_rows) = (self.layout(), if tiles.is_some() { Tiles::ROWS } else { ROWS });
         // SAFETY: the caller of `run` vouches for all addresses; blocks from what the first row sees up to the last context exist.
         unsafe {
             state.clear();
@@ -204,8 +193,8 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
                     self.block_addresses(self.following, first_tile(self.following.first_segment, first))
                 };
                 let (here, ahead) = self.tile_addresses(&stored, &next, start, end);
-                for first in (0..self.count).step_by(ROWS) {
-                    let count = ROWS.min(self.count - first);
+                for first in (0..self.count).step_by(group_rows) {
+                    let count = group_rows.min(self.count - first);
                     let (seen, end) = (self.first(first), self.end(first + count - 1));
                     if end > start && seen < start + TILE {
                         (tile_rows.first, tile_rows.count) = (first, count);
@@ -219,7 +208,7 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
                             head_dim: layout.head_dim,
                             value_dim: layout.value_dim,
                         };
-                        self.attend_tile(start, passed, &mut tile_rows, &blocks, state);
+                        self.attend_tile(start, passed, &mut tile_rows, &blocks, state, tiles);
                     }
                 }
             }
@@ -286,19 +275,32 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
     }
 
     /// `blocks` are the tile's blocks without the first `passed`, which no row sees.
-    unsafe fn attend_tile(&self, start: usize, passed: usize, rows: &mut TileRows, blocks: &Blocks, state: State) {
+    unsafe fn attend_tile(
+        &self,
+        start: usize,
+        passed: usize,
+        rows: &mut TileRows,
+        blocks: &Blocks,
+        state: State,
+        tiles: &mut Option<Tiles>,
+    ) {
         let attention = self.call.attention;
-        let mut queries = [std::ptr::null(); ROWS];
         for index in 0..rows.count {
-            queries[index] = self.query(rows.first + index);
             rows.first_visible[index] = self.first(rows.first + index).saturating_sub(start);
             rows.end_visible[index] = self.end(rows.first + index).saturating_sub(start).min(TILE);
         }
         let key_scale = self.call.operands.scales.keys as f32;
         let mut scale = attention.layout.scale * key_scale * std::f32::consts::LOG2_E;
-        // SAFETY: the caller of `run` vouches for queries and cache; tiles have room for ROWS rows.
+        // SAFETY: the caller of `run` vouches for queries and cache; tiles have room for a group of rows.
         unsafe {
-            tile::score(&queries[..rows.count], blocks, rows.scores.as_mut_ptr().cast::<f32>().add(passed * BLOCK));
+            let scores = rows.scores.as_mut_ptr().cast::<f32>().add(passed * BLOCK);
+            match tiles {
+                Some(tiles) => tiles.score(self.query(rows.first), blocks, scores),
+                None => {
+                    let queries: [_; ROWS] = std::array::from_fn(|index| self.query(rows.first + index));
+                    tile::score(&queries[..rows.count], blocks, scores);
+                }
+            }
             if !PLAIN && !attention.has_plain_scores() {
                 for index in 0..rows.count {
                     let row = rows.first + index;
@@ -308,6 +310,9 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
                 scale = std::f32::consts::LOG2_E;
             }
             state.weigh::<PLAIN>(rows, scale);
+            if let Some(tiles) = tiles {
+                return tiles.weigh(rows, passed * BLOCK, blocks, state);
+            }
             let mut weighted = [Weighted::default(); ROWS];
             for index in 0..rows.count {
                 weighted[index] = Weighted {

@@ -6,10 +6,10 @@
 
 use super::epilogue::{self, Outcome, Sums};
 use super::pack::PADDING;
-use super::registers::{REGISTER_BYTES, REGISTER_ROWS, Registers};
 use super::tile::{PANEL, Panel, VECTORS};
 use crate::cpu::Amx;
 use crate::element::Element;
+use crate::registers::{REGISTER_BYTES, REGISTER_ROWS, Registers};
 use crate::simd::{F32, LANES};
 use std::arch::asm;
 

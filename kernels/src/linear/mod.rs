@@ -9,8 +9,6 @@ mod amx;
 mod epilogue;
 mod pack;
 mod quantized;
-#[cfg(target_feature = "avx512bf16")]
-mod registers;
 mod tile;
 mod wide;
 

@@ -3,34 +3,10 @@ use crate::activation::{Activation, Function};
 use crate::cpu::Amx;
 use crate::memory::Arena;
 use crate::pool::Pool;
-use crate::testing::{Random, assert_close, spawning_pool, tolerance};
+use crate::testing::{Random, assert_close, on_both_paths, spawning_pool, tolerance};
 
 #[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
 mod amx;
-
-/// Makes tests of functions that take the path: `on_vectors::name`, and `on_amx::name`, ignored where the instructions are missing.
-macro_rules! on_both_paths {
-    ($($name:ident),* $(,)?) => {
-        mod on_vectors {
-            $(
-                #[test]
-                fn $name() {
-                    super::$name(None);
-                }
-            )*
-        }
-        #[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
-        mod on_amx {
-            $(
-                #[test]
-                #[cfg_attr(not(amx_bf16), ignore = "needs AMX")]
-                fn $name() {
-                    super::$name(Some(crate::cpu::Amx::request().unwrap()));
-                }
-            )*
-        }
-    };
-}
 
 on_both_paths!(
     products_are_right_for_all_edge_sizes,

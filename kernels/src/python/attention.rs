@@ -5,6 +5,7 @@ use super::{maybe_detached, require};
 use crate::attention::{
     self, Alibi, Attention, AttentionMask, BLOCK, DistanceBias, KvScales, Layout, NewTokens, Operands, Part,
 };
+use crate::cpu::Amx;
 use crate::element::Element;
 use crate::pool::{Executor, Pool, Source, Target};
 use crate::simd::Float8;
@@ -155,11 +156,16 @@ pub(super) struct PagedAttention {
 }
 
 impl PagedAttention {
-    pub(super) fn new(pool: Pool, shape: AttentionShape, fp8: Option<Float8>) -> PyResult<PagedAttention> {
+    pub(super) fn new(
+        pool: Pool,
+        shape: AttentionShape,
+        fp8: Option<Float8>,
+        amx: Option<Amx>,
+    ) -> PyResult<PagedAttention> {
         let AttentionShape { num_heads, num_kv_heads, head_dim, output_dim, values_in_keys, scale, .. } = shape;
         let layout = Layout { num_heads, num_kv_heads, head_dim, value_dim: output_dim, values_in_keys, scale, fp8 };
         let AttentionShape { mask, soft_cap, alibi, has_relative_bias, .. } = shape;
-        let attention = Attention { layout, mask, soft_cap, alibi, has_relative_bias };
+        let attention = Attention { layout, mask, soft_cap, alibi, has_relative_bias, amx };
         let attention = attention.checked().map_err(PyValueError::new_err)?;
         Ok(PagedAttention { pool, attention: Arc::new(attention) })
     }

@@ -1,8 +1,16 @@
 //! Every attention feature beyond plain causal attention.
 
 use super::*;
+use crate::cpu::Amx;
 use crate::element::Element;
 use crate::simd::{from_bf16, to_bf16};
+use crate::testing::on_both_paths;
+
+on_both_paths!(
+    every_shape_matches_its_formula,
+    a_row_of_every_shape_has_the_same_bits_alone_chunked_and_split,
+    a_window_over_everything_changes_no_bit,
+);
 
 /// One score by its formula.
 pub(crate) fn score(attention: &Attention, product: f32, head: usize, position: usize) -> f32 {
@@ -40,7 +48,7 @@ impl World {
 }
 
 /// Every feature alone, and some combinations.
-fn shapes(layout: Layout) -> Vec<(String, World)> {
+fn shapes(layout: Layout, amx: Option<Amx>) -> Vec<(String, World)> {
     let masks = [1, 16, 65, 100, 300, 5000].map(window);
     let chunks = [16, 23, 256, 300].map(chunk);
     let more = [
@@ -68,7 +76,7 @@ fn shapes(layout: Layout) -> Vec<(String, World)> {
     shapes.extend([Part::Context, Part::Source, Part::Answer].map(|of| (part(of), None, None, false, true)));
     let world = |(mask, soft_cap, alibi, has_sinks, has_relative_bias): (_, _, _, bool, bool)| {
         let name = format!("{layout:?} {mask:?} cap {soft_cap:?} {alibi:?} sinks {has_sinks} bias {has_relative_bias}");
-        let attention = Attention { layout, mask, soft_cap, alibi, has_relative_bias }.checked().unwrap();
+        let attention = Attention { layout, mask, soft_cap, alibi, has_relative_bias, amx }.checked().unwrap();
         let mut world = World::of(attention, &[1, 70, LENGTH], true);
         let sinks = (0..layout.num_heads).map(|head| Element::from_f32(head as f32 * 2.0 - 1.0)).collect();
         world.sinks = has_sinks.then_some(sinks);
@@ -90,10 +98,9 @@ fn visible_positions_are_an_interval() {
     assert_eq!(firsts(AttentionMask { part: Part::Answer, ..window(3) })[2..], [2, 2, 2, 3, 4, 5]);
 }
 
-#[test]
-fn every_shape_matches_its_formula() {
+fn every_shape_matches_its_formula(amx: Option<Amx>) {
     for layout in [layout(3, 1, 16), layout(4, 2, 80)] {
-        for (name, world) in shapes(layout) {
+        for (name, world) in shapes(layout, amx) {
             let steps = [(0, 0, 1), (1, 35, 35), (2, LENGTH - 1, 1), (2, 490, 50), (2, world.begin(), 20)];
             for pool in [Pool::single(), spawning_pool(50)] {
                 world.assert_right(&world.attend(&pool, &steps), &steps, &name);
@@ -102,11 +109,10 @@ fn every_shape_matches_its_formula() {
     }
 }
 
-#[test]
-fn a_row_of_every_shape_has_the_same_bits_alone_chunked_and_split() {
+fn a_row_of_every_shape_has_the_same_bits_alone_chunked_and_split(amx: Option<Amx>) {
     for layout in [layout(3, 1, 16), layout(2, 2, 32)] {
         let row = layout.num_heads * layout.head_dim;
-        for (name, world) in shapes(layout) {
+        for (name, world) in shapes(layout, amx) {
             let begin = world.begin();
             let whole = world.attend(&Pool::single(), &[(2, begin, LENGTH - begin)]);
             let whole = |first: usize, count: usize| &whole[(first - begin) * row..][..count * row];
@@ -125,10 +131,9 @@ fn a_row_of_every_shape_has_the_same_bits_alone_chunked_and_split() {
     }
 }
 
-#[test]
-fn a_window_over_everything_changes_no_bit() {
+fn a_window_over_everything_changes_no_bit(amx: Option<Amx>) {
     let steps = [(0, 0, 300), (0, 299, 1), (1, 3, 60)];
-    let plain = World::new(layout(6, 2, 48), &[300, 63], true);
+    let plain = World::new(layout(6, 2, 48), amx, &[300, 63], true);
     for mask in [window(300), chunk(300)] {
         let world = World::of(Attention { mask, ..plain.attention.clone() }, &[300, 63], true);
         assert_eq!(world.attend(&spawning_pool(2), &steps), plain.attend(&spawning_pool(2), &steps));
@@ -137,7 +142,7 @@ fn a_window_over_everything_changes_no_bit() {
 
 #[test]
 fn invalid_shapes_are_refused() {
-    let (good, plain) = (layout(4, 2, 64), Attention::plain);
+    let (good, plain) = (layout(4, 2, 64), |layout| Attention::plain(layout, None));
     let slopes = Alibi { slopes: vec![1.0; 3], is_scaled: false, is_bfloat16: false };
     let wide = Layout { value_dim: 80, values_in_keys: true, ..good };
     for (attention, message) in [

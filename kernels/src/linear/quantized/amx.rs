@@ -11,7 +11,7 @@ use super::tile::{self, Input, VECTORS};
 use crate::cpu::Amx;
 use crate::linear::PART_ROWS;
 use crate::linear::epilogue::{self, Outcome};
-use crate::linear::registers::{REGISTER_BYTES, REGISTER_ROWS, Registers};
+use crate::registers::{REGISTER_BYTES, REGISTER_ROWS, Registers};
 use crate::simd::{F32, I32, LANES, with_constant};
 use std::arch::asm;
 use std::ops::Range;

@@ -36,9 +36,9 @@ pub(crate) enum InputBits {
     Sixteen,
 }
 
-/// Rows from which AMX is faster than vectors, and rows of its tiles.
+/// Rows from which AMX is faster than vectors. PERF: the last tile costs as much as 16 rows, even if it has fewer (Emerald Rapids).
 #[cfg(target_feature = "avx512bf16")]
-const AMX_ROWS: usize = 16;
+const AMX_ROWS: usize = 64;
 
 impl QuantizedLinear {
     /// AMX, if it computes this number of rows.

@@ -4,9 +4,9 @@ use crate::cpu::Amx;
 use std::arch::asm;
 
 /// Rows of a tile register.
-pub(super) const REGISTER_ROWS: usize = 16;
+pub(crate) const REGISTER_ROWS: usize = 16;
 /// Bytes of a row of a tile register.
-pub(super) const REGISTER_BYTES: usize = 64;
+pub(crate) const REGISTER_BYTES: usize = 64;
 
 /// The operand of `ldtilecfg`.
 #[repr(C, align(64))]
@@ -20,11 +20,11 @@ struct Configuration {
 
 /// The tile registers of this thread, configured, and released when dropped. The thread may be torch's, so the registers are configured
 /// before every use and hold nothing afterwards.
-pub(super) struct Registers(());
+pub(crate) struct Registers(());
 
 impl Registers {
     /// Configures the registers: rows, and bytes of a row, of each.
-    pub(super) fn configure(_: Amx, shapes: [(usize, usize); 8]) -> Registers {
+    pub(crate) fn configure(_: Amx, shapes: [(usize, usize); 8]) -> Registers {
         let (mut row_bytes, mut rows) = ([0; 16], [0; 16]);
         for (register, (num_rows, num_bytes)) in shapes.into_iter().enumerate() {
             debug_assert!((1..=REGISTER_ROWS).contains(&num_rows) && (4..=REGISTER_BYTES).contains(&num_bytes));
