@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ SIZES = {
 }
 PROMPTS = ["A long story:", "The capital of France is", "def fibonacci(n):"]
 ADAPTERS = (None, "one", "two")
+TOKEN = "hf_secret"
 NUM_SPARE = 1000  # registered, and never used
 
 
@@ -69,12 +71,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def adapted(folder: Path) -> Iterator[Server]:
+def hub(folder: Path) -> Iterator[Any]:
+    """A hub that has the adapter `two` as `someone/tiny`."""
+    sys.path.append(str(Path(__file__).parents[1] / "server" / "tests"))
+    from hub_server import Hub, running
+
+    with running(Hub({path.name: path.read_bytes() for path in (folder / "two").iterdir()}, token=TOKEN)) as hub:
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def adapted(folder: Path, hub: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     one, two, bad = (folder / name for name in ("one", "two", "bad"))
     spare = ",".join(f"spare-{index}={one}" for index in range(NUM_SPARE))
     slots = ["--max-lora-slots", "3", "--max-lora-rank", "8", "--max-batch-total-tokens", "20000"]
     given = ["--lora-adapters", f"one={one},two={two},bad={bad},{spare}", "--enable-lora-updates", *slots]
-    server = start(*given, "--served-model-name", "base", "--speculate", "2")
+    cache = str(tmp_path_factory.mktemp("cache"))
+    of_hub = {
+        "HF_HUB_OFFLINE": "0",
+        "HF_ENDPOINT": hub.url,
+        "HF_TOKEN": TOKEN,
+        "HF_HUB_CACHE": cache,
+        "PENSTOCK_HUB_RETRIES": "0",
+    }
+    server = start(*given, "--served-model-name", "base", "--speculate", "2", env=of_hub)
     yield server
     assert server.stop() == 0, server.last_lines()
 
@@ -154,3 +174,18 @@ def test_an_adapter_is_added_and_removed_while_it_answers(
     assert ask(adapted, "/v1/completions", {"model": "new", "prompt": "Hi", "max_tokens": 1}).status == 404
     assert stream.result() == alone[ADAPTERS.index("two")]
     assert ask(adapted, unload, new).status == 404
+
+
+def test_an_adapter_on_the_hub_is_downloaded_while_others_answer(adapted: Server, alone: list[tuple], hub: Any) -> None:
+    wait_until(lambda: health(adapted) == 200)
+    stream, new = Stream(adapted, REQUESTS[1]), {"lora_name": "of-hub"}
+    for path in ("someone/other", "someone/tiny@law"):
+        answer = ask(adapted, "/v1/load_lora_adapter", {**new, "lora_path": path})
+        assert (answer.status, path.split("@")[0] in answer.json["error"]["message"]) == (400, True), answer.text
+    assert ask(adapted, "/generate", request("Hi", "of-hub")).status == 422
+    answer = ask(adapted, "/v1/load_lora_adapter", {**new, "lora_path": "someone/tiny"})
+    assert answer.status == 200, answer.text
+    assert Stream(adapted, request(PROMPTS[0], "of-hub")).result() == alone[ADAPTERS.index("two")]
+    assert stream.result() == alone[1]
+    assert {name for name, _ in hub.gets} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert ask(adapted, "/v1/unload_lora_adapter", new).status == 200

@@ -37,6 +37,7 @@ PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in range(39, 16, -1)), "m
 KERNEL_TESTS = (
     "test_triton_ops.py",
     "test_triton_invariant.py",
+    "test_triton_low_rank.py",
     "test_triton_quantized.py",
     "test_triton_narrow.py",
     "test_triton_experts.py",
@@ -50,6 +51,7 @@ MODEL_TESTS = (
     "architecture/test_triton_models.py",
     "architecture/test_fp8_cache.py",
     "architecture/test_deterministic.py",
+    "architecture/test_device_adapters.py",
     "architecture/test_pooling.py",
     "architecture/test_images.py",
 )

@@ -77,6 +77,11 @@ impl Adapted<'_> {
     /// Phases that `apply` takes of a section.
     pub(crate) const NUM_PHASES: usize = 2;
 
+    /// Whether any adapter changes this site.
+    pub(crate) fn changes(&self, site: usize) -> bool {
+        self.adapters.iter().any(|adapter| !adapter.sites[site].parts.is_empty())
+    }
+
     /// Whether there is work for each of these threads where each row is one thread's (`apply_to`), without a barrier.
     pub(crate) fn has_rows_for(&self, num_threads: usize) -> bool {
         self.runs.iter().map(|run| run.num_rows.div_ceil(TILE_ROWS)).sum::<usize>() >= 2 * num_threads
@@ -128,7 +133,7 @@ impl Adapted<'_> {
         let scale = |rank| site.scales.get(group * GROUP_RANKS + rank).copied().unwrap_or(0.0);
         let scales: [f32; GROUP_RANKS] = from_fn(scale);
         for_tiles(run, |first, height| {
-            let x = Input { address: address.at(first * stride), stride, in_features: stride };
+            let x = Input { address: address.at(first * stride), stride, in_features: site.in_features };
             let target = self.inner.at(first * self.max_rank + group * GROUP_RANKS);
             // SAFETY: guaranteed by the caller.
             unsafe { with_constant!(height, [1, 2, 3; 4], shrink(down, scales, x, target, self.max_rank)) }

@@ -4,6 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 
 use penstock_router::config::{AdapterConfig, AdapterSource};
+use penstock_router::{AdapterPlace as Place, is_hub_id};
 
 use crate::args::Args;
 
@@ -28,15 +29,6 @@ pub(crate) struct AdapterFlags {
     /// Adapters that are loaded at a time.
     pub(crate) max_loaded: usize,
     can_change: bool,
-}
-
-/// Where an adapter is.
-#[derive(Debug, PartialEq, Eq)]
-enum Place {
-    /// An absolute path.
-    Folder(PathBuf),
-    /// `ID` or `ID@REVISION`.
-    Hub(String),
 }
 
 impl AdapterFlags {
@@ -87,18 +79,11 @@ fn named(given: &str) -> Result<(String, Place), AdapterFlagError> {
         Err(_) if given.contains('=') => {
             return Err(AdapterFlagError::NotAnAdapter { folder: folder.to_owned() });
         }
-        Err(_) if is_id(place) => Place::Hub(place.to_owned()),
+        Err(_) if is_hub_id(place) => Place::Hub(place.to_owned()),
         Err(_) => return Err(AdapterFlagError::Malformed { given: given.to_owned() }),
     };
     let name = if given.contains('=') { name } else { name.split_once('@').map_or(name, |(id, _)| id) };
     Ok((name.to_owned(), place))
-}
-
-/// Whether this is `name` or `owner/name` on the hub, with or without `@revision`.
-fn is_id(given: &str) -> bool {
-    let (id, revision) = given.split_once('@').unwrap_or((given, "main"));
-    let is_name = |part: &str| !part.is_empty() && !part.starts_with('.') && !part.contains(['/', '\\']);
-    id.split('/').count() <= 2 && id.split('/').all(is_name) && is_name(revision)
 }
 
 #[cfg(test)]

@@ -62,7 +62,7 @@ pub(crate) struct Args {
     pub(crate) trust_remote_code: bool,
 
     /// LoRA adapters that requests may name, separated by commas, each as NAME=FOLDER, FOLDER, or the id of an adapter on the hub, as
-    /// ID or ID@REVISION. Not on GPUs yet
+    /// ID or ID@REVISION
     #[arg(long, env, value_delimiter = ',', value_name = "ADAPTERS")]
     pub(crate) lora_adapters: Vec<String>,
 
@@ -75,8 +75,8 @@ pub(crate) struct Args {
     #[arg(long, env, default_value_t = 64, value_parser = RangedU64ValueParser::<u32>::new().range(1..=4096))]
     pub(crate) max_lora_rank: u32,
 
-    /// Serve /v1/load_lora_adapter and /v1/unload_lora_adapter, with which clients add LoRA adapters from the server's folders and
-    /// remove them. Includes --check-model-name
+    /// Serve /v1/load_lora_adapter and /v1/unload_lora_adapter, with which clients add LoRA adapters from the server's folders or
+    /// the hub, and remove them. Includes --check-model-name
     #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]
     pub(crate) enable_lora_updates: bool,
 

@@ -5,6 +5,7 @@
 //! 128 + n after a second signal n.
 
 mod adapter;
+mod adapter_download;
 mod args;
 mod attention;
 mod command_line;
@@ -55,6 +56,7 @@ use penstock_router::telemetry::metrics::{self, Exporter};
 use penstock_router::text::{RENDERER_ARGUMENT, run_chat_renderer};
 use penstock_router::worker::Phase;
 use penstock_router::{Config, Services};
+use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use crate::adapter::AdapterFlags;
@@ -224,9 +226,13 @@ async fn serve(setup: Setup<'_>, listener: Reserved, stop: CancellationToken) ->
     report_ready(&phases, began.elapsed(), &place, has_keys);
     // After a failure of the workers every open request has failed, so draining takes no time.
     let drain = stop.child_token();
-    let services = Services { engine: Arc::new(replicas.clone()), text, metrics: exporter };
+    let (adapter_downloads, asked) = mpsc::channel(1);
+    let services = Services { engine: Arc::new(replicas.clone()), text, metrics: exporter, adapter_downloads };
     let watch = async {
-        let reason = failure(&replicas, &mut supervisors).await;
+        let reason = tokio::select! {
+            reason = failure(&replicas, &mut supervisors) => reason,
+            never = adapter_download::run(asked, python, args) => match never {},
+        };
         drain.cancel();
         reason
     };

@@ -4,7 +4,9 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
 use tokio::io::AsyncReadExt;
+use tokio::process::Command;
 
 use crate::adapter::AdapterFlags;
 use crate::args::Args;
@@ -32,12 +34,12 @@ pub(crate) struct Prepared {
 pub(crate) enum PrepareError {
     #[error("cannot start {}: {source}; set PENSTOCK_PYTHON to the interpreter that has penstock_server", .python.display())]
     Spawn { python: PathBuf, source: std::io::Error },
-    #[error("cannot follow the preparation of the model: {0}")]
+    #[error("cannot follow the preparation: {0}")]
     Io(#[from] std::io::Error),
     /// The reason that the process gave.
     #[error("{0}")]
     Failed(String),
-    #[error("the preparation of the model printed {answer:?}: {source}")]
+    #[error("the preparation printed {answer:?}: {source}")]
     Answer { answer: String, source: serde_json::Error },
 }
 
@@ -53,6 +55,26 @@ pub(crate) async fn prepare(python: &Path, args: &Args, adapters: &AdapterFlags)
         command.arg("--weights").arg(weights);
     }
     command.args(adapters.on_hub().flat_map(|given| ["--adapter", given]));
+    answer_of(command, python, args, "the model").await.map_err(|error| match error {
+        PrepareError::Failed(reason) => PrepareError::Failed(format!("the model cannot be prepared: {reason}")),
+        other => other,
+    })
+}
+
+/// Downloads an adapter, given as `ID` or `ID@REVISION`. Logs the progress. Dropping the future kills the process.
+pub(crate) async fn prepare_adapter(python: &Path, args: &Args, given: &str) -> Result<PathBuf, PrepareError> {
+    let mut command = process::python_module(python, "penstock_server.prepare");
+    command.args(["--only-adapter", given]);
+    answer_of(command, python, args, "an adapter").await
+}
+
+/// What the process prints. `what` it prepares, for people.
+async fn answer_of<T: DeserializeOwned>(
+    mut command: Command,
+    python: &Path,
+    args: &Args,
+    what: &str,
+) -> Result<T, PrepareError> {
     if let Some(cache) = &args.huggingface_hub_cache {
         command.env("HF_HUB_CACHE", cache);
     }
@@ -68,7 +90,7 @@ pub(crate) async fn prepare(python: &Path, args: &Args, adapters: &AdapterFlags)
             if let Some(reason) = line.strip_prefix("error: ") {
                 last_line = reason.to_owned();
             } else {
-                tracing::info!("preparing the model: {line}");
+                tracing::info!("preparing {what}: {line}");
                 last_line = line;
             }
         }
@@ -84,7 +106,7 @@ pub(crate) async fn prepare(python: &Path, args: &Args, adapters: &AdapterFlags)
     let (answer, status) = (answer?, status?);
     if !status.success() {
         let reason = if last_line.is_empty() { format!("the process ended with {status}") } else { last_line };
-        return Err(PrepareError::Failed(format!("the model cannot be prepared: {reason}")));
+        return Err(PrepareError::Failed(reason));
     }
     serde_json::from_str(&answer).map_err(|source| PrepareError::Answer { answer, source })
 }

@@ -15,5 +15,6 @@ pub mod text;
 pub mod worker;
 
 pub use config::Config;
+pub use generation::{AdapterDownload, AdapterPlace, is_hub_id};
 pub use http::{Listener, OriginError};
 pub use serve::{ServeError, Services, serve};

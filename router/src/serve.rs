@@ -3,11 +3,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use crate::config::Config;
 use crate::engine::Generator;
-use crate::generation::GenerationService;
+use crate::generation::{AdapterDownload, GenerationService};
 use crate::http::connection::{self, App};
 use crate::http::{self, Listener, OriginError, Service};
 use crate::telemetry::metrics::Exporter;
@@ -27,6 +28,8 @@ pub struct Services {
     pub text: TextModel,
     /// Renders `/metrics`.
     pub metrics: Exporter,
+    /// Takes the downloads of adapters that clients name by their ids on the hub.
+    pub adapter_downloads: mpsc::Sender<AdapterDownload>,
 }
 
 /// Why the server cannot start.
@@ -52,10 +55,11 @@ pub async fn serve(
     let abandoned = CancellationToken::new();
     let closing = CancellationToken::new();
     let (vertex_routes, limits) = (config.vertex_routes.clone(), config.connections);
-    let Services { engine, text, metrics } = services;
+    let Services { engine, text, metrics, adapter_downloads } = services;
     let traces = config.traces.as_ref().map(|traces| Traces::start(traces, config.model_name())).transpose()?;
     let config = Arc::new(config);
-    let generation = GenerationService::new(Arc::clone(&config), engine, text, shutdown.clone(), abandoned.clone());
+    let (draining, failing) = (shutdown.clone(), abandoned.clone());
+    let generation = GenerationService::new(Arc::clone(&config), engine, text, adapter_downloads, draining, failing);
     let router = http::router(Service::new(config, generation.clone(), metrics.clone(), traces.clone()))?;
     let app = App { router, vertex_routes, limits };
     let upkeep = tokio::spawn(run_upkeep(metrics, closing.clone()));

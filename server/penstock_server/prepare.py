@@ -1,8 +1,9 @@
 """`python -m penstock_server.prepare`: turns a model reference into a folder that the router and the workers can read.
 
 Prints one JSON line {"model_id", "folder", "sha", "pipeline_tag", "weights", "adapters"}; weights are paths, adapters
-the folders of hub ids. On failure it prints one line to stderr that starts with "error: ". Progress of long work also
-goes to stderr. Imports torch only to convert pickles: finding a prepared model takes 0.1 s.
+the folders of hub ids. With --only-adapter the line is the folder of that adapter. On failure it prints one line to
+stderr that starts with "error: ". Progress of long work also goes to stderr. Imports torch only to convert pickles:
+finding a prepared model takes 0.1 s.
 """
 
 from __future__ import annotations
@@ -125,8 +126,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--trust-remote-code", action="store_true", help="also fetch the checkpoint's own Python code")
     parser.add_argument("--weights", type=Path, help="a folder with the weights of a model whose rest is on the hub")
     parser.add_argument("--adapter", action="append", default=[], help="the hub id of a LoRA adapter, or ID@REVISION")
+    parser.add_argument("--only-adapter", metavar="ID", help="print the folder of this adapter, and prepare no model")
     options = parser.parse_args(arguments)
     try:
+        if options.only_adapter is not None:
+            print(json.dumps(prepare_adapter(options.only_adapter)))
+            return 0
         prepared = prepare(options.model_id, options.revision, options.trust_remote_code, options.weights)
         weights = [str(path) for path in find_weights(Path(prepared.folder)).paths]
         adapters = {given: prepare_adapter(given) for given in options.adapter}

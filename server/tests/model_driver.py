@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from penstock_server.attention.interface import StepAdapters
 from penstock_server.engine.batch import with_images
-from penstock_server.engine.host_batch import HostBatch, split
+from penstock_server.engine.host_batch import HostAdapters, HostBatch, split
 from penstock_server.models.interface import CausalModel
 from penstock_server.vision.encoder import PlacedImage
 from tested_device import DEVICE
@@ -118,11 +117,11 @@ class ModelDriver:
         return [sequence.token_ids[len(prompt) :] for sequence, prompt in zip(sequences, prompts, strict=True)]
 
 
-def _adapters(advances: list[tuple[DrivenSequence, int]]) -> StepAdapters | None:
+def _adapters(advances: list[tuple[DrivenSequence, int]]) -> HostAdapters | None:
     loaded: list[Any] = []
     for sequence, _ in advances:
         if sequence.adapter is not None and sequence.adapter not in loaded:
             loaded.append(sequence.adapter)
     indices = [-1 if sequence.adapter is None else loaded.index(sequence.adapter) for sequence, _ in advances]
     of_tokens = np.repeat(np.array(indices), [num_tokens for _, num_tokens in advances])
-    return StepAdapters(loaded, torch.from_numpy(of_tokens)) if loaded else None
+    return HostAdapters.of(loaded, of_tokens) if loaded else None

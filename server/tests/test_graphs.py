@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from fake_cuda import record_eagerly
@@ -16,7 +18,8 @@ from hypothesis import strategies as st
 from late_device import make_late
 from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine, memory
-from penstock_server.engine.graphs import StepGraphs, buckets, context_buckets, needed_bytes, sequence_buckets
+from penstock_server.engine.graphs import Bucket, StepGraphs, buckets, context_buckets, needed_bytes, sequence_buckets
+from penstock_server.engine.host_batch import HostAdapters, HostBatch
 from penstock_server.engine.memory import Memory
 from penstock_server.engine.sequence import TableLimits
 from penstock_server.plan import NewSequence
@@ -70,6 +73,23 @@ def test_buckets_ascend_to_the_limits_and_waste_less_than_half(most: int, longes
 def test_sizes_that_are_asked_for_are_taken() -> None:
     assert sequence_buckets(128, [8, 1, 0, 8, 32]) == [1, 8, 32]
     assert sequence_buckets(16, [1, 2, 32, 64]) == [1, 2, 16]
+
+
+def test_steps_with_adapters_have_graphs_of_their_own() -> None:
+    """Which read an adapter for each row, and the address of an adapter for each sequence."""
+    limits, sizes = TableLimits(100, BLOCK_TOKENS, 64, 1000, 64), (2, 8)
+    assert len(buckets(limits, sizes, has_adapters=True)) == 2 * len(buckets(limits, sizes)) == 4
+    longs, ints = np.arange(2), np.arange(3, dtype=np.int32)
+    batch = HostBatch(longs, longs, longs, ints, ints[1:], np.ones((2, 1), np.int32), longs, 1, 2)
+    adapters = HostAdapters((), np.array([0, -1]), np.array([1 << 40]))
+    padded = Bucket(4, 64, has_adapters=True).pad(replace(batch, adapters=adapters), BLOCK_TOKENS)
+    without = Bucket(4, 64, has_adapters=True).pad(batch, BLOCK_TOKENS)
+    assert padded.adapters is not None
+    assert without.adapters is not None
+    assert padded.adapters.of_tokens.tolist() == [0, -1, -1, -1]
+    assert padded.adapters.addresses.tolist() == [1 << 40, 0, 0, 0]  # type: ignore[union-attr]
+    assert without.adapters.of_tokens.tolist() == [-1] * 4
+    assert Bucket(4, 64).pad(batch, BLOCK_TOKENS).adapters is None
 
 
 def run(engine: Engine, num_sequences: int) -> None:

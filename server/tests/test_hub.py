@@ -277,6 +277,7 @@ def test_adapters_are_downloaded_with_the_model(hub: Hub, home: Path, tmp_path: 
     assert prepare(hub, home, *wanted)[0] == prepared, "the cache is used while the hub fails"
     hub.status = 200
     assert "has no revision law" in error(prepare(hub, home, *wanted[:2], "--adapter", "someone/tiny@law")[1])
+    assert prepare(hub, home, "--only-adapter", "someone/tiny")[0] == str(folder)
     del hub.files["adapter_model.safetensors"]
     said = error(prepare(hub, home / "other", *wanted)[1])
     assert "is not a LoRA adapter: it holds no adapter_model.safetensors; convert adapter_model.bin with peft" in said

@@ -560,6 +560,7 @@ NUM_KERNELS = {  # of these cases
     "operators": 6,
     "summand": 1,
     **dict.fromkeys(("latent", "float32-latent", "fp8-latent"), 4),
+    **dict.fromkeys(("adapters-bfloat16", "adapters-float16", "adapters-float32"), 2),
     "deterministic": 2,
     "deterministic-float32": 2,
     "deterministic-heads": 1,
@@ -579,6 +580,11 @@ def test_kernels_compile_and_fit_without_a_gpu() -> None:
 def test_deterministic_products_are_one_compilation_for_any_number_of_rows() -> None:
     kernels = compile_and_check(["deterministic", "deterministic-heads", "deterministic-float32"])
     assert all(each["shared_bytes"] <= 99 << 10 and each["stack_bytes"] == 0 for each in kernels), kernels
+
+
+def test_adapters_are_one_compilation_for_any_number_of_rows() -> None:
+    kernels = compile_and_check(["adapters-bfloat16"])
+    assert all(each["shared_bytes"] <= 99 << 10 and each["stack_bytes"] <= 16 for each in kernels), kernels
 
 
 def test_quantized_layers_use_one_kind_of_product_for_any_number_of_rows() -> None:
@@ -638,6 +644,7 @@ def assert_one_kind_of_product(*formats: str) -> None:
 def test_every_variant_compiles_and_fits_without_a_gpu() -> None:
     norms = ["normed", "normed-256", "whole-40", "clipped"]
     variants = ["sinks", "soft-cap", "alibi", "relative-bias", "chunk", "fp8-64", "fp8-256", "fp8-latent"]
+    compile_and_check(["adapters-float16", "adapters-float32"])
     compile_and_check(["float16", "float32", "float32-256", "float32-latent", *norms, *variants])
 
 

@@ -38,6 +38,7 @@ from penstock_server.kernels.ops import NormVariant, Summand
 from penstock_server.kernels.quantized import QuantFormat, QuantizedMatrix
 from penstock_server.kernels.triton_grouped import Gate, GroupedLinear, GroupedQuantized, weighted_sum
 from penstock_server.kernels.triton_invariant import InvariantOps
+from penstock_server.kernels.triton_low_rank import LowRankSum
 from penstock_server.kernels.triton_ops import TritonOps
 from penstock_server.kernels.triton_quantized import QuantizedLinear, Segment, can_gate
 from penstock_server.kernels.triton_routing_kernel import route_kernel
@@ -121,6 +122,9 @@ def launches(name: str, spans: list[tuple[int, int]]) -> dict[Any, dict[str, Any
         _, dtype_name, rows = name.split("-")
         launch_experts(getattr(torch, dtype_name), rows, sum(new for _, new in spans))
         found.pop(route_kernel, None)
+        return found
+    if name.startswith("adapters"):
+        launch_adapters(getattr(torch, name.removeprefix("adapters-")), sum(new for _, new in spans))
         return found
     if name.startswith("deterministic"):
         launch_deterministic(name, sum(new for _, new in spans))
@@ -242,6 +246,14 @@ def launch_experts(dtype: torch.dtype, rows: str, num_tokens: int) -> None:
         matrix = QuantizedMatrix((num * 1536, 2048), QUANTIZED["gptq"], lambda: iter(()))
         segment = Segment.pack([matrix], 0, None, torch.device("cpu"), gated=False)
         GroupedQuantized(segment, num, None, None, Gate("silu"))(x, assignment, output)
+
+
+def launch_adapters(dtype: torch.dtype, num_tokens: int) -> None:
+    """Queries, keys and values of an 8B Llama."""
+    columns = [range(4096), range(4096, 5120), range(5120, 6144)]
+    low_rank = LowRankSum.of(num_tokens, columns, 64, 8, torch.device("cpu"))
+    x, y = torch.zeros(num_tokens, 4096, dtype=dtype), torch.zeros(num_tokens, 6144, dtype=dtype)
+    low_rank.add(x, y, torch.zeros(num_tokens, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
 
 
 def launch_deterministic(name: str, num_tokens: int) -> None:

@@ -72,7 +72,7 @@ impl Part {
 /// What an adapter adds to a layer: nothing, without parts.
 #[derive(Default)]
 pub(super) struct Site {
-    in_features: usize,
+    pub(super) in_features: usize,
     pub(super) parts: Vec<Part>,
     /// Of each rank of all parts.
     pub(super) scales: Vec<f32>,

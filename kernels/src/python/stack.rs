@@ -90,9 +90,17 @@ impl Program {
         self.append(|program| program.linear(Arc::clone(&linear.packed), source, target, combine))
     }
 
-    /// Adds to target, a layer's product with source, what the rows' adapters add to that layer, which is site `site` of theirs.
-    fn adapt(&mut self, site: usize, source: Register, target: Register) -> PyResult<()> {
-        self.append(|program| program.adapt(site, source, target))
+    /// Adds to target, a layer's product with source, what the rows' adapters add to that layer, which is site `site` of theirs. heads:
+    /// their number, and the columns of each in source and in target; they have a layer and a site each.
+    #[pyo3(signature = (site, source, target, heads=None))]
+    fn adapt(
+        &mut self,
+        site: usize,
+        source: Register,
+        target: Register,
+        heads: Option<(usize, [usize; 2])>,
+    ) -> PyResult<()> {
+        self.append(|program| program.adapt(site, source, target, heads))
     }
 
     /// Gives a register a width; `heads` and `copy` write its columns.

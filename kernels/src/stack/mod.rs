@@ -218,18 +218,25 @@ impl Stack {
                         let output = Output { address: to, stride, combine: *combine };
                         linear.apply(walker, rows, output, places.scratch);
                     }
-                    Operation::Adapt { site, from, to, sizes: [in_features, out_columns], then } => {
-                        let (from, y) = (registers[*from as usize], registers[*to as usize]);
-                        let rows = Rows { address: from.source(), stride: *in_features, num_rows };
-                        let product = Product { rows, y, out_columns: *out_columns };
+                    Operation::Adapt { sites, from, to, steps, widths, then } => {
+                        let (from, to) = (registers[*from as usize], registers[*to as usize]);
+                        let product = |site: usize| {
+                            let head = site - sites.start;
+                            let address = Source::new(from.at(head * steps[0]).cast_const());
+                            let rows = Rows { address, stride: widths[0], num_rows };
+                            Product { rows, y: Target::new(to.at(head * steps[1])), out_columns: widths[1] }
+                        };
+                        let changed = sites.clone().filter(|&site| adapted.changes(site));
                         let context = TokenContext { step, registers: &registers };
                         if adapted.has_rows_for(walker.num_threads()) {
                             walker.for_ranges(num_rows, 1, |range| {
-                                adapted.apply_to(range.clone(), *site, product);
+                                for site in changed.clone() {
+                                    adapted.apply_to(range.clone(), site, product(site));
+                                }
                                 apply_to_rows(then, range, &context);
                             });
                         } else {
-                            adapted.apply(walker, *site, product);
+                            changed.for_each(|site| adapted.apply(walker, site, product(site)));
                             if !then.is_empty() {
                                 run_rows(walker, then, num_rows, &context);
                             }

@@ -13,6 +13,7 @@ use crate::norm::Norm;
 use crate::pool::{Source, Target};
 use crate::rotate::{Angles, Heads, Pairs, rotate_token};
 use crate::row;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// A kernel, or a series of row operations.
@@ -23,13 +24,17 @@ pub(super) enum Operation {
         to: Register,
         combine: Combine,
     },
-    /// Adds to `to` what the rows' adapters add to the layer from `from` to it, which has these input features and output columns; then a
-    /// series of row operations. PERF: with enough rows, all are one phase.
+    /// Adds to `to` what the rows' adapters add to the layers from `from` to it, then a series of row operations. PERF: with enough rows,
+    /// all are one phase.
     Adapt {
-        site: usize,
+        /// One for each head, or one.
+        sites: Range<usize>,
         from: Register,
         to: Register,
-        sizes: [usize; 2],
+        /// From the columns of a head to those of the next one, of both registers.
+        steps: [usize; 2],
+        /// Of both registers.
+        widths: [usize; 2],
         then: Vec<RowOperation>,
     },
     /// PERF: a barrier costs more than most row operations, so a series of them is one phase.
@@ -69,7 +74,7 @@ impl Operation {
             Operation::Experts(experts) => experts.max_phases(num_rows),
             // Inputs may be quantized first; segments of a context may have to be merged.
             Operation::Linear { .. } | Operation::Attend { .. } => 2,
-            Operation::Adapt { .. } => Adapted::NUM_PHASES + 1,
+            Operation::Adapt { sites, .. } => Adapted::NUM_PHASES * sites.len() + 1,
             Operation::Rows(_) | Operation::Gather { .. } | Operation::Heads { .. } | Operation::Select(_) => 1,
         }
     }

@@ -76,11 +76,24 @@ impl Program {
     }
 
     /// Adds to `to`, the product of a layer with `from`, what the rows' adapters add to that layer, which is their site of this number.
-    pub(crate) fn adapt(&mut self, site: usize, from: Register, to: Register) -> Result<(), String> {
-        let sizes = [self.width(from)?, self.width(to)?];
+    /// `heads`: their number, and the columns of each in `from` and in `to`: they have a layer each, and as many sites.
+    pub(crate) fn adapt(
+        &mut self,
+        site: usize,
+        from: Register,
+        to: Register,
+        heads: Option<(usize, [usize; 2])>,
+    ) -> Result<(), String> {
+        let widths = [self.width(from)?, self.width(to)?];
         expect_different(from, to)?;
-        self.stack.sites.push((site, sizes));
-        self.stack.operations.push(Operation::Adapt { site, from, to, sizes, then: Vec::new() });
+        let (num_heads, steps) = heads.unwrap_or((1, widths));
+        let is_inside = |(step, width): (&usize, &usize)| num_heads.checked_mul(*step).is_some_and(|end| end <= *width);
+        if !steps.iter().zip(&widths).all(is_inside) {
+            return Err(format!("{num_heads} heads of {steps:?} columns in registers of {widths:?}"));
+        }
+        let sites = site..site.checked_add(num_heads).ok_or("too many sites")?;
+        self.stack.sites.extend(sites.clone().map(|site| (site, steps)));
+        self.stack.operations.push(Operation::Adapt { sites, from, to, steps, widths, then: Vec::new() });
         Ok(())
     }
 

@@ -1,14 +1,12 @@
 //! vLLM's requests that add LoRA adapters to a running server, and remove them.
 
-use std::path::{Path, PathBuf};
-
 use axum::http::StatusCode;
 use serde::Deserialize;
 use utoipa::ToSchema;
 
 use super::error::ApiError;
 use super::field::or_default;
-use crate::generation::AdapterUpdateError;
+use crate::generation::{AdapterPlace, AdapterUpdateError};
 
 /// An adapter to add.
 #[derive(Debug, Deserialize, ToSchema)]
@@ -16,9 +14,8 @@ use crate::generation::AdapterUpdateError;
 pub(crate) struct LoadAdapter {
     /// The name by which requests ask for it.
     pub(crate) lora_name: String,
-    /// Absolute path of its folder on the server, in PEFT's layout.
-    #[schema(value_type = String)]
-    lora_path: PathBuf,
+    /// Absolute path of its folder on the server, in PEFT's layout; or its id on the hub, `owner/name` or `owner/name@revision`.
+    lora_path: String,
     /// Whether it may replace an adapter with its name.
     #[serde(default, deserialize_with = "or_default")]
     #[schema(value_type = Option<bool>, default = false)]
@@ -36,17 +33,17 @@ pub(crate) struct UnloadAdapter {
 }
 
 impl LoadAdapter {
-    /// The adapter's folder. `served`: the names of the model, which adapters cannot have.
-    pub(crate) fn folder(&self, served: &[String]) -> Result<&Path, ApiError> {
+    /// Where the adapter is. `served`: the names of the model, which adapters cannot have.
+    pub(crate) fn place(&self, served: &[String]) -> Result<AdapterPlace, ApiError> {
         if self.lora_name.is_empty() || served.contains(&self.lora_name) {
             let reason = format!("`lora_name` is {:?}, must be a name that the model does not have", self.lora_name);
             return Err(invalid("lora_name", reason));
         }
-        if !self.lora_path.is_absolute() {
-            let given = self.lora_path.display();
-            return Err(invalid("lora_path", format!("`lora_path` is {given}, must be an absolute path of a folder")));
-        }
-        Ok(&self.lora_path)
+        AdapterPlace::read(&self.lora_path).ok_or_else(|| {
+            let given = &self.lora_path;
+            let reason = format!("`lora_path` is {given:?}, must be an absolute path of a folder, or an id on the hub");
+            invalid("lora_path", reason)
+        })
     }
 }
 

@@ -93,6 +93,14 @@ impl Adapters {
         })
     }
 
+    /// Refuses a name that an adapter has, unless it may be replaced.
+    pub(super) fn expect_free(&self, name: &str, replaces: bool) -> Result<(), AdapterUpdateError> {
+        match self.contains(name) && !replaces {
+            true => Err(AdapterUpdateError::Taken(name.to_owned())),
+            false => Ok(()),
+        }
+    }
+
     /// Loads an adapter and gives it a name; `replaces`: also one that another adapter has, whose running requests go on. Cancel safe.
     pub(super) async fn add(&self, name: &str, path: PathBuf, replaces: bool) -> Result<(), AdapterUpdateError> {
         let expect_free = |state: &State| match state.by_name.contains_key(name) && !replaces {

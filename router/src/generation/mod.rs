@@ -6,6 +6,7 @@
 //! `http` and `api` rooms; errors have no status here, and types have no wire format.
 
 mod adapter;
+mod adapter_download;
 mod adapter_place;
 mod admission;
 mod chat;
@@ -26,6 +27,7 @@ mod text_stream;
 mod validation;
 
 pub(crate) use adapter::AdapterUpdateError;
+pub use adapter_download::{AdapterDownload, AdapterPlace, is_hub_id};
 pub(crate) use chat::{Chat, ToolCallIds, ToolSet};
 pub(crate) use delta::{FinishReason, PromptToken, TextToken, TopToken};
 pub(crate) use error::{Bound, GenerationError, MIN_RETRY_AFTER_S, Refusal};

@@ -1,13 +1,15 @@
 //! Opens generations: the one path from a request to its running sequences.
 
 use std::hash::{BuildHasher, RandomState};
-use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Instant;
 
 use penstock_scheduler::Stats;
+use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use super::adapter::{AdapterLease, AdapterUpdateError, Adapters};
+use super::adapter_download::{AdapterDownload, AdapterPlace, download};
 use super::admission::{Admission, QueueReservation};
 use super::chat::{Chat, ChatAnswer, ToolCallIds};
 use super::deadline::{Deadlines, reached};
@@ -36,6 +38,7 @@ struct Inner {
     text: TextModel,
     admission: Admission,
     adapters: Adapters,
+    adapter_downloads: mpsc::Sender<AdapterDownload>,
     draining: CancellationToken,
     abandoned: CancellationToken,
     /// Hashes `cache_salt` with a secret of this process, so that no client can find two salts with one hash.
@@ -67,6 +70,7 @@ impl GenerationService {
         config: Arc<Config>,
         generator: Arc<dyn Generator>,
         text: TextModel,
+        adapter_downloads: mpsc::Sender<AdapterDownload>,
         draining: CancellationToken,
         abandoned: CancellationToken,
     ) -> Self {
@@ -80,6 +84,7 @@ impl GenerationService {
                 text,
                 admission,
                 adapters,
+                adapter_downloads,
                 draining,
                 abandoned,
                 salts: RandomState::new(),
@@ -191,16 +196,26 @@ impl GenerationService {
         Ok(self.inner.text.decode(token_ids).await?)
     }
 
-    /// Loads an adapter, and serves it by this name. `replaces`: also if another adapter has the name. Takes a permit.
+    /// Loads an adapter, after a download if it is on the hub, and serves it by this name. `replaces`: also if another adapter has the
+    /// name. Takes a permit.
     pub(crate) async fn add_adapter(
         &self,
         name: &str,
-        folder: PathBuf,
+        place: AdapterPlace,
         replaces: bool,
-        record: &RequestRecord,
     ) -> Result<(), AdapterUpdateError> {
         let _permit = self.inner.admission.permit(1)?;
-        let deadlines = Deadlines::new(record.received(), None, self.config().queue.timeout);
+        self.adapters().expect_free(name, replaces)?;
+        let folder = match place {
+            AdapterPlace::Folder(folder) => folder,
+            AdapterPlace::Hub(id) => {
+                let downloading = download(&self.inner.adapter_downloads, id);
+                let unlimited = Deadlines::new(Instant::now(), None, None);
+                self.in_time(unlimited, async { Ok(downloading.await) }).await??
+            }
+        };
+        // The time of a download is not time in a queue.
+        let deadlines = Deadlines::new(Instant::now(), None, self.config().queue.timeout);
         let adding = self.adapters().add(name, folder, replaces);
         // Waiting for a place may fail, and so may the adapter.
         self.in_time(deadlines, async { Ok(adding.await) }).await?

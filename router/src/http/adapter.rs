@@ -1,6 +1,5 @@
 //! vLLM's routes that add LoRA adapters to a running server, and remove them.
 
-use axum::Extension;
 use axum::extract::State;
 
 use super::dialect::{OpenAiError, OpenAiJson};
@@ -8,7 +7,6 @@ use super::document::OpenAiAdmissionFailures;
 use super::service::Service;
 use crate::api::adapter::{LoadAdapter, UnloadAdapter};
 use crate::api::error::{ApiError, OpenAiErrorBody};
-use crate::telemetry::RequestRecord;
 
 /// Add a LoRA adapter. Only with `--enable-lora-updates`.
 #[utoipa::path(
@@ -24,13 +22,12 @@ use crate::telemetry::RequestRecord;
 )]
 pub(super) async fn load(
     State(service): State<Service>,
-    Extension(record): Extension<RequestRecord>,
     OpenAiJson(request): OpenAiJson<LoadAdapter>,
 ) -> Result<String, OpenAiError> {
     expect_enabled(&service)?;
-    let folder = request.folder(&service.config().served_model_names)?.to_owned();
+    let place = request.place(&service.config().served_model_names)?;
     let name = &request.lora_name;
-    let added = service.generation().add_adapter(name, folder, request.load_inplace, &record).await;
+    let added = service.generation().add_adapter(name, place, request.load_inplace).await;
     added.map_err(ApiError::from)?;
     tracing::info!("added the adapter {name}");
     // COMPAT: vLLM's words, here and below.

@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 
 use axum::http::StatusCode;
-use penstock_router::Config;
 use penstock_router::config::{AdapterConfig, AdapterSource};
+use penstock_router::{AdapterDownload, Config};
 use serde_json::{Value, json};
 
 use crate::model::{IM_END, word};
@@ -209,7 +209,8 @@ async fn an_adapter_is_replaced_in_place_only_on_request() {
         ("sql", "/of/sql", "lora_name", "the name \"sql\" is taken"),
         ("test/model", "/of/sql", "lora_name", "must be a name that the model does not have"),
         ("", "/of/sql", "lora_name", "must be a name"),
-        ("poet", "of/poet", "lora_path", "must be an absolute path"),
+        ("poet", "of/poet/x", "lora_path", "must be an absolute path of a folder, or an id on the hub"),
+        ("poet", "../poet", "lora_path", "must be an absolute path"),
         ("poet", "/of/broken", "lora_path", "the adapter cannot be loaded: it is broken"),
     ] {
         let answer = server.post(LOAD, added(name, path)).await;
@@ -222,6 +223,43 @@ async fn an_adapter_is_replaced_in_place_only_on_request() {
     let unknown = server.post(UNLOAD, json!({"lora_name": "poet"})).await;
     assert_eq!(unknown.status, StatusCode::NOT_FOUND);
     assert_eq!(unknown.json()["error"]["message"], "there is no adapter \"poet\"");
+}
+
+#[tokio::test]
+async fn an_adapter_on_the_hub_is_downloaded_before_it_is_loaded() {
+    let server = Server::start(|sequence| sequence.answer(&[IM_END]), changing(&[])).await;
+    let launcher = async {
+        let mut downloads = server.downloads.lock().await;
+        let AdapterDownload { id, answer } = downloads.recv().await.unwrap();
+        assert_eq!(id, "owner/sql@main");
+        // Other requests go on, and nothing is loaded before.
+        assert_eq!(server.post(CHAT, chat("test/model")).await.status, StatusCode::OK);
+        assert_eq!(*server.engine.loads.lock().unwrap(), []);
+        answer.send(Ok(PathBuf::from("/cache/sql"))).unwrap();
+    };
+    let (answer, ()) = tokio::join!(server.post(LOAD, added("sql", "owner/sql@main")), launcher);
+    assert_eq!(answer.status, StatusCode::OK, "{}", answer.body);
+    assert_eq!(server.post(CHAT, chat("sql")).await.status, StatusCode::OK);
+    assert_eq!(server.last_request().adapter.unwrap().path.to_str(), Some("/cache/sql"));
+    // A name that is taken is refused before any download.
+    let answer = server.post(LOAD, added("sql", "owner/other")).await;
+    assert_eq!(answer.json()["error"]["param"], "lora_name");
+}
+
+#[tokio::test]
+async fn a_download_that_fails_fails_its_request_only() {
+    let server = Server::start(|sequence| sequence.answer(&[IM_END]), changing(&["sql"])).await;
+    let launcher = async {
+        let download = server.downloads.lock().await.recv().await.unwrap();
+        download.answer.send(Err("owner/law is not on the hub".to_owned())).unwrap();
+    };
+    let (answer, ()) = tokio::join!(server.post(LOAD, added("law", "owner/law")), launcher);
+    assert_eq!(answer.status, StatusCode::BAD_REQUEST);
+    let error = &answer.json()["error"];
+    assert_eq!(error["message"], "the adapter cannot be loaded: owner/law is not on the hub");
+    assert_eq!(error["param"], "lora_path");
+    assert_eq!(server.post(CHAT, chat("law")).await.status, StatusCode::NOT_FOUND);
+    assert_eq!(server.post(CHAT, chat("sql")).await.status, StatusCode::OK);
 }
 
 #[tokio::test]

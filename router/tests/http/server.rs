@@ -21,7 +21,7 @@ use penstock_router::sequence::{
 };
 use penstock_router::telemetry::metrics::Exporter;
 use penstock_router::text::TextModel;
-use penstock_router::{Config, Listener, ServeError, Services, serve};
+use penstock_router::{AdapterDownload, Config, Listener, ServeError, Services, serve};
 use penstock_scheduler::Stats;
 use serde_json::Value;
 use tokio::net::TcpListener;
@@ -160,6 +160,8 @@ pub struct Server<E = Engine> {
     pub shutdown: CancellationToken,
     pub served: JoinHandle<Result<(), ServeError>>,
     client: Client<hyper_util::client::legacy::connect::HttpConnector, Full<Bytes>>,
+    /// What the router asks the launcher to download.
+    pub downloads: tokio::sync::Mutex<mpsc::Receiver<AdapterDownload>>,
     _folder: tempfile::TempDir,
 }
 
@@ -248,13 +250,16 @@ impl<E: Generator + 'static> Server<E> {
         let engine = Arc::new(engine);
         let text =
             TextModel::load(&config.model_folder, 1, None, Path::new(env!("CARGO_BIN_EXE_chat-renderer"))).unwrap();
-        let services = Services { engine: Arc::clone(&engine) as Arc<dyn Generator>, text, metrics: exporter() };
+        let (adapter_downloads, downloads) = mpsc::channel(1);
+        let engine_of_router = Arc::clone(&engine) as Arc<dyn Generator>;
+        let services = Services { engine: engine_of_router, text, metrics: exporter(), adapter_downloads };
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let shutdown = CancellationToken::new();
         let served = tokio::spawn(serve(config, services, Listener::Tcp(listener), shutdown.clone()));
         let client = Client::builder(TokioExecutor::new()).build_http();
-        Self { address, engine, shutdown, served, client, _folder: folder }
+        let downloads = tokio::sync::Mutex::new(downloads);
+        Self { address, engine, shutdown, served, client, downloads, _folder: folder }
     }
 
     pub async fn post(&self, path: &str, body: Value) -> Answer {

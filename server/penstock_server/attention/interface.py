@@ -16,10 +16,15 @@ from penstock_server.attention.fp8 import KvScales
 
 @dataclass(frozen=True, slots=True)
 class StepAdapters:
-    """The LoRA adapters of a step's tokens."""
+    """The LoRA adapters of a step's tokens, or of the rows of a layer's input."""
 
-    loaded: Sequence[Any]  # as `AdapterSites.pack` makes them
-    of_tokens: Tensor  # [tokens] int64 on the CPU: the index of each token's adapter among the loaded ones, or -1
+    loaded: Sequence[Any]  # as `AdapterSites` packs them
+    of_tokens: Tensor  # [tokens] int64: the index of each token's adapter among the loaded ones, or -1
+    tables: Tensor | None = None  # on a GPU, [at least the loaded ones] int64: the addresses of their tables
+
+    def select(self, rows: Tensor) -> StepAdapters:
+        """Of some rows [rows] int64."""
+        return replace(self, of_tokens=self.of_tokens[rows])
 
 
 @dataclass(frozen=True, slots=True)

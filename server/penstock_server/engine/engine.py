@@ -285,7 +285,8 @@ class Engine:
         def new_graphs(num_blocks: int) -> tuple[StepGraphs, list[Bucket]]:
             limits = table_limits(num_blocks)
             graphs = StepGraphs(self.model, limits, self._device, CudaRecorder())
-            return graphs, buckets(limits, config.graph_sizes)
+            has_adapters = self.model.adapters is not None
+            return graphs, buckets(limits, config.graph_sizes, has_adapters=has_adapters)
 
         def graph_bytes() -> int:
             if not has_graphs:

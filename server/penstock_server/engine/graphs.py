@@ -66,10 +66,12 @@ def context_buckets(longest: int) -> list[int]:
     return [*sizes[:-1], longest]
 
 
-def buckets(limits: TableLimits, asked: Sequence[int] = ()) -> list[Bucket]:
-    """The largest first. asked: as of `sequence_buckets`."""
+def buckets(limits: TableLimits, asked: Sequence[int] = (), *, has_adapters: bool = False) -> list[Bucket]:
+    """The largest first. asked: as of `sequence_buckets`. has_adapters: also those of steps with adapters, whose
+    kernels other steps do not launch."""
     sequences, contexts = sequence_buckets(limits.num_rows, asked), context_buckets(limits.max_sequence_tokens)
-    return [Bucket(*sizes) for sizes in product(reversed(sequences), reversed(contexts))]
+    kinds = [True, False] if has_adapters else [False]
+    return [Bucket(*kind) for kind in product(reversed(sequences), reversed(contexts), kinds)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +80,12 @@ class Bucket:
 
     num_sequences: int
     max_context_tokens: int
+    has_adapters: bool = False  # whether any sequence may have one
 
     def pad(self, batch: HostBatch, block_tokens: int) -> HostBatch:
         """A decode step that the bucket holds, with all its rows."""
-        return batch.padded(self.num_sequences, self.max_context_tokens, block_tokens)
+        sizes = self.num_sequences, self.max_context_tokens, block_tokens
+        return batch.padded(*sizes, has_adapters=self.has_adapters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +131,7 @@ class StepGraphs:
         if not self._graphs or not batch.is_decode or num > self._sequences[-1] or context > self._contexts[-1]:
             return None
         sequences = self._sequences[bisect_left(self._sequences, num)]
-        return Bucket(sequences, self._contexts[bisect_left(self._contexts, context)])
+        return Bucket(sequences, self._contexts[bisect_left(self._contexts, context)], batch.adapters is not None)
 
     def forward(self, bucket: Bucket, inputs: Tensor, num_sequences: int) -> Tensor:
         """As the model's, of `num_sequences` sequences. inputs: the memory of their padded batch, at whose start it was

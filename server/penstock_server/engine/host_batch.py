@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -14,6 +15,32 @@ from penstock_server.engine.transfer import Put
 
 Rows = npt.NDArray[np.int64]
 Lengths = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class HostAdapters:
+    """The LoRA adapters of a step's tokens."""
+
+    loaded: Sequence[Any]  # as `Adapters.load` returns them
+    of_tokens: Rows  # as in `StepAdapters`
+    addresses: Rows | None = None  # of the tables of adapters on a GPU
+
+    @classmethod
+    def of(cls, loaded: Sequence[Any], of_tokens: Rows) -> HostAdapters:
+        on_device = [adapter.address for adapter in loaded if hasattr(adapter, "address")]
+        return cls(loaded, of_tokens, np.array(on_device, np.int64) if on_device else None)
+
+    def put(self, put: Put) -> StepAdapters:
+        return StepAdapters(self.loaded, put(self.of_tokens), None if self.addresses is None else put(self.addresses))
+
+    def padded(self, num_sequences: int) -> HostAdapters:
+        """Of a decode step on a GPU with as many sequences, of which the added ones have none."""
+        addresses = np.zeros(0, np.int64) if self.addresses is None else self.addresses
+        shape = (num_sequences,)
+        return HostAdapters(self.loaded, _filled(self.of_tokens, shape, -1), _filled(addresses, shape))
+
+
+NO_ADAPTERS = HostAdapters((), np.zeros(0, np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +59,7 @@ class HostBatch:
     source_lens: Lengths | None = None
     sources: HostBatch | None = None
     token_types: Rows | None = None
-    adapters: StepAdapters | None = None
+    adapters: HostAdapters | None = None
     image_places: Rows | None = None
     image_embeddings: Tensor | None = None  # on the device
     image_positions: Rows | None = None
@@ -55,11 +82,15 @@ class HostBatch:
         """On the device. The arrays are put in the order of the fields."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values = {name: put(value) if isinstance(value, np.ndarray) else value for name, value in values.items()}
-        return StepBatch(**{**values, "sources": None if self.sources is None else self.sources.put(put)})
+        parts = {name: getattr(self, name) for name in ("sources", "adapters")}
+        return StepBatch(**values | {name: None if part is None else part.put(put) for name, part in parts.items()})
 
-    def padded(self, num_sequences: int, max_context_tokens: int, block_tokens: int) -> HostBatch:
+    def padded(
+        self, num_sequences: int, max_context_tokens: int, block_tokens: int, *, has_adapters: bool = False
+    ) -> HostBatch:
         """A decode step padded to `num_sequences` sequences and to contexts of at most `max_context_tokens` tokens.
-        The tokens of the added sequences are not stored, and their contexts are empty."""
+        The tokens of the added sequences are not stored, their contexts are empty, and they have no adapter."""
+        adapters = (self.adapters or NO_ADAPTERS).padded(num_sequences) if has_adapters else None
         shape = num_sequences, -(-max_context_tokens // block_tokens)
         return HostBatch(
             token_ids=_filled(self.token_ids, shape[:1]),
@@ -72,6 +103,7 @@ class HostBatch:
             max_query_tokens=1,
             max_context_tokens=max_context_tokens,
             source_lens=None if self.source_lens is None else _filled(self.source_lens, shape[:1]),
+            adapters=adapters,
         )
 
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from penstock_server.attention.interface import StepAdapters
+from penstock_server.engine.host_batch import HostAdapters
 from penstock_server.engine.restriction import Restriction
 from penstock_server.engine.sampling import (
     SAMPLING_FIELDS,
@@ -189,12 +188,12 @@ class SequenceTable:
             self._composition = (key, compose(self.sampling[rows], naming, restrictions))
         return self._composition[1]
 
-    def adapters_of(self, token_rows: npt.NDArray[np.int64]) -> StepAdapters:
+    def adapters_of(self, token_rows: npt.NDArray[np.int64]) -> HostAdapters:
         """The adapters of tokens, given by their rows."""
         ids, first, places = np.unique(self.adapter[token_rows], return_index=True, return_inverse=True)
         num_without = int(ids[0] == 0)
         loaded = [self._adapter_of[row] for row in token_rows[first[num_without:]].tolist()]
-        return StepAdapters(loaded, torch.from_numpy(places.astype(np.int64) - num_without))
+        return HostAdapters.of(loaded, places.astype(np.int64) - num_without)
 
     def images_of(self, rows: npt.NDArray[np.int64]) -> list[Sequence[PlacedImage]]:
         """[rows]: the images of each."""

@@ -219,6 +219,7 @@ class NativeOps:
     name = "native"
     kept = Kept(mixed=False)  # no kernel multiplies integers and 8-bit floats
     groups_experts = False
+    adds_adapters = False
 
     def __init__(
         self, build: NativeBuild, num_threads: int | None = None, activation_bits: int = ACTIVATION_BITS

@@ -139,6 +139,7 @@ class Ops(Protocol):
     name: str
     kept: Kept  # the quantized weights that `quantized_packer` takes
     groups_experts: bool  # whether experts are chosen and computed together, by `triton_grouped`
+    adds_adapters: bool  # whether `triton_low_rank` adds adapters to the products of single layers
 
     @property
     def quantized_packer(self) -> QuantizedPacker | None:

@@ -103,6 +103,7 @@ class TorchOps:
     name = "torch"
     kept = Kept(any=False)
     groups_experts = False
+    adds_adapters = False
 
     @property
     def quantized_packer(self) -> QuantizedPacker | None:

@@ -49,6 +49,7 @@ class TritonOps(TorchOps):
     name = "triton"
     kept = ALL_KEPT
     groups_experts = True
+    adds_adapters = True
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         """device: of packed weights; dtype: the model's."""

@@ -1,8 +1,9 @@
 """Where LoRA adapters change a model: its sites, which are the linear layers that adapters add low-rank products to.
 
 Layers register their sites while they are loaded. A site is this rank's part of one module of the base model, or of
-several that are fused along their outputs. The ranks split outputs only (`Shard.exact`), so each rank holds all of A
-and its rows of B, and two ranks compute the bits of one.
+several that are fused along their outputs. Where the ranks split outputs (with `Shard.exact`: always), each holds all
+of A and its rows of B, and two ranks compute the bits of one. Where they split inputs, each holds its columns of A and
+all of B, and what they add is summed with their products.
 """
 
 from __future__ import annotations
@@ -10,15 +11,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from penstock_server.kernels.native_build import NativeBuild
+from penstock_server.layers.linear import Linear
+from penstock_server.layers.step import StepContext
 from penstock_server.weights.adapter import Change
 from penstock_server.weights.loader import Parameter
 from penstock_server.weights.location import EACH, Locator
+
+if TYPE_CHECKING:
+    from penstock_server.kernels.triton_low_rank import DeviceAdapter, LowRankSum
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +34,62 @@ class _Part:
     module: str
     rows: Tensor  # of the module's outputs, on this rank
     first_column: int
+    inputs: range  # of the module, on this rank
+    is_transposed: bool = False  # the columns are the module's inputs, and its outputs `rows` are what is read
+
+    @property
+    def columns(self) -> range:
+        return range(self.first_column, self.first_column + len(self.inputs if self.is_transposed else self.rows))
+
+    def down(self, change: Change) -> Tensor:
+        """A, as the site applies it: [rank, features that it reads on this rank]"""
+        return change.up[self.rows].t() if self.is_transposed else self._inputs_of(change)
+
+    def up(self, change: Change) -> Tensor:
+        """B, as the site applies it: [columns, rank]"""
+        return self._inputs_of(change).t() if self.is_transposed else change.up[self.rows]
+
+    def _inputs_of(self, change: Change) -> Tensor:
+        return change.down[:, self.inputs.start : self.inputs.stop]
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedLinear:
+    """A layer with what adapters add to it, where layers run one by one. Implements `Linear`."""
+
+    linear: Linear
+    sum: LowRankSum
+
+    @property
+    def out_features(self) -> int:
+        return self.linear.out_features
+
+    @property
+    def native(self) -> object | None:
+        return None
+
+    def __call__(self, x: Tensor, step: StepContext | None) -> Tensor:
+        y = self.linear(x, step)
+        if step is not None:
+            add_adapters(self.sum, x, y, step)
+        return y
+
+
+def add_adapters(low_rank: LowRankSum, x: Tensor, y: Tensor, step: StepContext) -> None:
+    """Adds to y what the adapters of the step's rows add, as of `LowRankSum.add`."""
+    if step.adapters is not None:
+        assert step.adapters.tables is not None, "layers run one by one on GPUs only"
+        low_rank.add(x, y, step.adapters.of_tokens, step.adapters.tables)
 
 
 class AdapterSites:
     """All sites of a model on one rank."""
 
-    def __init__(self, parameters: Mapping[str, Parameter], locator: Locator) -> None:
-        """locator: the names that transformers gives to the model's modules, followed by `.weight`."""
+    def __init__(self, parameters: Mapping[str, Parameter], locator: Locator, max_loaded: int, max_rank: int) -> None:
+        """locator: the names that transformers gives to the model's modules, followed by `.weight`. max_loaded: the
+        most adapters at a time, of at most this rank."""
+        self.max_loaded = max_loaded
+        self.max_rank = max_rank
         self._parameters = parameters
         self._locator = locator
         self._sites: list[list[_Part]] = []
@@ -51,23 +106,57 @@ class AdapterSites:
         for module, group in groupby(names, self._module):
             rows: list[range] = []
             first_column = column
+            inputs = range(0)
             for name in group:
-                rows += self._rows(name)
+                rows, inputs = rows + self._rows(name), self._inputs(name)
                 column = first_column + sum(map(len, rows))
             indices = torch.cat([torch.arange(each.start, each.stop) for each in rows])
             if order is not None:
                 indices = indices[order[first_column:column].cpu() - first_column]
-            parts.append(_Part(module, indices, first_column))
-            _, in_features = self.modules[module]
-            self.elements_per_rank += in_features + column - first_column
+            parts.append(_Part(module, indices, first_column, inputs))
+            self.elements_per_rank += len(inputs) + column - first_column
         self._sites.append(parts)
         return len(self._sites) - 1
+
+    def add_heads(self, name: str, num_heads: int, num_key_columns: int) -> tuple[range, range]:
+        """Registers the projection from the latent of latent attention. The outputs of each of the heads on this rank
+        are keys and then values. Keys are absorbed into the queries, which are multiplied by the transposed projection.
+        Returns the sites of the heads' keys, and of their values."""
+        module = self._module(name)
+        rows = torch.cat([torch.arange(each.start, each.stop) for each in self._rows(name)])
+        inputs = self._inputs(name)
+        heads = rows.unflatten(0, (num_heads, -1))
+        first = len(self._sites)
+        for is_key in (True, False):
+            for head in heads:
+                its_rows = head[:num_key_columns] if is_key else head[num_key_columns:]
+                self._sites.append([_Part(module, its_rows, 0, inputs, is_transposed=is_key)])
+                self.elements_per_rank += len(its_rows) + len(inputs)
+        return range(first, first + num_heads), range(first + num_heads, first + 2 * num_heads)
+
+    def sum_at(self, sites: range, device: torch.device) -> LowRankSum:
+        """On a GPU, what adapters add to a layer at this site, or to as many layers as there are sites."""
+        from penstock_server.kernels.triton_low_rank import LowRankSum
+
+        first_part = sum(len(parts) for parts in self._sites[: sites.start])
+        columns = [part.columns for site in sites for part in self._sites[site]]
+        return LowRankSum.of(first_part, columns, self.max_rank, self.max_loaded, device)
+
+    def pack_on_device(self, changes: Mapping[str, Change], dtype: torch.dtype, device: torch.device) -> DeviceAdapter:
+        """An adapter for the layers on a GPU. changes: by module, in this dtype."""
+        from penstock_server.kernels.triton_low_rank import DeviceAdapter, PlainPart
+
+        def packed(part: _Part) -> PlainPart | None:
+            change = changes.get(part.module)
+            return None if change is None else PlainPart(part.down(change), part.up(change), change.scale)
+
+        return DeviceAdapter.pack([packed(part) for parts in self._sites for part in parts], dtype, device)
 
     def pack(self, changes: Mapping[str, Change], build: NativeBuild) -> Any:
         """An adapter for the native kernels. changes: by module, in the dtype of the kernels."""
         sites = [
             [
-                (change.down.contiguous(), change.up[part.rows].t().contiguous(), part.first_column, change.scale)
+                (part.down(change).contiguous(), part.up(change).t().contiguous(), part.first_column, change.scale)
                 for part in parts
                 if (change := changes.get(part.module)) is not None
             ]
@@ -89,6 +178,12 @@ class AdapterSites:
         parameter, location = self._parameters[f"{name}.weight"], self._locator.locate(f"{name}.weight")
         part = parameter.part
         assert location.dim == 0
-        assert part is None or (part.dim == 0 and part.view is None), "sites are split along their outputs"
-        rows = range(parameter.shape[0]) if part is None else part.range
+        assert part is None or part.view is None, "a site is split along its outputs or its inputs"
+        rows = part.range if part is not None and part.dim == 0 else range(parameter.shape[0])
         return [rows] if location.strip is None else list(location.strip.runs(rows))
+
+    def _inputs(self, name: str) -> range:
+        """The inputs of its module that this rank's part of a layer has."""
+        parameter = self._parameters[f"{name}.weight"]
+        part = parameter.part
+        return part.range if part is not None and part.dim == 1 else range(parameter.shape[1])

@@ -142,9 +142,11 @@ class AttentionBlock:
             if attention.transforms:
                 fused_norms = as_head_norms(norms, spec.qk_norm, spec.head_dim, shard)
         output = RowParallelLinear.load(f"{prefix}.output", spec.output_widths(shard), context)
+        names = f"{prefix}.q", f"{prefix}.k", f"{prefix}.v"
+        qkv, site = context.linear(*names), context.site(*names)
         return cls(
             spec=spec,
-            qkv=context.linear(f"{prefix}.q", f"{prefix}.k", f"{prefix}.v"),
+            qkv=context.adapted(qkv, site),
             output=output,
             shape=shape,
             ops=context.ops,
@@ -156,7 +158,7 @@ class AttentionBlock:
             sinks=loader.read(f"{prefix}.sinks") if spec.sinks else None,
             bias=None if spec.relative_bias is None else context.relative_bias(spec.relative_bias),
             scales=context.kv_scales(f"{prefix}.k", f"{prefix}.v"),
-            site=context.site(f"{prefix}.q", f"{prefix}.k", f"{prefix}.v"),
+            site=site,
         )
 
     def store(self, x: Tensor, cache: Tensor, step: StepContext) -> Tensor:

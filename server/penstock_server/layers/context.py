@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from penstock_server.attention import ModelAttention
 from penstock_server.attention.fp8 import KvScales
 from penstock_server.kernels.ops import Ops
-from penstock_server.layers.adapter import AdapterSites
+from penstock_server.layers.adapter import AdaptedLinear, AdapterSites
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.linear import Linear, LinearWeights
 from penstock_server.layers.relative_bias import RelativeBiasSpec
@@ -17,6 +18,9 @@ from penstock_server.layers.rope import RopeSpec, rope_tables
 from penstock_server.layers.shard import Shard
 from penstock_server.weights.kv_scale import read_scales
 from penstock_server.weights.loader import Loader
+
+if TYPE_CHECKING:
+    from penstock_server.kernels.triton_low_rank import LowRankSum
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,17 @@ class BuildContext:
         """Registers the layers that `linear` loads by these names as a site of adapters, and returns its number. order:
         as of `LinearWeights.reorder`."""
         return None if self.adapter_sites is None else self.adapter_sites.add(*names, order=order)
+
+    def adapted(self, linear: Linear, site: int | None) -> Linear:
+        """The layer with what adapters add to it at this site, if layers that run one by one can have adapters."""
+        low_rank = self.sum_at(None if site is None else range(site, site + 1))
+        return linear if low_rank is None else AdaptedLinear(linear, low_rank)
+
+    def sum_at(self, sites: range | None) -> LowRankSum | None:
+        """What adapters add to layers that run one by one, a site each. None: nothing, or a native stack adds it."""
+        if self.adapter_sites is None or sites is None or not self.ops.adds_adapters:
+            return None
+        return self.adapter_sites.sum_at(sites, self.loader.device)
 
     def rope(self, spec: RopeSpec) -> tuple[Tensor, Tensor]:
         """Cosines and sines [max positions, rotary_dim / 2] float32. With sections, as many rows follow for the image

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from penstock_server.attention.interface import Attention, AttentionShape, Laten
 from penstock_server.errors import ConfigError
 from penstock_server.kernels.ops import HeadProduct, Ops, PackedNorm
 from penstock_server.kernels.torch_ops import TorchNorm
+from penstock_server.layers.adapter import add_adapters
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.linear import DenseWeights, Linear
@@ -29,6 +31,9 @@ from penstock_server.layers.shard import Shard
 from penstock_server.layers.step import StepContext
 from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.loader import Parameter
+
+if TYPE_CHECKING:
+    from penstock_server.kernels.triton_low_rank import LowRankSum
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +94,17 @@ class HeadLinear:
 
     linears: list[Linear]  # one per head, unless there is a product
     product: HeadProduct | None  # with the matrices of all heads
+    sites: range | None = None  # of adapters, one for each head
+    sum: LowRankSum | None = None  # what adapters add at these sites, where layers run one by one
 
     @classmethod
-    def pack(cls, ops: Ops, weight: Tensor) -> HeadLinear:
+    def pack(cls, weight: Tensor, sites: range | None, context: BuildContext) -> HeadLinear:
         """weight [heads, out, in]"""
+        ops, low_rank = context.ops, context.sum_at(sites)
         product = ops.pack_heads(weight)
         if product is None:
-            return cls([DenseWeights(head.contiguous()).pack(ops) for head in weight], None)
-        return cls([], product)
+            return cls([DenseWeights(head.contiguous()).pack(ops) for head in weight], None, sites, low_rank)
+        return cls([], product, sites, low_rank)
 
     def __call__(self, x: Tensor, out: Tensor, step: StepContext) -> None:
         """[rows, heads, in] → out [rows, heads, out]"""
@@ -104,6 +112,8 @@ class HeadLinear:
             self.product(x, out)
         for head, linear in enumerate(self.linears):
             out[:, head] = linear(x[:, head], step)
+        if self.sum is not None:
+            add_adapters(self.sum, x, out, step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,17 +182,22 @@ class LatentAttentionBlock:
         query_order = _query_order(spec, shape.num_heads, loader.device)
         up, _ = context.weights(f"{prefix}.kv_b").dense()
         keys, values = up.unflatten(0, (shape.num_heads, -1)).split([spec.qk_nope_head_dim, spec.v_head_dim], dim=1)
+        sites = context.site(*down_names, order=down_order), context.site(query_name, order=query_order)
+        key_sites = value_sites = None
+        if context.adapter_sites is not None:
+            key_sites, value_sites = context.adapter_sites.add_heads(
+                f"{prefix}.kv_b", shape.num_heads, spec.qk_nope_head_dim
+            )
         return cls(
             spec=spec,
-            down=down.reorder(down_order).pack(ops),
+            down=context.adapted(down.reorder(down_order).pack(ops), sites[0]),
             q_norm=load_norm(loader, ops, f"{prefix}.q_norm", norm) if has_query_latent else None,
-            queries=queries.reorder(query_order).pack(ops),
+            queries=context.adapted(queries.reorder(query_order).pack(ops), sites[1]),
             kv_norm=load_norm(loader, ops, f"{prefix}.kv_norm", norm),
-            absorb=HeadLinear.pack(ops, keys.transpose(1, 2)),
-            unfold=HeadLinear.pack(ops, values),
+            absorb=HeadLinear.pack(keys.transpose(1, 2), key_sites, context),
+            unfold=HeadLinear.pack(values, value_sites, context),
             output=RowParallelLinear.load(f"{prefix}.output", heads.widths(spec.v_head_dim), context),
-            # The projection from the latent is absorbed, so its product, which adapters would change, is never made.
-            sites=(context.site(*down_names, order=down_order), context.site(query_name, order=query_order)),
+            sites=sites,
             shape=shape,
             ops=ops,
             attention=context.attention.for_shape(shape),
@@ -245,6 +260,7 @@ class LatentAttentionBlock:
         # The queries of all heads, then the key: each a latent, then a rotated part.
         program.reserve("qkv", (heads + 1) * key_dim)
         program.heads(self.absorb.linears, "queries", "qkv", key_dim)
+        program.adapt_heads(self.absorb.sites, "queries", "qkv", spec.qk_nope_head_dim, key_dim)
         rotated = heads * spec.qk_nope_head_dim, spec.qk_rope_head_dim
         program.copy("queries", rotated, "qkv", (rank, key_dim), spec.qk_rope_head_dim, heads)
         program.copy("latents", (query_rank, key_dim), "qkv", (heads * key_dim, key_dim), key_dim)
@@ -254,6 +270,7 @@ class LatentAttentionBlock:
         program.attend()
         program.reserve("values", heads * spec.v_head_dim)
         program.heads(self.unfold.linears, "attended", "values", spec.v_head_dim)
+        program.adapt_heads(self.unfold.sites, "attended", "values", rank, spec.v_head_dim)
         return "values"
 
     def _queries(self, x: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:

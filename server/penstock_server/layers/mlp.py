@@ -82,8 +82,8 @@ class Mlp:
     @classmethod
     def load(cls, spec: MlpSpec, prefix: str, context: BuildContext) -> Mlp:
         widths = context.shard.split(spec.intermediate_size, "intermediate size").widths()
-        inner = _load_inner(spec, prefix, context)
         site = context.site(*(f"{prefix}.{name}" for name in spec.inner_names))
+        inner = _load_inner(spec, prefix, context, site)
         gate = None if site is None or not spec.is_swiglu else context.ops.gated(ACTIVATIONS["silu"])
         return cls(inner, RowParallelLinear.load(f"{prefix}.down", widths, context), site, gate)
 
@@ -106,11 +106,12 @@ class Mlp:
         self.down.append_to(program, "activated", target, adds=adds)
 
 
-def _load_inner(spec: MlpSpec, prefix: str, context: BuildContext) -> Linear | ActivatedLinear:
+def _load_inner(spec: MlpSpec, prefix: str, context: BuildContext, site: int | None) -> Linear | ActivatedLinear:
     names = [f"{prefix}.{name}" for name in spec.inner_names]
-    if spec.is_swiglu:
+    # Adapters change gate and up before the activation. A native stack computes them apart in a program of its own.
+    if spec.is_swiglu and (site is None or not context.ops.adds_adapters):
         return context.linear(*names, gated=True)
-    linear = context.linear(*names)
+    linear = context.adapted(context.linear(*names), site)
     if spec.activation == "xielu":
         activation: Elementwise = Xielu.learned(*(context.loader.read(f"{prefix}.{name}") for name in XIELU_NAMES))
     else:

@@ -78,6 +78,14 @@ class NativeProgram:
         if self.adapts and site is not None:
             self._native.adapt(site, source, target)
 
+    def adapt_heads(
+        self, sites: range | None, source: Register, target: Register, source_step: int, target_step: int
+    ) -> None:
+        """As `adapt`, to the products of the layers of heads, a site each. A head's inputs begin `source_step` columns
+        after those of the head before, and its results `target_step` columns."""
+        if self.adapts and sites is not None:
+            self._native.adapt(sites.start, source, target, (len(sites), (source_step, target_step)))
+
     def reserve(self, register: Register, width: int) -> None:
         """Gives a register a width, so that `heads` and `copy` write its columns."""
         self._native.reserve(register, width)

@@ -29,7 +29,8 @@ class RowParallelLinear:
         shard, weights = context.shard, context.weights(name)
         if not shard.exact and shard.group.rank != 0:
             weights = weights.without_bias()  # rank 0 adds it to the sum
-        return cls(weights.pack(context.ops), shard, in_widths, weights.dtype, context.site(name))
+        site = context.site(name)
+        return cls(context.adapted(weights.pack(context.ops), site), shard, in_widths, weights.dtype, site)
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """[rows, input features on this rank] → [rows, hidden], the same on all ranks."""

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock_server.attention import ModelAttention
-from penstock_server.attention.interface import StepBatch
+from penstock_server.attention.interface import StepAdapters, StepBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +19,14 @@ class StepContext:
     batch: StepBatch
     metadata: Mapping[str, Any]  # by the name of an attention implementation: what it prepared for the batch
     rows: Tensor | None = None  # [rows of the input] int64 rows of the batch; None: all of them in order
+    adapters: StepAdapters | None = None  # of the rows of the input; None: no row has one
 
     @classmethod
     def of(cls, batch: StepBatch, attention: ModelAttention) -> StepContext:
         """The context of a step's first layer."""
-        return cls(batch, attention.prepare(batch))
+        return cls(batch, attention.prepare(batch), adapters=batch.adapters)
 
     def select(self, rows: Tensor) -> StepContext:
         """The context of an input that consists of these rows [rows] int64 of this context's input."""
-        return StepContext(self.batch, self.metadata, rows if self.rows is None else self.rows[rows])
+        adapters = None if self.adapters is None else self.adapters.select(rows)
+        return StepContext(self.batch, self.metadata, rows if self.rows is None else self.rows[rows], adapters)

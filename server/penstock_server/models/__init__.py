@@ -77,11 +77,12 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     table = parameters(spec, layout)
     sites = None
     if options.max_adapters:
-        if not shard.exact or spec.pooling is not None or spec.encoder is not None:
-            raise refusal("only decoders on CPUs have them")
+        if spec.pooling is not None or spec.encoder is not None:
+            raise refusal("only decoders have them")
         if spec.reads_images:
             raise refusal("it reads images")
-        sites = AdapterSites(table, names)  # not the checkpoint's names: adapters are made with transformers
+        # Not the checkpoint's names: adapters are made with transformers.
+        sites = AdapterSites(table, names, options.max_adapters, options.max_adapter_rank)
     context = BuildContext(
         loader=Loader(checkpoint, table, locator, options.dtype, options.device, ops.kept),
         ops=ops,
@@ -105,7 +106,7 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     opened = time.perf_counter()
     model = Decoder(spec, context)
     if sites is not None:
-        model.accept_adapters(sites, options.max_adapters, options.max_adapter_rank)
+        model.accept_adapters(sites)
     if spec.reads_images:
         model.read_images(load_images(options))
     model.load_phases = [("open checkpoint", opened - begin), ("read weights", time.perf_counter() - opened)]

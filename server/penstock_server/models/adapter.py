@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from penstock_server.errors import ConfigError
 from penstock_server.kernels.native_build import NativeBuild
 from penstock_server.layers.adapter import AdapterSites
 from penstock_server.plan import Adapter
-from penstock_server.weights.adapter import read_adapter
+from penstock_server.weights.adapter import Change, read_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -21,24 +23,41 @@ class Adapters:
     """Loaded adapters, as the kernels know them. `load` and `unload` may be called on any thread while steps run: an
     adapter that is unloaded stays usable for sequences that hold it."""
 
-    def __init__(self, sites: AdapterSites, build: NativeBuild, max_loaded: int, max_rank: int) -> None:
+    @classmethod
+    def native(cls, sites: AdapterSites, build: NativeBuild) -> Adapters:
+        """For the native kernels of this build."""
+        max_bytes = sites.max_loaded * sites.max_rank * sites.elements_per_rank * build.dtype.itemsize
+        return cls(sites, build.dtype, partial(sites.pack, build=build), max_bytes)
+
+    @classmethod
+    def on_device(cls, sites: AdapterSites, dtype: torch.dtype, device: torch.device) -> Adapters:
+        """For layers that run one by one on a GPU."""
+        from penstock_server.kernels.triton_low_rank import TILE_RANKS, WORKSPACE_BYTES
+
+        padded_rank = -(-sites.max_rank // TILE_RANKS) * TILE_RANKS
+        max_bytes = sites.max_loaded * padded_rank * sites.elements_per_rank * dtype.itemsize + WORKSPACE_BYTES
+        return cls(sites, dtype, partial(sites.pack_on_device, dtype=dtype, device=device), max_bytes)
+
+    def __init__(
+        self, sites: AdapterSites, dtype: torch.dtype, pack: Callable[[Mapping[str, Change]], Any], max_bytes: int
+    ) -> None:
+        """pack: makes an adapter of its changes. max_bytes: what the most adapters of the highest rank take on this
+        rank."""
+        self.max_bytes = max_bytes
         self._sites = sites
-        self._build = build
-        self._max_loaded = max_loaded
-        self._max_rank = max_rank
+        self._dtype = dtype
+        self._pack = pack
         self._loaded: dict[int, Any] = {}
-        self.max_bytes = max_loaded * max_rank * sites.elements_per_rank * build.dtype.itemsize
-        """What the most adapters of the highest rank take on this rank."""
 
     def load(self, adapter: Adapter) -> Any:
         """The adapter, read from its folder. Raises ConfigError if it cannot be used with this model."""
         began = time.perf_counter()
         with torch.inference_mode():
-            changes = read_adapter(adapter.folder, self._sites.modules, self._max_rank, self._build.dtype)
-            loaded = self._sites.pack(changes, self._build)
+            changes = read_adapter(adapter.folder, self._sites.modules, self._sites.max_rank, self._dtype)
+            loaded = self._pack(changes)
         self._loaded[adapter.id] = loaded
         # The router unloads adapters. More than it knows of may be here after it has lost a request.
-        for oldest in list(self._loaded)[: -self._max_loaded]:
+        for oldest in list(self._loaded)[: -self._sites.max_loaded]:
             self.unload(oldest)
         logger.info("loaded the adapter in %s in %.3f s", adapter.folder, time.perf_counter() - began)
         return loaded

@@ -68,6 +68,7 @@ class Decoder:
         self.project = None if self.embedding.project is None else context.linear("project_out")
         self.pooler = Pooler.load(spec, context.loader)
         self.stack = NativeStack.of(self._append_layers, spec.hidden_size, context.ops)
+        self._adapted_stack: NativeStack | None = None
         self.adapters: Adapters | None = None
         self.images: ImageEncoder | None = None
         context.loader.finish()
@@ -81,13 +82,16 @@ class Decoder:
         self.weight_bytes = context.loader.loaded_bytes
         self._attention = context.attention
         self._dtype = context.loader.dtype
+        self._device = context.loader.device
         self._ropes = context.ropes
         self._group = context.shard.group
         self._ops = context.ops
 
-    def accept_adapters(self, sites: AdapterSites, max_loaded: int, max_rank: int) -> None:
-        """Lets sequences have adapters: at most `max_loaded` at a time, of at most this rank. Raises ConfigError if
-        this model's layers cannot have any."""
+    def accept_adapters(self, sites: AdapterSites) -> None:
+        """Lets sequences have adapters. Raises ConfigError if this model's layers cannot have any."""
+        if self._ops.adds_adapters:
+            self.adapters = Adapters.on_device(sites, self._dtype, self._device)
+            return
         if not isinstance(self._ops, NativeOps):
             raise refusal(f"{self._ops.name} operators have no kernel for them")
         try:
@@ -97,7 +101,7 @@ class Decoder:
             )
         except NotNativeError as reason:
             raise refusal(f"its layers run one by one ({reason})") from reason
-        self.adapters = Adapters(sites, self._ops.build, max_loaded, max_rank)
+        self.adapters = Adapters.native(sites, self._ops.build)
 
     def read_images(self, images: ImageEncoder) -> None:
         """Lets sequences have images."""
@@ -148,7 +152,7 @@ class Decoder:
         residual = self.embedding(step)
         if batch.image_places is not None and batch.image_embeddings is not None:
             residual[batch.image_places] = batch.image_embeddings
-        if batch.adapters is not None:
+        if batch.adapters is not None and self._adapted_stack is not None:
             return self._adapted_stack.run(residual, self.caches, step, batch.adapters)
         if self.stack is not None:
             return self.stack.run(residual, self.caches, step)

@@ -74,7 +74,7 @@ def targets(name: str) -> dict[str, Any]:
     """What adapters can change in mixtures and in latent attention. Of mixtures, peft means the experts by the names of
     all other projections."""
     is_mixture = "moe" in name or name.startswith(("deepseek", "mixtral"))
-    return {"target_modules": r".*self_attn\.(?!kv_b)\w+_proj(_with_mqa)?"} if is_mixture else {}
+    return {"target_modules": r".*self_attn\.\w+_proj(_with_mqa)?"} if is_mixture else {}
 
 
 def save(name: str, case: Case, folder: Path) -> Path:
@@ -250,7 +250,6 @@ def test_an_adapter_of_pickles_or_of_no_module_is_refused(served: tuple[Path, Pa
 @pytest.mark.parametrize(
     ("name", "targets", "module"),
     [
-        ("deepseek-v2", ["kv_b_proj"], "layers.0.self_attn.kv_b_proj"),
         ("llama", ["lm_head"], "lm_head"),
         ("llama", ["embed_tokens"], "model.embed_tokens"),
         ("qwen2-moe", ["shared_expert_gate"], "layers.0.mlp.shared_expert_gate"),

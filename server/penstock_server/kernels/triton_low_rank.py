@@ -1,0 +1,173 @@
+"""LoRA adapters on CUDA devices: two launches add to the product of a layer what the adapters of its rows add.
+
+Each adapter is a piece of memory of its own, and steps name adapters by their addresses. So adapters of any rank take
+what they need, an adapter that running sequences have can stay while others come, and a recorded step runs with any.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from penstock_server.kernels import triton_device
+from penstock_server.kernels.triton_low_rank_kernel import FIELDS, expand_kernel, shrink_kernel
+
+TILE_RANKS = 16
+WORKSPACE_BYTES = 64 << 20  # of a step, for the products with A
+_ALIGNMENT = 16  # elements between the matrices of an adapter
+_MAX_TURNS = 8  # programs that share the runs of a tile of rows
+_MAX_PARTIAL_BYTES = 8 << 20
+# INVARIANT: tiles and splits do not depend on the step.
+_TILE_ROWS = 32
+_TILE_DEPTH = 128
+_TILE_COLUMNS = 128
+_SPLIT_DEPTH = 512  # features of a split
+
+
+@dataclass(frozen=True, slots=True)
+class PlainPart:
+    """What an adapter adds to the outputs of one module on this rank: scale · up(down(x))."""
+
+    down: Tensor  # [rank, in_features]
+    up: Tensor  # [columns, rank]
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceAdapter:
+    """An adapter in the device's memory."""
+
+    weights: Tensor
+    table: Tensor  # as in `shrink_kernel`
+
+    @classmethod
+    def pack(cls, parts: Sequence[PlainPart | None], dtype: torch.dtype, device: torch.device) -> DeviceAdapter:
+        """parts: of all layers, in the order of their numbers; None: nothing is added."""
+        sizes = [size for part in parts if part is not None for size in _sizes(part)]
+        packed = torch.zeros(sum(sizes), dtype=dtype)
+        pieces = iter(packed.split(sizes))
+        starts = accumulate(sizes, initial=0)
+        weights = torch.empty(len(packed), dtype=dtype, device=device)
+        first = address_of(weights)
+        table = []
+        for part in parts:
+            if part is None:
+                table.append((0, 0, 0, 0))
+                continue
+            (rank, in_features), columns = part.down.shape, part.up.shape[0]
+            next(pieces)[: rank * in_features].view(rank, in_features).copy_(part.down)
+            next(pieces).view(columns, -1)[:, :rank].copy_(part.up)
+            down, up = (first + next(starts) * dtype.itemsize for _ in range(2))
+            (bits,) = struct.unpack("<i", struct.pack("<f", part.scale))
+            table.append((down, up, rank, bits))
+        weights.copy_(packed)
+        return cls(weights, torch.tensor(table, dtype=torch.int64).to(device))
+
+    @property
+    def address(self) -> int:
+        """Of its table, by which steps name it."""
+        return address_of(self.table)
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankSum:
+    """What adapters add to the product of one layer."""
+
+    first_part: int  # the number of the layer's first part among those of all layers
+    num_parts: int
+    tiles: Tensor  # as in `expand_kernel`
+    alignment: int  # as in `expand_kernel`
+    max_rank: int  # a multiple of TILE_RANKS
+    num_turns: int
+
+    @classmethod
+    def of(
+        cls, first_part: int, columns: Sequence[range], max_rank: int, max_adapters: int, device: torch.device
+    ) -> LowRankSum:
+        """columns: the layer's outputs that belong to each part; those of its own layer if each part has one."""
+        tiles = [
+            (part, its.start, first, len(its))
+            for part, its in enumerate(columns)
+            for first in range(0, len(its), _TILE_COLUMNS)
+        ]
+        max_rank = -(-max_rank // TILE_RANKS) * TILE_RANKS
+        on_device = torch.tensor(tiles, dtype=torch.int32).to(device)
+        alignment = math.gcd(_ALIGNMENT, *(place for its in columns for place in (its.start, its.stop)))
+        return cls(first_part, len(columns), on_device, alignment, max_rank, min(_MAX_TURNS, max_adapters))
+
+    def add(self, x: Tensor, y: Tensor, of_rows: Tensor, tables: Tensor) -> None:
+        """Adds to y [rows, columns], the layer's product with x [rows, in_features], what the rows' adapters add; to y
+        [rows, parts, columns] if each part has a layer and an input [rows, parts, in_features] of its own. of_rows,
+        tables: as in `shrink_kernel`."""
+        max_rows = max(1, WORKSPACE_BYTES // (4 * self.num_parts * self.max_rank))
+        parts = zip(x.split(max_rows), y.split(max_rows), of_rows.split(max_rows), strict=True)
+        for x_part, y_part, of_part in parts:
+            self._add_to_rows(x_part, y_part, of_part, tables)
+
+    def _add_to_rows(self, x: Tensor, y: Tensor, of_rows: Tensor, tables: Tensor) -> None:
+        assert y.stride(-1) == 1
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        num_rows, depth = x.shape[0], x.shape[-1]
+        num_splits = -(-depth // _SPLIT_DEPTH)
+        split_bytes = 4 * num_rows * self.num_parts * self.max_rank
+        # More rows are enough programs without the splits.
+        num_partials = num_splits if 1 < num_splits <= _MAX_PARTIAL_BYTES // max(1, split_bytes) else 0
+        num_inner = max(1, num_partials)
+        sizes = (num_inner, num_rows, self.num_parts, self.max_rank)
+        shared = {
+            "inner": torch.empty(sizes, dtype=torch.float32, device=x.device),
+            "of_rows": of_rows,
+            "tables": tables,
+            "num_rows": num_rows,
+            "num_partials": num_partials,
+            "first_part": self.first_part,
+            "PARTS": self.num_parts,
+            "RANKS": self.max_rank,
+            # Tensor cores round the factors of float32 models, too.
+            "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+            "FIELDS": FIELDS,
+            "TURNS": self.num_turns,
+            "TILE_ROWS": _TILE_ROWS,
+            "TILE_RANKS": TILE_RANKS,
+            "num_warps": 4,
+        }
+        num_programs = -(-num_rows // _TILE_ROWS) * self.num_turns
+        triton_device.launch(
+            shrink_kernel,
+            (num_programs, self.num_parts * num_inner),
+            **shared,
+            x=x,
+            X_ROW=x.stride(0),
+            X_PART=x.stride(1) if x.dim() == 3 else 0,
+            DEPTH=depth,
+            SPLIT=_SPLIT_DEPTH,
+            TILE_DEPTH=_TILE_DEPTH,
+        )
+        triton_device.launch(
+            expand_kernel,
+            (num_programs, self.tiles.shape[0]),
+            **shared,
+            y=y,
+            tiles=self.tiles,
+            ALIGNMENT=self.alignment,
+            Y_ROW=y.stride(0),
+            Y_PART=y.stride(1) if y.dim() == 3 else 0,
+            TILE_COLUMNS=_TILE_COLUMNS,
+        )
+
+
+def address_of(tensor: Tensor) -> int:
+    """In the memory of its device."""
+    return tensor.data_ptr()
+
+
+def _sizes(part: PlainPart) -> tuple[int, int]:
+    """Elements of A and of B, whose ranks are padded."""
+    down = -(-part.down.numel() // _ALIGNMENT) * _ALIGNMENT
+    return down, part.up.shape[0] * -(-part.up.shape[1] // TILE_RANKS) * TILE_RANKS
