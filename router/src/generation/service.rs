@@ -20,7 +20,7 @@ use super::text_stream::{SequenceOptions, ShownTokens, StopText, TextStream};
 use super::validation::ValidationError;
 use crate::config::{Config, PriorityOrder};
 use crate::engine::{Generator, Health};
-use crate::sequence::{Image, ImageSpan, Sampling, SequenceRequest};
+use crate::sequence::{ContentSalt, Image, ImageSpan, Sampling, SequenceRequest};
 use crate::telemetry::{RequestRecord, metrics};
 use crate::text::{AnswerParser, TextModel, TokenSpan};
 
@@ -38,7 +38,7 @@ struct Inner {
     adapters: Adapters,
     draining: CancellationToken,
     abandoned: CancellationToken,
-    /// Hashes `cache_salt` with a secret of this process, so that no client can find two salts with one hash.
+    /// Hashes salts with a secret of this process, so that no client can find two salts with one hash.
     salts: RandomState,
 }
 
@@ -331,6 +331,9 @@ impl GenerationService {
         let Prepared { prompt, images, max_new_tokens, checked, shown_token_ids, parsers, reservations } = prepared;
         let group = (reservations.len() > 1).then(rand::random);
         let mut parsers = parsers.into_iter();
+        let content_salt =
+            |span: &ImageSpan| ContentSalt { offset: span.offset, salt: salts.hash_one(span.image.hash()) };
+        let content_salts: Arc<[_]> = images.iter().map(content_salt).collect();
         for (index, reservation) in reservations.into_iter().enumerate() {
             let num_prompt_tokens = prompt.token_ids.len();
             let seed = checked.seed_of(index);
@@ -350,14 +353,12 @@ impl GenerationService {
                     PriorityOrder::LowestFirst => -checked.priority,
                 },
                 group,
-                // The keys and values of a prefix are the adapter's, and depend on the images in it.
-                cache_salt: match (&checked.cache_salt, adapter, &images[..]) {
-                    (None, None, []) => None,
-                    (salt, adapter, images) => {
-                        let images: Vec<_> = images.iter().map(|span| (span.image.hash(), span.offset)).collect();
-                        Some(salts.hash_one((salt, adapter.map(|lease| lease.adapter().id), images)))
-                    }
+                // The keys and values of a prefix are the adapter's.
+                cache_salt: match (&checked.cache_salt, adapter) {
+                    (None, None) => None,
+                    (salt, adapter) => Some(salts.hash_one((salt, adapter.map(|lease| lease.adapter().id)))),
                 },
+                content_salts: Arc::clone(&content_salts),
                 adapter: adapter.map(|lease| lease.adapter().clone()),
                 timeline: record.trace().map(|trace| trace.add_sequence(num_prompt_tokens, shown_seed)),
             };

@@ -56,7 +56,7 @@ impl Routing {
     ) -> usize {
         let prompt = &request.prompt_token_ids;
         let blocks = match self.prefix_caching {
-            true => self.prefixes.blocks(prompt, request.cache_salt),
+            true => self.prefixes.blocks(prompt, request.cache_salt, &request.content_salts),
             false => Vec::new(),
         };
         let num_cached = self.prefixes.num_tokens(&blocks, self.num_tokens.len());
@@ -155,6 +155,7 @@ mod tests {
             priority: 0,
             group: None,
             cache_salt: None,
+            content_salts: [].into(),
             adapter: None,
             timeline: None,
         }
@@ -234,7 +235,7 @@ mod tests {
         assert_eq!(routing.replace(SequenceId(3), |engine| engine != 0), Some(2));
         assert_eq!(routing.replace(SequenceId(3), |_| false), None);
         routing.forget_prefixes(0);
-        let again = routing.prefixes.blocks(&request(0, 0).prompt_token_ids, None);
+        let again = routing.prefixes.blocks(&request(0, 0).prompt_token_ids, None, &[]);
         assert_eq!(routing.prefixes.num_tokens(&again, 3)[0], 0);
     }
 }
