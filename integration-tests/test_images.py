@@ -7,8 +7,10 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +83,30 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 @pytest.fixture(scope="module")
 def server(reference: Reference) -> Iterator[Server]:
-    running = start("--model-id", str(reference.folder), "--dtype", "float32")
+    flags = ["--model-id", str(reference.folder), "--dtype", "float32"]
+    running = start(*flags, "--allow-image-urls", "--allowed-image-hosts", "127.0.0.1")
     yield running
     assert running.stop() == 0, running.last_lines()
+
+
+@pytest.fixture(scope="module")
+def urls(reference: Reference) -> Iterator[list[str]]:
+    """The images of the reference on a server of this machine."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            _, _, data = reference.uris[int(self.path[1:])].partition("base64,")
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(base64.b64decode(data))
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as files:
+        threading.Thread(target=files.serve_forever, daemon=True).start()
+        yield [f"http://127.0.0.1:{files.server_port}/{number}" for number in range(len(reference.uris))]
+        files.shutdown()
 
 
 def chat(reference: Reference, *parts: str | int, **fields: Any) -> dict[str, Any]:
@@ -151,8 +174,27 @@ def test_messages_and_responses_take_images(server: Server, reference: Reference
     request = {"model": "tgi", "input": [{"role": "user", "content": parts}], "max_output_tokens": NUM_TOKENS}
     response = ask(server, "/v1/responses", {**request, "temperature": 0})
     assert response.json["output"][0]["content"][0]["text"] == expected
-    counted = ask(server, "/v1/messages/count_tokens", {"model": "tgi", "messages": body["messages"]})
-    assert "messages[0].content[0]: the tokens of images are known only after" in counted.json["error"]["message"]
+    counted = ask(server, "/v1/messages/count_tokens", {"model": "tgi", "messages": body["messages"]}).json
+    assert counted == {"input_tokens": len(reference.ids("u:<image>What?a:"))}
+
+
+def test_images_are_fetched_from_urls_that_the_operator_allows(
+    server: Server, reference: Reference, urls: list[str]
+) -> None:
+    expected = answer(server, chat(reference, 0, 1, "Which?"))["choices"][0]["token_ids"]
+    body = chat(reference, 0, 1, "Which?")
+    for part, url in zip(body["messages"][0]["content"], urls, strict=False):
+        part["image_url"]["url"] = url
+    num_fetched = metric(server, 'penstock_image_fetches{outcome="fetched"}')
+    assert answer(server, body)["choices"][0]["token_ids"] == expected
+    assert metric(server, 'penstock_image_fetches{outcome="fetched"}') == num_fetched + 2
+    text = {"inputs": f"![]({urls[2]})What is it?", "parameters": {"max_new_tokens": NUM_TOKENS, "details": True}}
+    tokens = ask(server, "/generate", text).json["details"]["tokens"]
+    assert [token["id"] for token in tokens] == reference.greedy("<image>What is it?", [2])
+    body["messages"][0]["content"][0]["image_url"]["url"] = urls[0].replace("127.0.0.1", "127.0.0.2")
+    refused = ask(server, "/v1/chat/completions", body)
+    message = "messages[0].content[0].image_url: 127.0.0.2 has no public address"
+    assert message in refused.json["error"]["message"]
 
 
 def test_hugging_faces_client_sends_images(server: Server, reference: Reference) -> None:
@@ -161,24 +203,24 @@ def test_hugging_faces_client_sends_images(server: Server, reference: Reference)
     assert found.choices[0].message.content == answer(server, body)["choices"][0]["message"]["content"]
 
 
-def test_the_same_image_is_found_in_the_prefix_cache_and_another_one_is_not(
-    server: Server, reference: Reference
-) -> None:
+def test_prompts_share_their_prefix_up_to_the_first_different_image(server: Server, reference: Reference) -> None:
     def cached(*parts: str | int) -> int:
         return answer(server, chat(reference, *parts))["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     long = "a text of two blocks, which is here"
     assert cached(long, 0, "?") == 0
     assert cached(long, 0, "?") >= 48
-    assert cached(long, 1, "?") == 0, "another image with the same tokens"
+    assert cached(long, 1, "?") == 32, "the text before another image with the same tokens"
+    assert cached(long, 1, "?") >= 48
+    assert cached(long, 0, "and a second image", 2) >= 48, "all before the second image"
 
 
 @pytest.mark.parametrize(
     ("uri", "message"),
     [
-        ("https://example.org/a.png", "messages[0].content[1]: an image must be a data URI"),
+        ("ftp://127.0.0.1/a.png", "messages[0].content[1].image_url: an image must be a data URI"),
         ("data:image/png;base64,AAAA", "image 2 is not an image file"),
-        ("data:image/png,AAAA", "messages[0].content[1]: the data of a data URI must be base64"),
+        ("data:image/png,AAAA", "messages[0].content[1].image_url: the data of a data URI must be base64"),
     ],
 )
 def test_an_image_that_cannot_be_used_is_named(server: Server, reference: Reference, uri: str, message: str) -> None:

@@ -96,7 +96,7 @@ def test_refusals_become_the_exceptions_of_the_package(client: OpenAI) -> None:
     image: Any = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]
     with pytest.raises(BadRequestError, match="images are not supported") as error:
         client.responses.create(**{**ARGUMENTS, "input": image})
-    assert error.value.param == "input[0].content[0]"
+    assert error.value.param == "input[0].content[0].image_url"
     with pytest.raises(BadRequestError, match="--max-stored-responses"):
         client.responses.create(**ARGUMENTS, previous_response_id="resp_0")
 

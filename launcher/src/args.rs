@@ -9,6 +9,7 @@ use std::str::FromStr;
 
 use clap::builder::{BoolishValueParser, NonEmptyStringValueParser, RangedU64ValueParser};
 use clap::{ArgAction, Parser, ValueEnum};
+use penstock_router::{AllowedHost, ImageUrlConfig};
 
 use crate::attention::Attention;
 use crate::dtype::{Dtype, KvCacheDtype};
@@ -302,6 +303,19 @@ pub(crate) struct Args {
     #[arg(long, env, default_value_t = 2_000_000)]
     pub(crate) payload_limit: usize,
 
+    /// Fetch images that requests name by http or https URLs, from hosts with public addresses; otherwise images are data URIs
+    #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]
+    pub(crate) allow_image_urls: bool,
+
+    /// Hosts from which images are fetched although their addresses are not public, separated by commas: names
+    /// (images.internal), endings (*.internal) or networks (10.1.0.0/16)
+    #[arg(long, env, value_delimiter = ',', value_name = "HOSTS", requires = "allow_image_urls")]
+    pub(crate) allowed_image_hosts: Vec<AllowedHost>,
+
+    /// Maximum size, in bytes, of the images that one prompt names by URL, together
+    #[arg(long, env, default_value_t = 20_000_000, value_name = "BYTES")]
+    pub(crate) max_image_fetch_size: usize,
+
     /// Folder that holds Hub models [default: ~/.cache/huggingface/hub]
     #[arg(long, env)]
     pub(crate) huggingface_hub_cache: Option<PathBuf>,
@@ -352,6 +366,15 @@ pub(crate) enum Page {
     Metrics,
     /// The flags as JSON, for the Python package.
     Settings,
+}
+
+impl Args {
+    /// Which URLs of images are fetched; `None`: none.
+    pub(crate) fn image_urls(&self) -> Option<ImageUrlConfig> {
+        let config =
+            || ImageUrlConfig { allowed_hosts: self.allowed_image_hosts.clone(), max_bytes: self.max_image_fetch_size };
+        self.allow_image_urls.then(config)
+    }
 }
 
 /// A string that `Debug` hides.

@@ -201,6 +201,7 @@ async fn serve(setup: Setup<'_>, listener: Reserved, stop: CancellationToken) ->
         decoder_prefix: model.decoder_prefix,
         pooling: model.pooling,
         image_input: model.image_input,
+        image_urls: args.image_urls(),
         queue,
         validation_workers: args.validation_workers,
         payload_limit_bytes: args.payload_limit,

@@ -23,6 +23,7 @@ const DIFFERENCES: &[(&str, &str)] = &[
     ("max-batch-prefill-tokens", "limits a step; TGI derives it from FLOPs, or uses 4096"),
     ("max-batch-total-tokens", "applies to every model; TGI ignores it for paged models"),
     ("max-client-batch-size", "TGI's default: 4"),
+    ("max-image-fetch-size", "of all images of a prompt; TGI: of each, 1073741824, a variable only"),
     ("model-id", "also .gguf files; TGI's default: `bigscience/bloom-560m`"),
     ("otlp-endpoint", "a `traceparent` that is not sampled is honoured; `http://` only, checked at startup"),
     ("port", "0 picks a free port"),
@@ -36,6 +37,8 @@ const DIFFERENCES: &[(&str, &str)] = &[
 /// Flags that TGI lacks.
 const OURS: &[&str] = &[
     "activation-bits",
+    "allow-image-urls",
+    "allowed-image-hosts",
     "api-key-file",
     "chat-template",
     "check-model-name",

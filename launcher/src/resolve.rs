@@ -323,6 +323,7 @@ fn check_ranges(args: &Args) -> Result<(), ResolveError> {
         ("max-client-batch-size", Some(args.max_client_batch_size)),
         ("validation-workers", Some(args.validation_workers)),
         ("payload-limit", Some(args.payload_limit)),
+        ("max-image-fetch-size", Some(args.max_image_fetch_size)),
         ("num-shard", args.num_shard),
         ("replicas", Some(args.replicas)),
         ("max-input-tokens", args.max_input_tokens.map(|tokens| tokens as usize)),

@@ -46,7 +46,6 @@ pub(crate) const VARIABLES: &[(&str, Effect)] = &[
     ("PREFILL_CHUNKING", Neutral("prefill is always chunked; --max-batch-prefill-tokens limits a chunk")),
     ("TGI_WIGGLE_ROOM", Neutral("memory is measured during warm-up; --cuda-memory-fraction sets the total")),
     ("REQUEST_LOGPROBS", Neutral("TGI set it for its own workers; use --enable-prefill-logprobs")),
-    ("MAX_IMAGE_FETCH_SIZE", Neutral("images come in requests as data URIs, so none are fetched")),
     ("DISABLE_EXLLAMA", Neutral(NO_SUCH_KERNELS)),
     ("EXLLAMA_VERSION", Neutral(NO_SUCH_KERNELS)),
     ("EXLLAMA_NO_FLASH_ATTN", Neutral(NO_SUCH_KERNELS)),

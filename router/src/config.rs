@@ -8,6 +8,7 @@ use std::time::Duration;
 use axum::http::Uri;
 use subtle::{Choice, ConstantTimeEq};
 
+use crate::fetch::ImageUrlConfig;
 use crate::sequence::{ImageInput, Pooling};
 
 /// Everything that the router is configured with.
@@ -68,6 +69,8 @@ pub struct Config {
     pub traces: Option<TraceConfig>,
     /// How prompts have images; `None`: the model reads none.
     pub image_input: Option<ImageInput>,
+    /// Which URLs of images are fetched; `None`: none.
+    pub image_urls: Option<ImageUrlConfig>,
 }
 
 /// LoRA adapters.

@@ -5,6 +5,7 @@
 mod api;
 pub mod config;
 pub mod engine;
+mod fetch;
 mod generation;
 mod http;
 pub mod replica;
@@ -15,6 +16,7 @@ pub mod text;
 pub mod worker;
 
 pub use config::Config;
+pub use fetch::{AllowedHost, AllowedHostError, ImageUrlConfig};
 pub use generation::{AdapterDownload, AdapterPlace, is_hub_id};
 pub use http::{Listener, OriginError};
 pub use serve::{ServeError, Services, serve};

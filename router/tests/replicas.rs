@@ -14,7 +14,9 @@ use futures::StreamExt;
 use futures::future::join_all;
 use penstock_router::engine::{EngineOptions, Generator, Health, RestartGroup};
 use penstock_router::replica::Replicas;
-use penstock_router::sequence::{Grammar, SequenceEvent, SequenceFailure};
+use penstock_router::sequence::{
+    Grammar, Image, ImageError, ImageSpan, SequenceEvent, SequenceFailure, SequenceRequest,
+};
 use penstock_scheduler::Limits;
 
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -169,6 +171,48 @@ async fn grammars_are_compiled_wherever_a_sequence_may_run() {
     for fleet in &fleets {
         assert_eq!(fleet.started(1).await.ranks[0].look(|seen| seen.grammars.len()), 1);
     }
+}
+
+/// How many images each replica was asked to encode.
+async fn num_encoded(fleets: &[Fleet]) -> Vec<usize> {
+    join_all(fleets.iter().map(async |fleet| fleet.started(1).await.ranks[0].look(|seen| seen.images.len()))).await
+}
+
+#[tokio::test]
+async fn an_image_is_encoded_by_one_replica_where_its_sequences_run() {
+    let fleets = [(); 3].map(|()| Fleet::new([healthy()]));
+    let replicas = replicas(&fleets.each_ref(), options()).await;
+    let image = Image::new(b"file".to_vec());
+    assert_eq!(replicas.encode_images(vec![image.clone()]).await.unwrap(), [[9; 4]]);
+    let images: Arc<[_]> = [ImageSpan { image, offset: 0 }].into();
+    for length in 2..5 {
+        let request = SequenceRequest { images: Arc::clone(&images), ..request(&[9; 7][..length], 3) };
+        assert_eq!(collect(replicas.submit(request)).await.0.len(), 3);
+    }
+    assert_eq!(num_encoded(&fleets).await, [1, 0, 0]);
+    for fleet in &fleets[1..] {
+        assert_eq!(fleet.started(1).await.ranks[0].look(|seen| seen.plans.len()), 0);
+    }
+}
+
+#[tokio::test]
+async fn a_replica_without_workers_is_not_asked_to_encode_images() {
+    let fleets = [Fleet::new([dies_at(1), healthy()]), Fleet::new([healthy()])];
+    fleets[0].allow(0);
+    let replicas = replicas(&fleets.each_ref(), options()).await;
+    streams_are_complete(&replicas, prompts(2), 5).await;
+    replicas.encode_images(vec![Image::new(b"file".to_vec())]).await.unwrap();
+    assert_eq!(num_encoded(&fleets).await, [0, 1]);
+}
+
+#[tokio::test]
+async fn an_image_that_brings_workers_down_costs_two_replicas_their_groups_and_no_stream_a_token() {
+    let fleets = [(); 3].map(|()| Fleet::new([(); 5].map(|()| healthy())));
+    let replicas = replicas(&fleets.each_ref(), options()).await;
+    let poison = replicas.encode_images(vec![Image::new(b"deadly".to_vec())]);
+    let (encoded, ()) = tokio::join!(poison, streams_are_complete(&replicas, prompts(12), 30));
+    assert!(matches!(encoded, Err(ImageError::Worker(_))), "{encoded:?}");
+    assert!(fleets.iter().any(|fleet| fleet.num_asked() == 0), "a replica that was never asked");
 }
 
 #[tokio::test]

@@ -144,6 +144,7 @@ fn submit(scheduler: &mut Scheduler, id: u32, prompt_token_ids: Vec<TokenId>, ma
         priority: 0,
         group: None,
         cache_salt: None,
+        content_salts: [].into(),
         needs_prompt_outputs: false,
         num_source_tokens: 0,
     };

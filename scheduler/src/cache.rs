@@ -7,10 +7,10 @@
 use std::collections::HashMap;
 
 use crate::layout::BlockLayout;
-use crate::plan::{BlockHash, BlockId, SequenceId, TokenId};
+use crate::plan::{BlockHash, BlockId, SequenceId};
 use crate::pool::BlockPool;
 use crate::precedence::Precedence;
-use crate::prefix::{NodeId, Parent, PendingPrefix, PrefixTree, Root};
+use crate::prefix::{Content, NodeId, Parent, PendingPrefix, PrefixTree};
 
 #[derive(Debug)]
 pub(crate) struct Cache {
@@ -99,16 +99,16 @@ impl Cache {
         (self.num_queried_tokens, self.num_hit_tokens)
     }
 
-    /// The longest prefix of `token_ids` that is computed, and what follows it as far as a sequence of higher
+    /// The longest prefix of `content` that is computed, and what follows it as far as a sequence of higher
     /// precedence is computing it. Of the computed part, only the blocks in the window of the next token must be there.
-    pub(crate) fn look_up(&self, root: Root, token_ids: &[TokenId], precedence: Precedence) -> PrefixHit {
+    pub(crate) fn look_up(&self, content: Content<'_>, precedence: Precedence) -> PrefixHit {
         let mut hit = PrefixHit::default();
-        let mut parent = Parent::Root(root);
+        let mut parent = Parent::Root(content.root);
         let mut producer: Option<SequenceId> = None;
         let (mut num_found, mut num_consecutive) = (0, 0);
-        for token_ids in token_ids.chunks_exact(self.layout.block_tokens as usize) {
+        for block in content.blocks(self.layout.block_tokens) {
             hit.num_visited_nodes += 1;
-            let Some(node) = self.tree.find(parent, token_ids) else { break };
+            let Some(node) = self.tree.find(parent, block) else { break };
             parent = Parent::Node(node);
             match (producer, self.tree.block_id(node), self.tree.pending(node)) {
                 (None, Some(block_id), _) => {
@@ -156,19 +156,13 @@ impl Cache {
     }
 
     /// The block table of a sequence that starts with `hit`. Announces it as the producer of its other nodes.
-    pub(crate) fn open(
-        &mut self,
-        root: Root,
-        token_ids: &[TokenId],
-        hit: PrefixHit,
-        pending: PendingPrefix,
-    ) -> BlockTable {
+    pub(crate) fn open(&mut self, content: Content<'_>, hit: PrefixHit, pending: PendingPrefix) -> BlockTable {
         let PrefixHit { block_ids, nodes, num_released, .. } = hit;
         let mut table = BlockTable { block_ids, num_released, nodes: Vec::new(), num_registered: nodes.len() };
         for block_id in table.held() {
             self.pool.hold(*block_id);
         }
-        self.extend_nodes(&mut table.nodes, root, token_ids);
+        self.extend_nodes(&mut table.nodes, content);
         debug_assert!(table.nodes.starts_with(&nodes));
         for node in table.unregistered_nodes() {
             if self.tree.block_id(*node).is_none() {
@@ -212,11 +206,10 @@ impl Cache {
         &mut self,
         producer: SequenceId,
         table: &mut BlockTable,
-        root: Root,
-        token_ids: &[TokenId],
+        content: Content<'_>,
         num_computed_tokens: usize,
     ) -> Vec<NodeId> {
-        self.extend_nodes(&mut table.nodes, root, token_ids);
+        self.extend_nodes(&mut table.nodes, content);
         let num_full_blocks = num_computed_tokens / self.layout.block_tokens as usize;
         let indices = table.num_registered..num_full_blocks.min(table.nodes.len()).max(table.num_registered);
         table.num_registered = indices.end;
@@ -232,10 +225,10 @@ impl Cache {
     }
 
     /// Adds the nodes of all full blocks of known ids.
-    fn extend_nodes(&mut self, nodes: &mut Vec<NodeId>, root: Root, token_ids: &[TokenId]) {
-        for token_ids in token_ids.chunks_exact(self.layout.block_tokens as usize).skip(nodes.len()) {
-            let parent = nodes.last().map_or(Parent::Root(root), |node| Parent::Node(*node));
-            let Some(node) = self.tree.acquire(parent, token_ids) else { break };
+    fn extend_nodes(&mut self, nodes: &mut Vec<NodeId>, content: Content<'_>) {
+        for block in content.blocks(self.layout.block_tokens).skip(nodes.len()) {
+            let parent = nodes.last().map_or(Parent::Root(content.root), |node| Parent::Node(*node));
+            let Some(node) = self.tree.acquire(parent, block) else { break };
             nodes.push(node);
         }
     }

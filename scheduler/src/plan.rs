@@ -71,11 +71,23 @@ pub struct Submission {
     pub group: Option<u64>,
     /// Cached prefixes are shared only among sequences with the same salt.
     pub cache_salt: Option<u64>,
+    /// Content that the prompt's token ids do not show, in the order of the offsets. Sequences share the block in which it begins, and
+    /// the blocks after it, only if all of it up to there is the same.
+    pub content_salts: Arc<[ContentSalt]>,
     /// Compute the whole prompt, even cached tokens, until the first generated token has come back.
     pub needs_prompt_outputs: bool,
     /// The first `num_source_tokens` prompt tokens are an encoder's input: they are computed in one step and never
     /// shared. At most the length of the prompt; 0 for a decoder-only model.
     pub num_source_tokens: u32,
+}
+
+/// Where content begins that token ids do not show, as that of an image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ContentSalt {
+    /// Prompt tokens before it.
+    pub offset: u32,
+    /// Differs from the salt of any other content.
+    pub salt: u64,
 }
 
 /// The work of one step, as a difference to what the worker already knows.

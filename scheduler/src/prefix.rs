@@ -1,14 +1,14 @@
 //! The prefix tree: each node is one full block of token ids after the block of its parent, so a path from a root
 //! spells a prefix.
 //!
-//! INVARIANT: two prefixes share a node only if their token ids are equal. The index is by hash, but a hit is verified:
-//! the parent must be the same node and the ids must be equal. A node lives while it has a child, so a node id is never
+//! INVARIANT: two prefixes share a node only if their token ids and content salts are equal. The index is by hash, but a hit is verified:
+//! the parent must be the same node, and ids and salts must be equal. A node lives while it has a child, so a node id is never
 //! reused while another node refers to it. When two different blocks have the same hash, the second one gets no node
 //! and is not cached.
 
 use std::collections::HashMap;
 
-use crate::plan::{BlockHash, BlockId, SequenceId, TokenId};
+use crate::plan::{BlockHash, BlockId, ContentSalt, SequenceId, TokenId};
 use crate::precedence::Precedence;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -29,6 +29,37 @@ pub(crate) enum Parent {
     Node(NodeId),
 }
 
+/// What a sequence's blocks are functions of.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Content<'a> {
+    pub(crate) root: Root,
+    pub(crate) token_ids: &'a [TokenId],
+    /// In the order of their offsets.
+    pub(crate) salts: &'a [ContentSalt],
+}
+
+/// What one full block adds to the prefix before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct BlockContent<'a> {
+    token_ids: &'a [TokenId],
+    /// Those whose content begins in the block.
+    salts: &'a [ContentSalt],
+}
+
+impl<'a> Content<'a> {
+    /// The full blocks.
+    pub(crate) fn blocks(self, block_tokens: u32) -> impl Iterator<Item = BlockContent<'a>> {
+        let blocks = self.token_ids.chunks_exact(block_tokens as usize);
+        (0..blocks.len()).map(move |index| {
+            let first = index * block_tokens as usize;
+            let num_before = |end: usize| self.salts.partition_point(|salt| (salt.offset as usize) < end);
+            let end = first + block_tokens as usize;
+            let salts = &self.salts[num_before(first)..num_before(end)];
+            BlockContent { token_ids: &self.token_ids[first..end], salts }
+        })
+    }
+}
+
 /// The sequence that is going to compute a node's block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PendingPrefix {
@@ -40,6 +71,7 @@ pub(crate) struct PendingPrefix {
 struct Node {
     parent: Parent,
     token_ids: Box<[TokenId]>,
+    salts: Box<[ContentSalt]>,
     hash: u64,
     /// Whether the block stays cached when no sequence holds it.
     is_kept: bool,
@@ -69,38 +101,42 @@ impl PrefixTree {
         *self = Self::new(self.hash);
     }
 
-    pub(crate) fn find(&self, parent: Parent, token_ids: &[TokenId]) -> Option<NodeId> {
-        self.verified(self.hash(parent, token_ids), parent, token_ids)
+    pub(crate) fn find(&self, parent: Parent, block: BlockContent<'_>) -> Option<NodeId> {
+        self.verified(self.hash(parent, block), parent, block)
     }
 
-    fn verified(&self, hash: u64, parent: Parent, token_ids: &[TokenId]) -> Option<NodeId> {
+    fn verified(&self, hash: u64, parent: Parent, block: BlockContent<'_>) -> Option<NodeId> {
         let id = *self.index.get(&hash)?;
         let node = self.node(id);
-        (node.parent == parent && *node.token_ids == *token_ids).then_some(id)
+        let content = BlockContent { token_ids: &node.token_ids, salts: &node.salts };
+        (node.parent == parent && content == block).then_some(id)
     }
 
-    fn hash(&self, parent: Parent, token_ids: &[TokenId]) -> u64 {
+    fn hash(&self, parent: Parent, block: BlockContent<'_>) -> u64 {
         let prefix_hash = match parent {
             Parent::Root(Root::Cache { salt }) => salt.map_or(0, |salt| salt.wrapping_mul(2).wrapping_add(2)),
             Parent::Root(Root::Group(group)) => group.wrapping_mul(2).wrapping_add(1),
             Parent::Node(id) => self.node(id).hash,
         };
-        (self.hash)(prefix_hash, token_ids)
+        let with_salt = |hash, &ContentSalt { offset, salt }: &ContentSalt| {
+            (self.hash)(hash, &[offset, salt as TokenId, (salt >> TokenId::BITS) as TokenId])
+        };
+        (self.hash)(block.salts.iter().fold(prefix_hash, with_salt), block.token_ids)
     }
 
-    /// Adds a reference to the node of these ids, creating the node if necessary. `None`: another node has the same
+    /// Adds a reference to the node of this block, creating the node if necessary. `None`: another node has the same
     /// hash.
-    pub(crate) fn acquire(&mut self, parent: Parent, token_ids: &[TokenId]) -> Option<NodeId> {
-        let hash = self.hash(parent, token_ids);
+    pub(crate) fn acquire(&mut self, parent: Parent, block: BlockContent<'_>) -> Option<NodeId> {
+        let hash = self.hash(parent, block);
         let id = match self.index.get(&hash) {
-            Some(_) => self.verified(hash, parent, token_ids)?,
-            None => self.insert(hash, parent, token_ids),
+            Some(_) => self.verified(hash, parent, block)?,
+            None => self.insert(hash, parent, block),
         };
         self.node_mut(id).ref_count += 1;
         Some(id)
     }
 
-    fn insert(&mut self, hash: u64, parent: Parent, token_ids: &[TokenId]) -> NodeId {
+    fn insert(&mut self, hash: u64, parent: Parent, block: BlockContent<'_>) -> NodeId {
         let is_kept = match parent {
             Parent::Root(root) => matches!(root, Root::Cache { .. }),
             Parent::Node(parent) => {
@@ -111,7 +147,8 @@ impl PrefixTree {
         };
         let node = Node {
             parent,
-            token_ids: token_ids.into(),
+            token_ids: block.token_ids.into(),
+            salts: block.salts.into(),
             hash,
             is_kept,
             num_children: 0,

@@ -13,9 +13,9 @@ use std::time::Duration;
 
 use crate::cache::BlockTable;
 use crate::layout::BlockLayout;
-use crate::plan::{Advance, BlockId, FinishReason, Limits, NewSequence, SequenceId, Submission, TokenId};
+use crate::plan::{Advance, BlockId, ContentSalt, FinishReason, Limits, NewSequence, SequenceId, Submission, TokenId};
 use crate::precedence::{Precedence, PrefillOrder};
-use crate::prefix::{PendingPrefix, Root};
+use crate::prefix::{Content, PendingPrefix, Root};
 use crate::resident::Residency;
 use crate::speculation::Acceptance;
 
@@ -33,6 +33,7 @@ pub(crate) struct Sequence {
     layout: BlockLayout,
     /// `None`: the sequence shares its blocks with no other.
     root: Option<Root>,
+    content_salts: Arc<[ContentSalt]>,
     needs_prompt_outputs: bool,
     num_source_tokens: u32,
     /// `None`: the worker does not know the sequence; the next three fields are 0 and empty.
@@ -81,6 +82,7 @@ impl Sequence {
             stop_token_ids: submission.stop_token_ids,
             layout,
             root,
+            content_salts: submission.content_salts,
             needs_prompt_outputs: submission.needs_prompt_outputs,
             num_source_tokens: submission.num_source_tokens,
             residency: None,
@@ -288,15 +290,15 @@ impl Sequence {
         &self.table
     }
 
-    /// What the prefix cache has to register: the block table, the root, all known ids, and the number of computed
-    /// tokens. `None` if nothing is shared, or no block has become full.
-    pub(crate) fn registration(&mut self) -> Option<(&mut BlockTable, Root, &[TokenId], usize)> {
+    /// What the prefix cache has to register: the block table, its content, and the number of computed tokens. `None` if nothing is shared, or no block has become full.
+    pub(crate) fn registration(&mut self) -> Option<(&mut BlockTable, Content<'_>, usize)> {
         let num_computed_tokens = self.min_computed_tokens() as usize;
         let block_tokens = self.layout.block_tokens;
         // PERF: most steps of a decode fill no block.
         let root =
-            self.root.filter(|_| self.table.has_full_block(self.token_ids.len(), num_computed_tokens, block_tokens));
-        root.map(|root| (&mut self.table, root, &*self.token_ids, num_computed_tokens))
+            self.root.filter(|_| self.table.has_full_block(self.token_ids.len(), num_computed_tokens, block_tokens))?;
+        let content = Content { root, token_ids: &self.token_ids, salts: &self.content_salts };
+        Some((&mut self.table, content, num_computed_tokens))
     }
 
     /// The block table, and how many of its leading blocks are not needed any more. A finishing sequence keeps its
@@ -309,24 +311,27 @@ impl Sequence {
         (&mut self.table, num_blocks)
     }
 
-    pub(crate) fn root(&self) -> Option<Root> {
-        self.root
+    /// Whether other sequences may share its blocks.
+    pub(crate) fn is_shared(&self) -> bool {
+        self.root.is_some()
     }
 
-    pub(crate) fn token_ids(&self) -> &[TokenId] {
-        &self.token_ids
+    /// What its blocks hold. `None`: the sequence shares them with no other.
+    pub(crate) fn content(&self) -> Option<Content<'_>> {
+        let (token_ids, salts) = (&self.token_ids, &self.content_salts);
+        self.root.map(|root| Content { root, token_ids, salts })
     }
 
     pub(crate) fn into_token_ids(self) -> Vec<TokenId> {
         self.token_ids
     }
 
-    /// What the prefix cache looks up: the root, and all ids but the last, which must be computed to sample from it.
-    /// `None`: nothing can come from the cache.
-    pub(crate) fn lookup_key(&self) -> Option<(Root, &[TokenId])> {
+    /// What the prefix cache looks up: all but the last token, which must be computed to sample from it. `None`: nothing can
+    /// come from the cache.
+    pub(crate) fn lookup_key(&self) -> Option<Content<'_>> {
         let needs_all = self.needs_prompt_outputs && !self.has_generated();
         let (_, token_ids) = self.token_ids.split_last()?;
-        self.root.filter(|_| !needs_all).map(|root| (root, token_ids))
+        self.content().filter(|_| !needs_all).map(|content| Content { token_ids, ..content })
     }
 
     /// Itself as the producer of a prefix.

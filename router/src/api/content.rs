@@ -8,6 +8,8 @@ use serde::de::{Error, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 use utoipa::ToSchema;
 
+use crate::generation::ValidationError;
+
 /// A string, or a list of parts.
 #[derive(Debug, ToSchema)]
 #[serde(untagged)]
@@ -42,5 +44,22 @@ impl<'de, P: Deserialize<'de>> Deserialize<'de> for Content<P> {
         }
 
         deserializer.deserialize_any(ContentVisitor(PhantomData))
+    }
+}
+
+/// Values of `detail`, how exactly a model of OpenAI sees an image. Here they have no effect.
+const DETAILS: [&str; 4] = ["auto", "low", "high", "original"];
+
+/// Checks the `detail` of an image. `path`: that of the image.
+pub(super) fn check_detail(detail: Option<&str>, path: &str) -> Result<(), ValidationError> {
+    match detail {
+        Some(given) if !DETAILS.contains(&given) => Err(ValidationError::Item {
+            path: format!("{path}.detail"),
+            problem: format!(
+                "must be `auto`, `low`, `high` or `original`. Given: {:?}",
+                given.chars().take(40).collect::<String>()
+            ),
+        }),
+        _ => Ok(()),
     }
 }

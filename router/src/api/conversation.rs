@@ -15,7 +15,7 @@ pub(crate) struct Conversation {
     system: Vec<String>,
     messages: Vec<Value>,
     /// The user's turn, if that is the last one.
-    user: Vec<UserPart>,
+    user: Vec<Part>,
     /// Of all messages, in their order.
     images: Vec<ImageSource>,
     /// The assistant's turn, if that is the last one.
@@ -24,8 +24,9 @@ pub(crate) struct Conversation {
     unanswered: Vec<(String, String)>,
 }
 
+/// A part of a user's turn, or of the result of a call.
 #[derive(Clone, Debug)]
-enum UserPart {
+pub(super) enum Part {
     Text(String),
     Image(ImageSource),
 }
@@ -45,19 +46,12 @@ impl Conversation {
             self.system.push(text);
             return Ok(());
         }
-        self.user(format!("<system-reminder>\n{text}\n</system-reminder>"))
+        self.user(Part::Text(format!("<system-reminder>\n{text}\n</system-reminder>")))
     }
 
-    pub(super) fn user(&mut self, text: String) -> Result<(), String> {
+    pub(super) fn user(&mut self, part: Part) -> Result<(), String> {
         self.end_assistant();
-        self.user.push(UserPart::Text(text));
-        Ok(())
-    }
-
-    /// An image of the user.
-    pub(super) fn image(&mut self, image: ImageSource) -> Result<(), String> {
-        self.end_assistant();
-        self.user.push(UserPart::Image(image));
+        self.user.push(part);
         Ok(())
     }
 
@@ -83,13 +77,14 @@ impl Conversation {
     }
 
     /// The result of a call.
-    pub(super) fn result(&mut self, id: &str, text: String) -> Result<(), String> {
+    pub(super) fn result(&mut self, id: &str, parts: Vec<Part>) -> Result<(), String> {
         let Some(position) = self.unanswered.iter().position(|(known, _)| known == id) else {
             return Err(format!("`{id}` is not the id of an earlier call without a result"));
         };
         self.end_assistant();
         let (id, name) = self.unanswered.remove(position);
-        self.messages.push(json!({"role": "tool", "tool_call_id": id, "name": name, "content": text}));
+        let content = self.content(parts);
+        self.messages.push(json!({"role": "tool", "tool_call_id": id, "name": name, "content": content}));
         Ok(())
     }
 
@@ -133,35 +128,36 @@ impl Conversation {
             return Err(format!("the call `{id}` has no result"));
         }
         if !self.user.is_empty() {
-            let content = self.user_content();
+            let parts = std::mem::take(&mut self.user);
+            let content = self.content(parts);
             self.messages.push(json!({"role": "user", "content": content}));
         }
         Ok(())
     }
 
-    /// The user's turn as one text, or, with images, as a list of parts.
-    fn user_content(&mut self) -> Value {
-        let (mut parts, mut texts) = (Vec::new(), Vec::new());
+    /// The parts as one text, or, with images, as a list.
+    fn content(&mut self, parts: Vec<Part>) -> Value {
+        let (mut values, mut texts) = (Vec::new(), Vec::new());
         let text = |texts: Vec<String>| json!({"type": "text", "text": joined(texts)});
-        for part in std::mem::take(&mut self.user) {
+        for part in parts {
             match part {
-                UserPart::Text(text) => texts.push(text),
-                UserPart::Image(image) => {
+                Part::Text(text) => texts.push(text),
+                Part::Image(image) => {
                     if !texts.is_empty() {
-                        parts.push(text(std::mem::take(&mut texts)));
+                        values.push(text(std::mem::take(&mut texts)));
                     }
-                    parts.push(json!({"type": "image"}));
+                    values.push(json!({"type": "image"}));
                     self.images.push(image);
                 }
             }
         }
-        if parts.is_empty() {
+        if values.is_empty() {
             return joined(texts).into();
         }
         if !texts.is_empty() {
-            parts.push(text(texts));
+            values.push(text(texts));
         }
-        parts.into()
+        values.into()
     }
 }
 

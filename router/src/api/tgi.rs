@@ -10,7 +10,8 @@ use super::field::or_default;
 use super::grammar::GrammarField;
 use crate::config::Config;
 use crate::generation::{
-    self, GenerationRequest, Parameters, Prompt, PromptToken, StopText, TextToken, TopToken, ValidationError,
+    self, GenerationRequest, ImageSource, Parameters, Prompt, PromptToken, StopText, TextToken, TopToken,
+    ValidationError,
 };
 use crate::sequence::DraftCount;
 
@@ -106,14 +107,20 @@ impl GenerateRequest {
         }
         // COMPAT: without the flag `prefill` is empty; asking for it is not an error.
         parameters.decoder_input_details &= config.prefill_logprobs;
-        let prompts = vec![match &config.image_input {
-            None => Prompt::Text(Arc::from(self.inputs)),
-            Some(input) => {
-                let (text, images) = generation::take_from_text(&self.inputs, &input.placeholder);
-                Prompt::Illustrated(text.into(), images)
-            }
-        }];
+        let (text, images) = split_images(self.inputs, config);
+        let prompts = vec![if images.is_empty() { Prompt::Text(text) } else { Prompt::Illustrated(text, images) }];
         Ok(GenerationRequest { prompts, parameters, stop_text: StopText::Kept, streams })
+    }
+}
+
+/// The images in `inputs`, and the text with placeholders; for a model that reads none, `inputs` is a text.
+pub(crate) fn split_images(inputs: String, config: &Config) -> (Arc<str>, Vec<ImageSource>) {
+    match &config.image_input {
+        None => (inputs.into(), Vec::new()),
+        Some(input) => {
+            let (text, images) = generation::take_from_text(&inputs, &input.placeholder);
+            (text.into(), images)
+        }
     }
 }
 

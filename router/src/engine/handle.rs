@@ -75,6 +75,13 @@ impl Engine {
         }
     }
 
+    /// Resolves when the engine takes no steps: see `Health::is_healthy`.
+    pub(crate) async fn stops_steps(&self) {
+        let mut health = self.health.clone();
+        // An error means that the engine has ended.
+        let _ = health.wait_for(|health| !health.is_healthy()).await;
+    }
+
     /// `Generator::submit` with an id that no other sequence has, in none of the engines that this one hands sequences over to. An engine
     /// is used with this method or the other one.
     pub(crate) fn submit_as(&self, id: SequenceId, request: SequenceRequest) -> SequenceStream {

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use penstock_scheduler::ContentSalt;
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::time::Instant;
 
@@ -23,6 +24,7 @@ pub(super) struct Terms {
     pub(super) priority: i32,
     pub(super) group: Option<u64>,
     pub(super) cache_salt: Option<u64>,
+    pub(super) content_salts: Arc<[ContentSalt]>,
     pub(super) arrived_at: Instant,
 }
 

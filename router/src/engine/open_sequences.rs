@@ -68,6 +68,7 @@ impl OpenSequences {
             priority: request.priority,
             group: request.group,
             cache_salt: request.cache_salt,
+            content_salts: request.content_salts,
             arrived_at: Instant::now(),
         };
         let SequenceRequest { sampling, grammar, adapter, images, num_second_text_tokens, .. } = request;
@@ -89,6 +90,7 @@ impl OpenSequences {
             priority: terms.priority,
             group: terms.group,
             cache_salt: terms.cache_salt,
+            content_salts: terms.content_salts,
             needs_prompt_outputs: terms.needs_prompt_outputs,
             num_source_tokens: terms.num_source_tokens,
         };

@@ -4,12 +4,17 @@ use std::sync::Arc;
 
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
+use futures::stream::{self, StreamExt, TryStreamExt};
 
 use super::validation::ValidationError;
+use crate::fetch::{Fetcher, Url};
 use crate::sequence::{Image, ImageSpan};
+use crate::text::TokenSpan;
 
 /// Images of one prompt. More would rarely fit into a context.
 const MAX_IMAGES: usize = 64;
+/// Images of one prompt that are fetched at the same time. Further ones wait, so that one prompt takes a small part of the server's fetches.
+const MAX_FETCHES: usize = 4;
 /// Characters of a URL that an error message shows.
 const MAX_SHOWN: usize = 40;
 
@@ -18,8 +23,15 @@ const MAX_SHOWN: usize = 40;
 pub(crate) struct ImageSource {
     /// Where it is in the request.
     pub(crate) path: String,
-    /// A data URI.
+    /// A data URI, or, where the server fetches images, an http or https URL.
     pub(crate) url: Arc<str>,
+}
+
+/// An image whose source has been read.
+#[derive(Debug)]
+pub(super) enum GivenImage {
+    File(Image),
+    At { path: String, url: Url },
 }
 
 /// The refusal of an image, for a model that reads none.
@@ -28,29 +40,45 @@ pub(super) fn unreadable(source: &ImageSource) -> ValidationError {
     ValidationError::Item { path: source.path.clone(), problem }
 }
 
-/// The refusal of an image where only tokens are counted.
-pub(super) fn uncounted(source: &ImageSource) -> ValidationError {
-    let problem =
-        "the tokens of images are known only after they were encoded, so they cannot be counted here".to_owned();
-    ValidationError::Item { path: source.path.clone(), problem }
-}
-
-/// The files.
-pub(super) fn read(sources: &[ImageSource]) -> Result<Vec<Image>, ValidationError> {
+/// Checks the sources, and decodes data URIs. `fetches`: whether the server fetches images from URLs.
+pub(super) fn read(sources: &[ImageSource], fetches: bool) -> Result<Vec<GivenImage>, ValidationError> {
     if let Some(source) = sources.get(MAX_IMAGES) {
         let problem = format!("a prompt can have at most {MAX_IMAGES} images, this one has {}", sources.len());
         return Err(ValidationError::Item { path: source.path.clone(), problem });
     }
-    sources.iter().map(|source| read_one(source).map(Image::new)).collect()
+    sources.iter().map(|source| read_one(source, fetches)).collect()
 }
 
-fn read_one(source: &ImageSource) -> Result<Vec<u8>, ValidationError> {
+/// The files. Dropping the future ends all fetches.
+pub(super) async fn fetch(images: Vec<GivenImage>, fetcher: Option<&Fetcher>) -> Result<Vec<Image>, ValidationError> {
+    let budget = fetcher.map(Fetcher::budget);
+    let fetch = async |image| match (image, fetcher.zip(budget.as_ref())) {
+        (GivenImage::File(image), _) => Ok(image),
+        (GivenImage::At { path, url }, Some((fetcher, budget))) => match fetcher.fetch(&url, budget).await {
+            Ok(file) if file.is_empty() => {
+                Err(ValidationError::Item { path, problem: "the image is empty".to_owned() })
+            }
+            Ok(file) => Ok(Image::new(file)),
+            Err(error) => Err(ValidationError::Item { path, problem: error.to_string() }),
+        },
+        (GivenImage::At { path, .. }, None) => Err(ValidationError::Item { path, problem: UNFETCHED.to_owned() }),
+    };
+    stream::iter(images.into_iter().map(fetch)).buffered(MAX_FETCHES).try_collect().await
+}
+
+const UNFETCHED: &str = "this server does not fetch images from URLs; its --allow-image-urls would";
+
+fn read_one(source: &ImageSource, fetches: bool) -> Result<GivenImage, ValidationError> {
     let fail = |problem: String| ValidationError::Item { path: source.path.clone(), problem };
     let Some(rest) = source.url.strip_prefix("data:") else {
         let shown: String = source.url.chars().take(MAX_SHOWN).collect();
-        return Err(fail(format!(
-            "an image must be a data URI, as in data:image/png;base64,iVBOR…: this server fetches no URLs. Given: {shown:?}"
-        )));
+        let forms = "an image must be a data URI, as in data:image/png;base64,iVBOR…";
+        if !fetches {
+            return Err(fail(format!("{forms}: {UNFETCHED}. Given: {shown:?}")));
+        }
+        let url = Url::parse(&source.url)
+            .map_err(|reason| fail(format!("{forms}, or an http or https URL: {reason}. Given: {shown:?}")))?;
+        return Ok(GivenImage::At { path: source.path.clone(), url });
     };
     let Some((head, data)) = rest.split_once(',') else {
         return Err(fail("the data URI has no comma between its type and its data".to_owned()));
@@ -62,7 +90,10 @@ fn read_one(source: &ImageSource) -> Result<Vec<u8>, ValidationError> {
     }
     let data =
         BASE64_STANDARD.decode(data.trim_ascii()).map_err(|error| fail(format!("the data is not base64: {error}")))?;
-    if data.is_empty() { Err(fail("the image is empty".to_owned())) } else { Ok(data) }
+    if data.is_empty() {
+        return Err(fail("the image is empty".to_owned()));
+    }
+    Ok(GivenImage::File(Image::new(data)))
 }
 
 /// Replaces each placeholder by the tokens of its image.
@@ -87,9 +118,23 @@ pub(super) fn expand(
     (expanded, spans.into())
 }
 
+/// The same for tokens with their places in the text: each token of an image has the place of its placeholder.
+pub(super) fn expand_spans(spans: Vec<TokenSpan>, placeholder_id: u32, encoded: Vec<Vec<u32>>) -> Vec<TokenSpan> {
+    let mut next = encoded.into_iter();
+    let expand = |span: TokenSpan| {
+        let image = (span.id == placeholder_id).then(|| next.next()).flatten();
+        image.unwrap_or_else(|| vec![span.id]).into_iter().map(move |id| TokenSpan { id, ..span })
+    };
+    spans.into_iter().flat_map(expand).collect()
+}
+
 /// Fails unless the prompt has one place for each image.
-pub(super) fn check_places(token_ids: &[u32], placeholder_id: u32, num_images: usize) -> Result<(), ValidationError> {
-    let num_places = token_ids.iter().filter(|&&token_id| token_id == placeholder_id).count();
+pub(super) fn check_places(
+    token_ids: &[u32],
+    placeholder_id: Option<u32>,
+    num_images: usize,
+) -> Result<(), ValidationError> {
+    let num_places = token_ids.iter().filter(|&&token_id| Some(token_id) == placeholder_id).count();
     if num_places == num_images { Ok(()) } else { Err(ValidationError::ImagePlaces { num_places, num_images }) }
 }
 
@@ -114,7 +159,7 @@ mod tests {
 
     fn refusal(url: &str) -> String {
         let source = ImageSource { path: "messages[0].content[1]".to_owned(), url: url.into() };
-        read(&[source]).unwrap_err().to_string()
+        read(&[source], false).unwrap_err().to_string()
     }
 
     #[test]
@@ -123,14 +168,15 @@ mod tests {
             ["data:image/png;base64,aGVsbG8=", "data:;base64,aGVsbG8=", "data:image/png;charset=x;base64, aGVsbG8=\n"]
         {
             let source = ImageSource { path: String::new(), url: url.into() };
-            assert_eq!(read(&[source]).unwrap()[0].data(), b"hello", "{url}");
+            let [GivenImage::File(image)] = &read(&[source], false).unwrap()[..] else { panic!("{url}") };
+            assert_eq!(image.data(), b"hello", "{url}");
         }
     }
 
     #[test]
     fn what_is_no_data_uri_is_refused_with_its_place() {
         for (url, problem) in [
-            ("https://example.org/a.png", "this server fetches no URLs. Given: \"https://example.org/a.png\""),
+            ("https://example.org/a.png", "its --allow-image-urls would. Given: \"https://example.org/a.png\""),
             ("", "must be a data URI"),
             ("data:image/png;base64", "no comma"),
             ("data:image/svg+xml,<svg/>", "must be base64"),
@@ -144,10 +190,24 @@ mod tests {
     }
 
     #[test]
+    fn a_url_is_parsed_where_the_server_fetches_images() {
+        let source = |url: &str| ImageSource { path: "image".to_owned(), url: url.into() };
+        let given = read(&[source("https://example.org/a.png"), source("data:;base64,aGVsbG8=")], true).unwrap();
+        assert!(matches!(&given[..], [GivenImage::At { .. }, GivenImage::File(_)]));
+        for url in ["ftp://example.org/a.png", "http://user@example.org/", "a.png", ""] {
+            let message = read(&[source(url)], true).unwrap_err().to_string();
+            assert!(
+                message.starts_with("image: an image must be a data URI")
+                    && message.contains("or an http or https URL: ")
+            );
+        }
+    }
+
+    #[test]
     fn the_number_of_images_is_bounded() {
         let source = |index| ImageSource { path: format!("image {index}"), url: "data:;base64,aGVsbG8=".into() };
-        assert_eq!(read(&(0..64).map(source).collect::<Vec<_>>()).unwrap().len(), 64);
-        let message = read(&(0..65).map(source).collect::<Vec<_>>()).unwrap_err().to_string();
+        assert_eq!(read(&(0..64).map(source).collect::<Vec<_>>(), false).unwrap().len(), 64);
+        let message = read(&(0..65).map(source).collect::<Vec<_>>(), false).unwrap_err().to_string();
         assert_eq!(message, "image 64: a prompt can have at most 64 images, this one has 65");
     }
 
@@ -161,9 +221,17 @@ mod tests {
     }
 
     #[test]
+    fn the_tokens_of_an_image_are_where_its_placeholder_is() {
+        let span = |id, start, stop| TokenSpan { id, start, stop };
+        let expanded = expand_spans(vec![span(1, 0, 2), span(9, 2, 5), span(9, 5, 8)], 9, vec![vec![7, 9]]);
+        let expected = [span(1, 0, 2), span(7, 2, 5), span(9, 2, 5), span(9, 5, 8)];
+        assert_eq!(expanded, expected);
+    }
+
+    #[test]
     fn places_and_images_must_be_as_many() {
-        assert!(check_places(&[1, 9, 2, 9], 9, 2).is_ok());
-        let message = check_places(&[1, 9, 2, 9], 9, 1).unwrap_err().to_string();
+        assert!(check_places(&[1, 9, 2, 9], Some(9), 2).is_ok());
+        let message = check_places(&[1, 9, 2, 9], Some(9), 1).unwrap_err().to_string();
         assert_eq!(message, "the prompt has 2 places for images, but 1 images were given");
     }
 

@@ -24,6 +24,7 @@ mod service;
 mod service_rate;
 mod summary;
 mod text_stream;
+mod tokenization;
 mod validation;
 
 pub(crate) use adapter::AdapterUpdateError;
@@ -36,6 +37,7 @@ pub(crate) use parameter::{Extension, MAX_LOGIT_BIAS, MAX_LOGIT_BIASES, Paramete
 pub(crate) use pooling::{Pooled, PoolingInput, PoolingRequest};
 pub(crate) use request::{GenerationRequest, Prompt};
 pub(crate) use running::{Finished, GenerationDelta, Generations, StartedPrompt};
-pub(crate) use service::{GenerationService, TokenizedChat};
+pub(crate) use service::GenerationService;
 pub(crate) use text_stream::StopText;
+pub(crate) use tokenization::TokenizedChat;
 pub(crate) use validation::{FieldNames, ValidationError};

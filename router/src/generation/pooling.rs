@@ -205,6 +205,7 @@ fn sequence(pooling: &Pooling, input: EncodedInput) -> SequenceRequest {
         priority: 0,
         group: None,
         cache_salt: None,
+        content_salts: [].into(),
         adapter: None,
         timeline: None,
     }

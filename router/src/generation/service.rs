@@ -11,10 +11,10 @@ use tokio_util::sync::CancellationToken;
 use super::adapter::{AdapterLease, AdapterUpdateError, Adapters};
 use super::adapter_download::{AdapterDownload, AdapterPlace, download};
 use super::admission::{Admission, QueueReservation};
-use super::chat::{Chat, ChatAnswer, ToolCallIds};
+use super::chat::{ChatAnswer, ToolCallIds};
 use super::deadline::{Deadlines, reached};
 use super::error::GenerationError;
-use super::image;
+use super::image::{self, GivenImage, ImageSource};
 use super::parameter::Checked;
 use super::request::{GenerationRequest, Prompt};
 use super::running::{Generations, Running, StartedPrompt};
@@ -22,9 +22,10 @@ use super::text_stream::{SequenceOptions, ShownTokens, StopText, TextStream};
 use super::validation::ValidationError;
 use crate::config::{Config, PriorityOrder};
 use crate::engine::{Generator, Health};
-use crate::sequence::{Image, ImageSpan, Sampling, SequenceRequest};
+use crate::fetch::Fetcher;
+use crate::sequence::{ContentSalt, Image, ImageSpan, Sampling, SequenceRequest};
 use crate::telemetry::{RequestRecord, metrics};
-use crate::text::{AnswerParser, TextModel, TokenSpan};
+use crate::text::{AnswerParser, TextModel};
 
 /// What requests are generated with. Cheap to clone.
 #[derive(Clone)]
@@ -39,16 +40,12 @@ struct Inner {
     admission: Admission,
     adapters: Adapters,
     adapter_downloads: mpsc::Sender<AdapterDownload>,
+    /// `None`: images come with their requests only.
+    fetcher: Option<Fetcher>,
     draining: CancellationToken,
     abandoned: CancellationToken,
-    /// Hashes `cache_salt` with a secret of this process, so that no client can find two salts with one hash.
+    /// Hashes salts with a secret of this process, so that no client can find two salts with one hash.
     salts: RandomState,
-}
-
-/// A chat's prompt and its tokens.
-pub(crate) struct TokenizedChat {
-    pub(crate) text: Arc<str>,
-    pub(crate) spans: Vec<TokenSpan>,
 }
 
 /// A checked and encoded prompt, with queue space reserved for each of its generations.
@@ -77,6 +74,7 @@ impl GenerationService {
         let max_requests = config.limits.max_concurrent_requests;
         let adapters = Adapters::new(&config.adapters, Arc::clone(&generator));
         let admission = Admission::new(max_requests, config.queue.max_tokens, draining.clone());
+        let fetcher = config.image_urls.clone().map(Fetcher::new);
         Self {
             inner: Arc::new(Inner {
                 config,
@@ -85,6 +83,7 @@ impl GenerationService {
                 admission,
                 adapters,
                 adapter_downloads,
+                fetcher,
                 draining,
                 abandoned,
                 salts: RandomState::new(),
@@ -176,26 +175,6 @@ impl GenerationService {
         Ok(generations)
     }
 
-    /// The tokens of a text. Takes a permit.
-    pub(crate) async fn tokenize(
-        &self,
-        text: Arc<str>,
-        add_special_tokens: bool,
-    ) -> Result<Vec<TokenSpan>, GenerationError> {
-        let _permit = self.inner.admission.permit(1)?;
-        Ok(self.inner.text.encode_spans(text, add_special_tokens).await?)
-    }
-
-    /// The text of tokens, special ones included. Takes a permit.
-    pub(crate) async fn detokenize(&self, token_ids: Vec<u32>) -> Result<String, GenerationError> {
-        let _permit = self.inner.admission.permit(1)?;
-        let vocabulary = self.inner.text.vocabulary_size();
-        if let Some(&given) = token_ids.iter().find(|&&id| id >= vocabulary) {
-            return Err(ValidationError::TokenId { field: "tokens", vocabulary, given }.into());
-        }
-        Ok(self.inner.text.decode(token_ids).await?)
-    }
-
     /// Loads an adapter, after a download if it is on the hub, and serves it by this name. `replaces`: also if another adapter has the
     /// name. Takes a permit.
     pub(crate) async fn add_adapter(
@@ -226,21 +205,6 @@ impl GenerationService {
         self.adapters().remove(name)
     }
 
-    /// The rendered prompt of a chat and its tokens. Takes a permit.
-    pub(crate) async fn tokenize_chat(
-        &self,
-        chat: Chat,
-        add_special_tokens: bool,
-    ) -> Result<TokenizedChat, GenerationError> {
-        let _permit = self.inner.admission.permit(1)?;
-        if let Some(first) = chat.images.first() {
-            return Err(image::uncounted(first).into());
-        }
-        let text = chat.render(&self.inner.text).await?.prompt;
-        let spans = self.inner.text.encode_spans(Arc::clone(&text), add_special_tokens).await?;
-        Ok(TokenizedChat { text, spans })
-    }
-
     /// Renders, encodes, checks the lengths, reserves queue space and compiles the grammar, in the order of TGI's checks.
     async fn prepare(
         &self,
@@ -253,15 +217,12 @@ impl GenerationService {
         let (text, token_ids, answer) = match prompt {
             Prompt::Text(text) => (Some(text), Vec::new(), None),
             Prompt::Illustrated(text, sources) => {
-                images = image::read(&sources)?;
+                images = self.read_images(&sources)?;
                 (Some(text), Vec::new(), None)
             }
             Prompt::TokenIds(ids) => (None, ids, None),
             Prompt::Chat(chat) => {
-                if let (Some(first), None) = (chat.images.first(), &config.image_input) {
-                    return Err(image::unreadable(first).into());
-                }
-                images = image::read(&chat.images)?;
+                images = self.read_images(&chat.images)?;
                 let chat = self.in_time(deadlines, chat.render(model)).await?;
                 let text = Arc::clone(&chat.prompt);
                 let answer = ChatAnswer::new(chat);
@@ -316,20 +277,46 @@ impl GenerationService {
     async fn place_images(
         &self,
         token_ids: Vec<u32>,
-        images: Vec<Image>,
+        images: Vec<GivenImage>,
         checked: &Checked,
         deadlines: Deadlines,
     ) -> Result<(Vec<u32>, Arc<[ImageSpan]>), GenerationError> {
-        let Some(input) = self.inner.config.image_input.as_ref().filter(|_| !images.is_empty()) else {
+        let Some(placeholder_id) = self.placeholder_id().filter(|_| !images.is_empty()) else {
             return Ok((token_ids, Arc::default()));
         };
         if checked.truncate.is_some() {
             return Err(ValidationError::TruncateImages.into());
         }
-        image::check_places(&token_ids, input.placeholder_id, images.len())?;
+        let (images, encoded) = self.encode_images(&token_ids, images, deadlines).await?;
+        Ok(image::expand(&token_ids, placeholder_id, images, &encoded))
+    }
+
+    /// The token that stands for an image; `None`: the model reads none.
+    pub(super) fn placeholder_id(&self) -> Option<u32> {
+        self.inner.config.image_input.as_ref().map(|input| input.placeholder_id)
+    }
+
+    /// Fetches and encodes the images of a prompt, after a check that it has a place for each. Returns them with their tokens.
+    pub(super) async fn encode_images(
+        &self,
+        token_ids: &[u32],
+        images: Vec<GivenImage>,
+        deadlines: Deadlines,
+    ) -> Result<(Vec<Image>, Vec<Vec<u32>>), GenerationError> {
+        image::check_places(token_ids, self.placeholder_id(), images.len())?;
+        let fetch = image::fetch(images, self.inner.fetcher.as_ref());
+        let images = self.in_time(deadlines, async { Ok(fetch.await?) }).await?;
         let encode = self.inner.generator.encode_images(images.clone());
         let encoded = self.in_time(deadlines, async { Ok(encode.await?) }).await?;
-        Ok(image::expand(&token_ids, input.placeholder_id, images, &encoded))
+        Ok((images, encoded))
+    }
+
+    /// Checks the images of a prompt.
+    pub(super) fn read_images(&self, sources: &[ImageSource]) -> Result<Vec<GivenImage>, ValidationError> {
+        match (sources.first(), self.placeholder_id()) {
+            (Some(first), None) => Err(image::unreadable(first)),
+            _ => image::read(sources, self.inner.fetcher.is_some()),
+        }
     }
 
     /// Submits the generations of one prompt.
@@ -346,6 +333,9 @@ impl GenerationService {
         let Prepared { prompt, images, max_new_tokens, checked, shown_token_ids, parsers, reservations } = prepared;
         let group = (reservations.len() > 1).then(rand::random);
         let mut parsers = parsers.into_iter();
+        let content_salt =
+            |span: &ImageSpan| ContentSalt { offset: span.offset, salt: salts.hash_one(span.image.hash()) };
+        let content_salts: Arc<[_]> = images.iter().map(content_salt).collect();
         for (index, reservation) in reservations.into_iter().enumerate() {
             let num_prompt_tokens = prompt.token_ids.len();
             let seed = checked.seed_of(index);
@@ -365,14 +355,12 @@ impl GenerationService {
                     PriorityOrder::LowestFirst => -checked.priority,
                 },
                 group,
-                // The keys and values of a prefix are the adapter's, and depend on the images in it.
-                cache_salt: match (&checked.cache_salt, adapter, &images[..]) {
-                    (None, None, []) => None,
-                    (salt, adapter, images) => {
-                        let images: Vec<_> = images.iter().map(|span| (span.image.hash(), span.offset)).collect();
-                        Some(salts.hash_one((salt, adapter.map(|lease| lease.adapter().id), images)))
-                    }
+                // The keys and values of a prefix are the adapter's.
+                cache_salt: match (&checked.cache_salt, adapter) {
+                    (None, None) => None,
+                    (salt, adapter) => Some(salts.hash_one((salt, adapter.map(|lease| lease.adapter().id)))),
                 },
+                content_salts: Arc::clone(&content_salts),
                 adapter: adapter.map(|lease| lease.adapter().clone()),
                 timeline: record.trace().map(|trace| trace.add_sequence(num_prompt_tokens, shown_seed)),
             };

@@ -15,7 +15,7 @@ use super::dialect::{DETOKENIZE, OpenAiError, OpenAiJson, TOKENIZE, TgiError};
 use super::document::{AdmissionFailures, EitherAdmissionFailures, OpenAiAdmissionFailures};
 use super::service::Service;
 use crate::api::openai::{ChatRequest, DetokenizeRequest, Detokenized, TokenizeChat, TokenizePrompt, Tokenized};
-use crate::api::tgi::{ChatTokenizeResponse, GenerateRequest, SimpleToken};
+use crate::api::tgi::{ChatTokenizeResponse, GenerateRequest, SimpleToken, split_images};
 use crate::generation::TokenizedChat;
 use crate::text::TokenSpan;
 
@@ -77,15 +77,16 @@ pub(super) async fn tokenize(State(service): State<Service>, request: Request) -
 
 // COMPAT: the parameters have no effect, not even `truncate`.
 async fn tokenize_inputs(service: &Service, request: GenerateRequest) -> Result<Json<Vec<SimpleToken>>, TgiError> {
-    let text = request.inputs.into();
-    let spans = service.generation().tokenize(Arc::clone(&text), true).await?;
+    let (text, images) = split_images(request.inputs, service.config());
+    let spans = service.generation().tokenize(Arc::clone(&text), &images, true).await?;
     Ok(Json(tokens(&text, spans)))
 }
 
 async fn tokenize_prompt(service: &Service, request: Request) -> Result<Json<Tokenized>, OpenAiError> {
     let OpenAiJson(request) = OpenAiJson::<TokenizePrompt>::from_request(request, service).await?;
     service.model_name(request.model.as_deref())?;
-    let spans = service.generation().tokenize(request.prompt.into(), request.add_special_tokens != Some(false)).await?;
+    let add_special_tokens = request.add_special_tokens != Some(false);
+    let spans = service.generation().tokenize(request.prompt.into(), &[], add_special_tokens).await?;
     Ok(tokenized(service, &spans, request.return_token_strs))
 }
 

@@ -1,6 +1,7 @@
 //! Several engines with the same model as one: each request goes to the engine that has the most of its prefix or the least
 //! work, and the sequences of an engine that loses its workers continue in the others (docs/adr/0073).
 
+mod encoding;
 mod prefix;
 mod routing;
 
@@ -107,8 +108,8 @@ impl Generator for Replicas {
     }
 
     fn encode_images(&self, images: Vec<Image>) -> BoxFuture<'static, Result<Vec<Vec<u32>>, ImageError>> {
-        // All engines give the same tokens.
-        self.in_all(|engine| engine.encode_images(images.clone())).map_ok(|mut all| all.swap_remove(0)).boxed()
+        let [engine] = &self.0.engines[..] else { return encoding::encode(Arc::clone(&self.0), images).boxed() };
+        engine.encode_images(images)
     }
 
     /// Healthy if any engine is; otherwise that of the engine that is closest to it.

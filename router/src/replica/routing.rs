@@ -8,10 +8,14 @@ use std::collections::HashMap;
 use penstock_scheduler::{Limits, SequenceId};
 
 use super::prefix::PrefixIndex;
-use crate::sequence::SequenceRequest;
+use crate::sequence::{Image, SequenceRequest};
 
 /// New tokens of a sequence, before any has ended.
 const FIRST_MEAN_NEW_TOKENS: f64 = 128.0;
+/// Tokens that an engine could compute in the time that it takes to encode an image.
+const IMAGE_TOKENS: u64 = 2048;
+/// Images of each engine that are remembered. An engine keeps fewer of them.
+const MAX_IMAGES: usize = 1024;
 /// How much one ended sequence changes the mean.
 const MEAN_WEIGHT: f64 = 0.02;
 
@@ -20,6 +24,8 @@ pub(super) struct Routing {
     num_tokens: Vec<u64>,
     places: HashMap<SequenceId, Place>,
     prefixes: PrefixIndex,
+    /// Each image is a prefix of its own.
+    images: PrefixIndex,
     prefix_caching: bool,
     mean_new_tokens: f64,
 }
@@ -42,12 +48,14 @@ impl Routing {
             num_tokens: vec![0; num_engines],
             places: HashMap::new(),
             prefixes: PrefixIndex::new(limits.block_tokens as usize, max_blocks),
+            images: PrefixIndex::new(1, num_engines * MAX_IMAGES),
             prefix_caching: limits.prefix_caching,
             mean_new_tokens: FIRST_MEAN_NEW_TOKENS,
         }
     }
 
-    /// Chooses among the engines that are open; among all of them if none is.
+    /// Chooses among the engines that are open; among all of them if none is. Engines that have the sequence's images go first: another
+    /// one would encode them within a step.
     pub(super) fn place(
         &mut self,
         id: SequenceId,
@@ -56,15 +64,17 @@ impl Routing {
     ) -> usize {
         let prompt = &request.prompt_token_ids;
         let blocks = match self.prefix_caching {
-            true => self.prefixes.blocks(prompt, request.cache_salt),
+            true => self.prefixes.blocks(prompt, request.cache_salt, &request.content_salts),
             false => Vec::new(),
         };
         let num_cached = self.prefixes.num_tokens(&blocks, self.num_tokens.len());
         let work = |engine: usize| self.num_tokens[engine] + prompt.len() as u64 - num_cached[engine];
-        let open: Vec<_> = (0..self.num_tokens.len()).filter(|engine| is_open(*engine)).collect();
-        let engines = if open.is_empty() { (0..self.num_tokens.len()).collect() } else { open };
-        let engine = engines.into_iter().min_by_key(|engine| work(*engine)).unwrap_or(0);
+        let num_missing = self.num_missing_images(request.images.iter().map(|span| &span.image));
+        let engines = self.open(is_open).into_iter();
+        let engine = engines.min_by_key(|&engine| (num_missing[engine], work(engine))).unwrap_or(0);
         self.prefixes.insert(&blocks, engine);
+        let images: Vec<_> = request.images.iter().map(|span| image_key(&span.image)).collect();
+        self.images.insert(&images, engine);
         let place = Place {
             engine,
             num_prompt_tokens: prompt.len() as u64 - num_cached[engine],
@@ -75,9 +85,42 @@ impl Routing {
         engine
     }
 
+    /// Chooses an engine to encode images. Returns it with the work that this adds to it until `end_encoding`.
+    pub(super) fn begin_encoding(&mut self, images: &[Image], is_open: impl Fn(usize) -> bool) -> (usize, u64) {
+        let num_missing = self.num_missing_images(images.iter());
+        let work = |engine: usize| self.num_tokens[engine] + IMAGE_TOKENS * num_missing[engine];
+        let engine = self.open(is_open).into_iter().min_by_key(|engine| work(*engine)).unwrap_or(0);
+        self.images.insert(&images.iter().map(image_key).collect::<Vec<_>>(), engine);
+        let num_tokens = IMAGE_TOKENS * num_missing[engine];
+        self.num_tokens[engine] += num_tokens;
+        (engine, num_tokens)
+    }
+
+    pub(super) fn end_encoding(&mut self, engine: usize, num_tokens: u64) {
+        self.num_tokens[engine] -= num_tokens;
+    }
+
+    /// The engines that are open; all of them if none is.
+    fn open(&self, is_open: impl Fn(usize) -> bool) -> Vec<usize> {
+        let all = 0..self.num_tokens.len();
+        let open: Vec<_> = all.clone().filter(|engine| is_open(*engine)).collect();
+        if open.is_empty() { all.collect() } else { open }
+    }
+
+    /// For each engine, how many of the images it has not encoded.
+    fn num_missing_images<'a>(&self, images: impl Iterator<Item = &'a Image>) -> Vec<u64> {
+        let mut num_missing = vec![0; self.num_tokens.len()];
+        for image in images {
+            let found = self.images.num_tokens(&[image_key(image)], self.num_tokens.len());
+            num_missing.iter_mut().zip(found).for_each(|(num_missing, found)| *num_missing += 1 - found);
+        }
+        num_missing
+    }
+
     /// The engine has lost its cache.
     pub(super) fn forget_prefixes(&mut self, engine: usize) {
         self.prefixes.forget(engine);
+        self.images.forget(engine);
     }
 
     /// Chooses another engine for a sequence. `None`: none is open.
@@ -109,6 +152,11 @@ impl Routing {
     }
 }
 
+/// The first bytes of the hash. Two images with the same ones only make a choice worse.
+fn image_key(image: &Image) -> u64 {
+    image.hash().iter().take(8).fold(0, |key, byte| key << 8 | u64::from(*byte))
+}
+
 impl Place {
     fn num_tokens(&self) -> u64 {
         self.num_prompt_tokens + self.num_new_tokens
@@ -118,7 +166,7 @@ impl Place {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sequence::greedy;
+    use crate::sequence::{ImageSpan, greedy};
 
     const BLOCK_TOKENS: u32 = 16;
 
@@ -155,6 +203,7 @@ mod tests {
             priority: 0,
             group: None,
             cache_salt: None,
+            content_salts: [].into(),
             adapter: None,
             timeline: None,
         }
@@ -162,6 +211,42 @@ mod tests {
 
     fn place(routing: &mut Routing, number: u32, num_shared: u32) -> usize {
         routing.place(SequenceId(u64::from(number)), &request(number, num_shared), |_| true)
+    }
+
+    fn with_image(request: SequenceRequest, image: &Image) -> SequenceRequest {
+        SequenceRequest { images: [ImageSpan { image: image.clone(), offset: 0 }].into(), ..request }
+    }
+
+    #[test]
+    fn a_sequence_runs_where_its_images_were_encoded() {
+        let mut routing = routing(3);
+        let image = |number: u8| Image::new(vec![number]);
+        let encode = |routing: &mut Routing, number| {
+            let (engine, work) = routing.begin_encoding(&[image(number)], |_| true);
+            routing.end_encoding(engine, work);
+            engine
+        };
+        routing.place(SequenceId(1), &request(1, 0), |_| true);
+        assert_eq!(encode(&mut routing, 1), 1, "the first engine has work");
+        assert_eq!(routing.place(SequenceId(2), &with_image(request(2, 0), &image(1)), |_| true), 1);
+        assert_eq!(encode(&mut routing, 1), 1, "it has the image");
+        assert_eq!(routing.place(SequenceId(3), &with_image(request(3, 0), &image(1)), |engine| engine != 1), 2);
+        routing.forget_prefixes(1);
+        routing.end(SequenceId(1), 0);
+        assert_eq!(encode(&mut routing, 1), 2, "it encoded the image in a step, and the second engine has lost it");
+    }
+
+    #[test]
+    fn images_are_encoded_by_all_engines_when_one_has_much_to_do() {
+        let mut routing = routing(2);
+        let images: Vec<_> = (0..4).map(|number| Image::new(vec![number])).collect();
+        let began: Vec<_> =
+            images.iter().map(|image| routing.begin_encoding(std::slice::from_ref(image), |_| true)).collect();
+        assert_eq!(began.iter().map(|(engine, _)| *engine).collect::<Vec<_>>(), [0, 1, 0, 1]);
+        for number in 0..8 {
+            routing.place(SequenceId(number.into()), &with_image(request(number, 0), &images[0]), |_| true);
+        }
+        assert_eq!(routing.begin_encoding(&images[..1], |_| true), (1, IMAGE_TOKENS), "a second home");
     }
 
     #[test]
@@ -234,7 +319,7 @@ mod tests {
         assert_eq!(routing.replace(SequenceId(3), |engine| engine != 0), Some(2));
         assert_eq!(routing.replace(SequenceId(3), |_| false), None);
         routing.forget_prefixes(0);
-        let again = routing.prefixes.blocks(&request(0, 0).prompt_token_ids, None);
+        let again = routing.prefixes.blocks(&request(0, 0).prompt_token_ids, None, &[]);
         assert_eq!(routing.prefixes.num_tokens(&again, 3)[0], 0);
     }
 }

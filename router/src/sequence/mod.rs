@@ -11,7 +11,7 @@ mod timeline;
 
 use std::sync::Arc;
 
-pub use penstock_scheduler::FinishReason;
+pub use penstock_scheduler::{ContentSalt, FinishReason};
 
 pub use adapter::{Adapter, AdapterError};
 pub use grammar::{Grammar, GrammarError};
@@ -49,6 +49,8 @@ pub struct SequenceRequest {
     pub group: Option<u64>,
     /// Cached prefixes are shared only among sequences with the same salt.
     pub cache_salt: Option<u64>,
+    /// Where images begin in the prompt. Prefixes are shared up to the first difference.
+    pub content_salts: Arc<[ContentSalt]>,
     /// Where to note what happens to the sequence; `None`: its request is not traced.
     pub timeline: Option<Timeline>,
 }

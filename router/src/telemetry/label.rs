@@ -55,6 +55,16 @@ label! {
 }
 
 label! {
+    /// How the fetch of an image ended.
+    ImageFetch {
+        Fetched = "fetched",
+        /// Its host has no address that may be connected to.
+        NotPublic = "not_public",
+        Failed = "failed",
+    }
+}
+
+label! {
     /// What a step computes: any prompt, or decodes only.
     Method {
         Prefill = "prefill",

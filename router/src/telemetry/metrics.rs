@@ -6,7 +6,7 @@ use std::time::Duration;
 use metrics_exporter_prometheus::{BuildError, Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 use penstock_scheduler::Stats;
 
-pub(crate) use super::label::{Failure, Method, RefusalReason, RestartPhase, SpanLoss};
+pub(crate) use super::label::{Failure, ImageFetch, Method, RefusalReason, RestartPhase, SpanLoss};
 use super::metric::{Kind, Metric};
 use super::summary::RequestSummary;
 use super::table::*;
@@ -122,6 +122,12 @@ pub(crate) fn spans_exported(num_spans: u64) {
 /// Spans were dropped.
 pub(crate) fn spans_lost(loss: SpanLoss, num_spans: u64) {
     SPANS_LOST.with(loss.value()).add(num_spans);
+}
+
+/// The fetch of an image ended.
+pub(crate) fn image_fetched(outcome: ImageFetch, num_bytes: usize) {
+    IMAGE_FETCHES.with(outcome.value()).increment();
+    IMAGE_FETCHED_BYTES.add(num_bytes as u64);
 }
 
 /// A generation request was answered in full.

@@ -4,7 +4,7 @@
 //! Those that begin with `vllm:` are what the endpoint picker of Kubernetes' Gateway API Inference Extension reads of vLLM, by its
 //! default names. Ours begin with `penstock_` and have the unit in the name.
 
-use super::label::{Failure, Method, RefusalReason, RestartPhase, SpanLoss};
+use super::label::{Failure, ImageFetch, Method, RefusalReason, RestartPhase, SpanLoss};
 use super::metric::Buckets::{Duration, InputTokens, Latency, Sequences, SkippedTokens, Step, TotalTokens};
 use super::metric::{Label, Metric};
 
@@ -97,6 +97,9 @@ metrics! {
     SPANS_LOST = Metric::counter("penstock_spans_lost",
         "Trace spans that were dropped: the queue of 8192 spans was full, or an export failed with all its retries")
         .by(("reason", SpanLoss::VALUES));
+    IMAGE_FETCHES = Metric::counter("penstock_image_fetches", "Images fetched, or not, from URLs (`--allow-image-urls`)")
+        .by(("outcome", ImageFetch::VALUES));
+    IMAGE_FETCHED_BYTES = Metric::counter("penstock_image_fetched_bytes", "Bytes of the images fetched from URLs");
     KV_BLOCKS = Metric::gauge("penstock_kv_blocks", "Blocks of the KV pool");
     KV_FREE_BLOCKS = Metric::gauge("penstock_kv_free_blocks",
         "Blocks of the KV pool that can be allocated now, including cached blocks that no sequence uses");

@@ -39,7 +39,7 @@ pub struct TextModel {
 pub(crate) struct EncodeError(String);
 
 /// A token and its position in the encoded text.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct TokenSpan {
     pub(crate) id: u32,
     /// Byte offsets; both are 0 for tokens without text.

@@ -43,6 +43,7 @@ pub fn request(prompt: &[u32], max_new_tokens: u32) -> SequenceRequest {
         priority: 0,
         group: None,
         cache_salt: None,
+        content_salts: [].into(),
         adapter: None,
         timeline: None,
     }

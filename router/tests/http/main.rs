@@ -17,6 +17,7 @@ mod fault;
 mod fold;
 mod fold_property;
 mod generate;
+mod image;
 mod messages;
 mod messages_input;
 mod model;

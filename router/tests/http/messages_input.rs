@@ -125,7 +125,7 @@ async fn invalid_requests_name_the_field() {
         (json!({"messages": [{"role": "user", "content": 5}]}), "messages[0].content: invalid type: integer"),
         (user(json!({"type": "text"})), "messages[0].content[1]: missing field `text`"),
         (user(json!({"type": "video"})), "messages[0].content[1].type: unknown variant `video`"),
-        (user(image.clone()), "messages[0].content[1]: images are not supported: this model reads only text"),
+        (user(image.clone()), "messages[0].content[1].source: images are not supported: this model reads only text"),
         (user(json!({"type": "image"})), "messages[0].content[1]: `image` blocks need a `source`"),
         (
             user(json!({"type": "document", "source": {}})),
@@ -141,7 +141,7 @@ async fn invalid_requests_name_the_field() {
         (answered(json!([result("a")]), json!([])), "messages[1].content[0]: `tool_result` blocks do not belong"),
         (
             answered(json!([call("a")]), json!([{"type": "tool_result", "tool_use_id": "a", "content": [image]}])),
-            "messages[2].content[0].content[0]: `image` blocks are not supported",
+            "messages[2].content[0].content[0].source: images are not supported",
         ),
         (json!({"messages": [{"role": "assistant", "content": [call("a")]}]}), "messages: the call `a` has no result"),
         (json!({"max_tokens": 0}), "`max_tokens` must be strictly positive"),

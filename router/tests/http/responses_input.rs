@@ -130,7 +130,7 @@ async fn invalid_requests_name_the_field() {
         (items(json!([{"type": "custom_tool_call", "name": "p"}])), "input[0].type", "`custom_tool_call` is not"),
         (
             user(json!({"type": "input_image", "image_url": "data:,"})),
-            "input[0].content[0]",
+            "input[0].content[0].image_url",
             "images are not supported: this model reads only text",
         ),
         (user(json!({"type": "input_file"})), "input[0].content[0]", "`input_file` parts are not supported"),

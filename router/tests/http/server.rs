@@ -325,6 +325,7 @@ fn config(folder: &Path) -> Config {
         decoder_prefix: Arc::default(),
         pooling: None,
         image_input: None,
+        image_urls: None,
         queue: QueueLimits { max_tokens: u64::MAX, timeout: None },
         validation_workers: 1,
         payload_limit_bytes: 10_000,

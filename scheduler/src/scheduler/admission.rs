@@ -90,7 +90,7 @@ impl Scheduler {
     fn look_up(&self, id: SequenceId) -> PrefixHit {
         let sequence = self.sequence(id);
         match sequence.lookup_key() {
-            Some((root, token_ids)) => self.cache.look_up(root, token_ids, sequence.precedence()),
+            Some(content) => self.cache.look_up(content, sequence.precedence()),
             None => PrefixHit::default(),
         }
     }
@@ -114,13 +114,13 @@ impl Scheduler {
     /// Moves a ready sequence to the worker. Returns the shared blocks that steps in flight have yet to write.
     fn start(&mut self, draft: &mut Draft, id: SequenceId, hit: PrefixHit) -> Vec<BlockId> {
         let sequence = self.sequences.get_mut(&id).expect("invariant: a queued sequence is known");
-        if let Some((_, token_ids)) = sequence.lookup_key() {
-            self.cache.record_lookup(token_ids.len(), &hit);
+        if let Some(content) = sequence.lookup_key() {
+            self.cache.record_lookup(content.token_ids.len(), &hit);
         }
         let is_unwritten = |block_id: &BlockId| !self.cache.pool().is_written(*block_id);
         let unwritten_blocks = hit.held().iter().copied().filter(is_unwritten).collect();
-        let table = match sequence.root() {
-            Some(root) => self.cache.open(root, sequence.token_ids(), hit, sequence.pending_prefix()),
+        let table = match sequence.content() {
+            Some(content) => self.cache.open(content, hit, sequence.pending_prefix()),
             None => BlockTable::default(),
         };
         let precedence = sequence.precedence();

@@ -97,7 +97,7 @@ impl Scheduler {
         let advance = sequence.advance(num_tokens, num_draft_tokens, new_block_ids, draft.now);
         let (written, num_full) = sequence.written_blocks(first_written);
         self.cache.record_writes(written, draft.plan.step);
-        let filled_blocks = if sequence.root().is_some() { written[..num_full].to_vec() } else { Vec::new() };
+        let filled_blocks = if sequence.is_shared() { written[..num_full].to_vec() } else { Vec::new() };
         let residency = sequence.residency().expect("invariant: a running sequence is resident");
         if sequence.is_finishing() {
             self.note_finishing(id);
@@ -125,8 +125,8 @@ impl Scheduler {
     /// Registers a sequence's planned blocks in the prefix cache, and unblocks the queued sequences that wait for them.
     pub(super) fn register_blocks(&mut self, id: SequenceId) {
         let sequence = self.sequences.get_mut(&id).expect("invariant: a resident sequence is known");
-        if let Some((table, root, token_ids, num_computed_tokens)) = sequence.registration() {
-            for node in self.cache.register(id, table, root, token_ids, num_computed_tokens) {
+        if let Some((table, content, num_computed_tokens)) = sequence.registration() {
+            for node in self.cache.register(id, table, content, num_computed_tokens) {
                 self.queue.unblock(node);
             }
         }

@@ -3,8 +3,9 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
-use penstock_scheduler::{Advance, BlockId, Limits, NewSequence, Plan, SequenceId, Stats, StepResult, TokenId};
+use penstock_scheduler::{Advance, BlockId, Limits, NewSequence, Plan, SequenceId, Stats, StepResult};
 
+use crate::model::Images;
 use crate::submitted::{Order, Scope, State, Submitted, Visibility};
 use crate::tally::Tally;
 
@@ -334,6 +335,8 @@ impl Ledger {
         let num_hit_tokens = u64::from(start.num_computed_tokens);
         self.num_hit_tokens += num_hit_tokens;
         self.tally.add("hit tokens", num_hit_tokens);
+        let images = submitted.traits.images.within(start.num_computed_tokens as usize);
+        self.tally.add("hits with an image", u64::from(images != Images::default()));
         self.tally.add("hits of a window", u64::from(num_released > 0));
         if matches!(submitted.scope, Scope::Group(..)) {
             self.tally.add("hit tokens in groups", num_hit_tokens);
@@ -372,17 +375,18 @@ impl Ledger {
     fn may_be_blocked(&self, queued: &Submitted, live: &Live) -> bool {
         let block_tokens = self.limits.block_tokens as usize;
         let known = queued.known();
-        let is_common = |other: &[TokenId]| {
-            let num_common = known[..known.len() - 1].iter().zip(other).take_while(|(a, b)| a == b).count();
+        let num_common_blocks = |other: &Submitted| {
+            let has_same_images = |position| queued.traits.images.at(position).eq(other.traits.images.at(position));
+            let other = other.known();
+            let pairs = known[..known.len() - 1].iter().zip(&other).enumerate();
+            let num_common = pairs.take_while(|(position, (a, b))| a == b && has_same_images(*position)).count();
             num_common / block_tokens
         };
         queued.may_look_up()
             && self.entries.iter().any(|(id, entry)| {
                 let num_full = entry.num_computed_tokens as usize / block_tokens;
                 let Some(computing) = live.get(id) else { return false };
-                computing.scope == queued.scope
-                    && entry.order < queued.order
-                    && is_common(&computing.known()) > num_full
+                computing.scope == queued.scope && entry.order < queued.order && num_common_blocks(computing) > num_full
             })
     }
 

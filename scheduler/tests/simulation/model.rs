@@ -1,7 +1,7 @@
 //! A fake language model: the next token is a function of every token before it, so one lost, repeated or foreign token
 //! changes all that follow.
 
-use penstock_scheduler::{FinishReason, TokenId};
+use penstock_scheduler::{ContentSalt, FinishReason, TokenId};
 
 pub const VOCAB_TOKENS: u64 = 40;
 pub const STOP_TOKEN: TokenId = 7;
@@ -10,6 +10,34 @@ pub const STOP_TOKEN: TokenId = 7;
 pub fn extend(digest: u64, token_id: TokenId) -> u64 {
     let mixed = (digest ^ u64::from(token_id)).wrapping_add(0x9e37_79b9_7f4a_7c15).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     mixed ^ (mixed >> 29)
+}
+
+/// Positions of a prompt at which it has content that its tokens do not show, and which of a few contents it is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Images(pub [Option<(u32, u64)>; 2]);
+
+impl Images {
+    /// The content at this position.
+    pub fn at(&self, position: usize) -> impl Iterator<Item = u64> {
+        self.0.iter().flatten().filter(move |(at, _)| *at as usize == position).map(|(_, picture)| *picture)
+    }
+
+    /// The digest with the token at this position, and the content there.
+    pub fn extend(&self, digest: u64, position: usize, token_id: TokenId) -> u64 {
+        extend(self.at(position).fold(digest, |digest, picture| extend(digest, 1000 + picture as TokenId)), token_id)
+    }
+
+    /// What the scheduler is told of them.
+    pub fn salts(&self) -> Vec<ContentSalt> {
+        let mut salts: Vec<_> = self.0.iter().flatten().map(|&(offset, salt)| ContentSalt { offset, salt }).collect();
+        salts.sort_by_key(|salt| salt.offset);
+        salts
+    }
+
+    /// Those within the first `num_tokens` positions.
+    pub fn within(self, num_tokens: usize) -> Self {
+        Self(self.0.map(|image| image.filter(|(position, _)| (*position as usize) < num_tokens)))
+    }
 }
 
 pub fn sample(digest: u64) -> TokenId {
@@ -43,11 +71,13 @@ impl End {
 /// The tokens and the end of a sequence. Computing position `fail_position` fails.
 pub fn expected(
     prompt: &[TokenId],
+    images: Images,
     max_new_tokens: u32,
     stop_token_ids: &[TokenId],
     fail_position: Option<u32>,
 ) -> (Vec<TokenId>, End) {
-    let mut digest = prompt.iter().fold(ROOT, |digest, token_id| extend(digest, *token_id));
+    let add = |digest, (position, token_id): (usize, &TokenId)| images.extend(digest, position, *token_id);
+    let mut digest = prompt.iter().enumerate().fold(ROOT, add);
     let mut tokens = Vec::new();
     loop {
         let num_computed_tokens = prompt.len() + tokens.len();

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use penstock_scheduler::Limits;
 
+use crate::model::Images;
 use crate::scenario::{Arrival, Scenario};
 use crate::world::World;
 
@@ -23,6 +24,7 @@ const ARRIVAL: Arrival = Arrival {
     group: None,
     needs_prompt_outputs: false,
     num_source_tokens: 0,
+    images: Images([None; 2]),
 };
 
 /// A sequence stayed blocked although its prefix was in the cache again: in the blocks of a sequence that had also

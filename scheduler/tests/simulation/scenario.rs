@@ -7,6 +7,8 @@ use proptest::collection::vec;
 use proptest::option::weighted;
 use proptest::prelude::*;
 
+use crate::model::Images;
+
 #[derive(Clone, Debug)]
 pub struct Scenario {
     pub limits: Limits,
@@ -48,6 +50,8 @@ pub struct Arrival {
     pub needs_prompt_outputs: bool,
     /// Limited to the length of the prompt.
     pub num_source_tokens: usize,
+    /// Limited to the prompt.
+    pub images: Images,
 }
 
 impl Scenario {
@@ -71,10 +75,12 @@ fn arrival(last_tick: u64) -> impl Strategy<Value = Arrival> {
     let life = (0..=last_tick, 0..10u64, 1..40usize, 1..24u32, any::<bool>(), weighted(0.3, 0..80u64));
     let prefix = (0..3u64, 0..40usize, weighted(0.3, 0..4usize), weighted(0.15, 0..50u32));
     let kind = (-1..2i32, weighted(0.5, 0..2u64), 0..8u32, weighted(0.12, 1..30usize), weighted(0.1, any::<bool>()));
+    let image = || weighted(0.2, (0..30u32, 0..2u64));
+    let kind = (kind, [image(), image()]);
     (life, prefix, kind).prop_map(|(life, prefix, kind)| {
         let (tick, id, num_prompt_tokens, max_new_tokens, stops, abort_after_ticks) = life;
         let (text, num_text_tokens, continues, fail_position) = prefix;
-        let (priority, group, logprobs, source, pooled) = kind;
+        let ((priority, group, logprobs, source, pooled), images) = kind;
         // A pooled sequence ends with its vector, which is one token here; an encoder's is one source.
         let (max_new_tokens, stops, source) = match pooled {
             Some(is_encoder) => (1, false, is_encoder.then_some(num_prompt_tokens)),
@@ -95,6 +101,7 @@ fn arrival(last_tick: u64) -> impl Strategy<Value = Arrival> {
             group,
             needs_prompt_outputs: logprobs == 0,
             num_source_tokens: source.unwrap_or(0),
+            images: Images(images),
         }
     })
 }

@@ -9,7 +9,7 @@ pub const FULL_STEPS: u64 = 1_000_000;
 
 /// The hard cases, and how often each must happen in `FULL_STEPS`: at most a tenth of what is usual. A simulation that
 /// does not reach these states proves little.
-const REQUIRED: [(&str, u64); 42] = [
+const REQUIRED: [(&str, u64); 43] = [
     ("sequences", 20_000),
     ("sequences of one token", 1_000),
     ("all of a sequence is source", 500),
@@ -43,6 +43,7 @@ const REQUIRED: [(&str, u64); 42] = [
     ("steps predicted by the reference", 50_000),
     ("blocks released before a window", 25_000),
     ("hits of a window", 150),
+    ("hits with an image", 200),
     ("sources", 2_000),
     ("sources rejected", 300),
     ("sources in a step with others", 1_500),

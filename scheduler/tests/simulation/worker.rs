@@ -9,7 +9,7 @@ use std::collections::{HashMap, HashSet};
 
 use penstock_scheduler::{Advance, BlockId, NewSequence, Plan, SequenceId, SequenceOutput, StepResult, TokenId};
 
-use crate::model;
+use crate::model::{self, Images};
 use crate::submitted::Visibility;
 
 pub struct Worker {
@@ -29,6 +29,7 @@ pub struct Traits {
     /// Computing this position fails.
     pub fail_position: Option<u32>,
     pub visibility: Visibility,
+    pub images: Images,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -120,7 +121,7 @@ impl Worker {
             if sequence.has_failed || sequence.poisoned {
                 break;
             }
-            digest = model::extend(digest, sequence.token_ids[position]);
+            digest = sequence.traits.images.extend(digest, position, sequence.token_ids[position]);
             if position < first {
                 continue;
             }
@@ -154,7 +155,7 @@ impl Worker {
         }
         let mut digest = model::ROOT;
         for position in 0..to {
-            digest = model::extend(digest, sequence.token_ids[position]);
+            digest = sequence.traits.images.extend(digest, position, sequence.token_ids[position]);
             if position >= from {
                 let slot = if sequence.poisoned { Slot::Poison } else { Slot::Digest(digest) };
                 self.kv[sequence.slot(position, self.block_tokens)] = slot;

@@ -145,7 +145,8 @@ impl World {
         self.tally.add("all of a sequence is source", u64::from(num_source_tokens as usize == prompt.len()));
         self.tally.add("prompt logprobs asked for", u64::from(arrival.needs_prompt_outputs));
         let Arrival { max_new_tokens, fail_position, .. } = arrival;
-        let expected = model::expected(&prompt, max_new_tokens, &submission.stop_token_ids, fail_position);
+        let images = arrival.images.within(prompt.len());
+        let expected = model::expected(&prompt, images, max_new_tokens, &submission.stop_token_ids, fail_position);
         self.texts.push(prompt.iter().chain(&expected.0).copied().collect());
         let number = self.num_submissions;
         let submitted = Submitted {
@@ -160,7 +161,7 @@ impl World {
             received: Vec::new(),
             expected,
             abort_tick: arrival.abort_after_ticks.map(|ticks| self.tick + ticks),
-            traits: Traits { fail_position, visibility },
+            traits: Traits { fail_position, visibility, images },
         };
         self.num_submissions += 1;
         if let Some(reference) = &mut self.reference {
@@ -199,6 +200,7 @@ impl World {
             priority: arrival.priority,
             group: arrival.group,
             cache_salt: None,
+            content_salts: arrival.images.within(arrival.num_prompt_tokens).salts().into(),
             needs_prompt_outputs: arrival.needs_prompt_outputs,
             num_source_tokens: arrival.num_source_tokens.min(arrival.num_prompt_tokens) as u32,
         }

@@ -52,7 +52,7 @@ pub(super) enum Block {
         tool_use_id: String,
         content: Option<Content<TextBlock>>,
     },
-    /// Of a user's message, for a model that reads images.
+    /// Of a user's message or of a tool's result, for a model that reads images.
     Image {
         source: Option<ImageField>,
     },
@@ -71,7 +71,7 @@ pub(super) enum ImageField {
         media_type: String,
         data: String,
     },
-    /// A data URI.
+    /// A data URI, or, if the server fetches images, an http or https URL.
     Url {
         url: String,
     },
@@ -94,8 +94,10 @@ pub(super) enum TextBlock {
     Text {
         text: String,
     },
-    /// Refused: models read images in the messages of users only.
-    Image,
+    /// Of a tool's result, for a model that reads images; refused in a system prompt.
+    Image {
+        source: Option<ImageField>,
+    },
     /// Refused: the model reads only text.
     Document,
     /// Refused: the model reads only text.
@@ -106,7 +108,7 @@ impl From<TextBlock> for Block {
     fn from(block: TextBlock) -> Self {
         match block {
             TextBlock::Text { text } => Self::Text { text },
-            TextBlock::Image => Self::Image { source: None },
+            TextBlock::Image { source } => Self::Image { source },
             TextBlock::Document => Self::Document,
             TextBlock::SearchResult => Self::SearchResult,
         }

@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use super::block::{Block, MessageParam, Role, TextBlock, UNREADABLE, blocks, texts};
 use crate::api::content::Content;
-use crate::api::conversation::{Conversation, joined};
+use crate::api::conversation::{Conversation, Part, joined};
 use crate::generation::{ImageSource, ValidationError};
 
 /// COMPAT: Claude Code begins its system prompt with a line of this name, whose value differs in every request. In the
@@ -43,7 +43,7 @@ fn without_billing_header(text: String) -> String {
 fn add(conversation: &mut Conversation, role: Role, block: Block, path: &str) -> Result<(), ValidationError> {
     let (field, added) = match (role, block) {
         (Role::System, Block::Text { text }) => ("", conversation.system(text)),
-        (Role::User, Block::Text { text }) => ("", conversation.user(text)),
+        (Role::User, block @ (Block::Text { .. } | Block::Image { .. })) => ("", conversation.user(part(block, path)?)),
         (Role::Assistant, Block::Text { text }) => ("", conversation.text(text)),
         (Role::Assistant, Block::Thinking { thinking }) => ("", conversation.reasoning(thinking)),
         (Role::Assistant, Block::RedactedThinking) => return Ok(()),
@@ -51,17 +51,26 @@ fn add(conversation: &mut Conversation, role: Role, block: Block, path: &str) ->
             (".id", conversation.call(id, name, &Value::Object(input).to_string()))
         }
         (Role::User, Block::ToolResult { tool_use_id, content }) => {
-            let content = content.map(|content| texts(content, &format!("{path}.content"))).transpose()?;
-            (".tool_use_id", conversation.result(&tool_use_id, joined(content.unwrap_or_default())))
+            let blocks = content.map(|content| blocks(content, &format!("{path}.content"))).unwrap_or_default();
+            let parts = blocks.into_iter().map(|(path, block)| part(block, &path));
+            (".tool_use_id", conversation.result(&tool_use_id, parts.collect::<Result<_, _>>()?))
         }
-        (Role::User, Block::Image { source: Some(source) }) => {
-            ("", conversation.image(ImageSource { path: path.to_owned(), url: source.into_url() }))
-        }
-        (Role::User, block @ Block::Image { source: None }) => return Err(block.refused(path, "need a `source`")),
         (_, block @ (Block::Image { .. } | Block::Document | Block::SearchResult)) => {
             return Err(block.refused(path, UNREADABLE));
         }
         (_, block) => return Err(block.refused(path, "do not belong into a message of this role")),
     };
     added.map_err(|problem| ValidationError::Item { path: format!("{path}{field}"), problem })
+}
+
+/// A block that a user's message and a tool's result can have.
+fn part(block: Block, path: &str) -> Result<Part, ValidationError> {
+    match block {
+        Block::Text { text } => Ok(Part::Text(text)),
+        Block::Image { source: Some(source) } => {
+            Ok(Part::Image(ImageSource { path: format!("{path}.source"), url: source.into_url() }))
+        }
+        block @ Block::Image { source: None } => Err(block.refused(path, "need a `source`")),
+        block => Err(block.refused(path, UNREADABLE)),
+    }
 }

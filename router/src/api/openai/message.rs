@@ -1,10 +1,10 @@
 //! The messages of a chat, as clients send them and as templates see them.
 
 use serde::Deserialize;
-use serde::de::IgnoredAny;
 use serde_json::{Map, Value, json};
 use utoipa::ToSchema;
 
+use crate::api::content::check_detail;
 use crate::generation::{ImageSource, ValidationError};
 
 /// A message of the conversation.
@@ -37,15 +37,13 @@ struct Part {
 
 /// An image.
 #[derive(Debug, Deserialize, ToSchema)]
-#[serde(untagged, expecting = "an object with a `url`")]
+#[serde(untagged, expecting = "a URL, or an object with a `url`")]
 enum ImageUrl {
     Object {
-        /// A data URI, as in `data:image/png;base64,iVBOR…`.
+        /// A data URI, as in `data:image/png;base64,iVBOR…`, or, if the server fetches images, an http or https URL.
         url: String,
-        /// Accepted without effect: the model's own image processor chooses the resolution.
-        #[serde(rename = "detail")]
-        #[schema(value_type = Option<String>)]
-        _detail: Option<IgnoredAny>,
+        /// `auto`, `low`, `high` or `original`, without effect: the model's own image processor chooses the resolution.
+        detail: Option<String>,
     },
     Url(String),
 }
@@ -97,8 +95,14 @@ impl Part {
     ) -> Result<Value, ValidationError> {
         match (self.kind.as_str(), self.text, self.refusal, self.image_url, images) {
             ("text", Some(text), ..) | ("refusal", _, Some(text), ..) => Ok(json!({"type": "text", "text": text})),
-            ("image_url", .., Some(ImageUrl::Object { url, .. } | ImageUrl::Url(url)), Some(images)) => {
-                images.push(ImageSource { path: path(), url: url.into() });
+            ("image_url", .., Some(image), Some(images)) => {
+                let (url, detail) = match image {
+                    ImageUrl::Object { url, detail } => (url, detail),
+                    ImageUrl::Url(url) => (url, None),
+                };
+                let path = format!("{}.image_url", path());
+                check_detail(detail.as_deref(), &path)?;
+                images.push(ImageSource { path, url: url.into() });
                 Ok(json!({"type": "image"}))
             }
             _ => Err(ValidationError::ContentPart { part: self.kind }),

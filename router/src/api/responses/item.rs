@@ -5,8 +5,8 @@ use utoipa::ToSchema;
 
 use super::problem::problem;
 use super::tool::shown_name;
-use crate::api::content::Content;
-use crate::api::conversation::{Conversation, joined};
+use crate::api::content::{Content, check_detail};
+use crate::api::conversation::{Conversation, Part, joined};
 use crate::generation::{ImageSource, ValidationError};
 
 /// An item of the conversation. `id` and `status` have no effect.
@@ -53,20 +53,31 @@ enum Role {
 #[derive(Debug, Deserialize, ToSchema)]
 #[schema(as = ResponseInputPart)]
 pub(super) struct InputPart {
-    /// `input_text`, `output_text`, `text`, `summary_text`, `reasoning_text`, `refusal`, or, in a user's message to a model that reads
-    /// images, `input_image`; others are refused.
+    /// `input_text`, `output_text`, `text`, `summary_text`, `reasoning_text`, `refusal`, or, in a user's message or a call's
+    /// output, for a model that reads images, `input_image`; others are refused.
     #[serde(rename = "type")]
     kind: String,
     text: Option<String>,
     refusal: Option<String>,
-    /// Of an image: a data URI.
+    /// Of an image: a data URI, or, if the server fetches images, an http or https URL.
     image_url: Option<String>,
+    /// Of an image: `auto`, `low`, `high` or `original`, without effect: the model's own image processor chooses the resolution.
+    detail: Option<String>,
 }
 
 /// The type of a part that is an image.
 const IMAGE: &str = "input_image";
 
 impl InputPart {
+    fn into_part(self, path: &str) -> Result<Part, ValidationError> {
+        if self.kind != IMAGE {
+            return self.text(path).map(Part::Text);
+        }
+        let url = self.image_url.ok_or_else(|| problem(path, "missing field `image_url`"))?;
+        check_detail(self.detail.as_deref(), path)?;
+        Ok(Part::Image(ImageSource { path: format!("{path}.image_url"), url: url.into() }))
+    }
+
     fn text(self, path: &str) -> Result<String, ValidationError> {
         let is_text =
             matches!(self.kind.as_str(), "input_text" | "output_text" | "text" | "summary_text" | "reasoning_text");
@@ -82,7 +93,7 @@ impl InputPart {
 /// Adds the items to the conversation.
 pub(super) fn add_items(conversation: &mut Conversation, input: Content<InputItem>) -> Result<(), ValidationError> {
     match input {
-        Content::Text(text) => conversation.user(text).map_err(|reason| problem("input", &reason)),
+        Content::Text(text) => conversation.user(Part::Text(text)).map_err(|reason| problem("input", &reason)),
         Content::Parts(items) => {
             for (index, item) in items.into_iter().enumerate() {
                 item.add(conversation, &format!("input[{index}]"))?;
@@ -123,7 +134,7 @@ impl InputItem {
             }
             "function_call_output" => {
                 let id = self.call_id.ok_or_else(|| missing("call_id"))?;
-                let output = text(self.output.ok_or_else(|| missing("output"))?, &format!("{path}.output"))?;
+                let output = parts(self.output.ok_or_else(|| missing("output"))?, &format!("{path}.output"))?;
                 (format!("{path}.call_id"), conversation.result(&id, output))
             }
             kind => {
@@ -135,24 +146,24 @@ impl InputItem {
     }
 }
 
-/// Adds a user's message, whose parts can be images.
+/// Adds a user's message.
 fn add_user(conversation: &mut Conversation, content: Content<InputPart>, path: &str) -> Result<(), ValidationError> {
-    let parts = match content {
-        Content::Parts(parts) if parts.iter().any(|part| part.kind == IMAGE) => parts,
-        content => return conversation.user(text(content, path)?).map_err(|reason| problem(path, &reason)),
-    };
-    for (index, part) in parts.into_iter().enumerate() {
-        let path = format!("{path}[{index}]");
-        let added = match part {
-            InputPart { kind, image_url: Some(url), .. } if kind == IMAGE => {
-                conversation.image(ImageSource { path: path.clone(), url: url.into() })
-            }
-            part if part.kind == IMAGE => return Err(problem(&path, "missing field `image_url`")),
-            part => conversation.user(part.text(&path)?),
-        };
-        added.map_err(|reason| problem(&path, &reason))?;
+    let mut parts = parts(content, path)?;
+    if parts.is_empty() {
+        parts.push(Part::Text(String::new()));
     }
-    Ok(())
+    parts.into_iter().try_for_each(|part| conversation.user(part)).map_err(|reason| problem(path, &reason))
+}
+
+/// Content that can have images.
+fn parts(content: Content<InputPart>, path: &str) -> Result<Vec<Part>, ValidationError> {
+    match content {
+        Content::Text(text) => Ok(vec![Part::Text(text)]),
+        Content::Parts(parts) => {
+            let parts = parts.into_iter().enumerate();
+            parts.map(|(index, part)| part.into_part(&format!("{path}[{index}]"))).collect()
+        }
+    }
 }
 
 fn text(content: Content<InputPart>, path: &str) -> Result<String, ValidationError> {

@@ -14,8 +14,8 @@ mod window;
 use std::time::Duration;
 
 use crate::{
-    ApplyError, Event, FinishReason, Limits, Plan, Scheduler, SequenceId, SequenceOutput, Stats, StepResult,
-    Submission, SubmitError, TokenId,
+    ApplyError, ContentSalt, Event, FinishReason, Limits, Plan, Scheduler, SequenceId, SequenceOutput, Stats,
+    StepResult, Submission, SubmitError, TokenId,
 };
 
 const TOKEN: TokenId = 1;
@@ -49,6 +49,7 @@ fn submission(id: u64, num_prompt_tokens: usize, max_new_tokens: u32) -> Submiss
         priority: 0,
         group: None,
         cache_salt: None,
+        content_salts: [].into(),
         needs_prompt_outputs: false,
         num_source_tokens: 0,
     }

@@ -179,6 +179,34 @@ fn only_sequences_with_the_same_salt_share_cached_blocks() {
 }
 
 #[test]
+fn content_separates_the_blocks_from_the_one_in_which_it_begins() {
+    let with = |id, salts: &[(u32, u64)]| {
+        let content_salts = salts.iter().map(|&(offset, salt)| ContentSalt { offset, salt }).collect();
+        Submission { content_salts, ..with_prompt(id, ids(1, 17), 1) }
+    };
+    let hit = |first: &[(u32, u64)], second: &[(u32, u64)]| second_hit(caching(32, 1), with(1, first), with(2, second));
+    assert_eq!(hit(&[(9, 1)], &[(9, 1)]), 16, "the same content");
+    assert_eq!(hit(&[(9, 1)], &[(9, 2)]), 8, "another content in the third block");
+    assert_eq!(hit(&[(9, 1)], &[(10, 1)]), 8, "the same content elsewhere in that block");
+    assert_eq!(hit(&[(9, 1)], &[]), 8, "no content");
+    assert_eq!(hit(&[], &[(0, 1)]), 0, "content in the first block");
+    assert_eq!(hit(&[(1, 1)], &[(1, 1), (12, 2)]), 12, "a second content after the first");
+    assert_eq!(hit(&[(1, 1), (2, 2)], &[(1, 2), (2, 1)]), 0, "two contents of one block in another order");
+    assert_eq!(hit(&[(1, 1)], &[(1, 2), (12, 2)]), 0, "another content before the same one");
+    assert_eq!(hit(&[(16, 1)], &[(16, 2)]), 16, "content after the last full block");
+}
+
+#[test]
+fn a_second_turn_with_another_image_shares_the_whole_first_turn() {
+    let content_salts =
+        |salts: &[(u32, u64)]| salts.iter().map(|&(offset, salt)| ContentSalt { offset, salt }).collect();
+    let first = Submission { content_salts: content_salts(&[(2, 1)]), ..with_prompt(1, ids(1, 13), 4) };
+    let turn: Vec<_> = ids(1, 13).into_iter().chain([TOKEN; 3]).chain(ids(2, 9)).collect();
+    let second = Submission { content_salts: content_salts(&[(2, 1), (17, 2)]), ..with_prompt(2, turn, 1) };
+    assert_eq!(second_hit(caching(32, 1), first, second), 16);
+}
+
+#[test]
 fn the_least_recently_used_blocks_are_evicted_from_the_end_of_their_prefix() {
     let mut scheduler = Scheduler::new(caching(8, 1));
     for text in [1, 2, 1] {

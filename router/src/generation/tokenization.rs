@@ -1,0 +1,76 @@
+//! The tokens of prompts that nothing is generated from. Each call takes a permit, as a generation does.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::chat::Chat;
+use super::deadline::Deadlines;
+use super::error::GenerationError;
+use super::image::{self, GivenImage, ImageSource};
+use super::service::GenerationService;
+use super::validation::ValidationError;
+use crate::text::TokenSpan;
+
+/// A chat's prompt and its tokens.
+pub(crate) struct TokenizedChat {
+    pub(crate) text: Arc<str>,
+    pub(crate) spans: Vec<TokenSpan>,
+}
+
+impl GenerationService {
+    /// The tokens of a text, with a placeholder for each of the images.
+    pub(crate) async fn tokenize(
+        &self,
+        text: Arc<str>,
+        images: &[ImageSource],
+        add_special_tokens: bool,
+    ) -> Result<Vec<TokenSpan>, GenerationError> {
+        let _permit = self.admission().permit(1)?;
+        let deadlines = self.tokenization_deadlines();
+        let images = self.read_images(images)?;
+        self.spans(text, images, add_special_tokens, deadlines).await
+    }
+
+    /// The text of tokens, special ones included.
+    pub(crate) async fn detokenize(&self, token_ids: Vec<u32>) -> Result<String, GenerationError> {
+        let _permit = self.admission().permit(1)?;
+        let vocabulary = self.text().vocabulary_size();
+        if let Some(&given) = token_ids.iter().find(|&&id| id >= vocabulary) {
+            return Err(ValidationError::TokenId { field: "tokens", vocabulary, given }.into());
+        }
+        Ok(self.text().decode(token_ids).await?)
+    }
+
+    /// The rendered prompt of a chat and its tokens.
+    pub(crate) async fn tokenize_chat(
+        &self,
+        chat: Chat,
+        add_special_tokens: bool,
+    ) -> Result<TokenizedChat, GenerationError> {
+        let _permit = self.admission().permit(1)?;
+        let deadlines = self.tokenization_deadlines();
+        let images = self.read_images(&chat.images)?;
+        let text = self.in_time(deadlines, chat.render(self.text())).await?.prompt;
+        let spans = self.spans(Arc::clone(&text), images, add_special_tokens, deadlines).await?;
+        Ok(TokenizedChat { text, spans })
+    }
+
+    async fn spans(
+        &self,
+        text: Arc<str>,
+        images: Vec<GivenImage>,
+        add_special_tokens: bool,
+        deadlines: Deadlines,
+    ) -> Result<Vec<TokenSpan>, GenerationError> {
+        let encode = self.text().encode_spans(text, add_special_tokens);
+        let spans = self.in_time(deadlines, async { Ok(encode.await?) }).await?;
+        let Some(placeholder_id) = self.placeholder_id().filter(|_| !images.is_empty()) else { return Ok(spans) };
+        let token_ids: Vec<_> = spans.iter().map(|span| span.id).collect();
+        let (_, encoded) = self.encode_images(&token_ids, images, deadlines).await?;
+        Ok(image::expand_spans(spans, placeholder_id, encoded))
+    }
+
+    fn tokenization_deadlines(&self) -> Deadlines {
+        Deadlines::new(Instant::now(), None, self.config().queue.timeout)
+    }
+}
