@@ -82,7 +82,7 @@ class Drafts:
         self.texts = texts
         self.draw = random.Random(5)
 
-    def __call__(self, history: np.ndarray, most: int) -> np.ndarray:
+    def __call__(self, history: np.ndarray, most: int, least_match: int = 2) -> np.ndarray:
         # A grammar's draft may have gone on with a token that was not generated.
         text = next((text for text in self.texts if text[: len(history)] == history.tolist()), [])
         draft = text[len(history) :][: self.draw.randrange(most + 1)]
