@@ -17,7 +17,7 @@ from penstock_server.engine.drafting import medusa
 from penstock_server.engine.drafting.interface import SentDrafter
 from penstock_server.engine.drafting.medusa import WEIGHTS_NAME, Heads, MedusaDrafter, read_heads
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.torch_ops import TorchOps
+from penstock_server.kernels.native_build import find_build
 from penstock_server.parallel import RankGroup
 from penstock_server.plan import NewSequence
 from plans import Advance
@@ -132,7 +132,9 @@ class Sized(FakeModel):
 
 
 def read(folder: Path, model: FakeModel, group: RankGroup | None = None) -> Heads | None:
-    return read_heads(folder, model, torch.float32, TorchOps(), choose, group or RankGroup())
+    native = find_build(CPU, torch.float32)
+    assert native is not None
+    return read_heads(folder, model, native, group or RankGroup())
 
 
 def entered(tensors: dict[str, torch.Tensor], head: int, outputs: torch.Tensor) -> torch.Tensor:
@@ -146,6 +148,7 @@ def every_draft_is_likely(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(medusa, "_LEAST_PROBABILITY", 1e-30)
 
 
+@pytest.mark.native
 @pytest.mark.usefixtures("every_draft_is_likely")
 def test_heads_are_read_in_the_first_layout_of_tgi(tmp_path: Path) -> None:
     tensors, outputs = save_heads(tmp_path), torch.randn(4, 6)
@@ -160,6 +163,7 @@ def test_heads_are_read_in_the_first_layout_of_tgi(tmp_path: Path) -> None:
     assert heads.num_bytes == 2 * 4 * (6 * 6 + 11 * 6)
 
 
+@pytest.mark.native
 @pytest.mark.usefixtures("every_draft_is_likely")
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("token_ids", [None, [2, 3, 5, 7]])
@@ -180,6 +184,7 @@ def test_heads_of_the_second_layout_choose_by_the_model_s_matrix(
     assert read(tmp_path, model, PairedGroup(1, 2)) is None
 
 
+@pytest.mark.native
 @pytest.mark.parametrize(
     ("sizes", "config", "message"),
     [

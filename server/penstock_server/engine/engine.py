@@ -47,7 +47,6 @@ from penstock_server.grammar.state import GrammarStates
 from penstock_server.heap import return_free_pages
 from penstock_server.kernels import ACTIVATION_BITS
 from penstock_server.kernels.native_build import NativeBuild, find_build
-from penstock_server.kernels.native_ops import NativeOps
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
 from penstock_server.phase import PhaseClock
@@ -88,8 +87,7 @@ def _load_drafter(
             f"--speculative-model {folder}: drafts are verified on CPUs only so far, by a native decoder and native "
             "kernels; leave the flag out"
         )
-    ops = NativeOps(native)
-    heads = read_heads(folder, model, native.dtype, ops, ops.argmax_logprob, group)
+    heads = read_heads(folder, model, native, group)
     return SentDrafter() if heads is None else MedusaDrafter(heads)
 
 

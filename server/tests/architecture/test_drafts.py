@@ -14,12 +14,11 @@ import pytest
 import torch
 from cases import VOCAB
 from grammar_walk import END, write_small_tokenizer
+from native_builds import build
 from penstock_server.config import WarmUpConfig
 from penstock_server.engine import Engine
 from penstock_server.engine.drafting import medusa, ngram
 from penstock_server.grammar.compiler import GrammarCompiler
-from penstock_server.kernels.native_build import find_build
-from penstock_server.kernels.native_ops import NativeOps
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
@@ -155,10 +154,7 @@ def test_heads_that_share_the_model_s_matrix_change_no_bit(
         heads / medusa.WEIGHTS_NAME,
     )
     (heads / "config.json").write_text('{"medusa_num_heads": 3, "medusa_num_layers": 1}')
-    build = find_build(cpu, torch.bfloat16)
-    assert build is not None
-    ops = NativeOps(build)
-    found = medusa.read_heads(heads, model, torch.bfloat16, ops, ops.argmax_logprob, group)
+    found = medusa.read_heads(heads, model, build(), group)
     assert found is not None
     drafter = medusa.MedusaDrafter(found)
     engine = Engine(model, group, cpu, BLOCK_TOKENS, compiler=compiler, drafter=drafter)

@@ -23,7 +23,8 @@ from penstock_server.engine.drafting.interface import Tokens
 from penstock_server.engine.host_batch import Rows
 from penstock_server.engine.sequence import SequenceTable
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.ops import Ops, PackedLinear
+from penstock_server.kernels.native_build import NativeBuild
+from penstock_server.kernels.native_ops import NativeOps
 from penstock_server.models.config import Config
 from penstock_server.models.interface import CausalModel
 from penstock_server.parallel import RankGroup
@@ -31,6 +32,7 @@ from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
 
 WEIGHTS_NAME = "medusa_lm_head.safetensors"
 _LEAST_PROBABILITY = 0.3  # that all tokens of a draft are right; drafts end before it is lower
+_PARALLEL_BYTES = 1 << 22  # of a matrix; the barrier of threads costs more than it saves for smaller ones
 _LONG_MATCH = 4  # tokens; if the last ones occurred before, what followed them is a better draft
 
 # [rows, in] → [rows, out]
@@ -125,20 +127,18 @@ class _File:
         self._checkpoint.close()
 
 
-def read_heads(
-    folder: Path, model: CausalModel, dtype: torch.dtype, ops: Ops, choose: Choose, group: RankGroup
-) -> Heads | None:
+def read_heads(folder: Path, model: CausalModel, native: NativeBuild, group: RankGroup) -> Heads | None:
     """The heads in a folder; None on ranks after the first. All ranks call it together. Raises ConfigError if the
     heads are damaged, were made for another model, or are no heads."""
-    file = _File(folder)
-    num_bytes = 0
+    file, dtype, num_bytes = _File(folder), native.dtype, 0
+    one_thread, all_threads = NativeOps(native, 1), NativeOps(native)
 
-    def pack(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+    def pack(weight: Tensor, bias: Tensor | None = None) -> Layer:
         nonlocal num_bytes
         num_bytes += weight.nbytes
-        return ops.pack_linear(weight, bias)
+        return (one_thread if weight.nbytes < _PARALLEL_BYTES else all_threads).pack_linear(weight, bias)
 
-    def block(name: str) -> PackedLinear:
+    def block(name: str) -> Layer:
         weight = file.read(f"{name}.weight", dtype, model.hidden_size, model.hidden_size)
         return pack(weight, file.read(f"{name}.bias", dtype, model.hidden_size))
 
@@ -161,7 +161,7 @@ def read_heads(
             matrices = [pack(file.read(f"{i}.{last}.weight", dtype, *shape)) for i in heads]
     finally:
         file.close()
-    return Heads(blocks, matrices, choose, token_ids, num_bytes)
+    return Heads(blocks, matrices, one_thread.argmax_logprob, token_ids, num_bytes)
 
 
 class MedusaDrafter:
