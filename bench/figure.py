@@ -334,18 +334,20 @@ def fair_share(num_cores: int, num_neighbours: int) -> float:
 
 
 def speculation(record: Record) -> Iterator[Figure]:
+    kinds = {"on": "drafts", "heads": "drafts of Medusa heads"}
     targets = {"copying": "≥ 2.5", "JSON form": "≥ 1.7", "32 streams": "≥ 0.98"}
     for server, of_server in record["repeats"][0].items():
         ours = server == "penstock"
-        for load in of_server["loads"]:
+        for load, modes in of_server["loads"].items():
             cells = [repeat[server]["loads"][load] for repeat in record["repeats"]]
-            ratios = [cell["on"]["tokens_per_s"] / cell["off"]["tokens_per_s"] for cell in cells]
-            target = targets.get(load, "") if ours else ""
-            yield Figure(f"{server}, {load}: throughput with drafts, to without", target, ratios)
-            if drafted := [cell["on"].get("drafted", 0) for cell in cells if cell["on"].get("drafted")]:
-                accepted = [cell["on"]["accepted"] for cell in cells if cell["on"].get("drafted")]
-                shares = [100 * right / num for right, num in zip(accepted, drafted, strict=True)]
-                yield Figure(f"{server}, {load}: right drafts", "", shares, " %", 0)
+            for mode in (mode for mode in kinds if mode in modes):
+                ratios = [cell[mode]["tokens_per_s"] / cell["off"]["tokens_per_s"] for cell in cells]
+                target = "≥ 1.3" if (load, mode) == ("free chat", "heads") else targets.get(load, "") if ours else ""
+                yield Figure(f"{server}, {load}: throughput with {kinds[mode]}, to without", target, ratios)
+                drafting = [cell[mode] for cell in cells if cell[mode].get("drafted")]
+                if drafting:
+                    shares = [100 * cell["accepted"] / cell["drafted"] for cell in drafting]
+                    yield Figure(f"{server}, {load}: right {kinds[mode]}", "", shares, " %", 0)
         differences = [repeat[server]["different"] for repeat in record["repeats"]]
         yield Figure(
             f"{server}: answers of these loads that differ", "0" if ours else "", differences, "", 0, is_count=True

@@ -1,7 +1,8 @@
-"""Measures what draft tokens give: two servers with the real model, one with `--speculate`, loaded alternately.
+"""Measures what draft tokens give: servers with the real model, without `--speculate`, with it, and with Medusa heads,
+loaded alternately. The heads are those of `train_medusa.py`, which trains them if they are missing.
 
 Three loads of one stream: copying a text, filling in a form under a JSON schema, and free chat; and 32 streams of
-random words, where drafts must not cost throughput. The answers of both servers are compared token by token, and so are
+random words, where drafts must not cost throughput. The answers of all servers are compared token by token, and so are
 those to requests with every kind of sampling. llama.cpp gets the loads of one stream, without and with its own n-grams.
 """
 
@@ -19,6 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import peers
@@ -26,6 +28,7 @@ from compare import Server, free_port, llama_server, metrics_of, penstock_server
 from figure import speculation, table_of
 from load import PENSTOCK, prompt_of, run
 from result import heading, keep, machine, option_parser, title
+from train_medusa import FOLDER, make_heads
 
 MAX_TOKENS = 40_000  # in the KV cache, so that neither server takes the memory of the other
 SPECULATE = 8
@@ -160,6 +163,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(SERVERS), default=list(SERVERS))
     parser.add_argument("--requests", type=int, default=1000, help="requests with every kind of sampling")
     parser.add_argument("--requests-per-load", type=int, default=4)
+    parser.add_argument("--heads", type=Path, default=FOLDER, help="folder of Medusa heads for the embedded model")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that all servers are stopped
 
@@ -170,6 +174,8 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         for name in options.only:
             modes, ask = SERVERS[name]
+            if name == "penstock":
+                modes = {**modes, "heads": [*modes["on"], "--speculative-model", str(make_heads(options.heads))]}
             ports[name] = {}
             for mode, flags in modes.items():
                 port = ports[name][mode] = free_port()
@@ -178,33 +184,41 @@ def main() -> None:
         for port in ports.get("penstock", {}).values():
             run(port, PENSTOCK, stream_load(NUM_STREAMS, 1), words, "warm-up")
         for repeat in range(options.repeats):
-            order = ("off", "on") if repeat % 2 else ("on", "off")
             servers: dict[str, Any] = {}
             for name, by_mode in ports.items():
+                order = list(by_mode)[:: 1 if repeat % 2 else -1]
                 cells, num_differences = {}, 0
                 for load, request_of in LOADS.items():
                     draw = random.Random(f"{load}/{repeat}")
                     requests = [request_of(words, draw) for _ in range(options.requests_per_load)]
                     measured = {mode: measure(by_mode[mode], SERVERS[name][1], requests) for mode in order}
                     cells[load] = {mode: cell for mode, (cell, _) in measured.items()}
-                    num_differences += num_different(measured["off"][1], measured["on"][1])
+                    without = measured["off"][1]
+                    num_differences += sum(num_different(without, answers) for _, answers in measured.values())
                 servers[name] = {"loads": cells, "different": num_differences}
                 ratios = (
-                    f"{load} {cell['on']['tokens_per_s'] / cell['off']['tokens_per_s']:.2f}"
+                    f"{load} {mode} {cell[mode]['tokens_per_s'] / cell['off']['tokens_per_s']:.2f}"
                     for load, cell in cells.items()
+                    for mode in cell
+                    if mode != "off"
                 )
                 print(f"  {name}: {', '.join(ratios)}, {num_differences} answers differ", flush=True)
             if "penstock" in ports:
                 many = stream_load(NUM_STREAMS)
-                rates = {mode: run(ports["penstock"][mode], PENSTOCK, many, words, str(repeat)) for mode in order}
+                by_mode = ports["penstock"]
+                order = list(by_mode)[:: 1 if repeat % 2 else -1]
+                rates = {mode: run(by_mode[mode], PENSTOCK, many, words, str(repeat)) for mode in order}
                 cell = {mode: {"tokens_per_s": rate.tokens_per_s} for mode, rate in rates.items()}
                 servers["penstock"]["loads"][many.name] = cell
             repeats.append(servers)
         if "penstock" in ports and options.requests:
             sampled = sampled_requests(words, options.requests)
             with ThreadPoolExecutor(8) as threads:
-                answers = [list(threads.map(partial(answer, port), sampled)) for port in ports["penstock"].values()]
-            record["sampled"] = {"requests": len(sampled), "different": num_different(*answers)}
+                without, *others = (
+                    list(threads.map(partial(answer, port), sampled)) for port in ports["penstock"].values()
+                )
+            different = sum(num_different(without, answers) for answers in others)
+            record["sampled"] = {"requests": len(sampled), "different": different}
     keep(record, "speculation", title(record) + table_of(speculation(record)), options.out)
 
 

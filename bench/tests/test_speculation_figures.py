@@ -25,6 +25,17 @@ def test_a_figure_compares_each_load_with_and_without_drafts() -> None:
     assert figures["penstock: answers that differ, of 1,000 requests with every kind of sampling"].values == [1]
 
 
+def test_medusa_heads_have_figures_of_their_own() -> None:
+    modes = {"off": {"tokens_per_s": 10}, "on": {"tokens_per_s": 11}, "heads": {"tokens_per_s": 14, "drafted": 4}}
+    modes["heads"]["accepted"] = 3
+    repeat = {"penstock": {"loads": {"free chat": modes}, "different": 0}}
+    figures = {figure.name: figure for figure in speculation({"repeats": [repeat]})}
+    ratio = figures["penstock, free chat: throughput with drafts of Medusa heads, to without"]
+    assert (ratio.values, ratio.target) == ([1.4], "≥ 1.3")
+    assert figures["penstock, free chat: right drafts of Medusa heads"].values == [75]
+    assert figures["penstock, free chat: throughput with drafts, to without"].target == ""
+
+
 def test_requests_have_every_kind_of_sampling_in_turn() -> None:
     requests = sampled_requests(["a", "b"], 2 * len(SAMPLINGS))
     assert len({request["parameters"]["seed"] for request in requests}) == len(requests)

@@ -27,8 +27,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLTokenizer
 from penstock_server.engine.constraint import Constrainer
+from penstock_server.engine.drafting.ngram import continuation
 from penstock_server.errors import GrammarError
 from penstock_server.grammar import compiler as compiler_module
+from penstock_server.grammar import state
 from penstock_server.grammar.compiler import GrammarCompiler
 from penstock_server.grammar.language import MAX_TEXT_BYTES, build_matcher
 from penstock_server.grammar.start import build_start
@@ -336,10 +338,13 @@ def test_masks_after_drafts_are_those_of_sequences_that_generated_them(compiler:
 
 
 def draft_of(states: GrammarStates, history: list[int], most: int, *guesses: list[int]) -> list[int]:
+    """guesses: the results of one call after the other."""
     left = list(guesses)
-    return states.draft(
-        1, np.array(history, np.int32), most, lambda _, most: np.array((left.pop(0) if left else [])[:most], np.int32)
-    )
+
+    def guess(_text: np.ndarray, most: int, _least_match: int) -> np.ndarray:
+        return np.array((left.pop(0) if left else [])[:most], np.int32)
+
+    return states.draft(1, np.array(history, np.int32), most, guess)
 
 
 def test_a_draft_has_what_the_grammar_forces_and_guesses_that_it_allows(compiler: GrammarCompiler) -> None:
@@ -365,6 +370,22 @@ def test_of_a_few_allowed_tokens_a_draft_has_the_one_that_was_used_last(compiler
     states.apply(Plan(1, (), [constrained(1, Grammar("regex", "(0|1)[ab](0|1)"), ids[:1])]))
     assert draft_of(states, [7, ids[1], 9, *ids[:1]], 9) == [ids[1], ids[0]]
     assert draft_of(states, [7, *ids[:1]], 9) == []
+
+
+def test_a_draft_guesses_free_text_once_and_further_only_after_a_long_match(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "_FREE_TEXT", 0)
+    states, a, b = GrammarStates(compiler, 1), WORDS.index("a"), WORDS.index("b")
+    states.apply(Plan(1, (), [constrained(1, Grammar("regex", "[ab]{30}"), [a])]))
+    text, zero, one = [a, b, b, a, b, a, a, b], WORDS.index("0"), WORDS.index("1")
+
+    def draft(*history: int) -> list[int]:
+        return states.draft(1, np.array(history, np.int32), 5, continuation)
+
+    assert draft(*text, zero, *text[:6]) == text[6:], "what follows is not in the grammar"
+    assert draft(*text, zero, *text[:3]) == text[3:5]
+    assert draft(zero, *text, one, *text[:2]) == []
 
 
 def test_a_complete_grammar_allows_the_sequence_s_stop_tokens(compiler: GrammarCompiler) -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from fake_model import BLOCK_TOKENS, VOCAB, FakeModel, continuation
 from paired_ranks import CPU, PairedGroup
 from penstock_server.engine import Engine
+from penstock_server.engine.drafting import medusa
 from penstock_server.engine.drafting.interface import SentDrafter
-from penstock_server.engine.drafting.medusa import WEIGHTS_NAME, Head, MedusaDrafter, read_heads
+from penstock_server.engine.drafting.medusa import WEIGHTS_NAME, Heads, MedusaDrafter, read_heads
 from penstock_server.errors import ConfigError
+from penstock_server.kernels.native_build import find_build
 from penstock_server.parallel import RankGroup
 from penstock_server.plan import NewSequence
 from plans import Advance
@@ -21,25 +25,19 @@ from safetensors.torch import save_file
 from test_engine import LIMITS, Driver, prompt_of
 
 
-def knowing(text: list[int], num_heads: int) -> list[Head]:
+def choose(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return logits.argmax(-1), logits.log_softmax(-1).amax(-1)
+
+
+def knowing(text: list[int], num_heads: int, certainty: float = 100.0) -> Heads:
     """Heads that know what follows each token of a text. An output of the fake model is the next token."""
-    heads = []
-    for distance in range(1, num_heads + 1):
-        # token t scores 2·t'·x − t'² for the token t' that comes `distance` before it, which is greatest for x = t'.
-        vocabulary = torch.full((VOCAB, 2), -1e9)
-        for token, later in zip(text, text[distance:], strict=False):
-            vocabulary[later] = torch.tensor([2.0 * token, -(float(token) ** 2)])
-        heads.append(_WithOne((), vocabulary))
-    return heads
 
+    def matrix(distance: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        logits = torch.zeros(VOCAB, VOCAB)
+        logits[text[:-distance], text[distance:]] = certainty
+        return lambda outputs: logits[outputs[:, 0].long()]
 
-class _WithOne(Head):
-    """Reads a second column of ones."""
-
-    __slots__ = ()
-
-    def __call__(self, outputs: torch.Tensor) -> torch.Tensor:
-        return Head.__call__(self, torch.cat((outputs.float(), torch.ones(len(outputs), 1)), 1))
+    return Heads([()] * num_heads, [matrix(distance) for distance in range(1, num_heads + 1)], choose)
 
 
 def drafting(drafter: MedusaDrafter | SentDrafter, group: RankGroup) -> Driver:
@@ -82,6 +80,26 @@ def test_a_sequence_that_returns_has_drafts_after_its_next_token() -> None:
     assert [token.id for token in output.tokens] == expected[3:7]
 
 
+def test_a_draft_ends_where_its_tokens_are_too_unlikely() -> None:
+    # Each head gives its first choice a probability of 0.6: two of them 0.36, and three less than the limit.
+    certainty = float(np.log(0.6 / 0.4 * (VOCAB - 1)))
+    heads = knowing(list(range(20, 30)), 4, certainty)
+    assert [draft.tolist() for draft in heads(torch.tensor([[20.0]]), np.array([4]))] == [[21, 22]]
+
+
+def test_no_more_rows_are_multiplied_than_drafts_are_allowed() -> None:
+    rows = []
+
+    def matrix(x: torch.Tensor) -> torch.Tensor:
+        rows.append(len(x))
+        return torch.eye(VOCAB)[x[:, 0].long()] * 100
+
+    heads = Heads([()] * 4, [matrix], choose)
+    drafts = heads(torch.tensor([[5.0], [6.0], [7.0]]), np.array([1, 9, 2]))
+    assert [draft.tolist() for draft in drafts] == [[5], [6] * 4, [7] * 2]
+    assert rows == [1 + 4 + 2]
+
+
 def save_heads(folder: Path, hidden_size: int = 6, vocab_size: int = 11, **config: object) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     tensors = {}
@@ -89,21 +107,84 @@ def save_heads(folder: Path, hidden_size: int = 6, vocab_size: int = 11, **confi
         tensors[f"{i}.0.linear.weight"] = torch.randn(hidden_size, hidden_size)
         tensors[f"{i}.0.linear.bias"] = torch.randn(hidden_size)
         tensors[f"{i}.1.weight"] = torch.randn(vocab_size, hidden_size)
-    save_file(tensors, folder / WEIGHTS_NAME)
-    (folder / "config.json").write_text(json.dumps({"medusa_num_heads": 2, "medusa_num_layers": 1, **config}))
+    write_heads(folder, tensors, **config)
     return tensors
 
 
-def test_heads_are_read_in_the_layout_of_tgi(tmp_path: Path) -> None:
+def write_heads(folder: Path, tensors: dict[str, torch.Tensor], **config: object) -> None:
+    save_file(tensors, folder / WEIGHTS_NAME)
+    (folder / "config.json").write_text(json.dumps({"medusa_num_heads": 2, "medusa_num_layers": 1, **config}))
+
+
+class Sized(FakeModel):
+    """Has a random output matrix."""
+
+    def __init__(self, hidden_size: int, vocab_size: int) -> None:
+        super().__init__()
+        self.hidden_size, self.vocab_size = hidden_size, vocab_size
+        self.matrix = torch.randn(vocab_size, hidden_size)
+
+    def logits(self, outputs: torch.Tensor) -> torch.Tensor:
+        return outputs @ self.matrix.T
+
+    def head_rows(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.matrix[token_ids]
+
+
+def read(folder: Path, model: FakeModel, group: RankGroup | None = None) -> Heads | None:
+    native = find_build(CPU, torch.float32)
+    assert native is not None
+    return read_heads(folder, model, native, group or RankGroup())
+
+
+def entered(tensors: dict[str, torch.Tensor], head: int, outputs: torch.Tensor) -> torch.Tensor:
+    """What the residual block of a head makes of outputs."""
+    linear = outputs @ tensors[f"{head}.0.linear.weight"].T + tensors[f"{head}.0.linear.bias"]
+    return outputs + linear * torch.sigmoid(linear)
+
+
+@pytest.fixture
+def every_draft_is_likely(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(medusa, "_LEAST_PROBABILITY", 1e-30)
+
+
+@pytest.mark.native
+@pytest.mark.usefixtures("every_draft_is_likely")
+def test_heads_are_read_in_the_first_layout_of_tgi(tmp_path: Path) -> None:
     tensors, outputs = save_heads(tmp_path), torch.randn(4, 6)
-    heads = read_heads(tmp_path, 6, 11, torch.float32)
-    for i, head in enumerate(heads):
-        linear = outputs @ tensors[f"{i}.0.linear.weight"].T + tensors[f"{i}.0.linear.bias"]
-        logits = (outputs + linear * torch.sigmoid(linear)) @ tensors[f"{i}.1.weight"].T
-        assert head(outputs).tolist() == logits.argmax(1).tolist()
-    assert len(heads) == 2
+    heads = read(tmp_path, Sized(6, 11))
+    assert heads is not None
+    expected = [
+        (entered(tensors, head, outputs) @ tensors[f"{head}.1.weight"].T).argmax(1).tolist() for head in range(2)
+    ]
+    assert [draft.tolist() for draft in heads(outputs, np.array([2] * 4))] == [
+        list(pair) for pair in zip(*expected, strict=True)
+    ]
+    assert heads.num_bytes == 2 * 4 * (6 * 6 + 11 * 6)
 
 
+@pytest.mark.native
+@pytest.mark.usefixtures("every_draft_is_likely")
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("token_ids", [None, [2, 3, 5, 7]])
+def test_heads_of_the_second_layout_choose_by_the_model_s_matrix(
+    token_ids: list[int] | None, size: int, tmp_path: Path
+) -> None:
+    tensors, outputs = save_heads(tmp_path), torch.randn(4, 6)
+    shared = {name: tensor for name, tensor in tensors.items() if "linear" in name}
+    allowed = list(range(11)) if token_ids is None else token_ids
+    write_heads(tmp_path, shared if token_ids is None else {**shared, "token_ids": torch.tensor(token_ids)})
+    model = Sized(6, 11)
+    heads = read(tmp_path, model, PairedGroup(0, size))
+    assert heads is not None
+    for head in range(2):
+        logits = (entered(tensors, head, outputs) @ model.matrix.T)[:, allowed]
+        best = [allowed[place] for place in logits.argmax(1).tolist()]
+        assert [int(draft[head]) for draft in heads(outputs, np.array([2] * 4))] == best
+    assert read(tmp_path, model, PairedGroup(1, 2)) is None
+
+
+@pytest.mark.native
 @pytest.mark.parametrize(
     ("sizes", "config", "message"),
     [
@@ -118,4 +199,14 @@ def test_heads_of_another_model_are_refused(
 ) -> None:
     save_heads(tmp_path, **config)
     with pytest.raises(ConfigError, match=message):
-        read_heads(tmp_path, *sizes, torch.float32)
+        read(tmp_path, Sized(*sizes))
+
+
+@pytest.mark.parametrize(
+    "token_ids", [torch.tensor([1.0]), torch.tensor([[1]]), torch.tensor([11]), torch.tensor([-1])]
+)
+def test_tokens_that_the_model_lacks_are_refused(token_ids: torch.Tensor, tmp_path: Path) -> None:
+    shared = {name: tensor for name, tensor in save_heads(tmp_path).items() if "linear" in name}
+    write_heads(tmp_path, {**shared, "token_ids": token_ids})
+    with pytest.raises(ConfigError, match="tensor token_ids must be a list of int64 from 0 to 10"):
+        read(tmp_path, Sized(6, 11))

@@ -46,7 +46,7 @@ from penstock_server.grammar.compiler import GrammarCompiler
 from penstock_server.grammar.state import GrammarStates
 from penstock_server.heap import return_free_pages
 from penstock_server.kernels import ACTIVATION_BITS
-from penstock_server.kernels.native_build import find_build
+from penstock_server.kernels.native_build import NativeBuild, find_build
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
 from penstock_server.phase import PhaseClock
@@ -76,20 +76,19 @@ def _can_draft(model: CausalModel, device: torch.device) -> bool:
 
 
 def _load_drafter(
-    folder: Path | None, model: CausalModel, device: torch.device, dtype: torch.dtype, rank: int
+    folder: Path | None, model: CausalModel, device: torch.device, native: NativeBuild | None, group: RankGroup
 ) -> Drafter:
     """The drafter of one rank. folder: Medusa heads; None: n-gram lookup. Raises ConfigError for those of another
     model."""
     if folder is None:
         return NgramDrafter()
-    if not _can_draft(model, device):
+    if not _can_draft(model, device) or native is None:
         raise ConfigError(
             f"--speculative-model {folder}: drafts are verified on CPUs only so far, by a native decoder and native "
             "kernels; leave the flag out"
         )
-    if rank:
-        return SentDrafter()
-    return MedusaDrafter(read_heads(folder, model.hidden_size, model.vocab_size, dtype))
+    heads = read_heads(folder, model, native, group)
+    return SentDrafter() if heads is None else MedusaDrafter(heads)
 
 
 def _image_input(images: ImageEncoder | None) -> ImageInput | None:
@@ -175,7 +174,7 @@ class Engine:
                 with clock.phase("read vocabulary"):
                     wait([compiler.read()])
         watermark = Watermark.of(model.vocab_size, config.watermark_gamma, config.watermark_delta)
-        drafter = _load_drafter(config.speculative_model, model, device, dtype, rank)
+        drafter = _load_drafter(config.speculative_model, model, device, native, group)
         description = Description(
             architecture=model.architecture,
             dtype=next(name for name, value in DTYPES.items() if value == dtype),

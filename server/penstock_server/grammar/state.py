@@ -25,12 +25,14 @@ from penstock_server.plan import Plan
 # [rows, words]: bit b of word w stands for token 32·w + b (little-endian)
 Words = npt.NDArray[np.int32]
 TokenIds = npt.NDArray[np.int32]
-# At most so many tokens that may follow a text.
-Guess = Callable[[TokenIds, int], TokenIds]
+# At most so many tokens that may follow a text, if at least so many of its last tokens occurred in it before.
+Guess = Callable[[TokenIds, int, int], TokenIds]
 
 _BITS = (np.uint32(1) << np.arange(32, dtype=np.uint32)).view(np.int32)
 _SEQUENCES_PER_THREAD = 4  # fewer are not worth another thread
-_FEW_ALLOWED = 16  # tokens among which a guess pays
+_FEW_ALLOWED = 16  # tokens among which the one used last is a good guess
+_FREE_TEXT = 1000  # more allowed tokens are text; fewer are syntax and its whitespace
+_SHORT_MATCH, _LONG_MATCH = 3, 6  # tokens
 
 
 class _State:
@@ -53,14 +55,18 @@ class _State:
         if self._consume() or self._matcher is None or self._has_ended:
             return []
         start, matcher = self._start.result(), self._matcher.deep_copy()
+        mask = np.zeros(len(start.mask) // 4, np.int32)
         draft: list[int] = []
+        has_guessed_text = False
         while len(draft) < most:
             left = most - len(draft)
             if not (tokens := matcher.compute_ff_tokens()[:left]):
                 text = np.append(history, np.array(draft, np.int32))
-                tokens = guess(text, left).tolist()
-                if not tokens or matcher.validate_tokens(tokens[:1]) == 0:
-                    tokens = _last_used(text, start, matcher)
+                start.fill(matcher, mask)
+                if _num_allowed(mask) <= _FREE_TEXT:
+                    tokens = _guess_syntax(text, matcher, mask, guess)
+                elif not has_guessed_text:
+                    tokens, has_guessed_text = _guess_text(text, left, guess), True
             tokens = list(takewhile(lambda token_id: token_id not in self._end_ids, tokens))
             count = matcher.try_consume_tokens(tokens)
             draft += tokens[:count]
@@ -133,15 +139,26 @@ class _State:
         return ""
 
 
-def _last_used(text: TokenIds, start: Start, matcher: LLMatcher) -> list[int]:
-    """Of a few allowed tokens, as around a schema's keys, the one that the text used last."""
-    mask = np.zeros(len(start.mask) // 4, np.int32)
-    start.fill(matcher, mask)
-    if np.bitwise_count(mask.view(np.uint32)).sum() > _FEW_ALLOWED:
-        return []
+def _num_allowed(mask: Words) -> int:
+    return int(np.bitwise_count(mask.view(np.uint32)).sum())
+
+
+def _guess_syntax(text: TokenIds, matcher: LLMatcher, mask: Words, guess: Guess) -> list[int]:
+    """The next token where a grammar allows only some, as around the keys of a schema: what followed the last token
+    before, or, of a few allowed tokens, the one that the text used last."""
+    token = guess(text, 1, 1).tolist()
+    if (token and matcher.validate_tokens(token)) or _num_allowed(mask) > _FEW_ALLOWED:
+        return token
     allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
     places = np.flatnonzero(np.isin(text, allowed))
     return text[places[-1:]].tolist()
+
+
+def _guess_text(text: TokenIds, most: int, guess: Guess) -> list[int]:
+    """The next tokens where a grammar allows nearly all, as in a schema's strings. Their beginnings look alike, so a
+    short match is worth only a short draft."""
+    tokens = guess(text, most, _LONG_MATCH)
+    return (tokens if len(tokens) else guess(text, min(most, 2), _SHORT_MATCH)).tolist()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from penstock_server.errors import ConfigError
 from penstock_server.kernels.activation import SoftCap
 from penstock_server.kernels.ops import Elementwise, Lookup, Ops
 from penstock_server.layers.linear import Linear
@@ -49,6 +52,20 @@ class VocabularyHead:
         if self.soft_cap is not None:
             logits = self.soft_cap(logits)
         return logits
+
+    def rows(self, token_ids: Tensor, hidden_size: int, dtype: torch.dtype) -> Tensor:
+        """The rows [tokens, hidden] of the matrix, the same on all ranks. Only of native layers; raises ConfigError for
+        one whose columns are in another order."""
+        packed: Any = self.linear.native
+        if packed is None:
+            raise ConfigError("the rows of the model's output matrix cannot be read, because its columns are reordered")
+        first = sum(self.widths[: self.group.rank])
+        mine = (token_ids >= first) & (token_ids < first + self.linear.out_features)
+        rows = torch.zeros((len(token_ids), hidden_size), dtype=dtype)
+        here = torch.empty((int(mine.sum()), hidden_size), dtype=dtype)
+        packed.copy_rows(token_ids[mine] - first, here)
+        rows[mine] = here
+        return self.group.all_reduce(rows)
 
 
 def soft_cap(ops: Ops, cap: float) -> Elementwise:

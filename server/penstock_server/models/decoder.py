@@ -141,6 +141,10 @@ class Decoder:
         assert self.head is not None, "its outputs are pooled"
         return self.head(outputs)
 
+    def head_rows(self, token_ids: Tensor) -> Tensor:
+        assert self.head is not None, "its outputs are pooled"
+        return self.head.rows(token_ids, self.hidden_size, self._dtype)
+
     def forward(self, batch: StepBatch) -> Tensor:
         if self.encoder is not None and batch.sources is not None:
             self.encoder.read(StepContext.of(batch.sources, self._attention), self.layers, self.caches)

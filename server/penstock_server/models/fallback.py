@@ -104,6 +104,9 @@ class Fallback:
     def logits(self, outputs: Tensor) -> Tensor:
         return self._head(outputs)
 
+    def head_rows(self, token_ids: Tensor) -> Tensor:
+        raise AssertionError("a row's bits may depend on its batch, so no drafts are verified")
+
     def own_logits(self, ids: Tensor) -> Tensor:
         """The model's logits [tokens, vocab] for one text [tokens], with its own attention and without a cache."""
         self._model.set_attn_implementation("eager")

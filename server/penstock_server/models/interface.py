@@ -84,3 +84,8 @@ class CausalModel(Protocol):
         """Outputs [rows, hidden] → logits [rows, vocab] in the model's dtype, the same on all ranks. All ranks must
         call it together with the same rows; the caller bounds the memory by the number of rows."""
         ...
+
+    def head_rows(self, token_ids: Tensor) -> Tensor:
+        """The rows [tokens, hidden] of the output matrix, in the model's dtype, the same on all ranks, which call it
+        together. Called only if `is_row_independent`. Raises ConfigError for a matrix whose rows cannot be read."""
+        ...

@@ -7,21 +7,26 @@ import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from cases import VOCAB
 from grammar_walk import END, write_small_tokenizer
+from native_builds import build
 from penstock_server.config import WarmUpConfig
 from penstock_server.engine import Engine
-from penstock_server.engine.drafting import ngram
+from penstock_server.engine.drafting import medusa, ngram
 from penstock_server.grammar.compiler import GrammarCompiler
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
 from penstock_server.plan import Grammar, NewSequence, Sampling
 from plans import Advance, Token, listed, plan
+from rank_threads import run_native_ranks
+from safetensors import safe_open
+from safetensors.torch import save_file
 from tiny_model import save_case
 from tiny_models import prompts
 
@@ -76,7 +81,7 @@ class Drafts:
         self.texts = texts
         self.draw = random.Random(5)
 
-    def __call__(self, history: np.ndarray, most: int) -> np.ndarray:
+    def __call__(self, history: np.ndarray, most: int, least_match: int = 2) -> np.ndarray:
         # A grammar's draft may have gone on with a token that was not generated.
         text = next((text for text in self.texts if text[: len(history)] == history.tolist()), [])
         draft = text[len(history) :][: self.draw.randrange(most + 1)]
@@ -131,3 +136,54 @@ def test_drafts_change_no_bit(
     drafted, num_steps = generate(engine, texts, num_source, max_drafts=6)
     assert drafted == plain
     assert num_steps + 5 < num_plain_steps, "many drafts are right"
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_heads_that_share_the_model_s_matrix_change_no_bit(
+    name: str, tmp_path: Path, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(medusa, "_LEAST_PROBABILITY", 1e-30)
+    group, cpu = RankGroup(), torch.device("cpu")
+    model = load_model(LoadOptions(save_case(name, tmp_path), torch.bfloat16, cpu, BLOCK_TOKENS), group)
+    heads = tmp_path / "heads"
+    heads.mkdir()
+    hidden = model.hidden_size
+    # Without a residual, a head repeats the token that was sampled.
+    save_file(
+        {f"{i}.0.linear.{part}": torch.zeros(*shape) for i in range(3) for part, shape in shapes_of(hidden)},
+        heads / medusa.WEIGHTS_NAME,
+    )
+    (heads / "config.json").write_text('{"medusa_num_heads": 3, "medusa_num_layers": 1}')
+    found = medusa.read_heads(heads, model, build(), group)
+    assert found is not None
+    drafter = medusa.MedusaDrafter(found)
+    engine = Engine(model, group, cpu, BLOCK_TOKENS, compiler=compiler, drafter=drafter)
+    engine.warm_up(WarmUpConfig(max_step_tokens=512, max_step_sequences=256, num_blocks=NUM_BLOCKS, proven=True))
+    texts = prompts(3, [6 + 11 * i % 30 for i in range(len(SAMPLINGS))], VOCAB)
+    plain, _ = generate(engine, texts, 0, max_drafts=0)
+    num_drafts = []
+    draft = drafter.draft
+
+    def counted(*args: Any) -> Any:
+        drafts = draft(*args)
+        num_drafts.append(sum(map(len, drafts)))
+        return drafts
+
+    monkeypatch.setattr(drafter, "draft", counted)
+    assert generate(engine, texts, 0, max_drafts=6)[0] == plain
+    assert sum(num_drafts) > len(texts)
+
+
+def shapes_of(hidden: int) -> list[tuple[str, tuple[int, ...]]]:
+    return [("weight", (hidden, hidden)), ("bias", (hidden,))]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_rows_of_the_output_matrix_are_those_of_the_checkpoint_on_two_ranks(name: str, tmp_path: Path) -> None:
+    options = LoadOptions(save_case(name, tmp_path), torch.bfloat16, torch.device("cpu"), BLOCK_TOKENS)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        tensor = "lm_head.weight" if "lm_head.weight" in set(file.keys()) else "model.embed_tokens.weight"
+        expected = file.get_tensor(tensor).bfloat16()
+    ids = torch.tensor([0, VOCAB - 1, 7, VOCAB // 2, 7])
+    for rows in run_native_ranks(2, lambda group: load_model(options, group).head_rows(ids)):
+        assert torch.equal(rows, expected[ids])

@@ -1,124 +1,198 @@
 """Drafts from Medusa heads: each head reads the output from which the last token was sampled, and predicts the
 token one place further than that of the head before.
 
-Heads have the layout of TGI: `config.json` with `medusa_num_heads` and `medusa_num_layers`, and
-`medusa_lm_head.safetensors` with a few residual blocks and a matrix of the vocabulary per head.
+Heads have one of TGI's two layouts: `config.json` with `medusa_num_heads` and `medusa_num_layers`, and
+`medusa_lm_head.safetensors` with the residual blocks of each head. In the first layout, each head also has a matrix of
+the vocabulary. In the second one, all heads share the model's own output matrix, or, if the file has a tensor
+`token_ids` (ours; other servers ignore it), the rows of these tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn.functional import silu
 
+from penstock_server.engine.drafting import ngram
 from penstock_server.engine.drafting.interface import Tokens
 from penstock_server.engine.host_batch import Rows
 from penstock_server.engine.sequence import SequenceTable
 from penstock_server.errors import ConfigError
+from penstock_server.kernels.native_build import NativeBuild
+from penstock_server.kernels.native_ops import NativeOps
 from penstock_server.models.config import Config
+from penstock_server.models.interface import CausalModel
+from penstock_server.parallel import RankGroup
 from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
 
 WEIGHTS_NAME = "medusa_lm_head.safetensors"
+_LEAST_PROBABILITY = 0.3  # that all tokens of a draft are right; drafts end before it is lower
+_PARALLEL_BYTES = 1 << 22  # of a matrix; the barrier of threads costs more than it saves for smaller ones
+_LONG_MATCH = 4  # tokens; if the last ones occurred before, what followed them is a better draft
+
+# [rows, in] → [rows, out]
+Layer = Callable[[Tensor], Tensor]
+# Logits [rows, tokens] → the greatest of each row [rows] int64, and its logprob [rows]; NaN for a broken row.
+Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
-    """Residual blocks x + silu(weight · x + bias), then a matrix of the vocabulary."""
+class Heads:
+    """blocks: of each head, the layers of its residual blocks x + silu(layer(x)). matrices: one for each head, or one
+    for all, whose columns are all tokens, or `token_ids`."""
 
-    blocks: Sequence[tuple[Tensor, Tensor]]  # weight [hidden, hidden], bias [hidden]
-    vocabulary: Tensor  # [vocab, hidden]
+    blocks: Sequence[Sequence[Layer]]
+    matrices: Sequence[Layer]
+    choose: Choose
+    token_ids: Tensor | None = None
+    num_bytes: int = 0
 
-    @property
-    def num_bytes(self) -> int:
-        tensors = (self.vocabulary, *(tensor for block in self.blocks for tensor in block))
-        return sum(tensor.nbytes for tensor in tensors)
+    def __call__(self, outputs: Tensor, most: Rows) -> list[Tokens]:
+        """The draft of each row. outputs: [rows, hidden]; most: [rows], at least 1. No more rows are multiplied by a
+        matrix than the drafts may have tokens."""
+        num_heads = min(int(most.max()), len(self.blocks))
+        rows = [np.flatnonzero(most > head) for head in range(num_heads)]
+        inputs = [_enter(blocks, outputs[picked]) for blocks, picked in zip(self.blocks, rows, strict=False)]
+        if len(self.matrices) < len(self.blocks):
+            inputs = [torch.cat(inputs)]
+        chosen = [self.choose(matrix(x)) for matrix, x in zip(self.matrices, inputs, strict=False)]
+        ids, logprobs = (torch.cat(parts) for parts in zip(*chosen, strict=True))
+        if self.token_ids is not None:
+            ids = self.token_ids[ids]
+        tokens = np.zeros((len(most), num_heads), np.int32)
+        likely = np.full((len(most), num_heads), -np.inf)
+        places = np.concatenate(rows), np.repeat(np.arange(num_heads), [len(picked) for picked in rows])
+        tokens[places], likely[places] = ids.numpy(), np.nan_to_num(logprobs.float().numpy(), nan=-np.inf)
+        counts = (likely.cumsum(1) >= np.log(_LEAST_PROBABILITY)).sum(1)
+        return [draft[:count] for draft, count in zip(tokens, counts.tolist(), strict=True)]
 
-    def __call__(self, outputs: Tensor) -> Tensor:
-        """Outputs [rows, hidden] → the most probable tokens [rows]."""
-        for weight, bias in self.blocks:
-            outputs = outputs + functional.silu(functional.linear(outputs, weight, bias))
-        return functional.linear(outputs, self.vocabulary).argmax(-1)
+
+def _enter(blocks: Sequence[Layer], x: Tensor) -> Tensor:
+    for layer in blocks:
+        x = x + silu(layer(x))
+    return x
 
 
-def read_heads(folder: Path, hidden_size: int, vocab_size: int, dtype: torch.dtype) -> list[Head]:
-    """The heads in a folder. Raises ConfigError if they are damaged, were made for another model, or are no heads."""
-    config = Config.read(folder)
-    num_heads = config.optional_int("medusa_num_heads")
-    if not num_heads or num_heads < 1:
-        kind = config.get("model_type", "unknown")
-        raise ConfigError(
-            f"--speculative-model {folder}: {config.path.name} has no medusa_num_heads, and its model type is {kind}; "
-            "only Medusa heads are supported so far. Leave the flag out for n-gram lookup"
-        )
-    num_blocks, path = config.get("medusa_num_layers", 1), folder / WEIGHTS_NAME
-    if not path.is_file():
-        raise ConfigError(
-            f"--speculative-model {folder} holds no {WEIGHTS_NAME}; convert medusa_lm_head.pt to safetensors"
-        )
-    checkpoint = SafetensorsCheckpoint((path,))
+class _File:
+    """The files of heads. Raises ConfigError if they are damaged, were made for another model, or are no heads."""
 
-    def read(name: str, *shape: int) -> Tensor:
-        if name not in checkpoint.names():
-            raise ConfigError(f"{path} lacks the tensor {name}")
-        if checkpoint.shape(name) != shape:
+    def __init__(self, folder: Path) -> None:
+        config = Config.read(folder)
+        num_heads = config.optional_int("medusa_num_heads")
+        if not num_heads or num_heads < 1:
+            kind = config.get("model_type", "unknown")
             raise ConfigError(
-                f"{path}: tensor {name} has shape {list(checkpoint.shape(name))}, the model needs {list(shape)}; use "
-                "heads that were made for this model"
+                f"--speculative-model {folder}: {config.path.name} has no medusa_num_heads, and its model type is "
+                f"{kind}; only Medusa heads are supported so far. Leave the flag out for n-gram lookup"
+            )
+        self.path = folder / WEIGHTS_NAME
+        if not self.path.is_file():
+            raise ConfigError(
+                f"--speculative-model {folder} holds no {WEIGHTS_NAME}; convert medusa_lm_head.pt to safetensors"
+            )
+        self.num_heads: int = num_heads
+        self.num_blocks: int = config.get("medusa_num_layers", 1)
+        self._checkpoint = SafetensorsCheckpoint((self.path,))
+        self.has = self._checkpoint.names().__contains__
+
+    def read(self, name: str, dtype: torch.dtype, *shape: int) -> Tensor:
+        if not self.has(name):
+            raise ConfigError(f"{self.path} lacks the tensor {name}")
+        if self._checkpoint.shape(name) != shape:
+            raise ConfigError(
+                f"{self.path}: tensor {name} has shape {list(self._checkpoint.shape(name))}, the model needs "
+                f"{list(shape)}; use heads that were made for this model"
             )
         tensor = torch.empty(shape, dtype=dtype)
-        checkpoint.read(name, None, tensor)
+        self._checkpoint.read(name, None, tensor)
         return tensor
 
-    try:
-        return [
-            Head(
-                [
-                    (
-                        read(f"{i}.{j}.linear.weight", hidden_size, hidden_size),
-                        read(f"{i}.{j}.linear.bias", hidden_size),
-                    )
-                    for j in range(num_blocks)
-                ],
-                read(f"{i}.{num_blocks}.weight", vocab_size, hidden_size),
+    def token_ids(self, vocab_size: int) -> Tensor | None:
+        if not self.has("token_ids"):
+            return None
+        ids = self._checkpoint.raw("token_ids")
+        if ids.dtype != torch.int64 or ids.dim() != 1 or not len(ids) or ids.min() < 0 or ids.max() >= vocab_size:
+            raise ConfigError(
+                f"{self.path}: tensor token_ids must be a list of int64 from 0 to {vocab_size - 1}, it is of type "
+                f"{ids.dtype} and shape {list(ids.shape)}; use heads that were made for this model"
             )
-            for i in range(num_heads)
-        ]
+        return ids
+
+    def close(self) -> None:
+        self._checkpoint.close()
+
+
+def read_heads(folder: Path, model: CausalModel, native: NativeBuild, group: RankGroup) -> Heads | None:
+    """The heads in a folder; None on ranks after the first. All ranks call it together. Raises ConfigError if the
+    heads are damaged, were made for another model, or are no heads."""
+    file, dtype, num_bytes = _File(folder), native.dtype, 0
+    one_thread, all_threads = NativeOps(native, 1), NativeOps(native)
+
+    def pack(weight: Tensor, bias: Tensor | None = None) -> Layer:
+        nonlocal num_bytes
+        num_bytes += weight.nbytes
+        return (one_thread if weight.nbytes < _PARALLEL_BYTES else all_threads).pack_linear(weight, bias)
+
+    def block(name: str) -> Layer:
+        weight = file.read(f"{name}.weight", dtype, model.hidden_size, model.hidden_size)
+        return pack(weight, file.read(f"{name}.bias", dtype, model.hidden_size))
+
+    heads, last = range(file.num_heads), file.num_blocks
+    token_ids, matrices = None, list[Layer]()
+    try:
+        is_shared = not any(file.has(f"{i}.{last}.weight") for i in heads)
+        if is_shared:
+            token_ids = file.token_ids(model.vocab_size)
+            if token_ids is None and group.size == 1:
+                matrices = [model.logits]
+            else:
+                rows = model.head_rows(torch.arange(model.vocab_size) if token_ids is None else token_ids)
+                matrices = [pack(rows)]
+        if group.rank:
+            return None
+        blocks = [[block(f"{i}.{j}.linear") for j in range(file.num_blocks)] for i in heads]
+        if not is_shared:
+            shape = model.vocab_size, model.hidden_size
+            matrices = [pack(file.read(f"{i}.{last}.weight", dtype, *shape)) for i in heads]
     finally:
-        checkpoint.close()
+        file.close()
+    return Heads(blocks, matrices, one_thread.argmax_logprob, token_ids, num_bytes)
 
 
 class MedusaDrafter:
-    """Drafts of the first rank, which sends them to the others. Implements `Drafter`."""
+    """Drafts of the first rank, which sends them to the others: of the text where it repeats itself, else of the
+    heads. Implements `Drafter`."""
 
     is_sent = True
     reads_outputs = True
 
-    def __init__(self, heads: Sequence[Head]) -> None:
+    def __init__(self, heads: Heads) -> None:
         self._heads = heads
-        self.num_bytes = sum(head.num_bytes for head in heads)
+        self.num_bytes = heads.num_bytes
         # By row: the residency and the known tokens for which an output is the last one, and that output [hidden].
         self._last: dict[int, tuple[int, int, Tensor]] = {}
 
     def draft(self, table: SequenceTable, rows: Rows, most: Rows) -> Sequence[Tokens]:
         """Empty for a sequence whose last output is unknown, as after preemption, until it has sampled."""
-        drafts = [np.zeros(0, np.int32) for _ in rows]
+        drafts = [
+            ngram.continuation(table.known_ids(row), limit, _LONG_MATCH)
+            for row, limit in zip(rows.tolist(), most.tolist(), strict=True)
+        ]
         places, outputs = [], []
         for place, row in enumerate(rows.tolist()):
             residency, end, output = self._last.get(row, (0, 0, None))
-            if output is not None and (residency, end) == (table.residency[row], table.known[row]):
+            is_last = (residency, end) == (table.residency[row], table.known[row])
+            if output is not None and is_last and not len(drafts[place]):
                 places.append(place)
                 outputs.append(output)
         if places:
-            stacked = torch.stack(outputs)
-            heads = self._heads[: int(most[places].max())]
-            tokens = torch.stack([head(stacked) for head in heads], 1).numpy().astype(np.int32)
-            for place, draft in zip(places, tokens, strict=True):
-                drafts[place] = draft[: most[place]]
+            for place, draft in zip(places, self._heads(torch.stack(outputs), most[places]), strict=True):
+                drafts[place] = draft
         return drafts
 
     def observe(self, table: SequenceTable, rows: Rows, ends: Rows, outputs: Tensor) -> None:

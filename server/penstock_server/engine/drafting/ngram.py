@@ -16,9 +16,9 @@ _MAX_MATCH = 8  # a longer match does not make a better draft
 _MAX_HISTORY = 1 << 15  # last tokens that are searched
 
 
-def continuation(history: Tokens, most: int) -> Tokens:
+def continuation(history: Tokens, most: int, least_match: int = _MIN_MATCH) -> Tokens:
     """[≤ most]: what followed the longest end of `history` where it occurred before, at its last occurrence with `most`
-    tokens behind it, or else at the first one. Empty: not even its last `_MIN_MATCH` tokens occurred before."""
+    tokens behind it, or else at the first one. Empty: not even its last `least_match` tokens occurred before."""
     history = history[-_MAX_HISTORY:]
     ends = np.flatnonzero(history[:-1] == history[-1])  # last tokens of the matches
     num_matched = 1
@@ -28,7 +28,7 @@ def continuation(history: Tokens, most: int) -> Tokens:
         if not len(longer):
             break
         ends, num_matched = longer, num_matched + 1
-    if not len(ends) or num_matched < _MIN_MATCH:
+    if not len(ends) or num_matched < least_match:
         return history[:0]
     num_long = int(np.searchsorted(ends, len(history) - most))
     start = int(ends[num_long - 1 if num_long else 0]) + 1

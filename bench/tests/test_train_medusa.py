@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import peers
+import pytest
+import speculation
+import torch
+import train_medusa
+from safetensors.torch import load_file
+
+
+@pytest.fixture(autouse=True)
+def few_words(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    words = ["abbey", "canvas", "river"]
+    monkeypatch.setattr(peers, "prompt_words", lambda: words)
+    return words
+
+
+def test_no_question_is_one_of_the_benchmark(few_words: list[str]) -> None:
+    asked = set(train_medusa.questions(400))
+    draw = random.Random(0)
+    assert len(asked) > 50
+    assert not asked & {speculation.chat(few_words, draw)["inputs"] for _ in range(100)}
+
+
+class Repeating:
+    """A model whose output is the token it reads."""
+
+    config = SimpleNamespace(vocab_size=100)
+
+    def model(self, ids: torch.Tensor) -> Any:
+        return SimpleNamespace(last_hidden_state=ids[..., None].float())
+
+
+def test_head_number_n_predicts_the_token_n_places_after_the_sampled_one() -> None:
+    token_ids = torch.tensor([11, 12, 13, 15])
+    rows = train_medusa.rows_of(Repeating(), [([7, 8, 11, 12, 13, 14, 15], 2)], token_ids)  # type: ignore[arg-type]
+    assert rows.outputs[:, 0].tolist() == [8, 11, 12, 13, 14]
+    # Places in token_ids; 14 is not among them.
+    assert rows.targets.tolist() == [
+        [1, 2, -100, 3],
+        [2, -100, 3, -100],
+        [-100, 3, -100, -100],
+        [3, -100, -100, -100],
+        [-100] * 4,
+    ]
+
+
+def test_trained_heads_are_right_more_often_and_are_written_in_the_second_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_medusa, "LEARNING_RATE", 0.05)
+    torch.manual_seed(0)
+    matrix = torch.eye(8, dtype=torch.bfloat16)
+    outputs = torch.eye(8, dtype=torch.bfloat16).repeat(100, 1)
+    following = torch.arange(8).repeat(100)
+    targets = torch.stack([(following + distance) % 8 for distance in range(1, 5)], 1)
+    rows = train_medusa.Rows(outputs, targets)
+    heads = torch.nn.ModuleList(train_medusa.Head(8) for _ in range(train_medusa.NUM_HEADS))
+    assert max(train_medusa.accuracies(heads, matrix, rows)) == 0
+    train_medusa.train(heads, matrix, rows, num_epochs=40)
+    assert min(train_medusa.accuracies(heads, matrix, rows)) == 1
+    train_medusa.save(tmp_path, heads, torch.arange(8))
+    tensors = load_file(tmp_path / "medusa_lm_head.safetensors")
+    assert {name.split(".", 1)[1] for name in tensors if "." in name} == {"0.linear.weight", "0.linear.bias"}
+    assert tensors["token_ids"].tolist() == list(range(8))

@@ -1,0 +1,196 @@
+"""Trains Medusa heads for the embedded model on its own answers, and writes them in TGI's second layout.
+
+The model answers questions about pairs of words and about sentences of Python's documentation. Heads are residual
+blocks in front of the model's own output matrix, which stays as it is. They choose among the tokens that the answers
+have most often, because a product with the whole matrix would cost a fifth of a step. One question in ten is held out,
+and the accuracy of each head is that on their answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import peers
+import torch
+from load import prompt_of
+from penstock import LLM, SamplingParams
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+FOLDER = peers.PEERS / "medusa"
+# None of them is in a benchmark, which asks: Tell me about …
+QUESTIONS = (
+    "What is{}?",
+    "Explain{} to a child.",
+    "Write a short story about{}.",
+    "How are{} related?",
+    "Give three facts about{}.",
+    "Why does{} matter?",
+    "Describe{} in a few sentences.",
+    "Tell me a bit more on{}, please.",
+    "Write an email about{}.",
+    "List the steps to make{}.",
+)
+NUM_HEADS, NUM_BLOCKS, NUM_TOKENS = 4, 1, 12_288
+ANSWER_TOKENS = 120
+BATCH_ROWS = 512
+LEARNING_RATE = 1e-3
+Chat = tuple[list[int], int]  # token ids, and the number of those that the question has
+
+
+def questions(count: int) -> Iterator[str]:
+    """Chats with one question each, in random order."""
+    draw, words = random.Random("medusa"), peers.prompt_words()
+    entries = [" ".join(text.split()) for text in topics.values()]
+    for index in range(count):
+        if index % 8 == 7:
+            entry = draw.choice(entries)
+            sentence = draw.choice(re.split(r"(?<=[.:]) ", entry))[:300]
+            question = f"Summarize this: {sentence}"
+        else:
+            question = draw.choice(QUESTIONS).format(prompt_of(words, draw.choice((1, 2, 2)), draw))
+        yield f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def answers(count: int) -> list[Chat]:
+    """One answer to each question. Half of them are greedy."""
+    params = [SamplingParams(max_tokens=ANSWER_TOKENS, temperature=index % 2 / 2, seed=1) for index in range(count)]
+    with LLM(dequantize=True, standby="off", max_batch_total_tokens=40_000) as model:
+        found = model.generate(list(questions(count)), params)
+    return [(one.prompt_token_ids + one.token_ids, len(one.prompt_token_ids)) for one in found]
+
+
+def base_model() -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    gguf = peers.bf16_gguf()  # transformers keeps the matrices of a quantized file packed
+    return AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16).eval()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """outputs [rows, hidden]: from each, the model sampled a token; targets [rows, heads]: places in `token_ids` of the
+    tokens after that one, -100 after the end of an answer and for other tokens."""
+
+    outputs: Tensor
+    targets: Tensor
+
+
+@torch.inference_mode()
+def rows_of(model: nn.Module, chats: Sequence[Chat], token_ids: Tensor) -> Rows:
+    place_of = torch.full((model.config.vocab_size,), -100)
+    place_of[token_ids] = torch.arange(len(token_ids))
+    outputs, targets = [], []
+    for ids, num_asked in chats:
+        outputs.append(model.model(torch.tensor([ids])).last_hidden_state[0, num_asked - 1 : -1])
+        padded = functional.pad(place_of[ids[num_asked:]], (0, NUM_HEADS), value=-100)
+        targets.append(padded.unfold(0, NUM_HEADS, 1)[1:])
+    return Rows(torch.cat(outputs), torch.cat(targets))
+
+
+class Head(nn.Module):
+    """Starts as the identity: the prediction of the token before."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(hidden_size, hidden_size) for _ in range(NUM_BLOCKS))
+        for layer in self.layers:
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + functional.silu(layer(x))
+        return x
+
+
+def train(heads: nn.ModuleList, matrix: Tensor, rows: Rows, num_epochs: int) -> None:
+    """Adam, with a learning rate that falls to 0 like a cosine. matrix [tokens, hidden]"""
+    optimizer = torch.optim.Adam(heads.parameters(), LEARNING_RATE)
+    num_steps = num_epochs * len(rows.outputs) // BATCH_ROWS
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
+    batches = (part for _ in range(num_epochs) for part in torch.randperm(len(rows.outputs)).split(BATCH_ROWS))
+    for step, batch in zip(range(num_steps), batches, strict=False):
+        outputs, targets = rows.outputs[batch].float(), rows.targets[batch]
+        losses = []
+        for index, head in enumerate(heads):
+            known = targets[:, index] >= 0
+            # PERF: a product in bf16 takes a fraction of the time of one in float32.
+            logits = functional.linear(head(outputs[known]).bfloat16(), matrix)
+            losses.append(functional.cross_entropy(logits.float(), targets[known, index]))
+        optimizer.zero_grad()
+        torch.stack(losses).sum().backward()
+        optimizer.step()
+        schedule.step()
+        if step % 50 == 0:
+            print(f"  step {step} of {num_steps}: loss {[round(loss.item(), 2) for loss in losses]}", flush=True)
+
+
+@torch.inference_mode()
+def accuracies(heads: nn.ModuleList, matrix: Tensor, rows: Rows) -> list[float]:
+    """The share of right first choices of each head, of all tokens within answers."""
+    found = []
+    for index, head in enumerate(heads):
+        logits = torch.cat([head(part.float()).bfloat16() @ matrix.T for part in rows.outputs.split(BATCH_ROWS)])
+        found.append((logits.argmax(-1) == rows.targets[:, index]).float().mean().item())
+    return found
+
+
+def save(folder: Path, heads: nn.ModuleList, token_ids: Tensor) -> None:
+    tensors = {
+        f"{index}.{block}.linear.{name}": value.detach().bfloat16().contiguous()
+        for index, head in enumerate(heads)
+        for block, layer in enumerate(head.layers)
+        for name, value in layer.named_parameters()
+    }
+    save_file({**tensors, "token_ids": token_ids}, folder / "medusa_lm_head.safetensors")
+    config = {"medusa_num_heads": NUM_HEADS, "medusa_num_layers": NUM_BLOCKS}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def make_heads(folder: Path = FOLDER, num_questions: int = 1600, num_epochs: int = 3) -> Path:
+    """The folder of heads, which are trained if they are missing."""
+    if (folder / "config.json").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    started, kept = time.perf_counter(), folder / "answers.json"
+    if not kept.exists():
+        kept.write_text(json.dumps(answers(num_questions)), encoding="utf-8")
+    chats = [chat for chat in json.loads(kept.read_text(encoding="utf-8")) if len(chat[0]) > chat[1]]
+    print(f"{sum(len(ids) - asked for ids, asked in chats)} tokens of {len(chats)} answers", flush=True)
+    torch.manual_seed(0)
+    frequencies = Counter(token for ids, num_asked in chats for token in ids[num_asked:])
+    token_ids = torch.tensor(sorted(token for token, _ in frequencies.most_common(NUM_TOKENS)))
+    model = base_model()
+    num_held_out = len(chats) // 10
+    held_out, rows = (rows_of(model, part, token_ids) for part in (chats[:num_held_out], chats[num_held_out:]))
+    matrix = model.get_output_embeddings().weight.detach()[token_ids]
+    heads = nn.ModuleList(Head(model.config.hidden_size) for _ in range(NUM_HEADS))
+    train(heads, matrix, rows, num_epochs)
+    shares = ", ".join(f"{100 * share:.0f} %" for share in accuracies(heads, matrix, held_out))
+    print(f"accuracy on held-out answers by head: {shares}; {time.perf_counter() - started:.0f} s", flush=True)
+    save(folder, heads, token_ids)
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=FOLDER)
+    parser.add_argument("--questions", type=int, default=1600)
+    parser.add_argument("--epochs", type=int, default=3)
+    options = parser.parse_args()
+    make_heads(options.out, options.questions, options.epochs)
+
+
+if __name__ == "__main__":
+    main()
