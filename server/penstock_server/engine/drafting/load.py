@@ -1,0 +1,47 @@
+"""Chooses and loads the drafter of `--speculative-model`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from penstock_server.engine.drafting.draft_model import DraftModel
+from penstock_server.engine.drafting.interface import Drafter, SentDrafter
+from penstock_server.engine.drafting.medusa import MedusaDrafter, read_heads
+from penstock_server.engine.drafting.ngram import NgramDrafter
+from penstock_server.engine.drafting.vocabulary import check_vocabulary
+from penstock_server.errors import ConfigError
+from penstock_server.models.config import Config
+from penstock_server.models.interface import CausalModel, LoadOptions
+from penstock_server.parallel import RankGroup
+
+LoadModel = Callable[[LoadOptions, RankGroup], CausalModel]
+
+
+def load_drafter(
+    folder: Path | None, model: CausalModel, options: LoadOptions, load_model: LoadModel, *, can_draft: bool, rank: int
+) -> Drafter:
+    """The drafter of one rank. folder: of a draft model or of Medusa heads; None: n-gram lookup. options:
+    those of the model. Raises ConfigError for a drafter that does not fit the model."""
+    if folder is None:
+        return NgramDrafter()
+    if not can_draft:
+        raise ConfigError(
+            f"--speculative-model {folder}: drafts are verified on CPUs only so far, by a native decoder and native "
+            "kernels; leave the flag out"
+        )
+    config = Config.read(folder)
+    if rank:
+        return SentDrafter()
+    if config.optional_int("medusa_num_heads"):
+        return MedusaDrafter(read_heads(folder, model.hidden_size, model.vocab_size, options.dtype))
+    if model.max_source_tokens:
+        raise ConfigError(f"--speculative-model {folder}: no draft model reads the source of an encoder-decoder")
+    check_vocabulary(folder, options.folder)
+    drafting = load_model(replace(options, folder=folder, quantize="", max_adapters=0), RankGroup())
+    if drafting.pooler is not None or drafting.max_source_tokens or drafting.images is not None:
+        raise ConfigError(
+            f"--speculative-model {folder} is a {drafting.architecture}, must be a decoder that generates text"
+        )
+    return DraftModel(drafting, model.vocab_size)
