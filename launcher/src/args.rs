@@ -167,8 +167,8 @@ pub(crate) struct Args {
     pub(crate) speculate: u32,
 
     /// What proposes the draft tokens of --speculate: a smaller model with the same vocabulary, as a folder, a .gguf file, or an
-    /// id or ID@REVISION on the Hugging Face hub; or Medusa heads that were made for the model, in TGI's layout. Without it,
-    /// drafts come from n-grams
+    /// id or ID@REVISION on the Hugging Face hub; or heads that were made for the model: EAGLE-3 in the published layout, or Medusa
+    /// in TGI's. Without it, drafts come from n-grams
     #[arg(long, env)]
     pub(crate) speculative_model: Option<String>,
 

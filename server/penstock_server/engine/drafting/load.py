@@ -6,13 +6,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from penstock_server.engine.drafting import eagle
 from penstock_server.engine.drafting.draft_model import DraftModel
+from penstock_server.engine.drafting.eagle import EagleDrafter, EagleHead
 from penstock_server.engine.drafting.interface import Drafter, SentDrafter
 from penstock_server.engine.drafting.medusa import MedusaDrafter, read_heads
 from penstock_server.engine.drafting.ngram import NgramDrafter
 from penstock_server.engine.drafting.vocabulary import check_vocabulary
 from penstock_server.errors import ConfigError
 from penstock_server.models.config import Config
+from penstock_server.models.decoder import Decoder
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
 
@@ -22,7 +25,7 @@ LoadModel = Callable[[LoadOptions, RankGroup], CausalModel]
 def load_drafter(
     folder: Path | None, model: CausalModel, options: LoadOptions, load_model: LoadModel, *, can_draft: bool, rank: int
 ) -> Drafter:
-    """The drafter of one rank. folder: of a draft model or of Medusa heads; None: n-gram lookup. options:
+    """The drafter of one rank. folder: of a draft model, an EAGLE-3 head or Medusa heads; None: n-gram lookup. options:
     those of the model. Raises ConfigError for a drafter that does not fit the model."""
     if folder is None:
         return NgramDrafter()
@@ -32,6 +35,8 @@ def load_drafter(
             "kernels; leave the flag out"
         )
     config = Config.read(folder)
+    if config.values.get("architectures") == [eagle.ARCHITECTURE]:
+        return _eagle(folder, model, options)
     if rank:
         return SentDrafter()
     if config.optional_int("medusa_num_heads"):
@@ -45,3 +50,18 @@ def load_drafter(
             f"--speculative-model {folder} is a {drafting.architecture}, must be a decoder that generates text"
         )
     return DraftModel(drafting, model.vocab_size)
+
+
+def _eagle(folder: Path, model: CausalModel, options: LoadOptions) -> EagleDrafter:
+    if (
+        not isinstance(model, Decoder)
+        or model.embedding.tokens.group.size > 1
+        or model.max_source_tokens
+        or options.max_adapters
+    ):
+        raise ConfigError(
+            f"--speculative-model {folder}: an EAGLE-3 head reads a decoder on one rank, without adapters; leave the "
+            "flag out, or --num-shard and --lora-adapters"
+        )
+    model.observer = head = EagleHead(folder, model, options.dtype, options.block_tokens)
+    return EagleDrafter(head)
