@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from penstock_server.config import WarmUpConfig
 from penstock_server.engine import Engine
 from penstock_server.engine.drafting.eagle import ARCHITECTURE, EagleDrafter
 from penstock_server.engine.drafting.load import load_drafter
+from penstock_server.engine.sequence import SequenceTable, TableLimits
 from penstock_server.errors import ConfigError
 from penstock_server.models import load_model
 from penstock_server.models.interface import CausalModel, LoadOptions
@@ -155,7 +158,7 @@ def drafting(model_folder: Path, head_folder: Path) -> tuple[Engine, Recorded]:
     assert isinstance(drafter, EagleDrafter)
     recorded = Recorded(drafter.model)
     engine = Engine(model, RankGroup(), CPU, BLOCK_TOKENS, drafter=recorded)
-    engine.warm_up(LIMITS)
+    engine.warm_up(replace(LIMITS, proven=False))
     recorded.drafts.clear()
     return engine, recorded
 
@@ -218,6 +221,21 @@ def test_a_head_that_knows_a_text_saves_steps(reference: Any, model_folder: Path
     (drafted,), num_steps = generate(drafting(model_folder, folder)[0], [prompt], 24, num_drafts=1)
     assert drafted == expected
     assert num_steps <= num_plain_steps - 10
+
+
+class Unread:
+    """Stands for a head that must not compute anything."""
+
+    max_position_tokens, weight_bytes, kv_bytes_per_block, caches = 64, 0, 0, ()
+
+
+def test_a_text_that_the_model_has_not_read_has_no_draft() -> None:
+    drafter, limits = EagleDrafter(cast(Any, Unread())), TableLimits(VOCAB, BLOCK_TOKENS, 8, 64, 2)
+    table = SequenceTable(limits)
+    table.add(NewSequence(1, [5], 1, block_ids=[0]))
+    table.add(NewSequence(2, [5, 6, 7], 3, block_ids=[1]))
+    drafts = drafter.draft(table, table.rows([1, 2]), np.array([3, 3]))
+    assert [len(draft) for draft in drafts] == [0, 0]
 
 
 @pytest.mark.parametrize(

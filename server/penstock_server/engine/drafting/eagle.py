@@ -137,7 +137,7 @@ class EagleHead:
 class EagleDrafter(PooledDrafter):
     """Greedy continuations by a head that reads the model."""
 
-    num_unread = 1  # the model has not computed the last token
+    num_unread = 1  # the model has not computed the last token, so there is nothing to read
     keeps_drafts = False  # what the model computes there takes the place of the head's own outputs
 
     def __init__(self, head: EagleHead) -> None:

@@ -54,7 +54,7 @@ class PooledDrafter(ABC):
 
     is_sent = True
     reads_outputs = False
-    num_unread = 0  # last known tokens without a slot of their own to compute
+    num_unread = 0  # last known tokens that are not computed yet when a draft begins
     keeps_drafts = True  # what was computed of a draft holds when it has become a token
 
     def __init__(self, model: PooledModel) -> None:
@@ -139,7 +139,7 @@ class PooledDrafter(ABC):
         known, drafts = table.known_ids(row), progress.drafts
         same = drafts[: len(known) - progress.computed] == known[progress.computed :][: len(drafts)]
         num_right = len(same) if same.all() else int(same.argmin())
-        progress.computed = min(progress.computed + num_right, len(known) - 1 - self.num_unread)
+        progress.computed = max(0, min(progress.computed + num_right, len(known) - 1 - self.num_unread))
         progress.drafts = _NO_TOKENS
         return progress
 
