@@ -107,12 +107,12 @@ def test_a_worker_s_death_changes_no_token_of_medusa_heads(medusa: tuple[Server,
         assert [token for token, _, _ in stream.result()[0]] == text
 
 
-def test_heads_of_another_model_are_refused_before_ready(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+def test_heads_without_weights_are_refused_before_ready(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 3}))
     process = launch("--speculate", "3", "--speculative-model", str(tmp_path))
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert "its model type is llama; only Medusa heads are supported so far" in output
+    assert f"--speculative-model {tmp_path}: {tmp_path} holds no weights" in output
 
 
 def answer(server: Server, request: dict[str, Any]) -> Any:

@@ -167,10 +167,11 @@ pub(crate) struct Args {
     #[arg(long, env, default_value_t = 0, value_parser = RangedU64ValueParser::<u32>::new().range(0..=16))]
     pub(crate) speculate: u32,
 
-    /// Folder of Medusa heads that were made for the model, in TGI's layout: they propose the draft tokens of --speculate.
-    /// Without it, drafts come from n-grams
+    /// What proposes the draft tokens of --speculate: a smaller model with the same vocabulary, as a folder, a .gguf file, or an
+    /// id or ID@REVISION on the Hugging Face hub; or heads that were made for the model: EAGLE-3 in the published layout, or Medusa
+    /// in TGI's. Without it, drafts come from n-grams
     #[arg(long, env)]
-    pub(crate) speculative_model: Option<PathBuf>,
+    pub(crate) speculative_model: Option<String>,
 
     /// Number of threads that tokenize long inputs
     #[arg(long, env, default_value_t = 2)]

@@ -1,6 +1,6 @@
 //! From settings to a running engine: worker processes, the prepared model, load, warm-up. Each phase is timed.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -60,8 +60,6 @@ pub(crate) enum StartError {
     Group(#[from] GroupError),
     #[error(transparent)]
     Limits(#[from] ResolveError),
-    #[error("--speculative-model {} is not a folder on this machine; give the path of a folder of Medusa heads", .0.display())]
-    SpeculativeModel(PathBuf),
 }
 
 /// The parts of a server before its engine starts.
@@ -248,10 +246,6 @@ async fn load(
     phases.extend(spans.map(|(name, duration)| Phase { name: name.to_owned(), duration }));
 
     let since = Instant::now();
-    let speculative_model = match &args.speculative_model {
-        None => None,
-        Some(path) => Some(path.canonicalize().map_err(|_| StartError::SpeculativeModel(path.clone()))?),
-    };
     let load = LoadOptions {
         model_folder: folder.path.clone(),
         dtype: args.dtype.map(|dtype| dtype.name().to_owned()),
@@ -268,7 +262,7 @@ async fn load(
         background: false,
         max_adapters: u32::try_from(adapters.max_loaded).unwrap_or(u32::MAX),
         max_adapter_rank: args.max_lora_rank,
-        speculative_model,
+        speculative_model: prepared.speculative_model.clone(),
         watermark_delta: args.watermark_delta,
         attention: args.attention.name().map(str::to_owned),
         cpu_isa: args.cpu_isa.name().map(str::to_owned),

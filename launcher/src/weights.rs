@@ -27,6 +27,8 @@ pub(crate) struct Prepared {
     pub(crate) weights: Vec<PathBuf>,
     /// The folders of adapters that were downloaded, by what was given.
     pub(crate) adapters: HashMap<String, PathBuf>,
+    /// The folder of `--speculative-model`.
+    pub(crate) speculative_model: Option<PathBuf>,
 }
 
 /// Why the model cannot be prepared.
@@ -43,7 +45,8 @@ pub(crate) enum PrepareError {
     Answer { answer: String, source: serde_json::Error },
 }
 
-/// Finds, downloads or converts the model, and downloads adapters. Logs the progress. Dropping the future kills the process.
+/// Finds, downloads or converts the model and the one that drafts, and downloads adapters. Logs the progress. Dropping the future kills the
+/// process.
 pub(crate) async fn prepare(python: &Path, args: &Args, adapters: &AdapterFlags) -> Result<Prepared, PrepareError> {
     let mut command = process::python_module(python, "penstock_server.prepare");
     command.args(args.model_id.iter().flat_map(|id| ["--model-id", id]));
@@ -55,6 +58,7 @@ pub(crate) async fn prepare(python: &Path, args: &Args, adapters: &AdapterFlags)
         command.arg("--weights").arg(weights);
     }
     command.args(adapters.on_hub().flat_map(|given| ["--adapter", given]));
+    command.args(args.speculative_model.iter().flat_map(|given| ["--speculative-model", given]));
     answer_of(command, python, args, "the model").await.map_err(|error| match error {
         PrepareError::Failed(reason) => PrepareError::Failed(format!("the model cannot be prepared: {reason}")),
         other => other,

@@ -41,7 +41,7 @@ class LoadConfig:
     background: bool = False  # yield the processors while loading
     max_adapters: int = 0  # LoRA adapters loaded at a time; 0: none
     max_adapter_rank: int = 0
-    speculative_model: Path | None = None  # a folder of Medusa heads; None: drafts come from n-grams
+    speculative_model: Path | None = None  # the folder of a draft model or of heads; None: drafts come from n-grams
 
 
 @dataclass(frozen=True, slots=True)

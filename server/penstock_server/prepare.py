@@ -1,9 +1,9 @@
 """`python -m penstock_server.prepare`: turns a model reference into a folder that the router and the workers can read.
 
-Prints one JSON line {"model_id", "folder", "sha", "pipeline_tag", "weights", "adapters"}; weights are paths, adapters
-the folders of hub ids. With --only-adapter the line is the folder of that adapter. On failure it prints one line to
-stderr that starts with "error: ". Progress of long work also goes to stderr. Imports torch only to convert pickles:
-finding a prepared model takes 0.1 s.
+Prints one JSON line {"model_id", "folder", "sha", "pipeline_tag", "weights", "adapters", "speculative_model"}; weights
+are paths, adapters the folders of hub ids, speculative_model is a folder or null. With --only-adapter the line is the
+folder of that adapter. On failure it prints one line to stderr that starts with "error: ". Progress of long work also
+goes to stderr. Imports torch only to convert pickles: finding a prepared model takes 0.1 s.
 """
 
 from __future__ import annotations
@@ -82,6 +82,15 @@ def prepare_adapter(given: str) -> str:
     return str(download_adapter(adapter_id, revision or None).folder)
 
 
+def prepare_speculative_model(given: str, trust_remote_code: bool = False) -> Prepared:
+    """A model or heads that draft. given: a folder, a GGUF file, ID or ID@REVISION on the hub. Raises ConfigError."""
+    model_id, _, revision = (given, "", "") if Path(given).expanduser().exists() else given.partition("@")
+    try:
+        return prepare(model_id, revision or None, trust_remote_code)
+    except ConfigError as error:
+        raise ConfigError(f"--speculative-model {given}: {error}") from error
+
+
 def embedded_gguf() -> Path:
     """The embedded model's file. Raises ConfigError when its package is not installed."""
     # Not imported, because the package's code needs the library of another server.
@@ -127,7 +136,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--weights", type=Path, help="a folder with the weights of a model whose rest is on the hub")
     parser.add_argument("--adapter", action="append", default=[], help="the hub id of a LoRA adapter, or ID@REVISION")
     parser.add_argument("--only-adapter", metavar="ID", help="print the folder of this adapter, and prepare no model")
+    parser.add_argument("--speculative-model", help="a model or heads that draft, like --model-id, or ID@REVISION")
     options = parser.parse_args(arguments)
+    drafter = None
     try:
         if options.only_adapter is not None:
             print(json.dumps(prepare_adapter(options.only_adapter)))
@@ -135,10 +146,14 @@ def main(arguments: list[str] | None = None) -> int:
         prepared = prepare(options.model_id, options.revision, options.trust_remote_code, options.weights)
         weights = [str(path) for path in find_weights(Path(prepared.folder)).paths]
         adapters = {given: prepare_adapter(given) for given in options.adapter}
+        if options.speculative_model is not None:
+            drafter = prepare_speculative_model(options.speculative_model, options.trust_remote_code).folder
+            weights += [str(path) for path in find_weights(Path(drafter)).paths]
     except (ConfigError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
-    print(json.dumps({**asdict(prepared), "weights": weights, "adapters": adapters}))
+    answer = {"weights": weights, "adapters": adapters, "speculative_model": drafter}
+    print(json.dumps({**asdict(prepared), **answer}))
     return 0
 
 

@@ -181,7 +181,7 @@ impl StepLoop {
         step.trace(report);
         let events = self.sequences.apply(report).map_err(|error| error.to_string())?;
         metrics::tokens_accepted(report.outputs.iter().map(|output| output.tokens.as_ref().map_or(0, Vec::len)));
-        metrics::drafts_verified(u64::from(report.num_draft_tokens()), report.num_accepted_drafts());
+        metrics::drafts_verified(report.drafts());
         // Before the events: a reader of a terminal event finds the sequence's blocks free.
         self.publish_stats();
         let has_tokens = self.sequences.deliver(events, &report.outputs, arrived_at);

@@ -21,6 +21,10 @@ macro_rules! label {
     };
 }
 
+/// The position of a token in its draft. The values end at the most draft tokens that `--speculate` allows.
+pub(super) const DRAFT_POSITIONS: &[&str] =
+    &["0", "1", "2", "3", "4", "5", "6", "7", "8", "9", "10", "11", "12", "13", "14", "15"];
+
 label! {
     /// Why a request was not answered in full.
     Failure {

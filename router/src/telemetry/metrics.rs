@@ -6,11 +6,13 @@ use std::time::Duration;
 use metrics_exporter_prometheus::{BuildError, Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 use penstock_scheduler::Stats;
 
+use super::label::DRAFT_POSITIONS;
 pub(crate) use super::label::{Failure, ImageFetch, Method, RefusalReason, RestartPhase, SpanLoss};
 use super::metric::{Kind, Metric};
 use super::summary::RequestSummary;
 use super::table::*;
 use crate::config::RequestLimits;
+use crate::sequence::DraftCount;
 
 /// Renders what was recorded since [`Exporter::install`].
 #[derive(Clone, Debug)]
@@ -66,8 +68,8 @@ const INTRODUCTION: &str = "\
 Generated from the code by `make docs`; do not edit. `GET /metrics` returns the Prometheus text format and needs no API key.
 Counters and histograms begin at 0; a gauge appears with its first value. Durations are in seconds.
 Metrics that begin with `tgi_` have the names, labels and buckets of text-generation-inference; the last column says where
-their meaning differs. Those that begin with `vllm:` are the ones that the endpoint picker of Kubernetes' Gateway API Inference Extension
-reads, by its default names.
+their meaning differs. Those that begin with `vllm:` are vLLM's: the ones that the endpoint picker of Kubernetes' Gateway API Inference
+Extension reads, by its default names, and those of speculation.
 
 | metric | type | labels | meaning | unlike TGI |
 |---|---|---|---|---|
@@ -199,10 +201,28 @@ pub(crate) fn tokens_accepted(num_tokens: impl Iterator<Item = usize>) {
     }
 }
 
-/// A step verified this many draft tokens, and kept these.
-pub(crate) fn drafts_verified(num_drafts: u64, num_accepted: u64) {
-    DRAFT_TOKENS.add(num_drafts);
-    ACCEPTED_DRAFT_TOKENS.add(num_accepted);
+/// A step verified a draft for each of these sequences.
+pub(crate) fn drafts_verified(drafts: impl Iterator<Item = DraftCount>) {
+    let (mut num_drafts, mut total) = (0, DraftCount::default());
+    let mut num_accepted_at = [0; DRAFT_POSITIONS.len()];
+    for draft in drafts.filter(|draft| draft.num_verified > 0) {
+        num_drafts += 1;
+        total += draft;
+        num_accepted_at.iter_mut().take(draft.num_right as usize).for_each(|num| *num += 1);
+    }
+    if num_drafts == 0 {
+        return;
+    }
+    VLLM_DRAFTS.add(num_drafts);
+    for metric in [DRAFT_TOKENS, VLLM_DRAFT_TOKENS] {
+        metric.add(u64::from(total.num_verified));
+    }
+    for metric in [ACCEPTED_DRAFT_TOKENS, VLLM_ACCEPTED_TOKENS] {
+        metric.add(u64::from(total.num_right));
+    }
+    for (position, num) in DRAFT_POSITIONS.iter().zip(num_accepted_at) {
+        VLLM_ACCEPTED_PER_POSITION.with(position).add(num);
+    }
 }
 
 /// A finished step and how long its parts took. Parts of different steps overlap.
@@ -355,6 +375,25 @@ mod tests {
             Stats { num_queued: 3, num_running: 2, num_blocks: 8, num_allocatable_blocks: 6, ..Stats::default() };
         let text = rendered(|| load(&stats, 0));
         for line in ["vllm:num_requests_waiting 3", "vllm:num_requests_running 2", "vllm:kv_cache_usage_perc 0.25"] {
+            assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
+        }
+    }
+
+    #[test]
+    fn drafts_are_counted_under_our_names_and_those_of_vllm() {
+        let drafts = [(3, 3), (3, 1), (2, 0), (0, 0)];
+        let drafts = drafts.map(|(num_verified, num_right)| DraftCount { num_verified, num_right });
+        let text = rendered(|| drafts_verified(drafts.into_iter()));
+        for line in [
+            "penstock_draft_tokens 8",
+            "penstock_accepted_draft_tokens 4",
+            "vllm:spec_decode_num_drafts_total 3",
+            "vllm:spec_decode_num_draft_tokens_total 8",
+            "vllm:spec_decode_num_accepted_tokens_total 4",
+            "vllm:spec_decode_num_accepted_tokens_per_pos_total{position=\"0\"} 2",
+            "vllm:spec_decode_num_accepted_tokens_per_pos_total{position=\"2\"} 1",
+            "vllm:spec_decode_num_accepted_tokens_per_pos_total{position=\"15\"} 0",
+        ] {
             assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
         }
     }

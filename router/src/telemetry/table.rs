@@ -1,10 +1,10 @@
 //! Every metric, declared once: name, kind, label, buckets and meaning. `docs/metrics.md` is generated from it.
 //!
 //! COMPAT: names, labels and buckets that begin with `tgi_` are those of text-generation-inference, which its dashboards query.
-//! Those that begin with `vllm:` are what the endpoint picker of Kubernetes' Gateway API Inference Extension reads of vLLM, by its
-//! default names. Ours begin with `penstock_` and have the unit in the name.
+//! Those that begin with `vllm:` are vLLM's: what the endpoint picker of Kubernetes' Gateway API Inference Extension reads, by its default
+//! names, and what vLLM's dashboards read of speculation. Ours begin with `penstock_` and have the unit in the name.
 
-use super::label::{Failure, ImageFetch, Method, RefusalReason, RestartPhase, SpanLoss};
+use super::label::{DRAFT_POSITIONS, Failure, ImageFetch, Method, RefusalReason, RestartPhase, SpanLoss};
 use super::metric::Buckets::{Duration, InputTokens, Latency, Sequences, SkippedTokens, Step, TotalTokens};
 use super::metric::{Label, Metric};
 
@@ -114,6 +114,13 @@ metrics! {
     VLLM_RUNNING = Metric::gauge("vllm:num_requests_running", "The same as `tgi_batch_current_size`");
     VLLM_KV_USAGE = Metric::gauge("vllm:kv_cache_usage_perc",
         "Fraction of the KV pool that running sequences hold, from 0 to 1");
+    VLLM_DRAFTS = Metric::counter("vllm:spec_decode_num_drafts_total",
+        "Drafts verified by steps: sequences with at least one draft token, in each step");
+    VLLM_DRAFT_TOKENS = Metric::counter("vllm:spec_decode_num_draft_tokens_total", "The same as `penstock_draft_tokens`");
+    VLLM_ACCEPTED_TOKENS = Metric::counter("vllm:spec_decode_num_accepted_tokens_total",
+        "The same as `penstock_accepted_draft_tokens`");
+    VLLM_ACCEPTED_PER_POSITION = Metric::counter("vllm:spec_decode_num_accepted_tokens_per_pos_total",
+        "Draft tokens that were right, by their position in the draft, from 0").by(("position", DRAFT_POSITIONS));
     STEP_OVERHEAD = Metric::histogram("penstock_step_overhead_seconds", Step,
         "Seconds a step added outside the model, as far as they did not overlap with another step").by(METHOD);
     STEP_INTERVAL = Metric::histogram("penstock_step_interval_seconds", Step,

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use penstock_scheduler::SequenceId;
 
-use crate::sequence::Token;
+use crate::sequence::{DraftCount, Token};
 
 /// The result of one step.
 #[derive(Clone, Debug, PartialEq)]
@@ -20,10 +20,13 @@ impl StepReport {
         self.outputs.iter().map(|output| output.num_draft_tokens).sum()
     }
 
-    /// Draft tokens that were right: of each sequence, the tokens after its first.
-    pub(crate) fn num_accepted_drafts(&self) -> u64 {
-        let num_tokens = self.outputs.iter().filter_map(|output| output.tokens.as_ref().ok()).map(Vec::len);
-        num_tokens.map(|num_tokens| num_tokens.saturating_sub(1) as u64).sum()
+    /// Of each sequence, the draft tokens that were verified, and those that were right: its tokens after the first.
+    pub(crate) fn drafts(&self) -> impl Iterator<Item = DraftCount> {
+        self.outputs.iter().map(|output| {
+            let num_tokens = output.tokens.as_ref().map_or(0, Vec::len);
+            let num_right = u32::try_from(num_tokens.saturating_sub(1)).unwrap_or(u32::MAX);
+            DraftCount { num_verified: output.num_draft_tokens, num_right }
+        })
     }
 }
 

@@ -154,11 +154,10 @@ class Built:
     last_tokens: Rows  # [selected] the batch's last token of each advance
 
 
-def build(table: SequenceTable, chosen: Selection) -> Built:
-    """The step's arrays. There must be at least one advance."""
-    rows, counts = chosen.rows, chosen.num_tokens
+def text_batch(table: SequenceTable, rows: Rows, computed: Rows, counts: Rows) -> tuple[HostBatch, Rows]:
+    """The batch of `counts` tokens of each row behind `computed` ones, which samples after the last of each; and the
+    table's row of each token. There must be at least one row."""
     block_tokens = table.limits.block_tokens
-    computed = table.computed[rows]
     contexts = computed + counts
     query_starts = np.zeros(len(rows) + 1, np.int32)
     np.cumsum(counts, out=query_starts[1:])
@@ -169,7 +168,28 @@ def build(table: SequenceTable, chosen: Selection) -> Built:
     else:
         token_rows = np.repeat(rows, counts)
         positions = np.arange(query_starts[-1]) + np.repeat(computed - query_starts[:-1], counts)
-    last_tokens = query_starts[1:].astype(np.int64) - 1
+    blocks = table.block_ids[token_rows, positions // block_tokens].astype(np.int64)
+    batch = HostBatch(
+        token_ids=table.token_ids[token_rows, positions].astype(np.int64),
+        positions=positions,
+        slots=blocks * block_tokens + positions % block_tokens,
+        query_starts=query_starts,
+        context_lens=contexts.astype(np.int32),
+        block_tables=table.block_ids[rows, : -(-max_context // block_tokens)],
+        sample_rows=query_starts[1:].astype(np.int64) - 1,
+        max_query_tokens=max_query,
+        max_context_tokens=max_context,
+    )
+    return batch, token_rows
+
+
+def build(table: SequenceTable, chosen: Selection) -> Built:
+    """The step's arrays. There must be at least one advance."""
+    rows, counts = chosen.rows, chosen.num_tokens
+    computed = table.computed[rows]
+    batch, token_rows = text_batch(table, rows, computed, counts)
+    positions = batch.positions
+    last_tokens = batch.sample_rows
     outputs = last = last_tokens[chosen.samples]
     if chosen.has_drafts:
         outputs = last = last - chosen.num_drafts[chosen.samples] + chosen.offsets()
@@ -186,18 +206,7 @@ def build(table: SequenceTable, chosen: Selection) -> Built:
             ids = table.token_ids[token_rows[of_prompt], positions[of_prompt] + 1].astype(np.int64)
             places = np.repeat(np.arange(len(rows)), counts)[of_prompt]
             prompt = PromptRows(np.searchsorted(outputs, of_prompt), ids, places)
-    blocks = table.block_ids[token_rows, positions // block_tokens].astype(np.int64)
-    batch = HostBatch(
-        token_ids=table.token_ids[token_rows, positions].astype(np.int64),
-        positions=positions,
-        slots=blocks * block_tokens + positions % block_tokens,
-        query_starts=query_starts,
-        context_lens=contexts.astype(np.int32),
-        block_tables=table.block_ids[rows, : -(-max_context // block_tokens)],
-        sample_rows=outputs,
-        max_query_tokens=max_query,
-        max_context_tokens=max_context,
-    )
+    batch = replace(batch, sample_rows=outputs)
     if table.adapter[rows].any():
         batch = replace(batch, adapters=table.adapters_of(token_rows))
     if table.shift[rows].any():

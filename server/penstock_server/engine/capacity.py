@@ -9,9 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from penstock_server.config import WarmUpConfig
 from penstock_server.engine import memory, warmup
+from penstock_server.engine.drafting.pooled import PooledDrafter
 from penstock_server.errors import ConfigError
 from penstock_server.models.interface import CausalModel
 from penstock_server.parallel import RankGroup
@@ -51,6 +53,7 @@ class CapacityProbe:
     device: torch.device
     block_tokens: int
     has_grammars: bool  # whether grammars can be used already
+    pooled_drafter: PooledDrafter | None = None  # with as many blocks as the model
 
     def measure(
         self, config: WarmUpConfig, run: Run, later_bytes: int, graph_bytes: Callable[[], int], clock: PhaseClock
@@ -59,7 +62,7 @@ class CapacityProbe:
         later_bytes: host memory that the worker and its processes will take for grammars. graph_bytes: returns the
         memory that recorded steps will take."""
         longest = self.longest_sequence(config)
-        per_block = self.model.kv_bytes_per_block
+        per_block = self.kv_bytes_per_block
         on_cpu = self.device.type == "cpu"
         longest_bytes = self.num_required_blocks(longest) * per_block
         share = memory.Share(
@@ -83,8 +86,8 @@ class CapacityProbe:
             is_pooled=self.model.pooler is not None,
             has_grammars=self.has_grammars,
         )
-        self.model.allocate_cache(worst.num_blocks())
-        memory.touch_pages(self.model.caches)
+        self.allocate_cache(worst.num_blocks())
+        memory.touch_pages(self.caches)
         with clock.phase("first step"):
             # Memory that is allocated once, or touched for the first time, is not part of a step.
             run(self.model, warmup.plan(worst, warmup.first(worst)), worst.num_blocks())
@@ -112,6 +115,23 @@ class CapacityProbe:
         left = replace(left, available=left.available - reserved_bytes, transient=step_bytes + recorded_bytes + unseen)
         num_blocks = self.agree_on_blocks(config, memory.usable_bytes(left, share) // per_block, left)
         return Measured(num_blocks, max(seconds), step_bytes)
+
+    @property
+    def kv_bytes_per_block(self) -> int:
+        """Bytes of a block on this rank, in the pools of the model and of the draft model."""
+        drafting = self.pooled_drafter
+        return self.model.kv_bytes_per_block + (0 if drafting is None else drafting.kv_bytes_per_block)
+
+    @property
+    def caches(self) -> list[Tensor]:
+        """The tensors of both pools."""
+        return self.model.caches + ([] if self.pooled_drafter is None else self.pooled_drafter.model.caches)
+
+    def allocate_cache(self, num_blocks: int) -> None:
+        """Allocates both pools."""
+        self.model.allocate_cache(num_blocks)
+        if self.pooled_drafter is not None:
+            self.pooled_drafter.allocate_cache(num_blocks)
 
     @property
     def standby_bytes(self) -> int:
@@ -155,7 +175,7 @@ class CapacityProbe:
                 "--max-batch-size, raise --cuda-memory-fraction, or free memory"
             )
         if config.num_blocks > fitting:
-            per_block = self.model.kv_bytes_per_block
+            per_block = self.kv_bytes_per_block
             raise ConfigError(
                 f"{config.num_blocks} KV blocks were asked for ({memory.mib(config.num_blocks * per_block)}), but only "
                 f"{fitting} ({memory.mib(fitting * per_block)}) fit next to the model and the largest step; "

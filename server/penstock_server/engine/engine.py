@@ -9,7 +9,6 @@ from concurrent.futures import wait
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -30,9 +29,10 @@ from penstock_server.engine.device import (
     usable_cores,
 )
 from penstock_server.engine.device_progress import DeviceProgress
-from penstock_server.engine.drafting.interface import Drafter, SentDrafter
-from penstock_server.engine.drafting.medusa import MedusaDrafter, read_heads
+from penstock_server.engine.drafting.interface import Drafter
+from penstock_server.engine.drafting.load import load_drafter
 from penstock_server.engine.drafting.ngram import NgramDrafter
+from penstock_server.engine.drafting.pooled import PooledDrafter
 from penstock_server.engine.graphs import Bucket, CudaRecorder, StepGraphs, buckets, needed_bytes
 from penstock_server.engine.pooling import PoolingRunner
 from penstock_server.engine.sampler import SampledTime, Sampler
@@ -46,7 +46,7 @@ from penstock_server.grammar.compiler import GrammarCompiler
 from penstock_server.grammar.state import GrammarStates
 from penstock_server.heap import return_free_pages
 from penstock_server.kernels import ACTIVATION_BITS
-from penstock_server.kernels.native_build import NativeBuild, find_build
+from penstock_server.kernels.native_build import find_build
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
 from penstock_server.phase import PhaseClock
@@ -75,22 +75,6 @@ def _can_draft(model: CausalModel, device: torch.device) -> bool:
     return device.type == "cpu" and model.pooler is None and model.is_row_independent
 
 
-def _load_drafter(
-    folder: Path | None, model: CausalModel, device: torch.device, native: NativeBuild | None, group: RankGroup
-) -> Drafter:
-    """The drafter of one rank. folder: Medusa heads; None: n-gram lookup. Raises ConfigError for those of another
-    model."""
-    if folder is None:
-        return NgramDrafter()
-    if not _can_draft(model, device) or native is None:
-        raise ConfigError(
-            f"--speculative-model {folder}: drafts are verified on CPUs only so far, by a native decoder and native "
-            "kernels; leave the flag out"
-        )
-    heads = read_heads(folder, model, native, group)
-    return SentDrafter() if heads is None else MedusaDrafter(heads)
-
-
 def _image_input(images: ImageEncoder | None) -> ImageInput | None:
     return None if images is None else ImageInput(images.image_token_id, images.placeholder)
 
@@ -111,6 +95,7 @@ class Engine:
     ) -> None:
         self.model = model
         self._drafter = drafter or NgramDrafter()
+        self._pooled_drafter = drafter if isinstance(drafter, PooledDrafter) else None
         self._group = group
         self._device = device
         self._block_tokens = block_tokens
@@ -174,7 +159,10 @@ class Engine:
                 with clock.phase("read vocabulary"):
                     wait([compiler.read()])
         watermark = Watermark.of(model.vocab_size, config.watermark_gamma, config.watermark_delta)
-        drafter = _load_drafter(config.speculative_model, model, device, native, group)
+        with torch.inference_mode():
+            build = native if _can_draft(model, device) else None
+            drafter = load_drafter(config.speculative_model, model, options, load_model, build, group)
+        draft_kv_bytes = drafter.kv_bytes_per_block if isinstance(drafter, PooledDrafter) else 0
         description = Description(
             architecture=model.architecture,
             dtype=next(name for name, value in DTYPES.items() if value == dtype),
@@ -183,7 +171,7 @@ class Engine:
             vocab_size=model.vocab_size,
             max_position_tokens=model.max_position_tokens,
             weight_bytes=model.weight_bytes + drafter.num_bytes,
-            kv_bytes_per_block=model.kv_bytes_per_block,
+            kv_bytes_per_block=model.kv_bytes_per_block + draft_kv_bytes,
             phases=tuple(clock.phases),
             block_tokens=block_tokens,
             window_tokens=model.window_tokens,
@@ -191,7 +179,7 @@ class Engine:
             max_source_tokens=model.max_source_tokens,
             pooling=None if model.pooler is None else model.pooler.pooling,
             num_dimensions=0 if model.pooler is None else model.pooler.num_dimensions,
-            can_draft=_can_draft(model, device),
+            can_draft=build is not None,
             image_input=_image_input(model.images),
         )
         return cls(model, group, device, block_tokens, watermark, compiler, config.cpu_isa, drafter), description
@@ -239,7 +227,9 @@ class Engine:
         clock = PhaseClock()
         has_grammars = self._compiler is not None and self._compiler.rehearse(warmup.ANY_TEXT)
         has_grammars = self._group.minimum(-has_grammars) < 0  # the first rank alone has a compiler
-        probe = CapacityProbe(self.model, self._group, self._device, self._block_tokens, has_grammars)
+        probe = CapacityProbe(
+            self.model, self._group, self._device, self._block_tokens, has_grammars, self._pooled_drafter
+        )
         probe.check_limits(config)
         longest = probe.longest_sequence(config)
         sampler = Sampler(
@@ -276,6 +266,8 @@ class Engine:
             self._ready = runner(model, num_blocks)
             with sampler.first_chunks_only() if on_cpu else nullcontext(SampledTime()) as sampled:
                 timing = self.step(plan).timing
+            if self._pooled_drafter is not None:
+                self._pooled_drafter.rehearse(SequenceTable(table_limits(num_blocks)), plan)
             self.reset()
             return replace(timing, sample_s=timing.sample_s + sampled.skipped_s)
 
@@ -301,12 +293,14 @@ class Engine:
             measured = probe.measure(config, run, later_bytes, graph_bytes, clock)
         num_blocks = measured.num_blocks
         with clock.phase("allocate KV pool"):
-            self.model.allocate_cache(num_blocks)
+            probe.allocate_cache(num_blocks)
             # The memory is there: it was measured. Requests wait for their first token, not for the last page.
-            self._backing = memory.touch_pages_in_background(self.model.caches)
+            self._backing = memory.touch_pages_in_background(probe.caches)
             return_free_pages()
         longest = probe.longest_in(num_blocks, config)
         self.model.serve_up_to(longest)
+        if self._pooled_drafter is not None:
+            self._pooled_drafter.model.serve_up_to(min(longest, self._pooled_drafter.model.max_position_tokens))
         graphs = None
         if has_graphs:
             with clock.phase("record graphs"):

@@ -4,7 +4,9 @@ one. Everything that differs between architectures is in the `ModelSpec`."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +31,20 @@ from penstock_server.models.layer import Layer, ResidualStream
 from penstock_server.models.pooler import Pooler
 from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec
 from penstock_server.vision.encoder import ImageEncoder
+
+
+class Observer(Protocol):
+    """Reads the inputs of layers."""
+
+    @property
+    def layers(self) -> Collection[int]:
+        """Those that it reads."""
+        ...
+
+    def see(self, layer: int, residual: Tensor, slots: Tensor) -> None:
+        """residual [tokens, hidden]: the layer's input, which must not be changed. slots [tokens]: of the step's tokens
+        in the KV pool."""
+        ...
 
 
 class Decoder:
@@ -71,6 +87,7 @@ class Decoder:
         self._adapted_stack: NativeStack | None = None
         self.adapters: Adapters | None = None
         self.images: ImageEncoder | None = None
+        self.observer: Observer | None = None  # while there is one, layers run one by one, with the same bits
         context.loader.finish()
         attentions = [layer.attention.attention for layer in self.layers]
         self.attentions = attentions
@@ -158,11 +175,13 @@ class Decoder:
             residual[batch.image_places] = batch.image_embeddings
         if batch.adapters is not None and self._adapted_stack is not None:
             return self._adapted_stack.run(residual, self.caches, step, batch.adapters)
-        if self.stack is not None:
+        if self.stack is not None and self.observer is None:
             return self.stack.run(residual, self.caches, step)
         stream = ResidualStream(residual, self._ops)
         selects_rows = batch.sample_rows.shape[0] < residual.shape[0]
         for index, (layer, cache) in enumerate(zip(self.layers, self.caches, strict=True)):
+            if self.observer is not None and index in self.observer.layers:
+                self.observer.see(index, stream.enter(None), batch.slots)
             is_last = index + 1 == self.num_layers
             layer.run(stream, cache, step, batch.sample_rows if is_last and selects_rows else None)
         x = stream.enter(self.norm)

@@ -1,0 +1,89 @@
+"""`--speculative-model` with a model, on the real binary and two ranks: the tokens of a server without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import byte_model
+import pytest
+from binary import Server, launch, start
+from client import ask
+from fault.probe import health, metrics, wait_until
+from test_worker_death import Stream
+
+pytestmark = pytest.mark.native
+
+PROMPTS = ["The draft model is the model", "Another text", "A third one"]
+NUM_TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, list[list[int]]]]:
+    """A server on two ranks whose model drafts for itself, and the model's greedy continuations of the prompts."""
+    folder = tmp_path_factory.mktemp("model")
+    model, tokenizer = byte_model.save(folder, 256, None)
+    texts = [byte_model.greedy(model, tokenizer, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    flags = ["--dtype", "float32", "--num-shard", "2", "--speculate", "3", "--speculative-model", str(folder)]
+    server = start("--model-id", str(folder), *flags)
+    yield server, texts
+    assert server.stop() == 0
+
+
+def request(prompt: str, **parameters: Any) -> dict[str, Any]:
+    parameters = {"max_new_tokens": NUM_TOKENS, "details": True, "ignore_eos": True, **parameters}
+    return {"inputs": prompt, "parameters": parameters}
+
+
+def test_right_drafts_save_steps_and_change_no_token_alone_or_together(
+    drafting: tuple[Server, list[list[int]]],
+) -> None:
+    server, texts = drafting
+    sampled = [request(prompt, do_sample=True, seed=3, temperature=0.5) for prompt in PROMPTS]
+    requests = [request(prompt) for prompt in PROMPTS] + sampled
+
+    def tokens(body: dict[str, Any]) -> Any:
+        return ask(server, "/generate", body).json["details"]["tokens"]
+
+    alone = [tokens(body) for body in requests]
+    assert [[token["id"] for token in each] for each in alone[: len(texts)]] == texts
+    with ThreadPoolExecutor(6) as threads:
+        assert list(threads.map(tokens, requests)) == alone
+    found = metrics(server)
+    per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    accepted = [found[f'{per_position}{{position="{position}"}}'] for position in range(16)]
+    assert sum(accepted) == found["vllm:spec_decode_num_accepted_tokens_total"] > 0
+    assert accepted == sorted(accepted, reverse=True)
+    assert accepted[3:] == [0] * 13
+    assert accepted[0] <= found["vllm:spec_decode_num_drafts_total"]
+    assert found["vllm:spec_decode_num_draft_tokens_total"] == found["penstock_draft_tokens"]
+
+
+def test_a_worker_s_death_changes_no_token(drafting: tuple[Server, list[list[int]]]) -> None:
+    server, texts = drafting
+    wait_until(lambda: health(server) == 200)
+    streams = [Stream(server, request(prompt)) for prompt in PROMPTS]
+    os.kill(server.worker_groups()[0][0], signal.SIGKILL)
+    for stream, text in zip(streams, texts, strict=True):
+        assert [token for token, _, _ in stream.result()[0]] == text
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused_before_ready(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    byte_model.save(folder, 256, None)
+    other = shutil.copytree(folder, tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    process = launch("--model-id", str(folder), "--speculate", "3", "--speculative-model", str(other))
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "has another vocabulary: 2 of the model's 256 tokens differ" in output

@@ -1,0 +1,75 @@
+"""Chooses and loads the drafter of `--speculative-model`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from penstock_server.engine.drafting import eagle
+from penstock_server.engine.drafting.draft_model import DraftModel
+from penstock_server.engine.drafting.eagle import EagleDrafter, EagleHead
+from penstock_server.engine.drafting.interface import Drafter, SentDrafter
+from penstock_server.engine.drafting.medusa import MedusaDrafter, read_heads
+from penstock_server.engine.drafting.ngram import NgramDrafter
+from penstock_server.engine.drafting.vocabulary import check_vocabulary
+from penstock_server.errors import ConfigError
+from penstock_server.kernels.native_build import NativeBuild
+from penstock_server.models.config import Config
+from penstock_server.models.decoder import Decoder
+from penstock_server.models.interface import CausalModel, LoadOptions
+from penstock_server.parallel import RankGroup
+
+LoadModel = Callable[[LoadOptions, RankGroup], CausalModel]
+
+
+def load_drafter(
+    folder: Path | None,
+    model: CausalModel,
+    options: LoadOptions,
+    load_model: LoadModel,
+    native: NativeBuild | None,
+    group: RankGroup,
+) -> Drafter:
+    """The drafter of one rank; all ranks call it together. folder: of a draft model, an EAGLE-3 head or Medusa heads;
+    None: n-gram lookup. options: those of the model. native: None if drafts of the model cannot be verified. Raises
+    ConfigError for a drafter that does not fit the model."""
+    if folder is None:
+        return NgramDrafter()
+    if native is None:
+        raise ConfigError(
+            f"--speculative-model {folder}: drafts are verified on CPUs only so far, by a native decoder and native "
+            "kernels; leave the flag out"
+        )
+    config = Config.read(folder)
+    if config.values.get("architectures") == [eagle.ARCHITECTURE]:
+        return _eagle(folder, model, options)
+    if config.optional_int("medusa_num_heads"):
+        heads = read_heads(folder, model, native, group)
+        return SentDrafter() if heads is None else MedusaDrafter(heads)
+    if group.rank:
+        return SentDrafter()
+    if model.max_source_tokens:
+        raise ConfigError(f"--speculative-model {folder}: no draft model reads the source of an encoder-decoder")
+    check_vocabulary(folder, options.folder)
+    drafting = load_model(replace(options, folder=folder, quantize="", max_adapters=0), RankGroup())
+    if drafting.pooler is not None or drafting.max_source_tokens or drafting.images is not None:
+        raise ConfigError(
+            f"--speculative-model {folder} is a {drafting.architecture}, must be a decoder that generates text"
+        )
+    return DraftModel(drafting, model.vocab_size)
+
+
+def _eagle(folder: Path, model: CausalModel, options: LoadOptions) -> EagleDrafter:
+    if (
+        not isinstance(model, Decoder)
+        or model.embedding.tokens.group.size > 1
+        or model.max_source_tokens
+        or options.max_adapters
+    ):
+        raise ConfigError(
+            f"--speculative-model {folder}: an EAGLE-3 head reads a decoder on one rank, without adapters; leave the "
+            "flag out, or --num-shard and --lora-adapters"
+        )
+    model.observer = head = EagleHead(folder, model, options.dtype, options.block_tokens)
+    return EagleDrafter(head)
