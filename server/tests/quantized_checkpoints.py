@@ -295,3 +295,34 @@ def float8(kind: str, block: int = 32) -> Quantize:
         return tensors, codes.float() * spread
 
     return quantize
+
+
+def hqq(bits: float, group: int, *, axis: int = 1) -> Quantize:
+    """As the package `hqq` writes a layer; its zero points are not rounded."""
+
+    def quantize(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+        rows = weight.reshape(-1, group) if axis == 1 else weight.reshape(group, -1)
+        low, high = rows.amin(axis, keepdim=True), rows.amax(axis, keepdim=True)
+        scale = ((high - low) / round(2**bits - 1)).half()
+        zero = (-low / scale).half()
+        codes = (rows / scale + zero).round().clamp(0, round(2**bits - 1))
+        width, count = {1: (1, 8), 1.58: (2, 4), 2: (2, 4), 3: (3, 10), 4: (4, 2)}.get(bits, (8, 1))
+        parts = pad(codes, (0, 0, 0, -len(codes) % count)).int().chunk(count)
+        packed = sum(part << (count - 1 - index) * width for index, part in enumerate(parts))
+        assert isinstance(packed, Tensor)
+        tensors = {
+            "W_q": packed if bits == 3 else packed.to(torch.uint8),
+            "scale": scale,
+            "zero": zero,
+            "nbits": torch.tensor(bits, dtype=torch.int32 if bits != 1.58 else torch.float32),
+            "axis": torch.tensor(axis, dtype=torch.int32),
+            "group_size": torch.tensor(group, dtype=torch.int32),
+            "shape": torch.tensor(weight.shape),
+            "packing": torch.tensor([*b"4bit_u8"], dtype=torch.uint8),
+            "view_as_float": torch.tensor(0, dtype=torch.uint8),
+            "quant_scale": torch.tensor(0, dtype=torch.uint8),
+        }
+        exact = (codes - zero.float()) * scale.float()
+        return {f"{name}.{key}": tensor for key, tensor in tensors.items()}, exact.reshape(weight.shape)
+
+    return quantize

@@ -74,7 +74,7 @@ def test_the_stated_memory_equals_that_of_loading(folder: Path, capsys: Any) -> 
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("name", ["gptq 4 bits", "w8a8", "bitsandbytes nf4", "fp8"])
+@pytest.mark.parametrize("name", ["gptq 4 bits", "w8a8", "bitsandbytes nf4", "fp8", "hqq 4 bits"])
 def test_quantized_weights_are_described_with_the_memory_of_loading(name: str, tmp_path: Path, capsys: Any) -> None:
     options, quantize = CASES[name]
     folder, _ = save_quantized(make_model("qwen2", **SIZES), tmp_path, options, quantize)

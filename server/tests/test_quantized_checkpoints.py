@@ -17,8 +17,10 @@ from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
 from penstock_server.weights.quantization.bitsandbytes import FP4, NF4, table_of
+from penstock_server.weights.quantization.checkpoint import QuantizedCheckpoint
 from penstock_server.weights.quantization.flag import AT_LOAD
 from penstock_server.weights.quantization.method import method_of
+from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
 from penstock_server.weights.safetensors_header import Place
 from quantized_checkpoints import (
     Quantize,
@@ -29,6 +31,7 @@ from quantized_checkpoints import (
     float8,
     gemv,
     gptq,
+    hqq,
     marlin,
     quark,
     save_quantized,
@@ -63,6 +66,7 @@ DYNAMIC = {
     r"+:.*\.down_proj$": {"bits": 8, "group_size": 64},
     r".*\.mlp\.": {"bits": 3, "sym": False},
 }
+HQQ = {"quant_method": "hqq", "quant_config": {}, "skip_modules": ["lm_head"]}
 CASES: dict[str, tuple[dict[str, Any], Quantize]] = {
     "gptq 4 bits": (gptq_options(4, 32), gptq(4, 32, symmetric=True)),
     "gptq 2 bits": (gptq_options(2, 32), gptq(2, 32, symmetric=True)),
@@ -106,6 +110,12 @@ CASES: dict[str, tuple[dict[str, Any], Quantize]] = {
     "bitsandbytes int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, bits_and_bytes("int8")),
     "bitsandbytes nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, bits_and_bytes("nf4")),
     "bitsandbytes nf4, double": ({"load_in_4bit": True}, bits_and_bytes("nf4", nested=True)),
+    "hqq 8 bits": (HQQ, hqq(8, 32)),
+    "hqq 4 bits": (HQQ, hqq(4, 64)),
+    "hqq 3 bits": (HQQ, hqq(3, 32)),
+    "hqq 2 bits": (HQQ, hqq(2, 16)),
+    "hqq 1.58 bits": (HQQ, hqq(1.58, 16)),
+    "hqq 1 bit": (HQQ, hqq(1, 32)),
     "bitsandbytes fp4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, bits_and_bytes("fp4")),
 }
 # Native kernels multiply 8-bit floats as the elements that dequantization gives.
@@ -169,6 +179,19 @@ def test_a_packed_row_may_end_within_a_word() -> None:
     weight = method_of(options, read).find(headers)["layer.weight"]
     assert weight.shape == (6, 100)
     assert torch.equal(weight.dense(read), exact)
+
+
+@pytest.mark.parametrize(("bits", "group", "axis"), [(4, 64, 0), (3, 16, 0), (3, 24, 1), (8, 192, 1)])
+def test_groups_of_hqq_that_the_kernels_lack_are_dequantized(bits: int, group: int, axis: int, tmp_path: Path) -> None:
+    """Groups along outputs, of 24, and over several rows."""
+    tensors, exact = hqq(bits, group, axis=axis)("layer", torch.randn(96, 72))
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = QuantizedCheckpoint(SafetensorsCheckpoint((tmp_path / "model.safetensors",)), HQQ)
+    assert list(checkpoint.names()) == ["layer.weight"]
+    assert checkpoint.quantized("layer.weight", None) is None
+    found = torch.empty(96, 72)
+    checkpoint.read("layer.weight", None, found)
+    assert torch.equal(found, exact)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
@@ -297,6 +320,14 @@ NO_ROWS = r"\[0, 64\]"
         ("quark mxfp4", f"{LAYER}.weight", torch.int8, f"{LAYER} is stored as int8, but .* says that it is fp4"),
         ("gptq in activation order", f"{LAYER}.g_idx", 0, f"tensor {LAYER}.g_idx is damaged"),
         ("fp8", f"{LAYER}.weight_scale", None, "is F8_E4M3, but has no weight_scale"),
+        ("hqq 3 bits", f"{LAYER}.W_q", slice(3), f"tensor {LAYER}.W_q has shape"),
+        ("hqq 4 bits", f"{LAYER}.zero", None, f"it has {LAYER}.W_q, but not {LAYER}.zero"),
+        ("hqq 4 bits", f"{LAYER}.scale", float("nan"), f"tensor {LAYER}.weight holds NaN"),
+        ("hqq 4 bits", f"{LAYER}.nbits", 9, f"{LAYER}: HQQ weights of 9 bits with axis 1 .* are not supported; supp"),
+        ("hqq 4 bits", f"{LAYER}.shape", -1, rf"tensor {LAYER}.shape says \[-1, -1\], must be at least 1 by 1"),
+        ("hqq 4 bits", f"{LAYER}.group_size", 0, "in groups of 0 of 8192 are not supported"),
+        ("hqq 4 bits", f"{LAYER}.view_as_float", 1, "HQQ weights with codes stored as floats are not supported; serve"),
+        ("hqq 4 bits", f"{LAYER}.quant_scale", 1, "HQQ weights with quantized scales are not supported; serve"),
         ("bitsandbytes int8", f"{LAYER}.SCB", None, f"it has {LAYER}.weight, but not {LAYER}.SCB"),
         ("bitsandbytes nf4", f"{LAYER}.weight.absmax", None, f"but not {LAYER}.weight.absmax"),
         ("w4a16", f"{LAYER}.weight_scale", None, f"but not {LAYER}.weight_scale"),

@@ -170,6 +170,7 @@ def test_layers_are_excluded_as_in_the_libraries(name: str, entries: list[str]) 
             {"ignored_layers": ["model.layers.0.mlp"]},
             "ignored_layers says that model.layers.0.mlp.up is not quantized, bu",
         ),
+        ({"skip_modules": ["head", "mlp.up"]}, "skip_modules says that model.layers.0.mlp.up is not quantized, but it"),
         ({"ignore": ["re:.*layers.0"]}, "ignore says that model.layers.0.mlp.up is not quantized, but it is"),
     ],
     ids=str,

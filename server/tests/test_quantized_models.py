@@ -19,7 +19,7 @@ from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
 from penstock_server.weights.gguf.folder import gguf_folder
-from quantized_checkpoints import Quantize, awq, bits_and_bytes, compressed, float8, gptq, save_quantized
+from quantized_checkpoints import Quantize, awq, bits_and_bytes, compressed, float8, gptq, hqq, save_quantized
 from rank_threads import run_ranks
 from tiny_models import prompts
 
@@ -82,6 +82,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
     "w4a16": compressed(4, "group", 32, symmetric=True),
     "int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, bits_and_bytes("int8")),
     "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, bits_and_bytes("nf4")),
+    "hqq": ({"quant_method": "hqq"}, hqq(4, 32)),
     "fp8": ({"quant_method": "fp8", "weight_block_size": [32, 32]}, float8("block")),
 }
 FLAGS, GGUF = ("eetq", "fp8 at load"), ("Q4_0", "Q5_1")

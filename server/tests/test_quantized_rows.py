@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock_server.weights.quantization.method import method_of
 from penstock_server.weights.quantization.stored import Affine, unpack_bits
-from quantized_checkpoints import Tensors, awq, bits_and_bytes, compressed, gemv, gptq, marlin, pack
+from quantized_checkpoints import Tensors, awq, bits_and_bytes, compressed, gemv, gptq, hqq, marlin, pack
 
 DTYPES = {
     torch.int16: "I16",
@@ -54,7 +54,9 @@ def check(data: st.DataObject, options: dict[str, Any], tensors: Tensors, exact:
 @given(st.data())
 @settings(max_examples=25, deadline=None)
 def test_any_rows_are_those_of_the_whole_weight(data: st.DataObject) -> None:
-    kind = data.draw(st.sampled_from(["gptq", "awq", "gemv", "gemv_fast", "marlin", "packed", "int8", "bitsandbytes"]))
+    kind = data.draw(
+        st.sampled_from(["gptq", "awq", "gemv", "gemv_fast", "marlin", "packed", "hqq", "int8", "bitsandbytes"])
+    )
     group = data.draw(st.sampled_from([-1, 16, 32, 64]), "group")
     in_features = data.draw(st.integers(1, 3), "groups") * max(group, 32)
     # As many outputs as the words of zero points hold.
@@ -82,6 +84,12 @@ def test_any_rows_are_those_of_the_whole_weight(data: st.DataObject) -> None:
         group = in_features if group < 0 else group
         options, quantize = compressed(data.draw(st.sampled_from([4, 8])), "group", group, symmetric=True)
         tensors, exact = quantize("x", weight)
+    elif kind == "hqq":
+        group = in_features if group < 0 else group
+        options = {"quant_method": "hqq"}
+        tensors, exact = hqq(data.draw(st.sampled_from([1, 2, 3, 4, 5, 6, 8])), group)(
+            "x", weight.expand(8, -1, -1).flatten(0, 1)
+        )
     elif kind == "int8":
         options, quantize = compressed(8, data.draw(st.sampled_from(["channel", "tensor"])), None, symmetric=True)
         tensors, exact = quantize("x", weight)

@@ -43,11 +43,13 @@ def _inspect(files: ModelFiles, model_id: str, revision: str | None) -> Snapshot
     files.kind = choice.kind
     files.sizes = {name: sizes[name] for name in choice.names}
     if choice.kind == "safetensors":
+        headers = [HfApi().parse_safetensors_file_metadata(model_id, file, revision=commit) for file in choice.names]
         files.tensors = {
             name: StoredTensor(str(tensor.dtype), tuple(tensor.shape))
-            for file in choice.names
-            for name, tensor in HfApi().parse_safetensors_file_metadata(model_id, file, revision=commit).tensors.items()
+            for header in headers
+            for name, tensor in header.tensors.items()
         }
+        files.metadata = {key: value for header in headers for key, value in header.metadata.items()}
     else:
         files.notes.append(f"the tensors of {choice.kind} files can only be inspected after the download")
     return None

@@ -98,7 +98,9 @@ def quantized(files: ModelFiles, folder: Path) -> Quantized | None:
             raise NotDownloadedError(f"the shape of {name} is only known after the download")
         return checkpoint.raw(name, rows)
 
-    method, weights = quantized_weights(options, files.tensors, read)
+    method, weights = quantized_weights(
+        options, files.tensors, read, checkpoint.metadata if checkpoint is not None else lambda: files.metadata
+    )
     parts = {tensor for weight in weights.values() for tensor in weight.tensors}
     tensors = {name: tensor for name, tensor in files.tensors.items() if name not in parts}
     tensors |= {name: StoredTensor(method, weight.shape) for name, weight in weights.items()}

@@ -20,7 +20,7 @@ from penstock_server.weights.checkpoint import Part, split_leading
 from penstock_server.weights.file import WeightFile
 from penstock_server.weights.finite import check_finite
 from penstock_server.weights.memory import PIECE_BYTES, Scratch
-from penstock_server.weights.safetensors_header import Place, read_header
+from penstock_server.weights.safetensors_header import Place, read_header, read_metadata
 
 LOADABLE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 STORED = LOADABLE | {
@@ -87,6 +87,10 @@ class SafetensorsCheckpoint:
     def headers(self) -> Mapping[str, Place]:
         """Type and shape of every tensor."""
         return {name: entry.place for name, entry in self.entries.items()}
+
+    def metadata(self) -> dict[str, str]:
+        """The metadata of all files. Reads their headers again."""
+        return {key: value for file in self.files for key, value in read_metadata(file.path).items()}
 
     def raw(self, name: str, rows: range | None = None) -> Tensor:
         """A tensor in its stored type, or these rows of its first dimension."""

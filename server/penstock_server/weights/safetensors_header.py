@@ -36,6 +36,20 @@ class Place:
 
 def read_header(path: Path) -> dict[str, Place]:
     """Reads tensor name → place. Raises ConfigError when the file is truncated or its header is damaged."""
+    text, size = _read_text(path)
+    return parse_header(path, text, size)
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """Reads the file's metadata, which is empty if there is none. Raises ConfigError as `read_header`."""
+    metadata = _parse(path, _read_text(path)[0]).get("__metadata__") or {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ConfigError(f"{path} is damaged: its metadata is not an object of strings")
+    return metadata
+
+
+def _read_text(path: Path) -> tuple[bytes, int]:
+    """The header, and the size of the file."""
     size = path.stat().st_size
     if size <= LENGTH_BYTES:
         raise ConfigError(f"{path} is truncated: it has {size} bytes")
@@ -46,22 +60,27 @@ def read_header(path: Path) -> dict[str, Place]:
                 f"{path} is truncated or not a safetensors file: its header ends at byte "
                 f"{LENGTH_BYTES + header_bytes}, the file at {size}"
             )
-        return parse_header(path, file.read(header_bytes), size)
+        return file.read(header_bytes), size
 
 
 def parse_header(path: Path, text: bytes, size: int) -> dict[str, Place]:
     """Parses tensor name → place, and checks the places against the file size. path: for messages."""
+    header = _parse(path, text)
+    header.pop("__metadata__", None)
+    data_start = LENGTH_BYTES + len(text)
+    places = {name: _place(path, name, value, data_start, size) for name, value in header.items()}
+    _check_apart(path, places)
+    return places
+
+
+def _parse(path: Path, text: bytes) -> dict[str, Any]:
     try:
         header = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is damaged: its header is not valid JSON: {error}") from error
     if not isinstance(header, dict):
         raise ConfigError(f"{path} is damaged: its header is not a JSON object")
-    header.pop("__metadata__", None)
-    data_start = LENGTH_BYTES + len(text)
-    places = {name: _place(path, name, value, data_start, size) for name, value in header.items()}
-    _check_apart(path, places)
-    return places
+    return header
 
 
 def _place(path: Path, name: str, value: dict[str, Any], data_start: int, size: int) -> Place:

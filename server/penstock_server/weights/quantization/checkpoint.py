@@ -20,7 +20,7 @@ class QuantizedCheckpoint:
     def __init__(self, inner: SafetensorsCheckpoint, options: object) -> None:
         """options: `quantization_config` of config.json. Raises ConfigError as `quantized_weights` does."""
         self._inner = inner
-        _, self.weights = quantized_weights(options, inner.headers, inner.raw)
+        _, self.weights = quantized_weights(options, inner.headers, inner.raw, inner.metadata)
         parts = {tensor for weight in self.weights.values() for tensor in weight.tensors}
         self._names = [name for name in inner.names() if name not in parts] + list(self.weights)
 

@@ -66,6 +66,16 @@ def by_wildcard(entries: Sequence[str]) -> IsExcluded:
     return lambda name: is_named(name) or any(fnmatchcase(name, entry) for entry in entries)
 
 
+def by_tag(entries: Sequence[str]) -> IsExcluded:
+    """As in HQQ: an entry is a name without its numbers, `model` and `layers`."""
+    tags = set(entries)
+    return lambda name: ".".join(part for part in name.split(".") if not _is_place(part)) in tags
+
+
+def _is_place(part: str) -> bool:
+    return part in ("model", "layers") or part.isnumeric()
+
+
 # GPTQModel excludes layers by rules of its option `dynamic`.
 _OPTIONS: Mapping[str, Callable[[Sequence[str]], IsExcluded]] = {
     "exclude": by_wildcard,  # Quark
@@ -73,6 +83,7 @@ _OPTIONS: Mapping[str, Callable[[Sequence[str]], IsExcluded]] = {
     "ignored_layers": by_part,  # fp8, by other tools than transformers
     "llm_int8_skip_modules": by_part,  # bitsandbytes
     "modules_to_not_convert": by_part,
+    "skip_modules": by_tag,  # HQQ
 }
 # How the names of quantized layers end, in lists that the quantizer did one after the other. Of GPTQ, by transformers.
 INCLUDED = "modules_in_block_to_quantize"

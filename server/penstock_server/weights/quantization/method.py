@@ -7,29 +7,44 @@ from types import MappingProxyType
 from typing import Any
 
 from penstock_server.errors import ConfigError
-from penstock_server.weights.quantization import awq, bitsandbytes, compressed_tensors, fp8, gptq, marlin, mxfp4, quark
+from penstock_server.weights.quantization import (
+    awq,
+    bitsandbytes,
+    compressed_tensors,
+    fp8,
+    gptq,
+    hqq,
+    marlin,
+    mxfp4,
+    quark,
+    torchao,
+)
 from penstock_server.weights.quantization.awq import Awq
 from penstock_server.weights.quantization.bitsandbytes import BitsAndBytes
 from penstock_server.weights.quantization.compressed_tensors import CompressedTensors
 from penstock_server.weights.quantization.exclusion import check_exclusions
 from penstock_server.weights.quantization.fp8 import Fp8
 from penstock_server.weights.quantization.gptq import Gptq
+from penstock_server.weights.quantization.hqq import Hqq
 from penstock_server.weights.quantization.marlin import Marlin, is_marlin
 from penstock_server.weights.quantization.mxfp4 import Mxfp4
 from penstock_server.weights.quantization.quark import Quark
-from penstock_server.weights.quantization.stored import INSTEAD, Headers, Method, Read, StoredWeight
+from penstock_server.weights.quantization.stored import INSTEAD, Headers, Method, Read, ReadMetadata, StoredWeight
+from penstock_server.weights.quantization.torchao import Torchao
 
 # By `quant_method`.
-_METHODS: Mapping[str, Callable[[Mapping[str, Any], Read], Method]] = MappingProxyType(
+_METHODS: Mapping[str, Callable[[Mapping[str, Any], Read, ReadMetadata], Method]] = MappingProxyType(
     {
-        "awq": lambda options, _: Marlin.read(options) if is_marlin(options) else Awq.read(options),
-        "bitsandbytes": lambda _, read: BitsAndBytes(read),
-        "compressed-tensors": CompressedTensors.read,
-        "fbgemm_fp8": lambda options, _: Fp8.read(options),
-        "fp8": lambda options, _: Fp8.read(options),
-        "gptq": lambda options, _: Marlin.read(options) if is_marlin(options) else Gptq.read(options),
-        "mxfp4": lambda _options, _read: Mxfp4(),
-        "quark": lambda options, _: Quark.read(options),
+        "awq": lambda options, *_: Marlin.read(options) if is_marlin(options) else Awq.read(options),
+        "bitsandbytes": lambda _options, read, _: BitsAndBytes(read),
+        "compressed-tensors": lambda options, read, _: CompressedTensors.read(options, read),
+        "fbgemm_fp8": lambda options, *_: Fp8.read(options),
+        "fp8": lambda options, *_: Fp8.read(options),
+        "gptq": lambda options, *_: Marlin.read(options) if is_marlin(options) else Gptq.read(options),
+        "hqq": lambda _options, read, _: Hqq(read),
+        "mxfp4": lambda *_: Mxfp4(),
+        "quark": lambda options, *_: Quark.read(options),
+        "torchao": lambda _options, read, read_metadata: Torchao(read, read_metadata),
     }
 )
 KINDS = (
@@ -41,6 +56,8 @@ KINDS = (
     *fp8.KINDS,
     *mxfp4.KINDS,
     *quark.KINDS,
+    *torchao.KINDS,
+    *hqq.KINDS,
 )
 
 
@@ -55,17 +72,19 @@ def quantization_method(options: object) -> str | None:
     return str(options.get("quant_method", "bitsandbytes" if is_bitsandbytes else "unknown"))
 
 
-def quantized_weights(options: object, headers: Headers, read: Read) -> tuple[str, dict[str, StoredWeight]]:
+def quantized_weights(
+    options: object, headers: Headers, read: Read, read_metadata: ReadMetadata = dict
+) -> tuple[str, dict[str, StoredWeight]]:
     """The method's name, and as `Method.find` the quantized weights among these tensors. options: the value of
     `quantization_config`. Raises ConfigError for a method or an option that is not supported, and as `Method.find`."""
-    method = method_of(options, read)
+    method = method_of(options, read, read_metadata)
     found = method.find(headers)
     assert isinstance(options, dict)
     check_exclusions(options, found)
     return method.name, found
 
 
-def method_of(options: object, read: Read) -> Method:
+def method_of(options: object, read: Read, read_metadata: ReadMetadata = dict) -> Method:
     """options: the value of `quantization_config`. Raises ConfigError for a method or an option that is not
     supported."""
     name = quantization_method(options)
@@ -76,4 +95,4 @@ def method_of(options: object, read: Read) -> Method:
             f"the checkpoint is quantized with {name!r}, which is not supported; supported are "
             f"{', '.join(_METHODS)} and GGUF files; {INSTEAD}"
         )
-    return _METHODS[name](options, read)
+    return _METHODS[name](options, read, read_metadata)

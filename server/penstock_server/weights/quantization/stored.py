@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,6 +43,10 @@ class Read(Protocol):
         """The tensor in its stored type, on the CPU; rows: only these indices of its first dimension. Raises
         NotDownloadedError if there are only headers, see `penstock_server.inspection`."""
         ...
+
+
+ReadMetadata = Callable[[], Mapping[str, str]]
+"""The metadata of the checkpoint's files, joined."""
 
 
 class NotDownloadedError(ConfigError):
@@ -122,8 +126,15 @@ def unpack_bits(words: Tensor, bits: int, count: int) -> Tensor:
     return (each << torch.arange(bits, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
 
 
+def checked_codes(codes: Tensor, bits: int, tensor: str) -> Tensor:
+    """The codes [rows, columns] uint8. Raises ConfigError if one has more bits."""
+    if bits < 8 and codes.numel() and int(codes.max()) >> bits:
+        raise ConfigError(f"tensor {tensor} is damaged: it has codes of more than {bits} bits")
+    return codes
+
+
 def affine_rows(codes: Tensor, scales: Tensor, zeros: Tensor | None, format_: QuantFormat) -> QuantizedRows:
-    """codes [rows, in_features] uint8; scales, zeros [rows, groups], as integers. zeros: None if all are the offset."""
+    """codes [rows, in_features] uint8; scales, zeros [rows, groups]. zeros: None if all are the offset."""
     scales = scales.float().contiguous()
     mins = None if zeros is None or not format_.has_mins else -(zeros.float() * scales).contiguous()
     return QuantizedRows(codes.contiguous(), scales, mins)
