@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 SPECIAL = [
@@ -73,6 +74,16 @@ GRIDS = [[32, 64], [64, 32], [64, 64]]
 PERCEIVER = {"resampler_n_latents": 5, "resampler_depth": 1, "resampler_n_heads": 2, "resampler_head_dim": 24}
 QWEN = {"mrope_section": [2, 3, 3], "rope_type": "default", "rope_theta": 1000.0}
 QWEN_PIXELS = {"size": {"shortest_edge": 32 * 32, "longest_edge": 64 * 64}, "patch_size": 8}
+QWEN3_VISION = {
+    "hidden_size": 32,
+    "out_hidden_size": 48,
+    "depth": 3,
+    "num_heads": 2,
+    "patch_size": 8,
+    "intermediate_size": 48,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0, 1],
+}
 IMAGE_CASES: dict[str, ImageCase] = {
     "idefics2": ImageCase(
         "Idefics2Config",
@@ -145,6 +156,30 @@ IMAGE_CASES: dict[str, ImageCase] = {
         processor_values=QWEN_PIXELS,
         image_token="<|image_pad|>",
     ),
+    "qwen3-vl": ImageCase(
+        "Qwen3VLConfig",
+        "Qwen2VLImageProcessorPil",
+        text={"num_hidden_layers": 3, "head_dim": 16, "rope_parameters": {**QWEN, "mrope_interleaved": True}},
+        vision=QWEN3_VISION,
+        processor_values=QWEN_PIXELS,
+        image_token="<|image_pad|>",
+    ),
+    "qwen3-vl-moe": ImageCase(
+        "Qwen3VLMoeConfig",
+        "Qwen2VLImageProcessorPil",
+        text={
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "rope_parameters": {**QWEN, "mrope_interleaved": True},
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "mlp_only_layers": [1],
+        },
+        vision=QWEN3_VISION,
+        processor_values=QWEN_PIXELS,
+        image_token="<|image_pad|>",
+    ),
     "idefics3": ImageCase(
         "Idefics3Config", "Idefics3ImageProcessorPil", text={"model_type": "llama"}, processor_values=IDEFICS3_PIXELS
     ),
@@ -176,12 +211,21 @@ def make_image_model(name: str, folder: Path) -> transformers.PreTrainedModel:
             else:
                 parameter.normal_(std=0.8 / parameter[0].numel() ** 0.5)
     model.eval().save_pretrained(folder)
+    if case.config == "Qwen3VLMoeConfig":
+        _transpose_experts(folder / "model.safetensors")
     getattr(transformers, case.processor)(**case.processor_values).save_pretrained(folder)
     tokenizer = Tokenizer(models.BPE(vocab={text: index for index, text in enumerate(CHARACTERS)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.add_special_tokens(SPECIAL)
     tokenizer.save(str(folder / "tokenizer.json"))
     return model
+
+
+def _transpose_experts(file: Path) -> None:
+    """As they are published; transformers reads both layouts, and does not transpose when it saves."""
+    tensors = load_file(file)
+    experts = {name: tensor.mT.contiguous() for name, tensor in tensors.items() if ".experts." in name}
+    save_file({**tensors, **experts}, file, {"format": "pt"})
 
 
 def picture(seed: int, width: int, height: int) -> Image.Image:

@@ -54,7 +54,8 @@ class StepBatch:
     )
     # Image tokens. None: the step has none.
     image_places: Tensor | None = None  # [image tokens] int64: rows of the batch
-    image_embeddings: Tensor | None = None  # [image tokens, hidden]: instead of those of the tokens
+    # [image tokens, hidden]: instead of those of the tokens. Wider: each further `hidden` is added after a layer.
+    image_embeddings: Tensor | None = None
     image_positions: Tensor | None = None  # [image tokens, 3] int64: in time, row and column; None: as of text
 
 

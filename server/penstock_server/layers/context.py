@@ -66,10 +66,10 @@ class BuildContext:
         return self.adapter_sites.sum_at(sites, self.loader.device)
 
     def rope(self, spec: RopeSpec) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [max positions, rotary_dim / 2] float32. With sections, as many rows follow for the image
+        """Cosines and sines [max positions, rotary_dim / 2] float32. With axes, as many rows follow for the image
         tokens of a step."""
         if spec not in self.ropes:
-            num_rows = self.max_position_tokens * (2 if spec.sections else 1)
+            num_rows = self.max_position_tokens * (2 if spec.axes else 1)
             self.ropes[spec] = rope_tables(spec, num_rows, self.loader.device)
         return self.ropes[spec]
 

@@ -28,9 +28,9 @@ class RopeSpec:
     magnitude: float = 1.0  # factor of cosines and sines
     long_magnitude: float | None = None  # longrope: the same if sequences may be longer; None: `magnitude`
     interleaved: bool = False  # a pair is elements 2i and 2i + 1 (GPT-J), not i and i + rotary_dim / 2
-    # The numbers of frequencies that an image token's positions in time, row and column have (M-RoPE); empty: it has
-    # one position for all.
-    sections: tuple[int, ...] = ()
+    # For each frequency, which of an image token's positions it rotates by: 0 in time, 1 row, 2 column (M-RoPE); empty:
+    # the token has one position for all.
+    axes: tuple[int, ...] = ()
 
 
 def rope_tables(spec: RopeSpec, max_sequence_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -111,6 +111,8 @@ class Decoder:
             return
         if not isinstance(self._ops, NativeOps):
             raise refusal(f"{self._ops.name} operators have no kernel for them")
+        if self.spec.num_featured_layers:
+            raise refusal("layers run one by one where image tokens get features between them")
         try:
             # Steps without adapters run the other stack: its layers have fewer operations, and rows the same bits.
             self._adapted_stack = NativeStack.written_by(
@@ -171,11 +173,13 @@ class Decoder:
             batch = self._with_image_positions(batch)
         step = StepContext.of(batch, self._attention)
         residual = self.embedding(step)
+        features: tuple[Tensor, ...] = ()  # that image tokens get after the first layers
         if batch.image_places is not None and batch.image_embeddings is not None:
-            residual[batch.image_places] = batch.image_embeddings
+            embeddings, *features = batch.image_embeddings.split(self.spec.hidden_size, dim=1)
+            residual[batch.image_places] = embeddings
         if batch.adapters is not None and self._adapted_stack is not None:
             return self._adapted_stack.run(residual, self.caches, step, batch.adapters)
-        if self.stack is not None and self.observer is None:
+        if self.stack is not None and self.observer is None and not features:
             return self.stack.run(residual, self.caches, step)
         stream = ResidualStream(residual, self._ops)
         selects_rows = batch.sample_rows.shape[0] < residual.shape[0]
@@ -184,6 +188,9 @@ class Decoder:
                 self.observer.see(index, stream.enter(None), batch.slots)
             is_last = index + 1 == self.num_layers
             layer.run(stream, cache, step, batch.sample_rows if is_last and selects_rows else None)
+            if index < len(features):
+                stream.residual = stream.enter(None)
+                stream.residual[batch.image_places] += features[index]
         x = stream.enter(self.norm)
         return x if self.project is None else self.project(x, step.select(batch.sample_rows))
 
@@ -194,8 +201,7 @@ class Decoder:
         assert batch.image_places is not None
         device, num_tokens, first = batch.positions.device, len(batch.image_places), self.max_position_tokens
         for spec, tables in self._ropes.items():
-            columns = [index for index, width in enumerate(spec.sections) for _ in range(width)]
-            rows = batch.image_positions[:, torch.tensor(columns, device=device)]
+            rows = batch.image_positions[:, torch.tensor(spec.axes, device=device)]
             for table in tables:
                 table[first : first + num_tokens] = table.gather(0, rows)
         positions = batch.positions.clone()

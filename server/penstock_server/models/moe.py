@@ -48,6 +48,13 @@ QWEN_NAMES = with_experts(
         "shared_gate": f"{MLP}.shared_expert_gate",
     }
 )
+QWEN3_VL_NAMES = with_experts(
+    {
+        **QWEN_EXPERTS,
+        "experts.gate_up.weight": f"{MLP}.experts.gate_up_proj",
+        "experts.down.weight": f"{MLP}.experts.down_proj",
+    }
+)
 GRANITE_NAMES = with_experts(
     {
         "router": f"{BLOCK}.router.layer",
@@ -91,6 +98,12 @@ def qwen3_moe(config: Config) -> tuple[ModelSpec, NameMap]:
         layer = llama.with_window(layer, config.window())
     layers = _sparse(config, (layer,) * llama.num_layers(config), _experts(config, routing, "moe_intermediate_size"))
     return llama.llama_model(config, "qwen3_moe", layers), QWEN_NAMES
+
+
+def qwen3_vl_moe(config: Config) -> tuple[ModelSpec, NameMap]:
+    """The text model of Qwen3-VL."""
+    spec, _ = qwen3_moe(Config({**config.values, "norm_topk_prob": True}, config.path))
+    return spec.with_expert_storage("transposed"), QWEN3_VL_NAMES
 
 
 def olmoe(config: Config) -> tuple[ModelSpec, NameMap]:

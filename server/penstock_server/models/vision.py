@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock_server.errors import ConfigError
+from penstock_server.models import llama, moe
 from penstock_server.models.config import Config
 from penstock_server.models.interface import LoadOptions
 from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap
@@ -19,8 +20,13 @@ from penstock_server.vision.tower import VisionTower
 
 Build = Callable[[Config], tuple[ModelSpec, NameMap]]
 
-# Text models that are others under another name.
-_SAME = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2"}
+# Text models without a causal model of their type.
+_TEXT_MODELS: dict[str, Build] = {
+    "qwen2_5_vl_text": llama.qwen2,
+    "qwen2_vl_text": llama.qwen2,
+    "qwen3_vl_moe_text": moe.qwen3_vl_moe,
+    "qwen3_vl_text": llama.qwen3,
+}
 
 
 def read_config(folder: Path) -> Any:
@@ -39,27 +45,41 @@ def build(config: Config, text_models: dict[str, Build]) -> tuple[ModelSpec, Nam
     whole = read_config(config.path.parent)
     text = whole.get_text_config()
     values = {**text.to_dict(), "tie_word_embeddings": whole.tie_word_embeddings}
-    text_type = _SAME.get(text.model_type, text.model_type)
-    if text_type not in text_models:
+    text_models = {**text_models, **_TEXT_MODELS}
+    if text.model_type not in text_models:
         supported = ", ".join(sorted(text_models))
         raise config.refuse(
             f"its text model is of type {text.model_type!r}, which is not supported; supported: {supported}"
         )
-    spec, names = text_models[text_type](Config(values, config.path))
+    spec, names = text_models[text.model_type](Config(values, config.path))
     family = FAMILIES[model_type]
     first, *others = (_moved(names, layout, family) for layout in family.layouts)
     if family.has_grid:
-        sections = values["rope_parameters"].get("mrope_section")
-        if not isinstance(sections, list) or len(sections) != 3:
-            raise config.refuse(f"mrope_section must be a list of three numbers, not {sections!r}")
-        spec = replace(spec, layers=tuple(_with_sections(layer, tuple(sections)) for layer in spec.layers))
-    return replace(spec, architecture=model_type, reads_images=True), replace(first, alternatives=tuple(others))
+        axes = _axes(config, values["rope_parameters"])
+        spec = replace(spec, layers=tuple(_with_axes(config, layer, axes) for layer in spec.layers))
+    num_featured = len(getattr(whole.vision_config, "deepstack_visual_indexes", ()))
+    if num_featured >= spec.num_layers:
+        raise config.refuse(f"{num_featured} layers with features of images need more than {spec.num_layers} layers")
+    spec = replace(spec, architecture=model_type, reads_images=True, num_featured_layers=num_featured)
+    return spec, replace(first, alternatives=tuple(others))
 
 
-def _with_sections(layer: LayerSpec, sections: tuple[int, ...]) -> LayerSpec:
+def _axes(config: Config, rope: dict[str, Any]) -> tuple[int, ...]:
+    """`RopeSpec.axes`: frequencies by time, row and column in sections, or in turn while a section lasts."""
+    sections = rope.get("mrope_section")
+    if not isinstance(sections, list) or len(sections) != 3 or not all(isinstance(size, int) for size in sections):
+        raise config.refuse(f"mrope_section must be a list of three numbers, not {sections!r}")
+    if rope.get("mrope_interleaved", False):
+        return tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(sum(sections)))
+    return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
+
+
+def _with_axes(config: Config, layer: LayerSpec, axes: tuple[int, ...]) -> LayerSpec:
     attention = layer.plain_attention
     assert attention.rope is not None
-    return replace(layer, attention=replace(attention, rope=replace(attention.rope, sections=sections)))
+    if len(axes) != attention.rope.rotary_dim // 2:
+        raise config.refuse(f"mrope_section has {len(axes)} frequencies, must have {attention.rope.rotary_dim // 2}")
+    return replace(layer, attention=replace(attention, rope=replace(attention.rope, axes=axes)))
 
 
 def _moved(names: NameMap, layout: TextLayout, family: ImageFamily) -> NameMap:

@@ -36,7 +36,7 @@ _WORK_BYTES = 1 << 30  # of the process that reads files, and of the tower's act
 class EncodedImage:
     token_ids: npt.NDArray[np.int32]  # they replace the image's placeholder
     before: npt.NDArray[np.int64]  # [token_ids + 1] the image tokens before each of them; the last entry: all
-    embeddings: Tensor  # [image tokens, hidden]
+    embeddings: Tensor  # [image tokens, hidden], or wider: see `VisionTower`
     # Rows and columns of image tokens, if they have positions of their own; then all tokens are image tokens.
     grid: tuple[int, int] | None = None
 
@@ -79,7 +79,7 @@ class StepImages:
     """The image tokens of a step."""
 
     places: npt.NDArray[np.int64]  # [image tokens] rows of the batch
-    embeddings: Tensor  # [image tokens, hidden]
+    embeddings: Tensor  # [image tokens, hidden or wider]
     positions: npt.NDArray[np.int64] | None  # [image tokens, 3]; None: those of text
 
 

@@ -119,5 +119,7 @@ FAMILIES: dict[str, ImageFamily] = {
     "mistral3": _LLAVA,
     "qwen2_5_vl": _QWEN_VL,
     "qwen2_vl": _QWEN_VL,
+    "qwen3_vl": _QWEN_VL,
+    "qwen3_vl_moe": _QWEN_VL,
     "smolvlm": _IDEFICS3,
 }

@@ -63,12 +63,18 @@ class VisionTower:
         return cls(model, family, dtype, device)
 
     def __call__(self, arrays: Arrays) -> Tensor:
-        """What the image processor made of one image → its embeddings [image tokens, hidden]."""
+        """What the image processor made of one image → its embeddings [image tokens, hidden], and behind them
+        as many numbers for each of the first layers after which an image token gets features."""
         inputs = {}
         for name in self._family.inputs:
             if name in arrays:
                 tensor = torch.from_numpy(arrays[name]).to(self._device)
                 inputs[name] = tensor.to(self._dtype) if tensor.is_floating_point() else tensor
-        features = self._model.get_image_features(**inputs).pooler_output
-        parts = [features] if isinstance(features, Tensor) else list(features)
-        return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts]).contiguous()
+        made = self._model.get_image_features(**inputs)
+        return torch.cat([_joined(part) for part in (made.pooler_output, *made.get("deepstack_features", ()))], dim=1)
+
+
+def _joined(features: Any) -> Tensor:
+    """[image tokens, hidden], from one tensor or one for each part of the image."""
+    parts = [features] if isinstance(features, Tensor) else list(features)
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts]).contiguous()

@@ -317,5 +317,5 @@ def test_a_sequence_names_images_that_are_encoded_where_their_tokens_are(made: M
 
 
 def test_other_image_models_are_refused_by_name() -> None:
-    for config in (transformers.PaliGemmaConfig(), transformers.Qwen3VLConfig()):
+    for config in (transformers.PaliGemmaConfig(), transformers.MllamaConfig()):
         assert "supported: idefics2, idefics3, internvl, llava" in support_of(config.model_type, config.to_dict())

@@ -22,6 +22,8 @@ STORAGES: dict[str, dict[str, str]] = {
     "stacked": {"gate_up": "e 2i h", "down": "e h i"},
     # gpt-oss: transposed, gate and up interleaved.
     "by-input": {"gate_up": "e h i2", "down": "e i h"},
+    # Qwen3-VL: transposed.
+    "transposed": {"gate_up": "e h 2i", "down": "e i h"},
     # gpt-oss in MXFP4: a tensor per matrix and expert.
     "by-output": {"gate_up": "e i2 h", "down": "e h i"},
     # DBRX: the experts' rows concatenated, `down` transposed.
