@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import peers
-from compare import Server, free_port, llama_server, metrics_of, penstock_server, running, stream_load
+from compare import WEIGHTS, Server, free_port, llama_server, metrics_of, penstock_server, running, stream_load
 from figure import speculation, table_of
 from load import PENSTOCK, prompt_of, run
 from result import heading, keep, machine, option_parser, title
@@ -151,11 +151,12 @@ def num_different(some: Sequence[Any], others: Sequence[Any]) -> int:
     return sum(one != other for one, other in zip(some, others, strict=True))
 
 
-def server_of(name: str, flags: list[str]) -> Server:
+def server_of(name: str, weights: str, flags: list[str]) -> Server:
+    dequantize = WEIGHTS[weights]
     if name == "penstock":
-        ours = penstock_server(["--max-batch-total-tokens", str(MAX_TOKENS), "--standby", "off", *flags])
-        return replace(ours, settled="")
-    return llama_server(name, peers.bf16_gguf(), 1, flags)
+        flags = ["--max-batch-total-tokens", str(MAX_TOKENS), "--standby", "off", *flags]
+        return replace(penstock_server(flags, dequantize=dequantize), settled="")
+    return llama_server(name, peers.bf16_gguf() if dequantize else peers.embedded_gguf(), 1, flags)
 
 
 def main() -> None:
@@ -163,13 +164,15 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(SERVERS), default=list(SERVERS))
     parser.add_argument("--requests", type=int, default=1000, help="requests with every kind of sampling")
     parser.add_argument("--requests-per-load", type=int, default=4)
+    parser.add_argument("--weights", choices=list(WEIGHTS), default="bf16", help="of the embedded model")
     parser.add_argument("--heads", type=Path, default=FOLDER, help="folder of Medusa heads for the embedded model")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that all servers are stopped
 
     words = peers.prompt_words()
     repeats: list[dict[str, Any]] = []
-    record: dict[str, Any] = {**heading(), "machine": machine(), "speculate": SPECULATE, "repeats": repeats}
+    record: dict[str, Any] = {**heading(), "machine": machine(), "speculate": SPECULATE, "weights": options.weights}
+    record["repeats"] = repeats
     ports: dict[str, dict[str, int]] = {}
     with contextlib.ExitStack() as stack:
         for name in options.only:
@@ -179,7 +182,7 @@ def main() -> None:
             ports[name] = {}
             for mode, flags in modes.items():
                 port = ports[name][mode] = free_port()
-                stack.enter_context(running(server_of(name, flags), port))
+                stack.enter_context(running(server_of(name, options.weights, flags), port))
                 ask(port, form(words, random.Random("warm-up")))
         for port in ports.get("penstock", {}).values():
             run(port, PENSTOCK, stream_load(NUM_STREAMS, 1), words, "warm-up")

@@ -44,7 +44,7 @@ QUESTIONS = (
 NUM_HEADS, NUM_BLOCKS, NUM_TOKENS = 4, 1, 12_288
 ANSWER_TOKENS = 120
 BATCH_ROWS = 512
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 2e-3
 Chat = tuple[list[int], int]  # token ids, and the number of those that the question has
 
 
@@ -158,7 +158,7 @@ def save(folder: Path, heads: nn.ModuleList, token_ids: Tensor) -> None:
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
-def make_heads(folder: Path = FOLDER, num_questions: int = 1600, num_epochs: int = 3) -> Path:
+def make_heads(folder: Path = FOLDER, num_questions: int = 1600, num_epochs: int = 6) -> Path:
     """The folder of heads, which are trained if they are missing."""
     if (folder / "config.json").exists():
         return folder
@@ -187,7 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=FOLDER)
     parser.add_argument("--questions", type=int, default=1600)
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=6)
     options = parser.parse_args()
     make_heads(options.out, options.questions, options.epochs)
 

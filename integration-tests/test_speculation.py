@@ -72,7 +72,8 @@ def medusa(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, l
     for head in range(3):
         following = torch.eye(256)[text[head + 1 :]]
         # [vocab, hidden]: exact, because there are fewer outputs than dimensions.
-        tensors[f"{head}.1.weight"] = (torch.linalg.pinv(outputs[: len(following)]) @ following).T.contiguous()
+        # Times 100: the heads are certain.
+        tensors[f"{head}.1.weight"] = (100 * torch.linalg.pinv(outputs[: len(following)]) @ following).T.contiguous()
         tensors[f"{head}.0.linear.weight"], tensors[f"{head}.0.linear.bias"] = torch.zeros(48, 48), torch.zeros(48)
     save_file(tensors, heads / "medusa_lm_head.safetensors")
     (heads / "config.json").write_text(json.dumps({"medusa_num_heads": 3, "medusa_num_layers": 1}))

@@ -14,6 +14,8 @@ from penstock_server.kernels.ops import Elementwise, Lookup, Ops
 from penstock_server.layers.linear import Linear
 from penstock_server.parallel import RankGroup
 
+_PIECE_TOKENS = 1024  # rows of the output matrix that ranks exchange at a time
+
 
 @dataclass(frozen=True, slots=True)
 class VocabularyEmbedding:
@@ -60,12 +62,14 @@ class VocabularyHead:
         if packed is None:
             raise ConfigError("the rows of the model's output matrix cannot be read, because its columns are reordered")
         first = sum(self.widths[: self.group.rank])
-        mine = (token_ids >= first) & (token_ids < first + self.linear.out_features)
         rows = torch.zeros((len(token_ids), hidden_size), dtype=dtype)
-        here = torch.empty((int(mine.sum()), hidden_size), dtype=dtype)
-        packed.copy_rows(token_ids[mine] - first, here)
-        rows[mine] = here
-        return self.group.all_reduce(rows)
+        for ids, piece in zip(token_ids.split(_PIECE_TOKENS), rows.split(_PIECE_TOKENS), strict=True):
+            is_mine = (ids >= first) & (ids < first + self.linear.out_features)
+            mine = piece.new_empty((int(is_mine.sum()), hidden_size))
+            packed.copy_rows(ids[is_mine] - first, mine)
+            piece[is_mine] = mine
+            self.group.all_reduce(piece)
+        return rows
 
 
 def soft_cap(ops: Ops, cap: float) -> Elementwise:
