@@ -88,6 +88,8 @@ class Decoder:
     def accept_adapters(self, sites: AdapterSites, max_loaded: int, max_rank: int) -> None:
         """Lets sequences have adapters: at most `max_loaded` at a time, of at most this rank. Raises ConfigError if
         this model's layers cannot have any."""
+        if self.spec.is_encoder:
+            raise refusal("it is an encoder")
         if not isinstance(self._ops, NativeOps):
             raise refusal(f"{self._ops.name} operators have no kernel for them")
         try:
@@ -148,6 +150,12 @@ class Decoder:
         residual = self.embedding(step)
         if batch.image_places is not None and batch.image_embeddings is not None:
             residual[batch.image_places] = batch.image_embeddings
+        x = self._outputs(residual, batch, step)
+        return x if self.project is None else self.project(x, step.select(batch.sample_rows))
+
+    def _outputs(self, residual: Tensor, batch: StepBatch, step: StepContext) -> Tensor:
+        """The normed residual of the sampled rows [samples, hidden]. residual: embeddings [tokens, hidden],
+        overwritten."""
         if batch.adapters is not None:
             return self._adapted_stack.run(residual, self.caches, step, batch.adapters)
         if self.stack is not None:
@@ -157,8 +165,7 @@ class Decoder:
         for index, (layer, cache) in enumerate(zip(self.layers, self.caches, strict=True)):
             is_last = index + 1 == self.num_layers
             layer.run(stream, cache, step, batch.sample_rows if is_last and selects_rows else None)
-        x = stream.enter(self.norm)
-        return x if self.project is None else self.project(x, step.select(batch.sample_rows))
+        return stream.enter(self.norm)
 
     def _with_image_positions(self, batch: StepBatch) -> StepBatch:
         """The batch in which the positions of image tokens are rows at the end of the rope tables. Each row has the
@@ -177,13 +184,9 @@ class Decoder:
 
     def _append_layers(self, program: NativeProgram) -> None:
         """Appends layers and final norm to a native stack."""
-        if self.encoder is not None:
-            raise NotNativeError("an encoder")
-        if self.norm is None or self.project is not None:
-            raise NotNativeError("an output that is not a norm's")
         for layer in self.layers:
             layer.append_to(program, is_last=layer is self.layers[-1])
-        program.norm(self.norm, "residual", "output")
+        program.output(self.norm, self.spec.hidden_size)
 
 
 def _load_head(spec: HeadSpec, context: BuildContext) -> tuple[VocabularyHead, Lookup]:
