@@ -233,6 +233,16 @@ def test_only_headers_of_a_hub_model_s_weights_are_read(hub: Hub, capsys: Any) -
     assert all(fetched)
 
 
+def test_metadata_of_a_hub_model_s_files_says_how_torchao_quantized_it(hub: Hub, tmp_path: Path, capsys: Any) -> None:
+    from test_quantized_torchao import save
+
+    stored, _ = save("int4", tmp_path / "torchao")
+    hub.files.update({path.name: path.read_bytes() for path in stored.iterdir()})
+    status, report = run(capsys, "someone/tiny", "--dtype", "bfloat16")
+    assert (status, report["problems"]) == (0, [])
+    assert report["layout"]["quantization"] == "torchao: 21 weights stay in 4 bits"
+
+
 def test_a_failing_hub_leaves_the_cached_model_to_describe(hub: Hub, capsys: Any) -> None:
     hub.status = 503
     status, report = run(capsys, "someone/tiny")

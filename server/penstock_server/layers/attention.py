@@ -210,9 +210,7 @@ class AttentionBlock:
         first = 0
         for norm, num_heads in zip(self.norms or (), (self.shape.num_heads, self.shape.num_kv_heads), strict=False):
             if isinstance(norm, ProjectionNorm):
-                if norm.group.size > 1:
-                    raise NotNativeError("a norm over the heads of several ranks")
-                program.norm_heads(norm.norm, first, 1)
+                norm.append_to(program, first)
             else:
                 program.norm_heads(norm, first, num_heads)
             first += num_heads * self.shape.head_dim

@@ -177,6 +177,14 @@ class NativeProgram:
         """From here on, these registers have the sampled rows only, and no other register is read."""
         self._native.select(registers)
 
+    def output(self, norm: PackedNorm | None, hidden_size: int) -> None:
+        """The stack returns the norm of the residual; None: the residual."""
+        if norm is not None:
+            self.norm(norm, "residual", "output")
+            return
+        self.reserve("output", hidden_size)
+        self.copy("residual", (0, 0), "output", (0, 0), hidden_size)
+
     def _packed(self, linear: Linear) -> Any:
         if linear.native is None:
             raise NotNativeError("a linear layer whose columns are reordered")
@@ -193,16 +201,18 @@ class NativeStack:
     """Layers and the final norm."""
 
     @classmethod
-    def of(cls, append_layers: Callable[[NativeProgram], None], hidden_size: int, ops: Ops) -> NativeStack | None:
-        """The stack that `append_layers` writes. None if the layers must run one by one."""
+    def of(
+        cls, append_layers: Callable[[NativeProgram], None], hidden_size: int, ops: Ops, what: str = "layers"
+    ) -> NativeStack | None:
+        """The stack that `append_layers` writes. None if the layers must run one by one. what: they are, in the log."""
         try:
             if not isinstance(ops, NativeOps):
                 raise NotNativeError(f"{ops.name} operators")
             stack = cls.written_by(append_layers, hidden_size, ops.build)
         except NotNativeError as reason:
-            logger.info("layers: one by one (%s)", reason)
+            logger.info("%s: one by one (%s)", what, reason)
             return None
-        logger.info("layers: one native call")
+        logger.info("%s: one native call", what)
         return stack
 
     @classmethod
@@ -231,7 +241,7 @@ class NativeStack:
         adapters: StepAdapters | None = None,
     ) -> Tensor:
         """residual: embeddings [tokens, hidden], overwritten. adapters: of a stack that was written for them.
-        Returns the normed output of the sampled rows [samples, hidden]. Raises
+        Returns the output of the sampled rows [samples, hidden]. Raises
         RuntimeError when another rank's process has exited."""
         batch = step.batch
         output = residual.new_empty((batch.sample_rows.shape[0], residual.shape[1]))

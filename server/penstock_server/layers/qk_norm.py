@@ -12,6 +12,7 @@ from penstock_server.attention.interface import HeadNorms
 from penstock_server.kernels.ops import PackedNorm
 from penstock_server.kernels.torch_ops import TorchNorm
 from penstock_server.layers.context import BuildContext
+from penstock_server.layers.native_stack import NativeProgram, Register
 from penstock_server.layers.norm import NormSpec, load_norm, norm_parameters
 from penstock_server.layers.shard import HeadSplit, Shard
 from penstock_server.parallel import RankGroup
@@ -49,7 +50,8 @@ class ProjectionNorm:
     norm: PackedNorm
     group: RankGroup
     widths: tuple[int, ...]  # columns on each rank
-    columns: Tensor | None  # the gathered columns that hold each head once; None: all of them
+    unique: tuple[range, ...]  # the gathered columns that hold each head once
+    columns: Tensor | None  # the same; None: all of them
     mine: slice  # this rank's columns of the result
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -60,6 +62,25 @@ class ProjectionNorm:
         if self.columns is not None:
             gathered = gathered.index_select(1, self.columns)
         return self.norm(gathered)[:, self.mine].reshape(x.shape)
+
+    def append_to(self, program: NativeProgram, first: int) -> None:
+        """Appends the norm of the columns of "qkv" from `first` on to a native stack."""
+        if self.group.size == 1:
+            program.norm_heads(self.norm, first, 1)
+            return
+        width = self.widths[self.group.rank]
+        program.reserve("part", width)
+        program.copy("qkv", (first, 0), "part", (0, 0), width)
+        program.gather(self.group, self.widths, "part", "gathered")
+        source: Register = "gathered"
+        if self.columns is not None:
+            source, start = "queries", 0
+            program.reserve(source, len(self.columns))
+            for columns in self.unique:
+                program.copy("gathered", (columns.start, 0), source, (start, 0), len(columns))
+                start += len(columns)
+        program.norm(self.norm, source, source)
+        program.copy(source, (self.mine.start, 0), "qkv", (first, 0), width)
 
 
 QkNorm = PackedNorm | ProjectionNorm
@@ -110,14 +131,16 @@ def _over_projection(
     norm: PackedNorm, parts: tuple[range, ...], head_dim: int, shard: Shard, device: torch.device
 ) -> ProjectionNorm:
     """parts: the heads of each rank; neighbouring ranks may hold copies of the same heads."""
-    columns: list[int] = []
+    unique: list[range] = []
     start = num_seen = 0
     for part in parts:
         if part.stop > num_seen:
-            columns += range(start, start + len(part) * head_dim)
+            unique.append(range(start, start + len(part) * head_dim))
             num_seen = part.stop
         start += len(part) * head_dim
+    columns = [column for each in unique for column in each]
     picks = None if len(columns) == start else torch.tensor(columns, device=device)
     mine = parts[shard.group.rank]
     widths = tuple(len(part) * head_dim for part in parts)
-    return ProjectionNorm(norm, shard.group, widths, picks, slice(mine.start * head_dim, mine.stop * head_dim))
+    columns_of_mine = slice(mine.start * head_dim, mine.stop * head_dim)
+    return ProjectionNorm(norm, shard.group, widths, tuple(unique), picks, columns_of_mine)

@@ -4,7 +4,7 @@ one. Everything that differs between architectures is in the `ModelSpec`."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -106,6 +106,8 @@ class Decoder:
 
     def accept_adapters(self, sites: AdapterSites) -> None:
         """Lets sequences have adapters. Raises ConfigError if this model's layers cannot have any."""
+        if self.spec.is_encoder:
+            raise refusal("it is an encoder")
         if self._ops.adds_adapters:
             self.adapters = Adapters.on_device(sites, self._dtype, self._device)
             return
@@ -173,10 +175,16 @@ class Decoder:
             batch = self._with_image_positions(batch)
         step = StepContext.of(batch, self._attention)
         residual = self.embedding(step)
-        features: tuple[Tensor, ...] = ()  # that image tokens get after the first layers
+        features: Sequence[Tensor] = ()  # that image tokens get after the first layers
         if batch.image_places is not None and batch.image_embeddings is not None:
             embeddings, *features = batch.image_embeddings.split(self.spec.hidden_size, dim=1)
             residual[batch.image_places] = embeddings
+        x = self._outputs(residual, batch, step, features)
+        return x if self.project is None else self.project(x, step.select(batch.sample_rows))
+
+    def _outputs(self, residual: Tensor, batch: StepBatch, step: StepContext, features: Sequence[Tensor]) -> Tensor:
+        """The normed residual of the sampled rows [samples, hidden]. residual: embeddings [tokens, hidden],
+        overwritten. features: what image tokens get after the first layers [image tokens, hidden]."""
         if batch.adapters is not None and self._adapted_stack is not None:
             return self._adapted_stack.run(residual, self.caches, step, batch.adapters)
         if self.stack is not None and self.observer is None and not features:
@@ -191,8 +199,7 @@ class Decoder:
             if index < len(features):
                 stream.residual = stream.enter(None)
                 stream.residual[batch.image_places] += features[index]
-        x = stream.enter(self.norm)
-        return x if self.project is None else self.project(x, step.select(batch.sample_rows))
+        return stream.enter(self.norm)
 
     def _with_image_positions(self, batch: StepBatch) -> StepBatch:
         """The batch in which the positions of image tokens are rows at the end of the rope tables. Each row has the
@@ -210,13 +217,9 @@ class Decoder:
 
     def _append_layers(self, program: NativeProgram) -> None:
         """Appends layers and final norm to a native stack."""
-        if self.encoder is not None:
-            raise NotNativeError("an encoder")
-        if self.norm is None or self.project is not None:
-            raise NotNativeError("an output that is not a norm's")
         for layer in self.layers:
             layer.append_to(program, is_last=layer is self.layers[-1])
-        program.norm(self.norm, "residual", "output")
+        program.output(self.norm, self.spec.hidden_size)
 
 
 def _load_head(spec: HeadSpec, context: BuildContext) -> tuple[VocabularyHead, Lookup]:

@@ -158,8 +158,6 @@ class Layer:
         attention, spec = self.attention, self.spec
         if self.cross is not None:
             raise NotNativeError("cross-attention")
-        if spec.placement is NormPlacement.SUM or spec.residual_is_normed:
-            raise NotNativeError("norms that replace the residual")
         x = self._append_enter(program, "attention_norm")
         attended = attention.append_to(program, x)
         if is_last:
@@ -173,9 +171,9 @@ class Layer:
             program.add("sum", "projected")
             program.add("projected", "residual")
             return
-        self._append_add(program, project, "attention_post_norm")
+        self._append_add(program, project, "attention")
         x = self._append_enter(program, "mlp_norm")
-        self._append_add(program, partial(self.mlp.append_to, program, x), "mlp_post_norm")
+        self._append_add(program, partial(self.mlp.append_to, program, x), "mlp")
 
     def _enter(self, stream: ResidualStream, name: str) -> Tensor:
         """The input of a part: the norm of this name if there is one."""
@@ -198,16 +196,19 @@ class Layer:
         """`_enter` in a native stack. Returns where the input of a part is."""
         if name not in self.norms:
             return "residual"
-        program.norm(self.norms[name], "residual", "normed")
-        return "normed"
+        target: Register = "residual" if self.spec.residual_is_normed else "normed"
+        program.norm(self.norms[name], "residual", target)
+        return target
 
-    def _append_add(self, program: NativeProgram, append: Append, name: str) -> None:
-        """Adds the output of a part to the residual, in a native stack."""
-        if name not in self.norms and self.spec.residual_multiplier == 1.0:
+    def _append_add(self, program: NativeProgram, append: Append, part: str) -> None:
+        """`_leave` and `_add` in a native stack, of the output of this part."""
+        if f"{part}_post_norm" not in self.norms and self.spec.residual_multiplier == 1.0:
             append("residual", adds=True)
-            return
-        self._append_leave(program, append, name, "projected")
-        program.add("projected", "residual")
+        else:
+            self._append_leave(program, append, f"{part}_post_norm", "projected")
+            program.add("projected", "residual")
+        if self.spec.placement is NormPlacement.SUM:
+            program.norm(self.norms[f"{part}_sum_norm"], "residual", "residual")
 
     def _append_leave(self, program: NativeProgram, append: Append, name: str, target: Register) -> None:
         """`_leave` in a native stack, of the output of a part."""

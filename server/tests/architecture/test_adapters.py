@@ -71,8 +71,10 @@ def make_adapter(folder: Path, base: Path, seed: int, **config: Any) -> tuple[Pa
 
 
 def targets(name: str) -> dict[str, Any]:
-    """What adapters can change in mixtures and in latent attention. Of mixtures, peft means the experts by the names of
-    all other projections."""
+    """What adapters can change in mixtures, in latent attention, and in layers between projections. Of mixtures, peft
+    means the experts by the names of all other projections."""
+    if name == "opt-350m":
+        return {"target_modules": r".*layers.*(_proj|fc1|fc2)"}
     is_mixture = "moe" in name or name.startswith(("deepseek", "mixtral"))
     return {"target_modules": r".*self_attn\.\w+_proj(_with_mqa)?"} if is_mixture else {}
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from cases import CASES, Case
 from model_driver import ModelDriver
 from penstock_server.models import load_model
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.native
 BLOCK_TOKENS = 16
 VOCAB = 131
 WIDTHS = ("hidden_size", "n_embd", "d_model")  # the names of the hidden size
+HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "encoder_attention_heads")
 
 # The native attention has no padding of the heads of these models: their size is a multiple of 16.
 SUPPORTED = [
@@ -33,6 +35,7 @@ SUPPORTED = [
     "baichuan-13b",
     "baichuan2",
     "bloom",
+    "bloom-normed-residual",
     "codegen",
     "cohere",
     "cohere-qk-norm",
@@ -70,6 +73,7 @@ SUPPORTED = [
     "olmo2",
     "olmo3",
     "opt",
+    "opt-350m",
     "persimmon",
     "phi",
     "phi-qk-norm",
@@ -104,20 +108,16 @@ EXPERTS = [
 ONE_BY_ONE = {
     "deepseek-v3": "heads of 20 elements, which are padded",
     "olmo": "a norm without weights",
-    "opt-350m": "not a norm's",
-    "t5": "an encoder",
+    "t5": "cross-attention",
     "llama-nine-heads": "heads of 8 elements, which are padded",
 }
-OVER_ALL_HEADS = {"olmo2", "olmo3", "olmoe"}  # norms of queries and keys whose heads are on several ranks
 
 
 def widened(case: Case) -> Case:
     """The case with heads of 16 elements; of latent attention, 32."""
     given = {**case.sizes, **case.values}
     name = next(name for name in WIDTHS if name in given)
-    num_heads = next(
-        given[heads] for heads in ("num_attention_heads", "num_heads", "n_heads", "n_head") if heads in given
-    )
+    num_heads = next(given[heads] for heads in HEADS if heads in given)
     of_head = {dim: 16 for dim in ("head_dim", "qk_rope_head_dim") if dim in given}
     return replace(case, values={**case.values, name: 16 * num_heads, **of_head})
 
@@ -197,7 +197,7 @@ def test_ranks_compute_parts_of_experts_one_by_one_with_the_bits_of_one_call(tmp
     assert_equal(run_native_ranks(3, logits)[0], logits(RankGroup()))
 
 
-@pytest.mark.parametrize("name", sorted({*SUPPORTED, *EXPERTS} - OVER_ALL_HEADS))
+@pytest.mark.parametrize("name", sorted({*SUPPORTED, *EXPERTS}))
 def test_two_ranks_compute_the_bits_of_one_in_one_call(name: str, tmp_path: Path) -> None:
     folder = save(name, widened(CASES[name]), tmp_path)
 
@@ -225,8 +225,73 @@ def test_the_log_says_what_has_no_native_operation(name: str, tmp_path: Path, ca
     assert ONE_BY_ONE[name] in line
 
 
-@pytest.mark.parametrize("name", sorted(OVER_ALL_HEADS))
-def test_ranks_compute_norms_over_all_heads_one_by_one(name: str, tmp_path: Path) -> None:
-    folder = save(name, widened(CASES[name]), tmp_path)
-    stacks = run_native_ranks(2, lambda group: load(folder, group).stack)
-    assert stacks == [None, None]
+def test_norms_over_all_heads_count_keys_that_several_ranks_hold_once(tmp_path: Path) -> None:
+    """Two KV heads on three ranks."""
+    folder = save("olmo2", widened(CASES["olmo2"]), tmp_path)
+
+    def logits(group: RankGroup) -> list[torch.Tensor]:
+        model = load(folder, group)
+        assert model.stack is not None
+        return logits_of_steps(model)
+
+    assert_equal(run_native_ranks(3, logits)[0], logits(RankGroup()))
+
+
+def test_an_encoder_in_front_of_a_decoder_runs_in_one_call(tmp_path: Path) -> None:
+    model = load(save("bart", widened(CASES["bart"]), tmp_path), RankGroup())
+    assert model.encoder is not None
+    assert model.encoder.stack is not None
+
+    def logits() -> list[torch.Tensor]:
+        driver = ModelDriver(model, BLOCK_TOKENS)
+        first, second = (driver.sequence(text, num_source=len(text) - 3) for text in prompts(5, [40, 23], VOCAB))
+        return [driver.step([(first, 40), (second, 23)], every_row=True)]
+
+    together = logits()
+    model.encoder.stack = None
+    assert_equal(together, logits())
+
+
+ENCODER = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "max_position_embeddings": 128,
+    "pad_token_id": 1,
+}
+MODERNBERT = {"local_attention": 8, "bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3}
+ENCODERS: dict[str, dict[str, object]] = {
+    "BertConfig": {},
+    "XLMRobertaConfig": {"type_vocab_size": 1},
+    "NomicBertConfig": {},
+    "ModernBertConfig": MODERNBERT,
+}
+
+
+@pytest.mark.parametrize("config", ENCODERS)
+def test_encoders_compute_the_bits_of_their_layers_in_one_call(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Decoder, "logits", lambda _, outputs: outputs.clone())  # they have no output head
+    torch.manual_seed(5)
+    values = getattr(transformers, config)(**ENCODER, **ENCODERS[config])
+    transformers.AutoModel.from_config(values, dtype=torch.float32).save_pretrained(tmp_path)
+
+    def outputs(group: RankGroup, *, is_one_call: bool = True) -> list[torch.Tensor]:
+        model = load(tmp_path, group)
+        assert model.stack is not None
+        if not is_one_call:
+            model.stack = None
+        driver = ModelDriver(model, BLOCK_TOKENS)
+        steps = []
+        for every_row in (True, False):
+            first, second = (driver.sequence(text) for text in prompts(5, [40, 23], VOCAB))
+            steps.append(driver.step([(first, 40), (second, 23)], every_row=every_row))
+        return steps
+
+    expected = outputs(RankGroup(), is_one_call=False)
+    assert_equal(outputs(RankGroup()), expected)
+    for of_rank in run_native_ranks(3, outputs):
+        assert_equal(of_rank, expected)
