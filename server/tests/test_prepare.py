@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -164,8 +165,26 @@ def test_the_hub_cache_is_used_offline(cache: Path) -> None:
         "pipeline_tag": None,
         "weights": [str(repository / "snapshots" / sha / "model.safetensors")],
         "adapters": {},
+        "speculative_model": None,
     }
     assert json.loads(answer.stdout) == expected
     answer = run("--model-id", "someone/other", HF_HUB_OFFLINE="1")
     assert (answer.returncode, answer.stdout) == (1, "")
     assert answer.stderr == "error: someone/other is not in the cache, and HF_HUB_OFFLINE is set\n"
+
+
+def test_a_model_or_heads_that_draft_are_prepared_too(cache: Path, tmp_path: Path) -> None:
+    sha = "0123456789abcdef0123456789abcdef01234567"
+    repository = cache / "hub" / "models--someone--draft"
+    model = save_model(make_model("llama"), repository / "snapshots" / sha)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "v1").write_text(sha)
+    heads = shutil.copytree(model, tmp_path / "heads")
+    for given, folder in {"someone/draft@v1": model, str(heads): heads}.items():
+        answer = run("--model-id", str(model), "--speculative-model", given, HF_HUB_OFFLINE="1")
+        assert answer.stderr == ""
+        found = json.loads(answer.stdout)
+        assert found["speculative_model"] == str(folder)
+        assert found["weights"] == [str(each / "model.safetensors") for each in (model, folder)]
+    answer = run("--model-id", str(model), "--speculative-model", str(tmp_path / "nowhere"))
+    assert answer.stderr.startswith(f"error: --speculative-model {tmp_path}/nowhere: there is no file or folder")
