@@ -183,7 +183,7 @@ def test_images_are_fetched_from_urls_that_the_operator_allows(
 ) -> None:
     expected = answer(server, chat(reference, 0, 1, "Which?"))["choices"][0]["token_ids"]
     body = chat(reference, 0, 1, "Which?")
-    for part, url in zip(body["messages"][0]["content"], urls, strict=False):
+    for part, url in zip(body["messages"][0]["content"], urls[:2], strict=False):
         part["image_url"]["url"] = url
     num_fetched = metric(server, 'penstock_image_fetches{outcome="fetched"}')
     assert answer(server, body)["choices"][0]["token_ids"] == expected

@@ -2,6 +2,9 @@
 
 use axum::http::Uri;
 
+/// Characters of a name in the DNS.
+const MAX_HOST_CHARACTERS: usize = 253;
+
 /// A URL that can be fetched, if the address of its host allows it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Url {
@@ -31,6 +34,9 @@ impl Url {
         let host = authority.host().trim_start_matches('[').trim_end_matches(']').trim_end_matches('.');
         if host.is_empty() {
             return Err("it has no host");
+        }
+        if host.len() > MAX_HOST_CHARACTERS {
+            return Err("its host is longer than any name can be");
         }
         let port = match authority.port() {
             Some(port) => port.as_u16(),
@@ -107,6 +113,7 @@ mod tests {
 
     #[test]
     fn what_is_no_url_of_a_file_is_refused() {
+        let long_host = format!("http://{}/", "a".repeat(254));
         for (text, reason) in [
             ("", "not a URL"),
             ("example.org/a.png", "not a URL"),
@@ -121,6 +128,7 @@ mod tests {
             ("http://example.org@10.0.0.1/", "user name"),
             ("http://a:99999/", ""),
             ("http://a b/", "not a URL"),
+            (long_host.as_str(), "longer than any name"),
             ("http://a/\r\nx: y", "not a URL"),
         ] {
             let refusal = Url::parse(text).expect_err(text);
