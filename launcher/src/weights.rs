@@ -52,6 +52,7 @@ pub(crate) async fn prepare(python: &Path, args: &Args, adapters: &AdapterFlags)
     if let Some(weights) = &args.weights_cache_override {
         command.arg("--weights").arg(weights);
     }
+    command.args(args.route.then_some("--without-weights"));
     command.args(adapters.on_hub().flat_map(|given| ["--adapter", given]));
     if let Some(cache) = &args.huggingface_hub_cache {
         command.env("HF_HUB_CACHE", cache);

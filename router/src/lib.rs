@@ -7,6 +7,7 @@ pub mod config;
 pub mod engine;
 mod generation;
 mod http;
+pub mod remote;
 pub mod replica;
 pub mod sequence;
 mod serve;
