@@ -258,7 +258,7 @@ async fn serve(setup: Setup<'_>, listener: Reserved, stop: CancellationToken) ->
         drain.cancel();
         reason
     };
-    let served = async {
+    let served = Box::pin(async {
         let http = penstock_router::serve(config, services, listener, drain.clone());
         let engine = async {
             let Some(engine) = engine else { return Ok(()) };
@@ -268,7 +268,7 @@ async fn serve(setup: Setup<'_>, listener: Reserved, stop: CancellationToken) ->
         };
         let (http, engine) = tokio::join!(http, engine);
         engine.and(http.map_err(Into::into))
-    };
+    });
     let (served, failure) = join_until_served(served, watch).await;
     replicas.shut_down().await;
     join_all(supervisors.into_iter().map(|supervisor| supervisor.stop(WORKER_GRACE))).await;
