@@ -85,10 +85,16 @@ def children(pid: int) -> set[int]:
     return found
 
 
-def launch(*arguments: str, env: dict[str, str] | None = None, through: Sequence[str] = ()) -> subprocess.Popen[str]:
-    """Start the binary with JSON logs; stdout also carries stderr. through: a command that runs it."""
+def launch(
+    *arguments: str,
+    env: dict[str, str] | None = None,
+    through: Sequence[str] = (),
+    command: Sequence[str] = (),
+) -> subprocess.Popen[str]:
+    """Start the binary with JSON logs; stdout also carries stderr. through: a command that runs it. command: a
+    subcommand."""
     return subprocess.Popen(
-        [*through, PENSTOCK, "--json-output", *arguments],
+        [*through, PENSTOCK, *command, "--json-output", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -118,10 +124,11 @@ def start(
     port: str | None = "0",
     env: dict[str, str] | None = None,
     through: Sequence[str] = (),
+    command: Sequence[str] = (),
 ) -> Server:
     """Start on a free port and wait for the log line with the URL. port: None if a variable of `env` sets it."""
     place = [] if port is None else ["--port", port]
-    process = launch(*place, "--hostname", hostname, *arguments, env=env, through=through)
+    process = launch(*place, "--hostname", hostname, *arguments, env=env, through=through, command=command)
     server = Server(process, "")
     ready: queue.Queue[str | None] = queue.Queue()
 

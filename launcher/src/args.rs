@@ -4,6 +4,7 @@
 
 use std::convert::Infallible;
 use std::fmt;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
 
@@ -94,6 +95,43 @@ pub(crate) struct Args {
     /// workers, the others continue its streams
     #[arg(long, env, default_value_t = 1)]
     pub(crate) replicas: usize,
+
+    /// Server that computes the sequences, as http://HOST:PORT or https://HOST:PORT of its --engine-listen; repeat, or separate by commas,
+    /// for several. Only for `penstock route`, which loads no model and serves with the engines of these servers
+    #[arg(long, env, value_delimiter = ',', value_name = "URL")]
+    pub(crate) replica: Vec<String>,
+
+    /// Seconds without a sign of life after which a server of --replica counts as lost, and the others continue its streams
+    #[arg(long, env, default_value_t = 10, value_parser = RangedU64ValueParser::<u64>::new().range(2..=3600))]
+    pub(crate) replica_timeout: u64,
+
+    /// IP address and port on which a router (`penstock route`) uses this server's engine; port 0 picks a free one. Needs
+    /// --engine-secret-file, and, beyond this machine, --engine-tls-cert [default: none]
+    #[arg(long, env, value_name = "ADDRESS")]
+    pub(crate) engine_listen: Option<SocketAddr>,
+
+    /// File with the secret that a router and the servers behind it share, at least 16 characters. The variable ENGINE_SECRET has the secret
+    /// itself
+    #[arg(long, env, value_name = "FILE")]
+    pub(crate) engine_secret_file: Option<PathBuf>,
+
+    /// PEM file with the certificate of --engine-listen; for `penstock route`, that of the router, if the servers require one
+    #[arg(long, env, value_name = "FILE", requires = "engine_tls_key")]
+    pub(crate) engine_tls_cert: Option<PathBuf>,
+
+    /// PEM file with the key of --engine-tls-cert
+    #[arg(long, env, value_name = "FILE", requires = "engine_tls_cert")]
+    pub(crate) engine_tls_key: Option<PathBuf>,
+
+    /// PEM file with the authority that signed the certificates of the other side. A server with it accepts only routers with such a
+    /// certificate; a router needs it for https
+    #[arg(long, env, value_name = "FILE")]
+    pub(crate) engine_tls_ca: Option<PathBuf>,
+
+    /// DANGEROUS: let --engine-listen and --replica cross the network without TLS. Whoever reads the network then has the secret, prompts
+    /// and answers
+    #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]
+    pub(crate) engine_without_tls: bool,
 
     /// Maximum number of requests in the server at a time; further requests get status 429
     #[arg(long, env, default_value_t = 128)]
@@ -354,6 +392,10 @@ pub(crate) struct Args {
     /// Log versions and hardware at startup
     #[arg(long, short, action = ArgAction::SetTrue)]
     pub(crate) env: bool,
+
+    /// Set by `penstock route`
+    #[arg(long, hide = true)]
+    pub(crate) route: bool,
 
     /// Print a generated page of docs/ and exit
     #[arg(long, hide = true)]

@@ -45,6 +45,40 @@ pub(crate) fn command() -> clap::Command {
     command.mut_args(|arg| arg.hide_env_values(true))
 }
 
+/// The word that makes this program a router in front of other servers.
+const ROUTE: &str = "route";
+
+/// Flags of servers with a model, which have no effect with `penstock route`.
+const OF_MODELS: [&str; 27] = [
+    "activation_bits",
+    "attention",
+    "cpu_isa",
+    "cuda_graphs",
+    "cuda_memory_fraction",
+    "dequantize",
+    "deterministic",
+    "dtype",
+    "enable_lora_updates",
+    "engine_listen",
+    "kv_cache_dtype",
+    "lora_adapters",
+    "max_batch_prefill_tokens",
+    "max_batch_size",
+    "max_batch_total_tokens",
+    "max_inter_token_ms",
+    "max_steps_in_flight",
+    "num_shard",
+    "prefix_caching",
+    "quantize",
+    "replicas",
+    "sharded",
+    "shard_uds_path",
+    "speculate",
+    "speculative_model",
+    "standby",
+    "step_timeout",
+];
+
 /// Reads flags and environment. An error is ready to be printed.
 pub(crate) fn parse(
     arguments: impl IntoIterator<Item = OsString>,
@@ -52,7 +86,12 @@ pub(crate) fn parse(
 ) -> Result<Parsed, clap::Error> {
     let platform = Platform::detect(&get_env);
     let mut command = platform.apply(command());
+    let mut arguments: Vec<_> = arguments.into_iter().collect();
+    if let Some(word) = arguments.get_mut(1).filter(|word| word.as_os_str() == ROUTE) {
+        *word = "--route".into();
+    }
     let matches = command.try_get_matches_from_mut(arguments)?;
+    check_route(&mut command, &matches)?;
     // A subcommand starts no server, so a refused variable does not concern it.
     let checked = if matches.subcommand_name().is_some() { Ok(Vec::new()) } else { compat::check(&matches) };
     let mut notes =
@@ -62,6 +101,24 @@ pub(crate) fn parse(
     let args = Args::from_arg_matches(&matches).map_err(|error| error.format(&mut command))?;
     let given = given(&command, &matches, &platform);
     Ok(Parsed { args, given, notes, vertex_routes: platform.vertex_routes })
+}
+
+/// A router has servers and no model; a server has no servers.
+fn check_route(command: &mut clap::Command, matches: &ArgMatches) -> Result<(), clap::Error> {
+    let given =
+        |id: &str| matches!(matches.value_source(id), Some(ValueSource::CommandLine | ValueSource::EnvVariable));
+    let refusal = match (matches.get_flag("route"), matches.contains_id("replica")) {
+        (true, false) => "`penstock route` needs --replica, the URL of a server's --engine-listen".to_owned(),
+        (false, true) => "--replica is only for `penstock route`".to_owned(),
+        (true, true) => match OF_MODELS.into_iter().find(|id| given(id)) {
+            Some(id) => {
+                format!("--{} has no effect with `penstock route`: set it on the servers", id.replace('_', "-"))
+            }
+            None => return Ok(()),
+        },
+        (false, false) => return Ok(()),
+    };
+    Err(command.error(ErrorKind::ArgumentConflict, refusal))
 }
 
 /// With a unix socket there is no port. A flag for one is refused; a variable is only noted, because containers set them.

@@ -11,7 +11,9 @@ mod attention;
 mod command_line;
 mod compat;
 mod dtype;
+mod engine_access;
 mod environment;
+mod fingerprint;
 mod fork_protocol;
 mod fork_server;
 mod group;
@@ -31,6 +33,7 @@ mod process;
 mod quantize;
 mod reference;
 mod resolve;
+mod route;
 mod signals;
 mod standby;
 mod start;
@@ -51,6 +54,7 @@ use anyhow::Context;
 use futures::future::{join_all, select_all};
 use nix::sys::signal::Signal;
 use penstock_router::config::{ApiKeys, ConnectionLimits, QueueLimits, RequestLimits};
+use penstock_router::remote::{self, Access, EngineListener, Remote, ServerDescription};
 use penstock_router::replica::Replicas;
 use penstock_router::telemetry::metrics::{self, Exporter};
 use penstock_router::text::{RENDERER_ARGUMENT, run_chat_renderer};
@@ -61,7 +65,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::adapter::AdapterFlags;
 use crate::command_line::Parsed;
-use crate::listener::{Place, Reserved};
+use crate::listener::{Place, Reserved, ReservedPort};
 use crate::resolve::Settings;
 use crate::start::{Started, log_choice};
 use crate::supervise::Supervisor;
@@ -108,7 +112,10 @@ fn main() -> ExitCode {
         Ok(Stopped::Immediately(signal)) => ExitCode::from(128_u8.saturating_add(signal as u8)),
         Err(error) => {
             tracing::error!("{error:#}");
-            let is_setting = error.is::<resolve::ResolveError>() || error.is::<keys::KeyError>();
+            let is_setting = error.is::<resolve::ResolveError>()
+                || error.is::<keys::KeyError>()
+                || error.is::<engine_access::AccessError>()
+                || error.is::<route::RouteError>();
             ExitCode::from(if is_setting { 2 } else { 1 })
         }
     }
@@ -123,14 +130,22 @@ fn run(parsed: &Parsed) -> anyhow::Result<Stopped> {
     if parsed.args.env {
         environment::report(&python, machine).iter().for_each(|line| tracing::info!("environment: {line}"));
     }
+    let access = engine_access::read(&parsed.args, std::env::var(engine_access::SECRET).ok())?;
+    let servers = match &access {
+        Some(access) => route::servers(&parsed.args, access)?,
+        None => Vec::new(),
+    };
     let listener = Reserved::bind(&settings.place)?;
+    let engine_listener = parsed.args.engine_listen.map(ReservedPort::bind).transpose()?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("cannot start threads")?;
     // The main thread runs this future, so the processes that it spawns live as long as this one (`process::python_module`).
     let stopped = runtime.block_on(async {
         let (stop, second_signal) =
             signals::listen(parsed.args.stop_with_stdin).context("cannot listen for signals")?;
+        let settings = &settings;
+        let setup = Setup { parsed, settings, api_keys, access, engine_listener, servers, python: &python };
         tokio::select! {
-            result = serve(Setup { parsed, settings: &settings, api_keys, python: &python }, listener, stop) => {
+            result = serve(setup, listener, stop) => {
                 result.map(|()| Stopped::Drained)
             }
             signal = second_signal => Ok(Stopped::Immediately(signal)),
@@ -159,20 +174,32 @@ struct Setup<'a> {
     parsed: &'a Parsed,
     settings: &'a Settings,
     api_keys: ApiKeys,
+    access: Option<Access>,
+    engine_listener: Option<ReservedPort>,
+    /// Not empty: they compute, and nothing is loaded here.
+    servers: Vec<Remote>,
     python: &'a Path,
 }
 
 /// Starts, serves until `stop`, drains, and stops the workers.
 async fn serve(setup: Setup<'_>, listener: Reserved, stop: CancellationToken) -> anyhow::Result<()> {
-    let Setup { parsed: Parsed { args, vertex_routes, .. }, settings, api_keys, python } = setup;
+    let Setup { parsed, settings, api_keys, access, engine_listener, servers, python } = setup;
+    let Parsed { args, vertex_routes, .. } = parsed;
     let began = Instant::now();
     let adapters = AdapterFlags::new(args)?;
+    let start = async {
+        match servers.is_empty() {
+            true => start::start(args, settings, &adapters, python).await,
+            false => route::start(args, &adapters, python, servers).await,
+        }
+    };
     let started = tokio::select! {
-        started = start::start(args, settings, &adapters, python) => started?,
+        started = start => started?,
         () = stop.cancelled() => return Ok(()),
     };
     // `folder` is dropped, with its links, when serving ends.
-    let Started { replicas, mut supervisors, prepared, folder, text, model, limits, num_blocks, phases } = started;
+    let Started { replicas, mut supervisors, prepared, folder, text, model, limits, num_blocks, phases, description } =
+        started;
     let queue = QueueLimits { max_tokens: limits.max_queued_tokens, timeout: settings.queue_timeout };
     let limits = RequestLimits {
         max_concurrent_requests: args.max_concurrent_requests,
@@ -224,6 +251,7 @@ async fn serve(setup: Setup<'_>, listener: Reserved, stop: CancellationToken) ->
     let place = listener.place();
     // The socket's file is removed when serving ends.
     let (listener, _socket_file) = listener.open()?;
+    let engine = open_engine(engine_listener, access, description, settings.graceful_termination_timeout)?;
     report_ready(&phases, began.elapsed(), &place, has_keys);
     // After a failure of the workers every open request has failed, so draining takes no time.
     let drain = stop.child_token();
@@ -237,12 +265,35 @@ async fn serve(setup: Setup<'_>, listener: Reserved, stop: CancellationToken) ->
         drain.cancel();
         reason
     };
-    let served = penstock_router::serve(config, services, listener, drain.clone());
+    let served = Box::pin(async {
+        let http = penstock_router::serve(config, services, listener, drain.clone());
+        let engine = async {
+            let Some(engine) = engine else { return Ok(()) };
+            let served = remote::serve(engine, Arc::new(replicas.clone()), drain.clone()).await;
+            drain.cancel();
+            served.context("cannot serve --engine-listen")
+        };
+        let (http, engine) = tokio::join!(http, engine);
+        engine.and(http.map_err(Into::into))
+    });
     let (served, failure) = join_until_served(served, watch).await;
     replicas.shut_down().await;
     join_all(supervisors.into_iter().map(|supervisor| supervisor.stop(WORKER_GRACE))).await;
     served?;
     failure.map_or(Ok(()), |reason| Err(anyhow::anyhow!(reason)))
+}
+
+/// Opens `--engine-listen`, if it is given.
+fn open_engine(
+    reserved: Option<ReservedPort>,
+    access: Option<Access>,
+    description: Option<ServerDescription>,
+    grace: Duration,
+) -> anyhow::Result<Option<EngineListener>> {
+    let (Some(reserved), Some(access), Some(description)) = (reserved, access, description) else { return Ok(None) };
+    let scheme = if access.identity.is_some() { "https" } else { "http" };
+    tracing::info!(engine = format!("{scheme}://{}", reserved.address), "routers can use this server's engine");
+    Ok(Some(EngineListener { listener: reserved.open()?, access, description, grace }))
 }
 
 /// Awaits `served`. Also returns the reason if the workers failed before that.
@@ -259,6 +310,9 @@ async fn join_until_served<T>(
 
 /// Supervises the workers. Resolves when they cannot be restarted any more, with the best explanation there is.
 async fn failure(replicas: &Replicas, supervisors: &mut [Supervisor]) -> String {
+    if supervisors.is_empty() {
+        return replicas.failure().await; // The workers are elsewhere.
+    }
     let supervising = select_all(supervisors.iter_mut().map(|supervisor| Box::pin(supervisor.run())));
     let mut reason = tokio::select! {
         reason = replicas.failure() => reason,

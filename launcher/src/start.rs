@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use futures::future::try_join_all;
 use penstock_router::engine::{EngineOptions, RestartGroup};
+use penstock_router::remote::ServerDescription;
 use penstock_router::replica::Replicas;
 use penstock_router::text::{LoadError, TextModel};
 use penstock_router::worker::{Description, Group, LoadOptions, Phase, Pool, WarmUpOptions};
@@ -13,6 +14,7 @@ use penstock_scheduler::Limits;
 
 use crate::adapter::AdapterFlags;
 use crate::args::Args;
+use crate::fingerprint;
 use crate::fork_server::{ForkServer, ForkServerOptions};
 use crate::group::{self, GroupError, Recipe};
 use crate::machine_share::MachineShare;
@@ -20,6 +22,7 @@ use crate::model_folder::{FolderError, ModelFolder};
 use crate::prefetch;
 use crate::quantize::Quantize;
 use crate::resolve::{Choice, ResolveError, SequenceLimits, Settings};
+use crate::route::RouteError;
 use crate::standby::Standby;
 use crate::supervise::Supervisor;
 use crate::weights::{self, PrepareError, Prepared};
@@ -44,6 +47,8 @@ pub(crate) struct Started {
     /// Of all replicas.
     pub(crate) num_blocks: usize,
     pub(crate) phases: Vec<Phase>,
+    /// For routers elsewhere; `None` without `--engine-listen`.
+    pub(crate) description: Option<ServerDescription>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -60,6 +65,10 @@ pub(crate) enum StartError {
     Group(#[from] GroupError),
     #[error(transparent)]
     Limits(#[from] ResolveError),
+    #[error(transparent)]
+    Route(#[from] RouteError),
+    #[error("cannot read the model's files: {0}")]
+    Fingerprint(std::io::Error),
 }
 
 /// The parts of a server before its engine starts.
@@ -165,8 +174,24 @@ pub(crate) async fn start(
         supervisors.push(supervisor);
         groups.push((group, Arc::new(restart) as Arc<dyn RestartGroup>));
     }
+    let description = match args.engine_listen {
+        None => None,
+        Some(_) => Some(ServerDescription {
+            properties: fingerprint::properties(args, &loaded.model, &loaded.folder.path, &loaded.prepared.weights)
+                .map_err(StartError::Fingerprint)?,
+            model: loaded.model.clone(),
+            max_input_tokens: loaded.limits.max_input_tokens,
+            max_total_tokens: loaded.limits.max_total_tokens,
+            max_new_tokens: loaded.limits.max_new_tokens,
+            max_queued_tokens: loaded.limits.max_queued_tokens,
+            num_blocks: num_blocks as u64,
+            prefix_caching,
+            step_deadline: options.step_deadline,
+        }),
+    };
     Ok(Started {
         replicas: Replicas::start(groups, options),
+        description,
         supervisors,
         prepared: loaded.prepared,
         folder: loaded.folder,
@@ -210,6 +235,30 @@ impl Spawned {
     }
 }
 
+/// The model's folder with the changes that flags make, and its tokenizer.
+pub(crate) async fn prepare(
+    args: &Args,
+    adapters: &AdapterFlags,
+    python: &Path,
+    phases: &mut Vec<Phase>,
+) -> Result<(Prepared, ModelFolder, TextModel), StartError> {
+    let began = Instant::now();
+    let prepared = weights::prepare(python, args, adapters).await?;
+    phases.push(Phase { name: "prepare model".to_owned(), duration: began.elapsed() });
+    tracing::info!("model {} is in {}", prepared.model_id, prepared.folder.display());
+    prefetch::begin(prepared.weights.clone());
+    let folder = ModelFolder::new(&prepared.folder, args)?;
+    let since = Instant::now();
+    let (path, chat_template, num_threads) =
+        (folder.path.clone(), folder.chat_template.clone(), args.validation_workers);
+    let renderer = Path::new("/proc/self/exe");
+    let text = tokio::task::spawn_blocking(move || TextModel::load(&path, num_threads, chat_template, renderer))
+        .await?
+        .map_err(StartError::Tokenizer)?;
+    phases.push(Phase { name: "load tokenizer".to_owned(), duration: since.elapsed() });
+    Ok((prepared, folder, text))
+}
+
 async fn load(
     args: &Args,
     settings: &Settings,
@@ -221,22 +270,7 @@ async fn load(
     let mut phases = Vec::new();
     let began = Instant::now();
     let timed = |name: &str, since: Instant| Phase { name: name.to_owned(), duration: since.elapsed() };
-    let prepare = async {
-        let prepared = weights::prepare(python, args, adapters).await?;
-        phases.push(timed("prepare model", began));
-        tracing::info!("model {} is in {}", prepared.model_id, prepared.folder.display());
-        prefetch::begin(prepared.weights.clone());
-        let folder = ModelFolder::new(&prepared.folder, args)?;
-        let since = Instant::now();
-        let (path, chat_template, num_threads) =
-            (folder.path.clone(), folder.chat_template.clone(), args.validation_workers);
-        let renderer = Path::new("/proc/self/exe");
-        let text = tokio::task::spawn_blocking(move || TextModel::load(&path, num_threads, chat_template, renderer))
-            .await?
-            .map_err(StartError::Tokenizer)?;
-        phases.push(timed("load tokenizer", since));
-        Ok::<_, StartError>((prepared, folder, text))
-    };
+    let prepare = prepare(args, adapters, python, &mut phases);
     let connect = async {
         let (import_time, group) = connecting.await?;
         let start_time = began.elapsed().saturating_sub(import_time);

@@ -16,6 +16,7 @@ const NO_SUCH_DEVICE: &str = "it is for devices that this server does not suppor
 
 /// Each variable's name and effect.
 pub(crate) const VARIABLES: &[(&str, Effect)] = &[
+    ("ENGINE_SECRET", Honoured("the secret of --engine-listen and --replica; --engine-secret-file overrides it")),
     ("HF_TOKEN", Honoured("access token for the Hub; never logged")),
     ("HUGGING_FACE_HUB_TOKEN", Honoured("former name of HF_TOKEN")),
     ("HF_API_TOKEN", Honoured("used as HF_TOKEN if that is not set")),

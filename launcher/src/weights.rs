@@ -57,6 +57,7 @@ pub(crate) async fn prepare(python: &Path, args: &Args, adapters: &AdapterFlags)
     if let Some(weights) = &args.weights_cache_override {
         command.arg("--weights").arg(weights);
     }
+    command.args(args.route.then_some("--without-weights"));
     command.args(adapters.on_hub().flat_map(|given| ["--adapter", given]));
     command.args(args.speculative_model.iter().flat_map(|given| ["--speculative-model", given]));
     answer_of(command, python, args, "the model").await.map_err(|error| match error {

@@ -224,6 +224,8 @@ pub struct Stats {
     pub num_steps_in_flight: usize,
     /// Tokens, prompt and generated, that the running sequences can grow to together.
     pub max_running_tokens: u64,
+    /// Plans whose results were applied so far.
+    pub num_finished_steps: u64,
 }
 
 impl Sum for Stats {
@@ -240,6 +242,7 @@ impl Sum for Stats {
             num_preemptions: sum.num_preemptions + one.num_preemptions,
             num_steps_in_flight: sum.num_steps_in_flight + one.num_steps_in_flight,
             max_running_tokens: sum.max_running_tokens + one.max_running_tokens,
+            num_finished_steps: sum.num_finished_steps + one.num_finished_steps,
         })
     }
 }

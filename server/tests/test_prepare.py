@@ -69,6 +69,12 @@ def test_a_local_folder_is_used_in_place(tmp_path: Path) -> None:
     assert (prepared.folder, prepared.model_id, prepared.sha) == (str(folder), str(folder), None)
 
 
+def test_without_weights_configuration_and_tokenizer_are_enough(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert prepare(str(tmp_path), with_weights=False).folder == str(tmp_path)
+
+
 def test_a_gguf_file_gets_a_new_folder_when_it_changes(tmp_path: Path) -> None:
     path = save_gguf(make_model("llama"), tmp_path / "tiny model.gguf")
     first = Path(prepare(str(path)).folder)

@@ -2,7 +2,7 @@
 
 use tokio::sync::watch;
 
-use super::grammar::{Compiler, Helpers, ready};
+use super::grammar::{Compiler, ready};
 use super::options::MAX_LOSSES;
 use crate::sequence::{Adapter, AdapterError, GrammarError};
 
@@ -15,17 +15,17 @@ pub(super) async fn load(
 ) -> Result<(), AdapterError> {
     let mut num_attempts = 0;
     loop {
-        let Helpers { loader, .. } = ready(&mut compiler).await.map_err(|error| match error {
+        let helper = ready(&mut compiler).await.map_err(|error| match error {
             GrammarError::Invalid(reason) | GrammarError::Worker(reason) => AdapterError::Worker(reason),
         })?;
         num_attempts += 1;
-        match loader.load(&adapter, &unloaded_ids).await {
+        match helper.load(adapter.clone(), unloaded_ids.clone()).await {
             Ok(loaded) => return loaded.map_err(AdapterError::Unusable),
-            Err(error) if num_attempts < MAX_LOSSES && error.is_loss() => {
+            Err(error) if num_attempts < MAX_LOSSES && error.is_loss => {
                 // The engine notices the loss as well, and closes the gate. An error here means that the engine has ended.
                 let _ = compiler.changed().await;
             }
-            Err(error) => return Err(AdapterError::Worker(error.to_string())),
+            Err(error) => return Err(AdapterError::Worker(error.reason)),
         }
     }
 }

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use penstock_scheduler::SequenceId;
-use tokio::sync::mpsc::UnboundedSender;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender};
 use tokio::sync::oneshot;
 
 use super::moving::MovingSequence;
 use super::owner::Owner;
-use crate::sequence::{SequenceEvent, SequenceRequest};
+use crate::sequence::{SequenceEvent, SequenceFailure, SequenceRequest};
 
 pub(super) enum Command {
     Submit {
@@ -26,4 +26,22 @@ pub(super) enum Command {
     ShutDown {
         done: oneshot::Sender<()>,
     },
+}
+
+/// Ends every sequence that is on its way. Nothing can be sent afterwards.
+pub(super) fn refuse_all(commands: &mut UnboundedReceiver<Command>, failure: &SequenceFailure) {
+    commands.close();
+    while let Ok(command) = commands.try_recv() {
+        match command {
+            Command::Submit { events, .. } => refuse(&events, failure.clone()),
+            Command::Adopt(moving) => moving.sequence.end(SequenceEvent::Failed(failure.clone())),
+            Command::Abort { .. } => {}
+            Command::ShutDown { done } => drop(done.send(())),
+        }
+    }
+}
+
+pub(super) fn refuse(events: &UnboundedSender<SequenceEvent>, failure: SequenceFailure) {
+    // An error means that the receiver was dropped.
+    let _ = events.send(SequenceEvent::Failed(failure));
 }

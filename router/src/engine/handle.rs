@@ -15,8 +15,9 @@ use super::grammar::{self, Compiler};
 use super::health::Health;
 use super::image;
 use super::moving::{Handover, MovingSequence};
-use super::options::EngineOptions;
+use super::options::{EngineOptions, RemoteOptions};
 use super::owner::Owner;
+use super::remote_loop::RemoteLoop;
 use super::restart::RestartGroup;
 use super::step_loop::StepLoop;
 use super::stream::SequenceStream;
@@ -62,6 +63,27 @@ impl Engine {
         Self { commands, next_id: Arc::new(AtomicU64::new(1)), health, stats, compiler }
     }
 
+    /// Uses the engine of another server, from the current runtime. It never fails for good: a server that is lost may return.
+    pub fn connect(options: RemoteOptions, handover: Option<Arc<dyn Handover>>) -> Self {
+        let (commands, receiver) = mpsc::unbounded_channel();
+        let remote_loop = RemoteLoop::new(options, handover, receiver);
+        let (health, stats) = remote_loop.status().subscribe();
+        let compiler = remote_loop.compilers().subscribe();
+        tokio::spawn(remote_loop.run());
+        Self { commands, next_id: Arc::new(AtomicU64::new(1)), health, stats, compiler }
+    }
+
+    /// Resolves when the engine takes steps, or never will.
+    pub(crate) async fn settled(&self) {
+        // An error means that the engine has ended.
+        let _ = self.health.clone().wait_for(|health| health.is_healthy() || health.is_permanent()).await;
+    }
+
+    /// Resolves when the engine takes no steps.
+    pub(crate) async fn paused(&self) {
+        let _ = self.health.clone().wait_for(|health| !health.is_healthy()).await;
+    }
+
     /// Resolves with the reason when the engine fails for good; never when it was shut down before.
     pub async fn failure(&self) -> String {
         let mut health = self.health.clone();
@@ -73,13 +95,6 @@ impl Engine {
                 std::future::pending().await
             }
         }
-    }
-
-    /// Resolves when the engine takes no steps: see `Health::is_healthy`.
-    pub(crate) async fn stops_steps(&self) {
-        let mut health = self.health.clone();
-        // An error means that the engine has ended.
-        let _ = health.wait_for(|health| !health.is_healthy()).await;
     }
 
     /// `Generator::submit` with an id that no other sequence has, in none of the engines that this one hands sequences over to. An engine

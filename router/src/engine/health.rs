@@ -19,6 +19,10 @@ pub enum Health {
     },
     /// The worker group failed, for this reason, and no new group has finished a step yet.
     Restarting(String),
+    /// The server that the engine is on takes no new sequences; it finishes those that it has.
+    Draining,
+    /// The server that the engine is on cannot be reached, for this reason.
+    Unreachable(String),
     /// Permanent: the worker group failed, for this reason, and is not restarted.
     Failed(String),
     /// Permanent: the engine was shut down.
@@ -48,6 +52,8 @@ impl Health {
             Self::Stalled { step } => Some(format!("a step of the model has taken {} s so far", step.as_secs())),
             Self::Unresponsive { rank } => Some(format!("the model worker of rank {rank} does not answer")),
             Self::Restarting(_) => Some("the model workers are being restarted".to_owned()),
+            Self::Draining => Some("the server with the model is being stopped".to_owned()),
+            Self::Unreachable(_) => Some("no server with the model can be reached".to_owned()),
             Self::Failed(_) => Some("the model workers stopped and are not restarted any more".to_owned()),
             Self::ShutDown => Some("the server is shutting down".to_owned()),
         }

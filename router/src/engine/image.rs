@@ -2,7 +2,7 @@
 
 use tokio::sync::watch;
 
-use super::grammar::{Compiler, Helpers, ready};
+use super::grammar::{Compiler, ready};
 use super::options::MAX_LOSSES;
 use crate::sequence::{GrammarError, Image, ImageError};
 
@@ -14,17 +14,17 @@ pub(super) async fn encode(
 ) -> Result<Vec<Vec<u32>>, ImageError> {
     let mut num_attempts = 0;
     loop {
-        let Helpers { encoder, .. } = ready(&mut compiler).await.map_err(|error| match error {
+        let helper = ready(&mut compiler).await.map_err(|error| match error {
             GrammarError::Invalid(reason) | GrammarError::Worker(reason) => ImageError::Worker(reason),
         })?;
         num_attempts += 1;
-        match encoder.encode(&images).await {
+        match helper.encode(images.clone()).await {
             Ok(encoded) => return encoded.map_err(ImageError::Unusable),
-            Err(error) if num_attempts < MAX_LOSSES && error.is_loss() => {
+            Err(error) if num_attempts < MAX_LOSSES && error.is_loss => {
                 // The engine notices the loss as well, and closes the gate. An error here means that the engine has ended.
                 let _ = compiler.changed().await;
             }
-            Err(error) => return Err(ImageError::Worker(error.to_string())),
+            Err(error) => return Err(ImageError::Worker(error.reason)),
         }
     }
 }

@@ -1,9 +1,14 @@
 //! A sequence on its way from one engine to another, and who finds that other engine.
 
-use penstock_scheduler::SequenceId;
+use std::sync::Arc;
 
-use super::open_sequence::OpenSequence;
-use crate::sequence::Timeline;
+use penstock_scheduler::SequenceId;
+use tokio::sync::mpsc::UnboundedSender;
+use tokio::time::Instant;
+
+use super::open_sequence::{OpenSequence, Terms};
+use super::owner::Owner;
+use crate::sequence::{Constants, SequenceEvent, SequenceRequest, Timeline};
 
 /// An open sequence with everything that is needed to continue it.
 pub struct MovingSequence {
@@ -15,6 +20,54 @@ pub struct MovingSequence {
 }
 
 impl MovingSequence {
+    /// A new sequence on its way to its first engine.
+    pub(super) fn new(
+        id: SequenceId,
+        request: SequenceRequest,
+        owner: Arc<Owner>,
+        events: UnboundedSender<SequenceEvent>,
+    ) -> Self {
+        let terms = Terms {
+            num_prompt_tokens: request.prompt_token_ids.len(),
+            num_source_tokens: request.num_source_tokens,
+            max_new_tokens: request.max_new_tokens,
+            needs_prompt_outputs: request.sampling.prompt_logprobs || request.needs_prompt_outputs,
+            priority: request.priority,
+            group: request.group,
+            cache_salt: request.cache_salt,
+            content_salts: request.content_salts,
+            arrived_at: Instant::now(),
+        };
+        let SequenceRequest { sampling, grammar, adapter, images, num_second_text_tokens, timeline, .. } = request;
+        let constants = Constants { sampling, grammar, adapter, images, num_second_text_tokens };
+        let mut token_ids = request.prompt_token_ids;
+        token_ids.extend(request.generated_token_ids);
+        Self { id, token_ids, sequence: OpenSequence::new(terms, constants, owner, events), timeline }
+    }
+
+    /// What another server needs to continue the sequence.
+    pub(super) fn request(&self) -> SequenceRequest {
+        let (terms, constants) = (self.sequence.terms(), self.sequence.constants().clone());
+        let (prompt, generated) = self.token_ids.split_at(terms.num_prompt_tokens);
+        SequenceRequest {
+            prompt_token_ids: prompt.to_vec(),
+            generated_token_ids: generated.to_vec(),
+            num_source_tokens: terms.num_source_tokens,
+            max_new_tokens: terms.max_new_tokens,
+            sampling: constants.sampling,
+            grammar: constants.grammar,
+            adapter: constants.adapter,
+            images: constants.images,
+            num_second_text_tokens: constants.num_second_text_tokens,
+            needs_prompt_outputs: terms.needs_prompt_outputs,
+            priority: terms.priority,
+            group: terms.group,
+            cache_salt: terms.cache_salt,
+            content_salts: Arc::clone(&terms.content_salts),
+            timeline: None,
+        }
+    }
+
     /// Unique among the engines that it may move between.
     pub fn id(&self) -> SequenceId {
         self.id

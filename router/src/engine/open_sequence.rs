@@ -130,6 +130,21 @@ impl OpenSequence {
         self.cleared_at_tokens = self.cleared_at_tokens.max(self.num_tokens_sent + max_tokens_in_flight);
     }
 
+    /// Whether a step had the sequence, in any engine.
+    pub(super) fn is_started(&self) -> bool {
+        self.is_started
+    }
+
+    /// Sends an event of the server that computes the sequence.
+    pub(super) fn relay(&mut self, event: SequenceEvent) {
+        match event {
+            SequenceEvent::Started { num_cached_tokens } => self.start(num_cached_tokens),
+            SequenceEvent::PromptTokens(tokens) => self.send_prompt_tokens(&tokens),
+            SequenceEvent::Token(token) => drop(self.send_tokens(&[token], Instant::now())),
+            event => self.send(event),
+        }
+    }
+
     pub(super) fn needs_quarantine(&self) -> bool {
         self.num_losses >= QUARANTINE_LOSSES
     }

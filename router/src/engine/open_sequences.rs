@@ -15,7 +15,7 @@ use tokio::sync::mpsc::UnboundedSender;
 use tokio::time::Instant;
 
 use super::moving::{Handover, MovingSequence};
-use super::open_sequence::{OpenSequence, Terms};
+use super::open_sequence::OpenSequence;
 use super::options::MAX_LOSSES;
 use super::owner::Owner;
 use super::timelines::{Timelines, TracedAdvance};
@@ -60,21 +60,7 @@ impl OpenSequences {
         owner: Arc<Owner>,
         events: UnboundedSender<SequenceEvent>,
     ) {
-        let terms = Terms {
-            num_prompt_tokens: request.prompt_token_ids.len(),
-            num_source_tokens: request.num_source_tokens,
-            max_new_tokens: request.max_new_tokens,
-            needs_prompt_outputs: request.sampling.prompt_logprobs || request.needs_prompt_outputs,
-            priority: request.priority,
-            group: request.group,
-            cache_salt: request.cache_salt,
-            content_salts: request.content_salts,
-            arrived_at: Instant::now(),
-        };
-        let SequenceRequest { sampling, grammar, adapter, images, num_second_text_tokens, .. } = request;
-        let constants = Constants { sampling, grammar, adapter, images, num_second_text_tokens };
-        let sequence = OpenSequence::new(terms, constants, owner, events);
-        self.adopt(MovingSequence { id, token_ids: request.prompt_token_ids, sequence, timeline: request.timeline });
+        self.adopt(MovingSequence::new(id, request, owner, events));
     }
 
     /// Queues a sequence that is new, or that another engine had.

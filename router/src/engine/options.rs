@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use penstock_scheduler::Limits;
 
+use crate::remote::{Properties, Remote};
+
 /// A sequence, or a grammar, that was being computed in this many group losses in a row is given up: it may be the cause.
 pub(super) const MAX_LOSSES: u32 = 3;
 
@@ -16,6 +18,19 @@ pub struct EngineOptions {
     pub step_deadline: Duration,
     /// The engine fails for good after this many group losses and failed restarts without a finished step between them.
     pub max_failures: u32,
+}
+
+/// An engine on another server.
+#[derive(Clone, Debug)]
+pub struct RemoteOptions {
+    /// The server.
+    pub remote: Remote,
+    /// What it must agree on, so that its tokens are those of the other servers.
+    pub properties: Properties,
+    /// It is lost when it sends nothing for this long.
+    pub timeout: Duration,
+    /// It hangs when it has a step in flight and finishes none for this long.
+    pub step_deadline: Duration,
 }
 
 impl EngineOptions {

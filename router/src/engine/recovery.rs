@@ -76,7 +76,7 @@ impl RestartBudget {
     }
 }
 
-fn backoff(num_failures: u32) -> Duration {
+pub(super) fn backoff(num_failures: u32) -> Duration {
     let factor = 4_u32.saturating_pow(num_failures.saturating_sub(1));
     FIRST_BACKOFF.saturating_mul(factor).min(MAX_BACKOFF)
 }

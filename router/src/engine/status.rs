@@ -27,6 +27,10 @@ impl Status {
         self.health.borrow().is_permanent()
     }
 
+    pub(super) fn health(&self) -> Health {
+        self.health.borrow().clone()
+    }
+
     pub(super) fn set_stats(&self, stats: Stats) {
         self.stats.send_replace(stats);
     }

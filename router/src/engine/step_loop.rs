@@ -6,13 +6,14 @@ use std::convert::Infallible;
 use std::pin::pin;
 use std::sync::Arc;
 
-use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender};
+use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-use super::command::Command;
-use super::grammar::{CompilerGate, Helpers};
+use super::command::{self, Command, refuse};
+use super::grammar::CompilerGate;
 use super::health::Health;
+use super::helper::GroupHelper;
 use super::in_flight::{InFlightStep, InFlightSteps};
 use super::moving::Handover;
 use super::open_sequences::OpenSequences;
@@ -107,11 +108,7 @@ impl StepLoop {
     async fn run_steps(&mut self, group: &Group) -> Result<Infallible, Stop> {
         // PERF: the group was connected on a runtime whose threads may be busy; this thread drives its own connections.
         let group = group.reconnect().await?;
-        self.compilers.set_next(Helpers {
-            compiler: group.grammars(),
-            loader: group.adapters(),
-            encoder: group.images(),
-        });
+        self.compilers.set_next(Arc::new(GroupHelper::new(&group)));
         let mut steps = group.steps();
         let progress = Progress::default();
         let hang = watchdog::watch(group.probe(), &progress, self.options.step_deadline, self.status.clone());
@@ -231,14 +228,17 @@ impl StepLoop {
         }
     }
 
-    /// Takes commands until the future is done: new sequences are queued, aborted ones are removed.
+    /// Takes commands until the future is done: new sequences go to another engine or are queued, aborted ones are removed.
     async fn take_commands_until<T>(&mut self, future: impl Future<Output = T>) -> Result<T, Stop> {
         let mut future = pin!(future);
         loop {
             self.publish_stats();
             tokio::select! {
                 done = &mut future => return Ok(done),
-                command = self.commands.recv() => self.take_command(command)?,
+                command = self.commands.recv() => {
+                    self.take_commands(command)?;
+                    self.hand_over();
+                }
             }
         }
     }
@@ -292,16 +292,8 @@ impl StepLoop {
 
     /// Ends every sequence that is open or on its way here. Nothing can be submitted afterwards.
     fn end_all(&mut self, failure: &SequenceFailure) {
-        self.commands.close();
         self.sequences.fail_all(failure);
-        while let Ok(command) = self.commands.try_recv() {
-            match command {
-                Command::Submit { events, .. } => refuse(&events, failure.clone()),
-                Command::Adopt(moving) => moving.sequence.end(SequenceEvent::Failed(failure.clone())),
-                Command::Abort { .. } => {}
-                Command::ShutDown { done } => drop(done.send(())),
-            }
-        }
+        command::refuse_all(&mut self.commands, failure);
     }
 }
 
@@ -320,9 +312,4 @@ impl From<WorkerError> for Stop {
     fn from(error: WorkerError) -> Self {
         Self::GroupLost(error.to_string())
     }
-}
-
-fn refuse(events: &UnboundedSender<SequenceEvent>, failure: SequenceFailure) {
-    // An error means that the receiver was dropped.
-    let _ = events.send(SequenceEvent::Failed(failure));
 }

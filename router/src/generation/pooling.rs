@@ -195,6 +195,7 @@ fn sequence(pooling: &Pooling, input: EncodedInput) -> SequenceRequest {
     SequenceRequest {
         num_source_tokens: if pooling.is_encoder { input.token_ids.len() as u32 } else { 0 },
         prompt_token_ids: input.token_ids,
+        generated_token_ids: Vec::new(),
         images: [].into(),
         num_second_text_tokens: input.num_second_text_tokens,
         // Its vector, which takes the place of a token.

@@ -343,6 +343,7 @@ impl GenerationService {
             let shown_seed = checked.seed.map(|_| seed);
             let request = SequenceRequest {
                 prompt_token_ids: prompt.token_ids.clone(),
+                generated_token_ids: Vec::new(),
                 num_source_tokens: 0,
                 max_new_tokens,
                 sampling: Sampling { seed, ..checked.sampling.clone() },

@@ -41,7 +41,7 @@ pub(super) async fn encode(shared: Arc<Shared>, images: Vec<Image>) -> Result<Ve
         encoded = encode => if !matches!(encoded, Err(ImageError::Worker(_))) {
             return encoded;
         },
-        () = shared.engines[first.engine].stops_steps() => {}
+        () = shared.engines[first.engine].paused() => {}
     }
     let second = Encoding::begin(&shared, &images, |engine| engine != first.engine);
     shared.engines[second.engine].encode_images(images).await

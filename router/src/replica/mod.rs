@@ -1,5 +1,5 @@
-//! Several engines with the same model as one: each request goes to the engine that has the most of its prefix or the least
-//! work, and the sequences of an engine that loses its workers continue in the others (docs/adr/0073).
+//! Several engines with the same model as one, here or on other servers: each request goes to the engine that has the most of its prefix or the least
+//! work, and the sequences of an engine that loses its workers continue in the others (docs/adr/0073, 0085).
 
 mod encoding;
 mod prefix;
@@ -8,16 +8,19 @@ mod routing;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use futures::future::{BoxFuture, join_all, try_join_all};
+use futures::future::{BoxFuture, join_all, select_all, try_join_all};
 use futures::{FutureExt, TryFutureExt};
 use penstock_scheduler::{SequenceId, Stats};
 
-use crate::engine::{Engine, EngineOptions, Generator, Handover, Health, MovingSequence, RestartGroup, SequenceStream};
+use crate::engine::{
+    Engine, EngineOptions, Generator, Handover, Health, MovingSequence, RemoteOptions, RestartGroup, SequenceStream,
+};
+use crate::remote::ServerDescription;
 use crate::sequence::{
     Adapter, AdapterError, Grammar, GrammarError, Image, ImageError, SequenceEvent, SequenceRequest,
 };
 use crate::worker::Group;
-use routing::Routing;
+use routing::{CacheShape, Routing};
 
 /// What an engine is started with: its first worker group, and who starts the next ones.
 pub type Start = (Group, Arc<dyn RestartGroup>);
@@ -45,18 +48,49 @@ impl Replicas {
 
     /// Starts an engine for each group. `options` are those of each of them.
     pub fn start(groups: Vec<Start>, options: EngineOptions) -> Self {
-        let num_engines = groups.len();
-        let start = |shared: &Weak<Shared>| {
-            let start = |(engine, (group, restart))| {
-                let to_others = ToOthers { shared: shared.clone(), engine };
-                let handover = (num_engines > 1).then(|| Arc::new(to_others) as Arc<dyn Handover>);
-                Engine::start(group, options, restart, handover)
-            };
-            let engines = groups.into_iter().enumerate().map(start).collect();
-            let routing = Mutex::new(Routing::new(num_engines, &options.limits));
-            Shared { engines, routing, next_id: AtomicU64::new(1) }
+        let limits = &options.limits;
+        let cache = CacheShape {
+            block_tokens: limits.block_tokens as usize,
+            num_blocks: groups.len() * limits.num_blocks as usize,
+            prefix_caching: limits.prefix_caching,
         };
-        Self(Arc::new_cyclic(start))
+        let start = |(group, restart), handover| Engine::start(group, options, restart, handover);
+        Self::new(groups, cache, start)
+    }
+
+    /// Uses the engines of other servers, of which `description` is one.
+    pub fn connect(servers: Vec<RemoteOptions>, description: &ServerDescription) -> Self {
+        let cache = CacheShape {
+            block_tokens: description.model.block_tokens as usize,
+            num_blocks: servers.len() * description.num_blocks as usize,
+            prefix_caching: description.prefix_caching,
+        };
+        Self::new(servers, cache, Engine::connect)
+    }
+
+    /// `start` makes an engine of each origin.
+    fn new<T>(origins: Vec<T>, cache: CacheShape, start: impl Fn(T, Option<Arc<dyn Handover>>) -> Engine) -> Self {
+        let num_engines = origins.len();
+        Self(Arc::new_cyclic(|shared: &Weak<Shared>| {
+            let start = |(engine, origin)| {
+                let to_others = ToOthers { shared: shared.clone(), engine };
+                start(origin, (num_engines > 1).then(|| Arc::new(to_others) as Arc<dyn Handover>))
+            };
+            let engines = origins.into_iter().enumerate().map(start).collect();
+            let routing = Mutex::new(Routing::new(num_engines, cache));
+            Shared { engines, routing, next_id: AtomicU64::new(1) }
+        }))
+    }
+
+    /// Resolves when an engine takes steps, or no engine ever will.
+    pub async fn ready(&self) {
+        while !self.health().is_healthy() && !self.health().is_permanent() {
+            let changes = self.0.engines.iter().filter(|engine| !engine.health().is_permanent());
+            let changes: Vec<_> = changes.map(|engine| engine.settled().boxed()).collect();
+            if !changes.is_empty() {
+                select_all(changes).await;
+            }
+        }
     }
 
     /// Resolves with the reasons when every engine has failed for good; never when they were shut down before.
@@ -71,25 +105,40 @@ impl Replicas {
         join_all(self.0.engines.iter().map(Engine::shut_down)).await;
     }
 
-    /// Those that can compile and load now; if there is none, those that will be able to.
-    fn able(&self) -> impl Iterator<Item = &Engine> {
-        let is_any_healthy = self.health().is_healthy();
-        self.0.engines.iter().filter(move |engine| {
-            let health = engine.health();
-            if is_any_healthy { health.is_healthy() } else { !health.is_permanent() }
-        })
-    }
-
-    /// Does the same in every able engine, at least in one. The error is the first one.
+    /// Does the same in every engine that takes steps, at least in one; waits until there is one. An engine that stops taking steps
+    /// meanwhile is not waited for. The error is the first one.
     fn in_all<T: Send + 'static, E: Send + 'static>(
         &self,
-        act: impl Fn(&Engine) -> BoxFuture<'static, Result<T, E>>,
+        act: impl Fn(&Engine) -> BoxFuture<'static, Result<T, E>> + Send + Sync + 'static,
     ) -> BoxFuture<'static, Result<Vec<T>, E>> {
-        let mut acts: Vec<_> = self.able().map(&act).collect();
-        if acts.is_empty() {
-            acts.extend(self.0.engines.first().map(&act));
-        }
-        try_join_all(acts).boxed()
+        let replicas = self.clone();
+        let all = async move {
+            let engines = &replicas.0.engines;
+            if let [engine] = &engines[..] {
+                return act(engine).await.map(|one| vec![one]);
+            }
+            loop {
+                replicas.ready().await;
+                if replicas.health().is_permanent() {
+                    return try_join_all(engines.iter().take(1).map(&act)).await;
+                }
+                let act = |engine: &Engine| {
+                    let (act, engine) = (act(engine), engine.clone());
+                    async move {
+                        tokio::select! {
+                            result = act => result.map(Some),
+                            () = engine.paused() => Ok(None),
+                        }
+                    }
+                };
+                let able = engines.iter().filter(|engine| engine.health().is_healthy());
+                let done: Vec<_> = try_join_all(able.map(act)).await?.into_iter().flatten().collect();
+                if !done.is_empty() {
+                    return Ok(done);
+                }
+            }
+        };
+        all.boxed()
     }
 }
 
@@ -100,11 +149,12 @@ impl Generator for Replicas {
     }
 
     fn compile_grammar(&self, grammar: &Grammar) -> BoxFuture<'static, Result<(), GrammarError>> {
-        self.in_all(|engine| engine.compile_grammar(grammar)).map_ok(drop).boxed()
+        let grammar = grammar.clone();
+        self.in_all(move |engine| engine.compile_grammar(&grammar)).map_ok(drop).boxed()
     }
 
     fn load_adapter(&self, adapter: Adapter, unloaded_ids: Vec<u64>) -> BoxFuture<'static, Result<(), AdapterError>> {
-        self.in_all(|engine| engine.load_adapter(adapter.clone(), unloaded_ids.clone())).map_ok(drop).boxed()
+        self.in_all(move |engine| engine.load_adapter(adapter.clone(), unloaded_ids.clone())).map_ok(drop).boxed()
     }
 
     fn encode_images(&self, images: Vec<Image>) -> BoxFuture<'static, Result<Vec<Vec<u32>>, ImageError>> {
@@ -128,7 +178,7 @@ impl Shared {
     fn submit(self: &Arc<Self>, request: SequenceRequest) -> SequenceStream {
         let id = SequenceId(self.next_id.fetch_add(1, Ordering::Relaxed));
         let engine = self.routing().place(id, &request, |engine| self.takes_steps(engine));
-        let mut work = Work { shared: Arc::downgrade(self), id, num_tokens: 0 };
+        let mut work = Work { shared: Arc::downgrade(self), id, num_tokens: 0, is_complete: false };
         self.engines[engine].submit_as(id, request).observed(move |event| work.observe(event))
     }
 
@@ -161,17 +211,22 @@ struct Work {
     shared: Weak<Shared>,
     id: SequenceId,
     num_tokens: u64,
+    is_complete: bool,
 }
 
 impl Work {
     fn observe(&mut self, event: &SequenceEvent) {
-        if let SequenceEvent::Token(_) = event {
-            self.num_tokens += 1;
-            if self.num_tokens == 1
-                && let Some(shared) = self.shared.upgrade()
-            {
-                shared.routing().prompt_computed(self.id);
+        match event {
+            SequenceEvent::Token(_) => {
+                self.num_tokens += 1;
+                if self.num_tokens == 1
+                    && let Some(shared) = self.shared.upgrade()
+                {
+                    shared.routing().prompt_computed(self.id);
+                }
             }
+            SequenceEvent::Finished(_) => self.is_complete = true,
+            _ => {}
         }
     }
 }
@@ -179,7 +234,7 @@ impl Work {
 impl Drop for Work {
     fn drop(&mut self) {
         if let Some(shared) = self.shared.upgrade() {
-            shared.routing().end(self.id, self.num_tokens);
+            shared.routing().end(self.id, self.is_complete.then_some(self.num_tokens));
         }
     }
 }

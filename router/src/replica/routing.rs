@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 
-use penstock_scheduler::{Limits, SequenceId};
+use penstock_scheduler::SequenceId;
 
 use super::prefix::PrefixIndex;
 use crate::sequence::{Image, SequenceRequest};
@@ -18,6 +18,14 @@ const IMAGE_TOKENS: u64 = 2048;
 const MAX_IMAGES: usize = 1024;
 /// How much one ended sequence changes the mean.
 const MEAN_WEIGHT: f64 = 0.02;
+
+/// The KV cache of an engine, and the blocks of all.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct CacheShape {
+    pub(super) block_tokens: usize,
+    pub(super) num_blocks: usize,
+    pub(super) prefix_caching: bool,
+}
 
 pub(super) struct Routing {
     /// What each engine has to compute.
@@ -41,15 +49,13 @@ struct Place {
 }
 
 impl Routing {
-    /// `limits` are those of each engine.
-    pub(super) fn new(num_engines: usize, limits: &Limits) -> Self {
-        let max_blocks = num_engines * limits.num_blocks as usize;
+    pub(super) fn new(num_engines: usize, cache: CacheShape) -> Self {
         Self {
             num_tokens: vec![0; num_engines],
             places: HashMap::new(),
-            prefixes: PrefixIndex::new(limits.block_tokens as usize, max_blocks),
+            prefixes: PrefixIndex::new(cache.block_tokens, cache.num_blocks),
             images: PrefixIndex::new(1, num_engines * MAX_IMAGES),
-            prefix_caching: limits.prefix_caching,
+            prefix_caching: cache.prefix_caching,
             mean_new_tokens: FIRST_MEAN_NEW_TOKENS,
         }
     }
@@ -143,11 +149,13 @@ impl Routing {
         }
     }
 
-    /// A sequence has ended with this many tokens.
-    pub(super) fn end(&mut self, id: SequenceId, num_new_tokens: u64) {
+    /// A sequence has ended, with this many tokens; `None`: it was aborted or failed, which says nothing about the length of others.
+    pub(super) fn end(&mut self, id: SequenceId, num_new_tokens: Option<u64>) {
         if let Some(place) = self.places.remove(&id) {
             self.num_tokens[place.engine] -= place.num_tokens();
-            self.mean_new_tokens += MEAN_WEIGHT * (num_new_tokens as f64 - self.mean_new_tokens);
+            if let Some(num) = num_new_tokens {
+                self.mean_new_tokens += MEAN_WEIGHT * (num as f64 - self.mean_new_tokens);
+            }
         }
     }
 }
@@ -171,21 +179,9 @@ mod tests {
     const BLOCK_TOKENS: u32 = 16;
 
     fn routing(num_engines: usize) -> Routing {
-        let limits = Limits {
-            max_step_tokens: 512,
-            max_step_sequences: 64,
-            max_sequence_tokens: 8192,
-            num_blocks: 4096,
-            block_tokens: BLOCK_TOKENS,
-            max_steps_in_flight: 2,
-            prefix_caching: true,
-            priority_ageing: std::time::Duration::ZERO,
-            max_inter_token: None,
-            max_overtaking: 0,
-            window_tokens: None,
-            max_draft_tokens: 0,
-        };
-        Routing::new(num_engines, &limits)
+        let cache =
+            CacheShape { block_tokens: BLOCK_TOKENS as usize, num_blocks: num_engines * 4096, prefix_caching: true };
+        Routing::new(num_engines, cache)
     }
 
     /// A prompt of 64 blocks that begins with `num_shared` blocks of every other such prompt.
@@ -193,6 +189,7 @@ mod tests {
         let (shared, all) = (num_shared * BLOCK_TOKENS, 64 * BLOCK_TOKENS);
         SequenceRequest {
             prompt_token_ids: (0..shared).chain((shared..all).map(|token| 10_000 * (number + 1) + token)).collect(),
+            generated_token_ids: Vec::new(),
             num_source_tokens: 0,
             max_new_tokens: 100,
             sampling: greedy(),
@@ -232,7 +229,7 @@ mod tests {
         assert_eq!(encode(&mut routing, 1), 1, "it has the image");
         assert_eq!(routing.place(SequenceId(3), &with_image(request(3, 0), &image(1)), |engine| engine != 1), 2);
         routing.forget_prefixes(1);
-        routing.end(SequenceId(1), 0);
+        routing.end(SequenceId(1), Some(0));
         assert_eq!(encode(&mut routing, 1), 2, "it encoded the image in a step, and the second engine has lost it");
     }
 
@@ -302,8 +299,8 @@ mod tests {
             if number % 3 == 0 {
                 routing.replace(id, |other| other != engine);
             }
-            routing.end(id, 7);
-            routing.end(id, 7);
+            routing.end(id, Some(7));
+            routing.end(id, Some(7));
         }
         assert_eq!((routing.num_tokens.as_slice(), routing.places.len()), (&[0, 0][..], 0));
         assert!((routing.mean_new_tokens - 7.0).abs() < 0.1);
@@ -321,5 +318,15 @@ mod tests {
         routing.forget_prefixes(0);
         let again = routing.prefixes.blocks(&request(0, 0).prompt_token_ids, None, &[]);
         assert_eq!(routing.prefixes.num_tokens(&again, 3)[0], 0);
+    }
+
+    #[test]
+    fn an_aborted_sequence_says_nothing_about_the_length_of_others() {
+        let mut routing = routing(2);
+        for number in 0..100 {
+            place(&mut routing, number, 0);
+            routing.end(SequenceId(u64::from(number)), None);
+        }
+        assert_eq!(routing.mean_new_tokens, FIRST_MEAN_NEW_TOKENS);
     }
 }

@@ -26,10 +26,12 @@ pub(crate) use timeline::{End, History, Interruption, InterruptionCause, PhaseSt
 pub struct SequenceRequest {
     /// Prompt token ids; not empty.
     pub prompt_token_ids: Vec<u32>,
+    /// Tokens that another server has generated and sent before; fewer than `max_new_tokens`.
+    pub generated_token_ids: Vec<u32>,
     /// The first `num_source_tokens` prompt tokens are the encoder's input; 0 for a decoder-only model, all of them for an
     /// encoder alone.
     pub num_source_tokens: u32,
-    /// Most tokens to generate; at least 1.
+    /// Most tokens to generate, `generated_token_ids` included; at least 1.
     pub max_new_tokens: u32,
     /// How tokens are chosen.
     pub sampling: Sampling,

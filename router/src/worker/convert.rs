@@ -5,8 +5,8 @@ use std::time::Duration;
 use penstock_proto as proto;
 use penstock_scheduler::{Advance, NewSequence, Plan, SequenceId};
 
-use super::WorkerError;
 use super::report::{Fault, Output, OutputError, StepReport, WorkerTiming};
+use super::{Description, Phase, WorkerError};
 use crate::sequence::{
     Adapter, Constants, Grammar, Image, ImageInput, ImageSpan, Matryoshka, Pooling, Task, Token, TopToken,
 };
@@ -40,20 +40,20 @@ pub(super) fn adapter(adapter: &Adapter) -> proto::Adapter {
     proto::Adapter { id: adapter.id, path: adapter.path.to_string_lossy().into_owned() }
 }
 
-pub(super) fn image(image: &Image) -> proto::Image {
+pub(crate) fn image(image: &Image) -> proto::Image {
     proto::Image { hash: image.hash().to_vec(), data: image.data().to_vec() }
 }
 
-fn image_span(span: &ImageSpan) -> proto::ImageSpan {
+pub(crate) fn image_span(span: &ImageSpan) -> proto::ImageSpan {
     let proto::Image { hash, data } = image(&span.image);
     proto::ImageSpan { hash, offset: span.offset, data }
 }
 
-pub(super) fn image_input(input: proto::ImageInput) -> ImageInput {
+fn image_input(input: proto::ImageInput) -> ImageInput {
     ImageInput { placeholder_id: input.placeholder_id, placeholder: input.placeholder }
 }
 
-pub(super) fn grammar(grammar: &Grammar) -> proto::Grammar {
+pub(crate) fn grammar(grammar: &Grammar) -> proto::Grammar {
     let kind = match grammar {
         Grammar::JsonSchema(schema) => proto::grammar::Kind::JsonSchema(schema.clone()),
         Grammar::Regex(regex) => proto::grammar::Kind::Regex(regex.clone()),
@@ -62,7 +62,7 @@ pub(super) fn grammar(grammar: &Grammar) -> proto::Grammar {
     proto::Grammar { kind: Some(kind) }
 }
 
-pub(super) fn pooling(pooling: &proto::Pooling, is_encoder: bool) -> Pooling {
+fn pooling(pooling: &proto::Pooling, is_encoder: bool) -> Pooling {
     let task = match pooling.task() {
         proto::Task::Embed => Task::Embed,
         proto::Task::Rerank => Task::Rerank,
@@ -81,6 +81,35 @@ pub(super) fn pooling(pooling: &proto::Pooling, is_encoder: bool) -> Pooling {
             true => Matryoshka::Of(dimensions.iter().map(|&num| num as usize).collect()),
         },
     }
+}
+
+/// Rank 0's answer to `Load`, with the sizes of rank 0.
+pub(crate) fn description(answer: proto::LoadResponse) -> Description {
+    Description {
+        architecture: answer.architecture,
+        dtype: answer.dtype,
+        device: answer.device,
+        attention: answer.attention,
+        block_tokens: answer.block_tokens,
+        max_position_tokens: answer.max_position_tokens,
+        window_tokens: (answer.window_tokens > 0).then_some(answer.window_tokens),
+        decoder_prefix: answer.decoder_prefix.into(),
+        max_source_tokens: answer.max_source_tokens,
+        can_draft: answer.can_draft,
+        weight_bytes: answer.weight_bytes,
+        kv_bytes_per_block: answer.kv_bytes_per_block,
+        phases: phases(answer.phases),
+        image_input: answer.image_input.map(image_input),
+        pooling: answer.pooling.map(|it| pooling(&it, answer.max_source_tokens > 0)),
+    }
+}
+
+pub(super) fn phases(phases: Vec<proto::Phase>) -> Vec<Phase> {
+    let phase = |phase: proto::Phase| Phase {
+        name: phase.name,
+        duration: Duration::try_from_secs_f64(phase.seconds).unwrap_or_default(),
+    };
+    phases.into_iter().map(phase).collect()
 }
 
 fn advances(advances: &[Advance]) -> proto::Advances {
@@ -209,7 +238,8 @@ fn fail_unless_numbers(output: &mut Output) {
     }
 }
 
-fn tokens(tokens: proto::Tokens) -> Result<Vec<Token>, WorkerError> {
+/// Tokens with their logprobs.
+pub(crate) fn tokens(tokens: proto::Tokens) -> Result<Vec<Token>, WorkerError> {
     let ids = column(&tokens.ids, u32::from_le_bytes)?;
     let logprobs = column(&tokens.logprobs, f32::from_le_bytes)?;
     if ids.len() != logprobs.len() {
@@ -228,7 +258,7 @@ fn tokens(tokens: proto::Tokens) -> Result<Vec<Token>, WorkerError> {
 }
 
 /// A packed array of little-endian numbers.
-fn column<T, const WIDTH: usize>(bytes: &[u8], number: fn([u8; WIDTH]) -> T) -> Result<Vec<T>, WorkerError> {
+pub(crate) fn column<T, const WIDTH: usize>(bytes: &[u8], number: fn([u8; WIDTH]) -> T) -> Result<Vec<T>, WorkerError> {
     let (numbers, rest) = bytes.as_chunks::<WIDTH>();
     if !rest.is_empty() {
         return Err(garbled(format!("a column of {} bytes, which is not a multiple of {WIDTH}", bytes.len())));

@@ -232,23 +232,7 @@ impl Group {
         if first.block_tokens == 0 {
             return Err(WorkerError::Garbled { rank: 0, reason: "KV blocks of 0 tokens".to_owned() });
         }
-        Ok(Description {
-            architecture: first.architecture,
-            dtype: first.dtype,
-            device: first.device,
-            attention: first.attention,
-            block_tokens: first.block_tokens,
-            max_position_tokens: first.max_position_tokens,
-            window_tokens: (first.window_tokens > 0).then_some(first.window_tokens),
-            decoder_prefix: first.decoder_prefix.into(),
-            max_source_tokens: first.max_source_tokens,
-            can_draft: first.can_draft,
-            weight_bytes,
-            kv_bytes_per_block,
-            phases: phases(first.phases),
-            image_input: first.image_input.map(convert::image_input),
-            pooling: first.pooling.map(|pooling| convert::pooling(&pooling, first.max_source_tokens > 0)),
-        })
+        Ok(Description { weight_bytes, kv_bytes_per_block, ..convert::description(first) })
     }
 
     /// Runs the largest steps within the limits on all ranks, and allocates the KV pool.
@@ -273,7 +257,7 @@ impl Group {
             rank: 0,
             reason: format!("{} KV blocks, at most {} are supported", first.num_blocks, u32::MAX),
         })?;
-        Ok(Pool { num_blocks, worst_step, phases: phases(first.phases), standby_room_bytes })
+        Ok(Pool { num_blocks, worst_step, phases: convert::phases(first.phases), standby_room_bytes })
     }
 
     /// Health checks, which the ranks answer while steps are running.
@@ -318,14 +302,6 @@ impl HealthProbe {
 
 fn first_rank<T>(answers: Vec<T>) -> T {
     answers.into_iter().next().expect("invariant: a group has at least one rank")
-}
-
-fn phases(phases: Vec<proto::Phase>) -> Vec<Phase> {
-    let phase = |phase: proto::Phase| Phase {
-        name: phase.name,
-        duration: Duration::try_from_secs_f64(phase.seconds).unwrap_or_default(),
-    };
-    phases.into_iter().map(phase).collect()
 }
 
 fn agree<T: PartialEq + std::fmt::Debug>(

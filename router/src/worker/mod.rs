@@ -1,9 +1,9 @@
 //! The client of a worker group: all ranks of one model copy load it, warm up and execute steps as one.
 //!
-//! Only this module knows gRPC; its callers know plans, reports and `WorkerError`.
+//! Its callers know plans, reports and `WorkerError`.
 
 mod adapter;
-mod convert;
+pub(crate) mod convert;
 mod error;
 mod grammar;
 mod group;

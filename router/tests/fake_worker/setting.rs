@@ -33,6 +33,7 @@ pub const fn limits() -> Limits {
 pub fn request(prompt: &[u32], max_new_tokens: u32) -> SequenceRequest {
     SequenceRequest {
         prompt_token_ids: prompt.to_vec(),
+        generated_token_ids: Vec::new(),
         num_source_tokens: 0,
         max_new_tokens,
         sampling: greedy(),

@@ -19,6 +19,7 @@ impl Scheduler {
         let matched = self.match_outputs(result)?;
         self.preempt_readers(self.failed_residencies(result));
         self.in_flight.pop_oldest();
+        self.num_finished_steps += 1;
         let take = |(id, index, num_drafts)| self.take_output(result, id, index, num_drafts);
         let events = matched.into_iter().map(take).collect();
         self.cache.retire(result.step);

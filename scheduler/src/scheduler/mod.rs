@@ -51,6 +51,7 @@ pub struct Scheduler {
     quarantined: Option<SequenceId>,
     num_submissions: u64,
     num_preemptions: u64,
+    num_finished_steps: u64,
 }
 
 impl Scheduler {
@@ -82,6 +83,7 @@ impl Scheduler {
             quarantined: None,
             num_submissions: 0,
             num_preemptions: 0,
+            num_finished_steps: 0,
         }
     }
 
@@ -180,6 +182,7 @@ impl Scheduler {
             num_preemptions: self.num_preemptions,
             num_steps_in_flight: self.in_flight.len(),
             max_running_tokens: self.residents.max_tokens(),
+            num_finished_steps: self.num_finished_steps,
         }
     }
 

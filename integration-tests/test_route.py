@@ -1,0 +1,161 @@
+"""`penstock route` in front of two servers: their restart and kill -9 stop no stream and change no token."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from binary import Server, launch, start
+from client import ask, send
+from fault.probe import health, metric, wait_for_rest, wait_until
+from test_replicas import GRAMMAR
+from test_worker_death import REQUESTS, Stream
+
+pytestmark = [pytest.mark.native, pytest.mark.xdist_group("route")]
+
+ENVIRONMENT = {"ENGINE_SECRET": "0123456789abcdef"}
+CHAT = {
+    "messages": [{"role": "user", "content": "Tell me a story."}],
+    "max_tokens": 60,
+    "temperature": 0.8,
+    "seed": 3,
+    "stream": True,
+    "logprobs": True,
+}
+MIXED = [*REQUESTS[::3], GRAMMAR]
+
+
+class ChatStream(threading.Thread):
+    """A streaming chat request on its own thread."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__()
+        self.server = server
+        self.chunks: list[dict] = []
+        self.start()
+
+    def run(self) -> None:
+        connection, response = send(self.server, "/v1/chat/completions", CHAT)
+        for line in response:
+            if line.startswith(b"data: {"):
+                self.chunks.append(json.loads(line[6:])["choices"][0])
+        connection.close()
+
+    def result(self) -> list[dict]:
+        self.join()
+        assert self.chunks, self.server.last_lines()
+        return self.chunks
+
+
+def start_server(engine: str = "127.0.0.1:0") -> Server:
+    return start("--engine-listen", engine, "--standby", "off", env=ENVIRONMENT)
+
+
+def engine_url(server: Server) -> str:
+    records = [json.loads(line)["fields"] for line in server.lines if line.startswith("{")]
+    (url,) = [record["engine"] for record in records if "engine" in record]
+    return url
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[Server]]:
+    """Two servers; tests replace those that they stop."""
+    with ThreadPoolExecutor() as threads:
+        running = list(threads.map(lambda _: start_server(), range(2)))
+    yield running
+    for server in running:
+        assert server.stop() == 0, server.last_lines()
+
+
+@pytest.fixture(scope="module")
+def router(servers: list[Server]) -> Iterator[Server]:
+    replicas = [f"--replica={engine_url(server)}" for server in servers]
+    process = start(*replicas, env=ENVIRONMENT, command=["route"])
+    wait_until(lambda: metric(process, "penstock_kv_blocks") == 2 * metric(servers[0], "penstock_kv_blocks"))
+    yield process
+    assert process.stop() == 0, process.last_lines()
+
+
+def results(server: Server) -> list:
+    chat, streams = ChatStream(server), [Stream(server, request) for request in MIXED]
+    return [chat.result(), *(stream.result() for stream in streams)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(router: Server, servers: list[Server]) -> list:
+    routed = results(router)
+    assert routed == results(servers[0]), "a server alone gives the same"
+    return routed
+
+
+def disturbed(router: Server, servers: list[Server], victim: int, signal_number: int) -> list:
+    """The results when a server gets a signal while both have sequences."""
+    statuses: list[int] = []
+    stopped = threading.Event()
+
+    def watch() -> None:
+        while not stopped.wait(0.05):
+            statuses.append(health(router))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    chat, streams = ChatStream(router), [Stream(router, request) for request in MIXED]
+    wait_until(lambda: sum(len(stream.events) > 5 for stream in streams) >= 3)
+    wait_until(lambda: metric(servers[victim], "tgi_batch_current_size") > 0, "the victim has sequences")
+    servers[victim].process.send_signal(signal_number)
+    found = [chat.result(), *(stream.result() for stream in streams)]
+    stopped.set()
+    watcher.join()
+    assert set(statuses) == {200}, "the other server takes requests"
+    return found
+
+
+def test_a_restart_and_a_kill_of_servers_stop_no_stream_and_change_no_token(
+    router: Server, servers: list[Server], undisturbed: list
+) -> None:
+    place = engine_url(servers[0]).removeprefix("http://")
+    num_blocks = metric(router, "penstock_kv_blocks")
+    assert disturbed(router, servers, 0, signal.SIGTERM) == undisturbed
+    assert servers[0].process.wait(60) == 0, "its sequences left"
+    servers[0] = start_server(place)
+    wait_until(lambda: metric(router, "penstock_kv_blocks") == num_blocks)
+
+    place = engine_url(servers[1]).removeprefix("http://")
+    assert disturbed(router, servers, 1, signal.SIGKILL) == undisturbed
+    servers[1].process.wait(60)
+    servers[1] = start_server(place)
+    wait_until(lambda: metric(router, "penstock_kv_blocks") == num_blocks)
+    wait_for_rest(router)
+
+
+def test_a_router_answers_as_a_server_does(router: Server, servers: list[Server]) -> None:
+    body = {
+        "inputs": "The capital of France is",
+        "parameters": {"max_new_tokens": 8, "details": True, "top_n_tokens": 3},
+    }
+    routed, direct = (ask(server, "/generate", body).json for server in (router, servers[0]))
+    assert routed == direct
+    fields = ("model_id", "max_input_tokens", "max_total_tokens")
+    infos = [ask(server, "/info").json for server in (router, servers[0])]
+    assert [infos[0][field] for field in fields] == [infos[1][field] for field in fields]
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "message"),
+    [
+        (["route"], [], "`penstock route` needs --replica"),
+        ([], ["--replica", "http://127.0.0.1:1"], "--replica is only for `penstock route`"),
+        (["route"], ["--replica", "http://127.0.0.1:1", "--num-shard", "2"], "--num-shard has no effect"),
+        (["route"], ["--replica", "http://10.0.0.1:1"], "leaves this machine without TLS"),
+        ([], ["--engine-listen", "0.0.0.0:0"], "which other machines can reach, without TLS"),
+    ],
+)
+def test_flags_that_cannot_be_are_refused(command: list[str], flags: list[str], message: str) -> None:
+    process = launch(*flags, env=ENVIRONMENT, command=command)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert message in output

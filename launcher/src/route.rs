@@ -1,0 +1,152 @@
+//! `penstock route`: from settings to engines on other servers. Nothing but the tokenizer and the configuration is prepared here.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use futures::future::join_all;
+use penstock_router::engine::RemoteOptions;
+use penstock_router::remote::{Access, Remote, RemoteError, ServerDescription, UrlError};
+use penstock_router::replica::Replicas;
+use penstock_router::worker::Phase;
+
+use crate::adapter::AdapterFlags;
+use crate::args::Args;
+use crate::fingerprint;
+use crate::resolve::{ResolveError, SequenceLimits};
+use crate::start::{self, StartError, Started};
+
+/// Between two attempts to reach a first server.
+const RETRY_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Why the router cannot use its servers.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum RouteError {
+    #[error(transparent)]
+    Url(#[from] UrlError),
+    #[error("--replica is given {0} times, must be at most 64 times")]
+    TooMany(usize),
+    #[error("--replica {0} is given twice")]
+    Twice(String),
+    #[error("replica {url}: {source}")]
+    Refused { url: String, source: RemoteError },
+    #[error(
+        "the tokenizer here is {ours}, that of the servers is {theirs}; give --model-id and --revision as on the servers"
+    )]
+    Tokenizer { ours: String, theirs: String },
+    #[error("cannot read the tokenizer: {0}")]
+    Read(#[from] std::io::Error),
+}
+
+/// Checks the URLs before anything is started.
+pub(crate) fn servers(args: &Args, access: &Access) -> Result<Vec<Remote>, RouteError> {
+    if args.replica.len() > Replicas::MAX_ENGINES {
+        return Err(RouteError::TooMany(args.replica.len()));
+    }
+    let repeated = args.replica.iter().enumerate().find(|(index, url)| args.replica[..*index].contains(url));
+    if let Some((_, url)) = repeated {
+        return Err(RouteError::Twice(url.clone()));
+    }
+    Ok(args.replica.iter().map(|url| Remote::new(url, access)).collect::<Result<_, _>>()?)
+}
+
+/// Waits until a server can be reached. Dropping the future stops that.
+pub(crate) async fn start(
+    args: &Args,
+    adapters: &AdapterFlags,
+    python: &Path,
+    servers: Vec<Remote>,
+) -> Result<Started, StartError> {
+    let (mut phases, began) = (Vec::new(), Instant::now());
+    let timed = |name: &str, since: Instant| Phase { name: name.to_owned(), duration: since.elapsed() };
+    let (prepared, folder, text) = start::prepare(args, adapters, python, &mut phases).await?;
+    let described = describe(&servers).await?;
+    phases.push(timed("find servers", began));
+    let first = described.first().expect("invariant: there is a server");
+    described.iter().try_for_each(|(url, server)| {
+        first.1.properties.check(&server.properties).map_err(|source| RouteError::Refused { url: url.clone(), source })
+    })?;
+    let (ours, properties) = (fingerprint::tokenizer(&folder.path).map_err(RouteError::Read)?, &first.1.properties);
+    let theirs = properties.0.iter().find(|(name, _)| name == fingerprint::TOKENIZER);
+    if let Some((_, theirs)) = theirs.filter(|(_, theirs)| *theirs != ours) {
+        return Err(RouteError::Tokenizer { ours, theirs: theirs.clone() }.into());
+    }
+    let limits = limits(args, &described, servers.len())?;
+    let step_deadline = described.iter().map(|(_, server)| server.step_deadline).max().unwrap_or_default();
+    let options = |remote| RemoteOptions {
+        remote,
+        properties: properties.clone(),
+        timeout: Duration::from_secs(args.replica_timeout),
+        step_deadline,
+    };
+    let num_blocks = servers.len() * first.1.num_blocks as usize;
+    let replicas = Replicas::connect(servers.into_iter().map(options).collect(), &first.1);
+    replicas.ready().await;
+    phases.push(timed("connect", began));
+    Ok(Started {
+        replicas,
+        supervisors: Vec::new(),
+        prepared,
+        folder,
+        text,
+        model: first.1.model.clone(),
+        limits,
+        num_blocks,
+        phases,
+        description: None,
+    })
+}
+
+/// What the servers that can be reached serve; at least one. A server that refuses this router is an error.
+async fn describe(servers: &[Remote]) -> Result<Vec<(String, ServerDescription)>, RouteError> {
+    loop {
+        let ask = |remote: &Remote| {
+            let remote = remote.clone();
+            async move { (remote.url().to_owned(), remote.describe().await) }
+        };
+        let mut described = Vec::new();
+        let mut reasons = Vec::new();
+        for (url, answer) in join_all(servers.iter().map(ask)).await {
+            match answer {
+                Ok(description) => described.push((url, description)),
+                Err(source) if !source.is_loss() => return Err(RouteError::Refused { url, source }),
+                Err(source) => reasons.push(format!("replica {url}: {source}")),
+            }
+        }
+        reasons.iter().for_each(|reason| tracing::warn!("{reason}"));
+        if !described.is_empty() {
+            return Ok(described);
+        }
+        tracing::warn!("no replica can be reached yet; trying again");
+        tokio::time::sleep(RETRY_INTERVAL).await;
+    }
+}
+
+/// What every server accepts, or less if flags say so.
+fn limits(
+    args: &Args,
+    described: &[(String, ServerDescription)],
+    num_servers: usize,
+) -> Result<SequenceLimits, ResolveError> {
+    let min = |limit: fn(&ServerDescription) -> u32| described.iter().map(|(_, it)| limit(it)).min().unwrap_or(0);
+    let allowed = min(|server| server.max_total_tokens);
+    let max_total_tokens = args.max_total_tokens.unwrap_or(allowed);
+    if max_total_tokens > allowed {
+        return Err(ResolveError::BeyondModel { given: max_total_tokens, allowed });
+    }
+    let allowed = min(|server| server.max_input_tokens).min(max_total_tokens.saturating_sub(1));
+    let max_input_tokens = args.max_input_tokens.or(args.max_input_length).unwrap_or(allowed);
+    if max_input_tokens > allowed {
+        let reason = format!("the servers accept inputs of at most {allowed}");
+        return Err(ResolveError::InputBeyondTotal { given: max_input_tokens, max_total_tokens, reason });
+    }
+    let queued = |(_, server): &(String, ServerDescription)| server.max_queued_tokens;
+    Ok(SequenceLimits {
+        max_input_tokens,
+        max_total_tokens,
+        max_new_tokens: described.iter().filter_map(|(_, server)| server.max_new_tokens).min(),
+        max_queued_tokens: args
+            .max_queued_tokens
+            .unwrap_or_else(|| num_servers as u64 * described.iter().map(queued).min().unwrap_or(0)),
+        choices: Vec::new(),
+    })
+}

@@ -1,0 +1,160 @@
+//! The router's client of one server.
+
+use std::time::Duration;
+
+use futures::stream::BoxStream;
+use futures::{Stream, StreamExt};
+use penstock_proto::engine as proto;
+use penstock_proto::engine::engine_client::EngineClient;
+use penstock_scheduler::Stats;
+use tonic::metadata::{Ascii, MetadataValue};
+use tonic::service::Interceptor;
+use tonic::service::interceptor::InterceptedService;
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Request, Status};
+
+use super::{Access, CONNECTION_WINDOW_BYTES, MAX_MESSAGE_BYTES, RemoteError, ServerDescription, UrlError, convert};
+use crate::sequence::{Grammar, Image, SequenceEvent, SequenceRequest};
+
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// As the server's own limits for its workers.
+const GRAMMAR_TIMEOUT: Duration = Duration::from_secs(180);
+const IMAGE_TIMEOUT: Duration = Duration::from_secs(300);
+
+/// A server that may be used, connected or not.
+#[derive(Clone, Debug)]
+pub struct Remote {
+    url: String,
+    endpoint: Endpoint,
+    bearer: Bearer,
+}
+
+/// A connection to a server. Clones share it.
+#[derive(Clone, Debug)]
+pub(crate) struct Client {
+    engine: EngineClient<InterceptedService<Channel, Bearer>>,
+}
+
+/// What a server reports of itself.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct ServerState {
+    /// Why it takes no steps; `None`: it does.
+    pub(crate) unhealthy: Option<String>,
+    pub(crate) is_draining: bool,
+    pub(crate) stats: Stats,
+}
+
+/// What happened to a sequence on a server. An error is the last one.
+pub(crate) type SequenceUpdate = Result<Vec<SequenceEvent>, RemoteError>;
+
+/// Adds the secret to each call.
+#[derive(Clone, Debug)]
+pub(crate) struct Bearer(MetadataValue<Ascii>);
+
+impl Interceptor for Bearer {
+    fn call(&mut self, mut request: Request<()>) -> Result<Request<()>, Status> {
+        request.metadata_mut().insert("authorization", self.0.clone());
+        Ok(request)
+    }
+}
+
+impl Remote {
+    /// Checks the URL of a server's `--engine-listen`.
+    pub fn new(url: &str, access: &Access) -> Result<Self, UrlError> {
+        let (uri, tls) = access.client(url)?;
+        let tls_error = |error: tonic::transport::Error| UrlError::Tls(RemoteError::of_transport(&error).to_string());
+        let endpoint = Endpoint::from(uri)
+            .connect_timeout(CONNECT_TIMEOUT)
+            .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
+            .tcp_nodelay(true);
+        let endpoint = match tls {
+            Some(tls) => endpoint.tls_config(tls).map_err(tls_error)?,
+            None => endpoint,
+        };
+        let mut bearer: MetadataValue<Ascii> =
+            format!("Bearer {}", access.secret).parse().map_err(|_| UrlError::Tls("the secret".to_owned()))?;
+        bearer.set_sensitive(true);
+        Ok(Self { url: url.to_owned(), endpoint, bearer: Bearer(bearer) })
+    }
+
+    /// As it was given.
+    pub fn url(&self) -> &str {
+        &self.url
+    }
+
+    /// Connects, and asks what the server serves.
+    pub async fn describe(&self) -> Result<ServerDescription, RemoteError> {
+        Ok(self.connect().await?.1)
+    }
+
+    pub(crate) async fn connect(&self) -> Result<(Client, ServerDescription), RemoteError> {
+        let connect = async {
+            let channel = self.endpoint.connect().await.map_err(|error| RemoteError::of_transport(&error))?;
+            let engine = EngineClient::with_interceptor(channel, self.bearer.clone())
+                .max_decoding_message_size(MAX_MESSAGE_BYTES)
+                .max_encoding_message_size(MAX_MESSAGE_BYTES);
+            let mut client = Client { engine };
+            let description = client.engine.describe(proto::DescribeRequest {}).await.map_err(refused)?;
+            Ok((client, convert::described(description.into_inner())?))
+        };
+        let late = || RemoteError::Lost(format!("no answer within {} s", CONNECT_TIMEOUT.as_secs()));
+        tokio::time::timeout(CONNECT_TIMEOUT, connect).await.map_err(|_| late())?
+    }
+}
+
+impl Client {
+    /// The server's state, now and later. Ends with the connection.
+    pub(crate) async fn watch(&self) -> Result<BoxStream<'static, ServerState>, RemoteError> {
+        let statuses = self.engine.clone().watch(proto::WatchRequest {}).await.map_err(refused)?.into_inner();
+        let states = statuses.take_while(|status| std::future::ready(status.is_ok()));
+        Ok(states.filter_map(|status| std::future::ready(status.ok().map(convert::state))).boxed())
+    }
+
+    /// Lets the server compute a sequence. Dropping the stream aborts it there.
+    pub(crate) fn generate(&self, request: &SequenceRequest) -> impl Stream<Item = SequenceUpdate> + Send + use<> {
+        let (sequence, mut engine) = (convert::sequence(request), self.engine.clone());
+        async_stream::try_stream! {
+            let mut batches = engine.generate(sequence).await.map_err(refused)?.into_inner();
+            while let Some(batch) = batches.message().await.map_err(refused)? {
+                let mut events = Vec::with_capacity(batch.events.len());
+                for event in batch.events {
+                    events.extend(convert::events(event)?);
+                }
+                yield events;
+            }
+            Err::<(), _>(RemoteError::Lost("the server ended a sequence without saying how".to_owned()))?;
+        }
+    }
+
+    /// The inner error says what is wrong with the grammar, for the client.
+    pub(crate) async fn compile(mut self, grammar: &Grammar) -> Result<Result<(), String>, RemoteError> {
+        let grammar = Some(crate::worker::convert::grammar(grammar));
+        let request = penstock_proto::CompileGrammarRequest { grammar };
+        let answer = in_time(GRAMMAR_TIMEOUT, self.engine.compile_grammar(request)).await?;
+        Ok(if answer.error.is_empty() { Ok(()) } else { Err(answer.error) })
+    }
+
+    /// The tokens that stand for each image. The inner error says what is wrong with one of them, for the client.
+    pub(crate) async fn encode(mut self, images: Vec<Image>) -> Result<Result<Vec<Vec<u32>>, String>, RemoteError> {
+        let images = images.iter().map(crate::worker::convert::image).collect();
+        let request = penstock_proto::EncodeImagesRequest { images };
+        let answer = in_time(IMAGE_TIMEOUT, self.engine.encode_images(request)).await?;
+        match answer.error.is_empty() {
+            true => Ok(Ok(answer.images.into_iter().map(|image| image.token_ids).collect())),
+            false => Ok(Err(answer.error)),
+        }
+    }
+}
+
+async fn in_time<T>(
+    timeout: Duration,
+    call: impl Future<Output = Result<tonic::Response<T>, Status>>,
+) -> Result<T, RemoteError> {
+    let late = || RemoteError::Refused(format!("the server did not answer within {} s", timeout.as_secs()));
+    let answer = tokio::time::timeout(timeout, call).await.map_err(|_| late())?;
+    Ok(answer.map_err(refused)?.into_inner())
+}
+
+fn refused(status: Status) -> RemoteError {
+    RemoteError::of_status(&status)
+}

@@ -1,0 +1,29 @@
+//! The engine protocol (proto/engine.proto): serving this server's engine to a router elsewhere, and the router's client of it.
+//!
+//! Sequences cross as tokens. Everything that is needed to continue one stays with the router (docs/adr/0085).
+
+mod access;
+mod client;
+mod convert;
+mod description;
+mod error;
+mod service;
+
+pub use access::{Access, Identity, UrlError};
+pub use client::Remote;
+pub(crate) use client::{Client, SequenceUpdate, ServerState};
+pub use description::{Properties, ServerDescription};
+pub use error::RemoteError;
+pub use service::{EngineListener, serve};
+
+use std::time::Duration;
+
+/// The version of the engine protocol that this build speaks; a server with another version is not used.
+pub const PROTOCOL_VERSION: u32 = penstock_proto::engine::ProtocolVersion::Current as u32;
+
+/// A sequence with images carries them.
+const MAX_MESSAGE_BYTES: usize = 64 << 20;
+/// How often a server reports its state while nothing changes.
+const STATUS_INTERVAL: Duration = Duration::from_secs(1);
+/// Flow-control window of a connection, which all its sequences share.
+const CONNECTION_WINDOW_BYTES: u32 = 4 << 20;
