@@ -126,6 +126,31 @@ fn a_row_of_every_shape_has_the_same_bits_alone_chunked_and_split() {
 }
 
 #[test]
+fn tokens_of_a_span_see_all_of_it_with_the_same_bits_in_every_chunk() {
+    for layout in [layout(3, 1, 16), layout(4, 2, 80)] {
+        let row = layout.num_heads * layout.head_dim;
+        for mask in [AttentionMask::default(), window(40), window(300)] {
+            let mut world = World::of(Attention { mask, ..Attention::plain(layout) }, &[1, 70, LENGTH], true);
+            world.spans = vec![5..60, 64..66, 200..520];
+            let steps = [(0, 0, 1), (1, 0, 70), (2, 0, LENGTH)];
+            let whole = world.attend(&Pool::single(), &steps);
+            world.assert_right(&whole, &steps, &format!("{mask:?}"));
+            for (count, pool) in [(1, Pool::single()), (37, spawning_pool(3)), (256, spawning_pool(64))] {
+                for computed in (0..LENGTH).step_by(count) {
+                    let count = count.min(LENGTH - computed);
+                    let part = world.attend(&pool, &[(2, computed, count)]);
+                    assert_eq!(
+                        part,
+                        whole[(71 + computed) * row..][..count * row],
+                        "{mask:?}: {count} from {computed}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn a_window_over_everything_changes_no_bit() {
     let steps = [(0, 0, 300), (0, 299, 1), (1, 3, 60)];
     let plain = World::new(layout(6, 2, 48), &[300, 63], true);
