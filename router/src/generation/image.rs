@@ -6,7 +6,7 @@ use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 
 use super::validation::ValidationError;
-use crate::sequence::{Image, ImageSpan};
+use crate::sequence::{Image, ImageInput, ImageSpan};
 
 /// Images of one prompt. More would rarely fit into a context.
 const MAX_IMAGES: usize = 64;
@@ -68,17 +68,18 @@ fn read_one(source: &ImageSource) -> Result<Vec<u8>, ValidationError> {
 /// Replaces each placeholder by the tokens of its image.
 pub(super) fn expand(
     token_ids: &[u32],
-    placeholder_id: u32,
+    input: &ImageInput,
     images: Vec<Image>,
     encoded: &[Vec<u32>],
 ) -> (Vec<u32>, Arc<[ImageSpan]>) {
     let (mut expanded, mut spans) = (Vec::with_capacity(token_ids.len()), Vec::with_capacity(images.len()));
     let mut next = images.into_iter().zip(encoded);
     for &token_id in token_ids {
-        if token_id == placeholder_id
+        if token_id == input.placeholder_id
             && let Some((image, tokens)) = next.next()
         {
-            spans.push(ImageSpan { image, offset: expanded.len() as u32 });
+            let (offset, num_tokens) = (expanded.len() as u32, tokens.len() as u32);
+            spans.push(ImageSpan { image, offset, num_tokens, is_whole: input.is_whole });
             expanded.extend_from_slice(tokens);
         } else {
             expanded.push(token_id);
@@ -91,6 +92,14 @@ pub(super) fn expand(
 pub(super) fn check_places(token_ids: &[u32], placeholder_id: u32, num_images: usize) -> Result<(), ValidationError> {
     let num_places = token_ids.iter().filter(|&&token_id| token_id == placeholder_id).count();
     if num_places == num_images { Ok(()) } else { Err(ValidationError::ImagePlaces { num_places, num_images }) }
+}
+
+/// The text of a rendered chat template, with the model's placeholder for each image.
+pub(super) fn place_in_template(text: Arc<str>, input: &ImageInput) -> Arc<str> {
+    match input.template_text.as_str() {
+        "" => text,
+        template_text => text.replace(template_text, &input.placeholder).into(),
+    }
 }
 
 /// COMPAT: TGI's images in a text, `![](URL)`. Returns the text with `placeholder` in their places.
@@ -111,6 +120,11 @@ pub(crate) fn take_from_text(text: &str, placeholder: &str) -> (String, Vec<Imag
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn input(template_text: &str) -> ImageInput {
+        let placeholder = "\n\n<image>\n\n".to_owned();
+        ImageInput { placeholder_id: 9, placeholder, template_text: template_text.to_owned(), is_whole: true }
+    }
 
     fn refusal(url: &str) -> String {
         let source = ImageSource { path: "messages[0].content[1]".to_owned(), url: url.into() };
@@ -154,10 +168,17 @@ mod tests {
     #[test]
     fn the_tokens_of_an_image_take_the_place_of_its_placeholder() {
         let images: Vec<_> = [b"a", b"b"].into_iter().map(|data| Image::new(data.to_vec())).collect();
-        let (tokens, spans) = expand(&[1, 9, 2, 9], 9, images.clone(), &[vec![9, 9, 9], vec![5, 9]]);
+        let input = input("");
+        let (tokens, spans) = expand(&[1, 9, 2, 9], &input, images.clone(), &[vec![9, 9, 9], vec![5, 9]]);
         assert_eq!(tokens, [1, 9, 9, 9, 2, 5, 9]);
-        let spans: Vec<_> = spans.iter().map(|span| (span.offset, span.image.clone())).collect();
-        assert_eq!(spans, [(1, images[0].clone()), (5, images[1].clone())]);
+        let spans: Vec<_> = spans.iter().map(|span| (span.tokens(), span.is_whole, span.image.clone())).collect();
+        assert_eq!(spans, [(1..4, true, images[0].clone()), (5..7, true, images[1].clone())]);
+    }
+
+    #[test]
+    fn the_placeholder_replaces_what_templates_write_for_an_image() {
+        assert_eq!(&*place_in_template("user\n<image>a".into(), &input("")), "user\n<image>a");
+        assert_eq!(&*place_in_template("user\n<image>a".into(), &input("<image>")), "user\n\n\n<image>\n\na");
     }
 
     #[test]

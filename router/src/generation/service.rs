@@ -248,7 +248,10 @@ impl GenerationService {
                 }
                 images = image::read(&chat.images)?;
                 let chat = self.in_time(deadlines, chat.render(model)).await?;
-                let text = Arc::clone(&chat.prompt);
+                let mut text = Arc::clone(&chat.prompt);
+                if let (Some(input), false) = (&config.image_input, images.is_empty()) {
+                    text = image::place_in_template(text, input);
+                }
                 let answer = ChatAnswer::new(chat);
                 answer.constrain(&mut checked, config.grammar_support)?;
                 (Some(text), Vec::new(), Some(answer))
@@ -314,7 +317,7 @@ impl GenerationService {
         image::check_places(&token_ids, input.placeholder_id, images.len())?;
         let encode = self.inner.generator.encode_images(images.clone());
         let encoded = self.in_time(deadlines, async { Ok(encode.await?) }).await?;
-        Ok(image::expand(&token_ids, input.placeholder_id, images, &encoded))
+        Ok(image::expand(&token_ids, input, images, &encoded))
     }
 
     /// Submits the generations of one prompt.

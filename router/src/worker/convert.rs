@@ -50,7 +50,8 @@ fn image_span(span: &ImageSpan) -> proto::ImageSpan {
 }
 
 pub(super) fn image_input(input: proto::ImageInput) -> ImageInput {
-    ImageInput { placeholder_id: input.placeholder_id, placeholder: input.placeholder }
+    let proto::ImageInput { placeholder_id, placeholder, template_text, is_whole } = input;
+    ImageInput { placeholder_id, placeholder, template_text, is_whole }
 }
 
 pub(super) fn grammar(grammar: &Grammar) -> proto::Grammar {

@@ -201,6 +201,7 @@ impl World {
             cache_salt: None,
             needs_prompt_outputs: arrival.needs_prompt_outputs,
             num_source_tokens: arrival.num_source_tokens.min(arrival.num_prompt_tokens) as u32,
+            whole_spans: Arc::default(),
         }
     }
 

@@ -93,7 +93,9 @@ def _load_drafter(
 
 
 def _image_input(images: ImageEncoder | None) -> ImageInput | None:
-    return None if images is None else ImageInput(images.image_token_id, images.placeholder)
+    if images is None:
+        return None
+    return ImageInput(images.placeholder_id, images.placeholder, images.template_text, images.is_whole)
 
 
 class Engine:
