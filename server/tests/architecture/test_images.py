@@ -349,5 +349,5 @@ def test_an_advance_that_ends_inside_of_an_image_whose_tokens_attend_to_each_oth
 
 
 def test_other_image_models_are_refused_by_name() -> None:
-    for config in (transformers.PaliGemmaConfig(), transformers.MllamaConfig()):
+    for config in (transformers.PaliGemmaConfig(), transformers.Glm4vConfig()):
         assert "supported: aya_vision, gemma3, idefics2, idefics3" in support_of(config.model_type, config.to_dict())
