@@ -216,6 +216,22 @@ fn a_trace_collector_is_a_plain_http_url() {
 }
 
 #[test]
+fn image_hosts_are_names_endings_or_networks_and_need_image_urls() {
+    let run = |arguments: &[&str], environment: &[(&str, &str)]| {
+        printed(&penstock(&[arguments, &CONTRADICTION].concat(), environment))
+    };
+    let hosts = "images.internal,*.internal,10.1.0.0/16,fd00::/8,127.0.0.1";
+    let accepted = run(&["--allow-image-urls", "--allowed-image-hosts", hosts], &[]);
+    assert!(accepted.contains("max-total-tokens") && !accepted.contains("images.internal"), "{accepted}");
+    let accepted = run(&[], &[("ALLOW_IMAGE_URLS", "true"), ("ALLOWED_IMAGE_HOSTS", hosts)]);
+    assert!(accepted.contains("max-total-tokens") && !accepted.contains("images.internal"), "{accepted}");
+    assert!(run(&["--allowed-image-hosts", hosts], &[]).contains("--allow-image-urls"));
+    let refused = run(&["--allow-image-urls", "--allowed-image-hosts", "internal,http://internal"], &[]);
+    assert!(refused.contains("\"http://internal\" must be a name"), "{refused}");
+    assert!(run(&["--max-image-fetch-size", "0"], &[]).contains("--max-image-fetch-size is 0, must be at least 1"));
+}
+
+#[test]
 fn batch_sizes_of_cuda_graphs_are_numbers() {
     for sizes in ["0", "1,2,4,8,16,32", "64"] {
         let message = printed(&penstock(&[&["--cuda-graphs", sizes], &CONTRADICTION[..]].concat(), &[]));

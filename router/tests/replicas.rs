@@ -184,7 +184,7 @@ async fn an_image_is_encoded_by_one_replica_where_its_sequences_run() {
     let replicas = replicas(&fleets.each_ref(), options()).await;
     let image = Image::new(b"file".to_vec());
     assert_eq!(replicas.encode_images(vec![image.clone()]).await.unwrap(), [[9; 4]]);
-    let images: Arc<[_]> = [ImageSpan { image, offset: 0 }].into();
+    let images: Arc<[_]> = [ImageSpan { image, offset: 0, num_tokens: 2, is_whole: false }].into();
     for length in 2..5 {
         let request = SequenceRequest { images: Arc::clone(&images), ..request(&[9; 7][..length], 3) };
         assert_eq!(collect(replicas.submit(request)).await.0.len(), 3);

@@ -147,6 +147,7 @@ fn submit(scheduler: &mut Scheduler, id: u32, prompt_token_ids: Vec<TokenId>, ma
         content_salts: [].into(),
         needs_prompt_outputs: false,
         num_source_tokens: 0,
+        whole_spans: [].into(),
     };
     scheduler.submit(submission, Duration::ZERO).expect("the sequence fits into the pool");
 }

@@ -1,5 +1,7 @@
 //! Why `submit` rejects a sequence and `apply` rejects a result.
 
+use std::ops::Range;
+
 use crate::plan::SequenceId;
 
 /// Why a submission was rejected. The scheduler's state is unchanged.
@@ -29,6 +31,13 @@ pub enum SubmitError {
     /// The source does not fit into one step, or is longer than the prompt.
     #[error("the source has {num_source_tokens} tokens, at most {max_source_tokens} are allowed")]
     SourceTooLong { num_source_tokens: u32, max_source_tokens: u32 },
+    /// Tokens that attend to each other are out of order, outside of the prompt, or do not fit into one step.
+    #[error(
+        "the image at tokens {} to {} must be computed in one step, which has at most {max_step_tokens} tokens; \
+         raise --max-batch-prefill-tokens or send a smaller image",
+        span.start, span.end
+    )]
+    WholeSpan { span: Range<u32>, max_step_tokens: u32 },
     /// A sequence with this id is queued or running.
     #[error("sequence {} is already known", id.0)]
     AlreadyKnown { id: SequenceId },

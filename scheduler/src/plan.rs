@@ -1,6 +1,7 @@
 //! The scheduler's inputs and outputs: plain data, named as in proto/worker.proto.
 
 use std::iter::Sum;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -79,6 +80,9 @@ pub struct Submission {
     /// The first `num_source_tokens` prompt tokens are an encoder's input: they are computed in one step and never
     /// shared. At most the length of the prompt; 0 for a decoder-only model.
     pub num_source_tokens: u32,
+    /// Prompt tokens that attend to each other, as those of an image may: disjoint ranges in order. An advance does not
+    /// end inside of one.
+    pub whole_spans: Arc<[Range<u32>]>,
 }
 
 /// Where content begins that token ids do not show, as that of an image.

@@ -8,6 +8,7 @@
 //! the lower bound covers is registered in the prefix cache.
 
 use std::cmp::Reverse;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -36,6 +37,7 @@ pub(crate) struct Sequence {
     content_salts: Arc<[ContentSalt]>,
     needs_prompt_outputs: bool,
     num_source_tokens: u32,
+    whole_spans: Arc<[Range<u32>]>,
     /// `None`: the worker does not know the sequence; the next three fields are 0 and empty.
     residency: Option<Residency>,
     /// Tokens sampled by steps in flight, at most: known by number, not yet by id.
@@ -85,6 +87,7 @@ impl Sequence {
             content_salts: submission.content_salts,
             needs_prompt_outputs: submission.needs_prompt_outputs,
             num_source_tokens: submission.num_source_tokens,
+            whole_spans: submission.whole_spans,
             residency: None,
             num_in_flight_tokens: 0,
             num_in_flight_drafts: 0,
@@ -208,9 +211,23 @@ impl Sequence {
         self.layout
     }
 
-    /// The fewest pending tokens that it can advance by after `num_computed_tokens`: a source is computed in one step.
+    /// The fewest pending tokens that it can advance by after `num_computed_tokens`: a source, and what is left of a span
+    /// whose tokens attend to each other, are computed in one step.
     pub(crate) fn min_advance_tokens(&self, num_computed_tokens: u32) -> u32 {
-        if num_computed_tokens == 0 { self.num_source_tokens.max(1) } else { 1 }
+        let source = if num_computed_tokens == 0 { self.num_source_tokens } else { 0 };
+        let span = self.whole_span_of(num_computed_tokens).map_or(0, |span| span.end - num_computed_tokens);
+        source.max(span).max(1)
+    }
+
+    /// The most tokens that it can advance by after `num_computed_tokens`, of at least `min_advance_tokens`, so that the
+    /// advance does not end inside of a span.
+    pub(crate) fn whole_advance_tokens(&self, num_computed_tokens: u32, num_tokens: u32) -> u32 {
+        let span = self.whole_span_of(num_computed_tokens + num_tokens);
+        span.filter(|span| span.start > num_computed_tokens).map_or(num_tokens, |span| span.start - num_computed_tokens)
+    }
+
+    fn whole_span_of(&self, token: u32) -> Option<&Range<u32>> {
+        self.whole_spans.iter().find(|span| span.contains(&token))
     }
 
     /// The most pending tokens that it can advance by with `num_allocatable` more blocks.
@@ -223,6 +240,11 @@ impl Sequence {
     pub(crate) fn num_new_blocks(&self, num_tokens: u32) -> usize {
         let num_blocks = self.layout.num_blocks(self.num_computed_tokens + num_tokens);
         num_blocks.saturating_sub(self.table.block_ids.len())
+    }
+
+    /// Blocks to allocate for its shortest advance.
+    pub(crate) fn num_next_blocks(&self) -> usize {
+        self.num_new_blocks(self.min_advance_tokens(self.num_computed_tokens))
     }
 
     /// Blocks that it lacks to compute all known tokens, in as many steps as that takes.

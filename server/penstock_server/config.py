@@ -75,6 +75,8 @@ class ImageInput:
 
     placeholder_id: int
     placeholder: str
+    template_text: str
+    is_whole: bool
 
 
 @dataclass(frozen=True, slots=True)

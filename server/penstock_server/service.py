@@ -375,6 +375,8 @@ def _image_input(image_input: ImageInput | None) -> pb.ImageInput | None:
     return pb.ImageInput(
         placeholder_id=image_input.placeholder_id,
         placeholder=image_input.placeholder,
+        template_text=image_input.template_text,
+        is_whole=image_input.is_whole,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,7 +45,10 @@ class Pages:
         has_sinks: bool = False,
         kv_dtype: torch.dtype | None = None,
         scales: KvScales | None = None,
+        images: tuple[range, ...] = (),
     ) -> None:
+        """images: positions in every sequence that attend to each other, if a step's context has all of them."""
+        self.images = images
         self.attention = attention
         self.shape = shape = attention.shape
         self.source_lens = source_lens
@@ -93,7 +97,18 @@ class Pages:
         none = torch.empty(0, dtype=torch.int64)
         max_new, max_context = max(new for _, _, new in step), int(lens.max())
         source_lens = None if sources is None else torch.tensor(sources, dtype=torch.int32)
-        return queries, StepBatch(none, none, none, starts, lens, tables, none, max_new, max_context, source_lens)
+        batch = StepBatch(none, none, none, starts, lens, tables, none, max_new, max_context, source_lens)
+        return queries, replace(batch, ends=self._ends(step)) if self.images else batch
+
+    def _ends(self, step: Step) -> Tensor:
+        tokens = [
+            (position, computed + new) for _, computed, new in step for position in range(computed, computed + new)
+        ]
+        ends = [
+            next((each.stop for each in self.images if position in each and each.stop <= context), position + 1)
+            for position, context in tokens
+        ]
+        return torch.tensor(ends, dtype=torch.int32)
 
     def attend(self, step: Step) -> Tensor:
         queries, batch = self.batch(step)

@@ -23,6 +23,8 @@ SPECIAL = [
     *("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
     *("<img>", "<IMG_CONTEXT>", "</img>"),
     *("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"),
+    *("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
+    *("<|START_OF_IMG|>", "<|IMG_PATCH|>", "<|END_OF_IMG|>"),
 ]
 CHARACTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 VOCAB = len(CHARACTERS) + len(SPECIAL)
@@ -69,6 +71,7 @@ class ImageCase:
 IDEFICS3_PIXELS = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
 CLIP = {"model_type": "clip_vision_model", "num_hidden_layers": 3}
 PIXTRAL = {"model_type": "pixtral", "image_size": 64, "head_dim": 16}
+SIGLIP = {"model_type": "siglip_vision_model", "vision_use_head": False}
 SQUARE = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
 GRIDS = [[32, 64], [64, 32], [64, 64]]
 PERCEIVER = {"resampler_n_latents": 5, "resampler_depth": 1, "resampler_n_heads": 2, "resampler_head_dim": 24}
@@ -92,6 +95,26 @@ IMAGE_CASES: dict[str, ImageCase] = {
         text={"model_type": "mistral", "sliding_window": None},
         processor_values={"size": {"shortest_edge": 24, "longest_edge": 32}, "do_image_splitting": True},
     ),
+    "aya-vision": ImageCase(
+        "AyaVisionConfig",
+        "GotOcr2ImageProcessorPil",
+        values={"vision_feature_select_strategy": "full"},
+        text={"model_type": "cohere2", "sliding_window": 12},
+        vision=SIGLIP,
+        processor_values={"size": {"height": 32, "width": 32}, "min_patches": 1, "max_patches": 3},
+        image_token="<|IMG_PATCH|>",
+        options={"crop_to_patches": True},
+    ),
+    "gemma3": ImageCase(
+        "Gemma3Config",
+        "Gemma3ImageProcessorPil",
+        values={"mm_tokens_per_image": 9},
+        # The window is shorter than an image.
+        text={"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6},
+        vision={**SIGLIP, "image_size": 48},
+        processor_values={"size": {"height": 48, "width": 48}},
+        image_token="<image_soft_token>",
+    ),
     "llava": ImageCase(
         "LlavaConfig", "CLIPImageProcessorPil", text={"model_type": "llama"}, vision=CLIP, processor_values=SQUARE
     ),
@@ -111,6 +134,22 @@ IMAGE_CASES: dict[str, ImageCase] = {
         text={"model_type": "qwen2"},
         vision=CLIP,
         processor_values={**SQUARE, "image_grid_pinpoints": GRIDS},
+    ),
+    "llava-onevision": ImageCase(
+        "LlavaOnevisionConfig",
+        "LlavaOnevisionImageProcessorPil",
+        values={"image_grid_pinpoints": GRIDS, "video_token_id": token_id("<|video_pad|>")},
+        text={"model_type": "qwen2"},
+        vision=SIGLIP,
+        processor_values={"size": {"height": 32, "width": 32}, "image_grid_pinpoints": GRIDS},
+    ),
+    "vipllava": ImageCase(
+        "VipLlavaConfig",
+        "CLIPImageProcessorPil",
+        values={"vision_feature_layers": [-2, -1, 1]},
+        text={"model_type": "llama"},
+        vision=CLIP,
+        processor_values=SQUARE,
     ),
     "mistral3": ImageCase(
         "Mistral3Config",

@@ -112,6 +112,71 @@ def test_an_image_that_kills_the_process_is_refused_and_the_next_one_is_read(rea
     assert reader.read(good)["pixel_values"].size
 
 
+def hostile_file(draw: random.Random) -> bytes:
+    """One of many kinds of files that are broken, or not what they seem."""
+
+    def broken(data: bytes) -> bytes:
+        changed = bytearray(data[: draw.randrange(len(data) + 1)] if draw.random() < 0.4 else data)
+        for _ in range(draw.randrange(8)):
+            if changed:
+                changed[draw.randrange(len(changed))] = draw.randrange(256)
+        return bytes(changed)
+
+    def animated() -> bytes:
+        width, height = draw.randrange(1, 40), draw.randrange(1, 40)
+        frames = [picture(draw.randrange(99), width, height) for _ in range(4)]
+        return file_of(frames[0], draw.choice(["GIF", "PNG", "TIFF", "WEBP"]), save_all=True, append_images=frames[1:])
+
+    def with_exif() -> bytes:
+        exif = Image.Exif()
+        exif[0x0112] = draw.choice([0, 1, 3, 6, 8, 9, 65535])
+        exif[draw.randrange(1 << 16)] = "x" * draw.randrange(2000)
+        return file_of(small(), draw.choice(["JPEG", "PNG", "WEBP"]), exif=exif)
+
+    def small() -> Image.Image:
+        return picture(draw.randrange(99), draw.randrange(1, 60), draw.randrange(1, 60))
+
+    def whole() -> bytes:
+        image = small().convert(draw.choice(["RGB", "L"]))
+        return file_of(image, draw.choice(KINDS))
+
+    def narrow() -> bytes:
+        sides = [1, draw.randrange(1, 6000)]
+        draw.shuffle(sides)
+        return file_of(picture(1, *sides), draw.choice(["PNG", "BMP"]))
+
+    def bomb() -> bytes:
+        side = draw.choice([2, 8000, 30_000, 1 << 30, (1 << 32) - 1])
+        return png(side, draw.choice([0, 1, side]), zlib.compress(bytes(draw.choice([0, 1000, 1 << 20]))))
+
+    def junk() -> bytes:
+        magic = draw.choice(
+            [b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF89a", b"RIFF....WEBP", b"BM", b"II*\0", b"<svg", b"%PDF"]
+        )
+        return magic + draw.randbytes(draw.randrange(400))
+
+    kinds = [whole, animated, with_exif, narrow, bomb, junk, lambda: broken(whole()), lambda: broken(animated())]
+    return draw.choice([*kinds, lambda: broken(with_exif()), lambda: broken(bomb())])()
+
+
+@pytest.mark.parametrize("num_files", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_hostile_files_change_nothing_for_the_next_one(reader: ImageReader, num_files: int) -> None:
+    draw, good = random.Random(num_files), file_of(picture(7, 40, 30))
+    expected, num_refused, num_ended = reader.read(good)["pixel_values"], 0, 0
+    for number in range(num_files):
+        process = reader._process
+        try:
+            assert np.isfinite(reader.read(hostile_file(draw))["pixel_values"]).all()
+        except ImageError:
+            num_refused += 1
+        num_ended += reader._process is not process
+        if number % 20 == 0:
+            assert np.array_equal(reader.read(good)["pixel_values"], expected)
+    assert num_refused > num_files // 4
+    assert num_ended <= num_files // 100, "a process ends for a file that breaks its limits only"
+    print(f"{num_files} files, {num_refused} refused, {num_ended} processes ended")
+
+
 def test_extreme_shapes_are_an_error_or_pixel_values(reader: ImageReader) -> None:
     reader.start()
     process = reader._process

@@ -567,10 +567,12 @@ def batch_of(
     context_lens: tuple[int, ...] = (1, 20),
     tables: tuple[tuple[int, ...], ...] = ((0, 0), (1, 2)),
     source_lens: tuple[int, ...] | None = None,
+    ends: tuple[int, ...] | None = None,
 ) -> object:
+    of_tokens = None if ends is None else torch.tensor(ends, dtype=torch.int32)
     sources = None if source_lens is None else torch.tensor(source_lens, dtype=torch.int32)
     starts, contexts = (torch.tensor(numbers, dtype=torch.int32) for numbers in (query_starts, context_lens))
-    return build().module.Batch(starts, contexts, torch.tensor(tables, dtype=torch.int32), sources)
+    return build().module.Batch(starts, contexts, torch.tensor(tables, dtype=torch.int32), sources, of_tokens)
 
 
 Call = Callable[[NativeOps], object]
@@ -645,6 +647,9 @@ REJECTED: dict[str, tuple[type[Exception], str, Call]] = {
     "context shorter than its queries": (ValueError, "context_lens.1.", lambda _: batch_of(context_lens=(1, 1))),
     "context beyond its block table": (ValueError, "block_tables has 2", lambda _: batch_of(context_lens=(1, 33))),
     "negative block": (ValueError, "block_tables.1. contains -1", lambda _: batch_of(tables=((0, 0), (1, -1)))),
+    "too few ends": (ValueError, "ends", lambda _: batch_of(ends=(1,))),
+    "an end behind its context": (ValueError, "must ascend up to its context", lambda _: batch_of(ends=(1, 19, 21))),
+    "an end before its token": (ValueError, "must ascend up to its context", lambda _: batch_of(ends=(1, 20, 19))),
     "negative source": (ValueError, "source_lens.0. is -1", lambda _: batch_of(source_lens=(-1, 0))),
     "source beyond its block table": (ValueError, "block_tables has 2", lambda _: batch_of(source_lens=(40, 0))),
 }

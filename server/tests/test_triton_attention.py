@@ -122,6 +122,15 @@ def test_steps_of_decode_rows_compute_the_reference(name: str) -> None:
     assert_near_reference(VARIANTS[name], DECODE, has_sinks=name == "sinks")
 
 
+@pytest.mark.parametrize("window", [None, 5, 64])
+def test_tokens_of_an_image_see_all_of_it(window: int | None) -> None:
+    shape = replace(PLAIN, mask=AttentionMask(window=window, sees_spans=True))
+    spans = [(0, 20), (140, 1), (60, 90), (7, 1), (20, 0), (90, 11)]
+    images = (range(3, 9), range(9, 11), range(62, 100))
+    assert_near_reference(shape, spans, images=images)
+    assert_near_reference(shape, spans)  # a step without images
+
+
 def test_alibi_in_bfloat16_rounds_as_the_reference() -> None:
     """Positions beyond 256 are not exact in bfloat16."""
     shape = replace(PLAIN, alibi=Alibi(SLOPES, is_scaled=True, is_bfloat16=True))

@@ -42,6 +42,9 @@ pub(crate) struct Batch {
     pub(crate) num_sequences: usize,
     /// Number of source tokens of each sequence; `None` for models without an encoder.
     pub(crate) source_lens: Option<Source<i32>>,
+    /// The end of the interval that each token sees, instead of its own position. Ascends within a sequence, up to its
+    /// context; with `Part::Context` only.
+    pub(crate) ends: Option<Source<i32>>,
 }
 
 /// Queries [tokens, heads, head_dim], `stride` elements from token to token, the layer's cache, and the contiguous output
@@ -101,7 +104,7 @@ impl Attention {
         let call = Call { attention: self, batch, operands };
         // SAFETY: guaranteed by the caller.
         unsafe {
-            if self.is_plain() {
+            if self.is_plain() && batch.ends.is_none() {
                 call.run::<true>(executor, work, room);
             } else {
                 call.run::<false>(executor, work, room);

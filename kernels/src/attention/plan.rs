@@ -19,6 +19,8 @@ pub(crate) struct Unit {
     pub(crate) first_position: usize,
     /// Source length of its sequence; 0 without an encoder.
     pub(crate) source_len: usize,
+    /// End of the interval that its last token sees, exclusive.
+    pub(crate) end: usize,
     pub(crate) first_segment: usize,
     pub(crate) end_segment: usize,
     /// Offset in floats of the unit's partial states, one per segment, when its segments are separate units.
@@ -28,8 +30,7 @@ pub(crate) struct Unit {
 impl Unit {
     /// The interval of positions that the unit's tokens see.
     pub(crate) fn sees(&self, mask: &AttentionMask) -> Range<usize> {
-        let last = self.first_position + self.num_tokens - 1;
-        mask.first(self.first_position, self.source_len)..mask.end(last, self.source_len)
+        mask.first(self.first_position, self.source_len)..self.end
     }
 
     /// The segments that the unit's tokens see.
@@ -46,7 +47,7 @@ pub(crate) struct Plan {
 
 impl Plan {
     /// # Safety
-    /// The batch's arrays must have `num_sequences` entries.
+    /// The batch's arrays must have `num_sequences` entries, and `ends` one for each token.
     pub(crate) unsafe fn make(attention: &Attention, batch: &Batch, num_threads: usize) -> Plan {
         let layout = &attention.layout;
         let unit_tokens = (UNIT_ROWS / layout.group()).max(1);
@@ -67,14 +68,21 @@ impl Plan {
             // The last tokens see the most; computing them first lets the threads finish together.
             for index in (0..num_tokens.div_ceil(unit_tokens)).rev() {
                 let first = index * unit_tokens;
+                let last = (first + unit_tokens).min(num_tokens) - 1;
+                // SAFETY: the caller vouches for the arrays.
+                let end = match unsafe { batch.ends.map(|ends| *ends.at(start + last)) } {
+                    Some(end) => end as usize,
+                    None => attention.mask.end(context - num_tokens + last, source_len),
+                };
                 for kv_head in 0..layout.num_kv_heads {
                     let mut unit = Unit {
                         sequence,
                         kv_head,
                         first_token: start + first,
-                        num_tokens: unit_tokens.min(num_tokens - first),
+                        num_tokens: last + 1 - first,
                         first_position: context - num_tokens + first,
                         source_len,
+                        end,
                         first_segment: 0,
                         end_segment: 0,
                         partial: None,

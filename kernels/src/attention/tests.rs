@@ -21,6 +21,8 @@ struct World {
     sinks: Option<Vec<Element>>,
     bias: Option<Vec<f32>>,
     source_lens: Vec<i32>,
+    /// Tokens that see all of each other, in every sequence that is long enough.
+    spans: Vec<std::ops::Range<usize>>,
     tables: Vec<Vec<i32>>,
     cache: Vec<u32>,
     queries: Vec<Vec<Element>>,
@@ -67,8 +69,19 @@ impl World {
             (0..layout.num_heads * (2 * BIAS_REACH + 1)).map(|_| Element::to_f32(random.elements(1)[0]) * 3.0).collect()
         });
         let source_lens = lengths.iter().map(|length| (length / 2).min(100) as i32).collect();
-        let mut world =
-            World { attention, layout, sinks: None, bias, source_lens, tables, cache, queries, keys, values };
+        let mut world = World {
+            attention,
+            layout,
+            sinks: None,
+            bias,
+            source_lens,
+            spans: Vec::new(),
+            tables,
+            cache,
+            queries,
+            keys,
+            values,
+        };
         for sequence in 0..lengths.len() {
             world.write(sequence, lengths[sequence]);
         }
@@ -96,13 +109,16 @@ impl World {
     /// The interval that the query at this position sees.
     fn seen(&self, sequence: usize, position: usize) -> std::ops::Range<usize> {
         let source_len = self.source_lens[sequence] as usize;
-        self.attention.mask.first(position, source_len)..self.attention.mask.end(position, source_len)
+        let length = self.queries[sequence].len() / (self.layout.num_heads * self.layout.head_dim);
+        let span = self.spans.iter().find(|span| span.contains(&position) && span.end <= length);
+        let end = span.map_or_else(|| self.attention.mask.end(position, source_len), |span| span.end);
+        self.attention.mask.first(position, source_len)..end
     }
 
     /// Concatenated results of the steps' tokens. Blocks that a step's tokens do not see have been released.
     fn attend(&self, pool: &Pool, steps: &[Step]) -> Vec<Element> {
         let row = self.layout.num_heads * self.layout.head_dim;
-        let mut source_lens = Vec::new();
+        let (mut source_lens, mut ends) = (Vec::new(), Vec::new());
         let max_blocks = self.tables.iter().map(Vec::len).max().unwrap();
         let mut queries = Vec::new();
         let (mut starts, mut contexts, mut tables) = (vec![0], Vec::new(), Vec::new());
@@ -118,6 +134,7 @@ impl World {
             table[..seen.start / BLOCK].fill(others);
             table[seen.end.div_ceil(BLOCK)..].fill(others);
             source_lens.push(self.source_lens[sequence]);
+            ends.extend((computed..computed + count).map(|position| self.seen(sequence, position).end as i32));
             tables.extend(table);
         }
         let mut output =
@@ -129,6 +146,7 @@ impl World {
             max_blocks,
             num_sequences: steps.len(),
             source_lens: (self.attention.mask.part != Part::Context).then(|| Source::new(source_lens.as_ptr())),
+            ends: (!self.spans.is_empty()).then(|| Source::new(ends.as_ptr())),
         };
         let operands = Operands {
             queries: Source::new(queries.as_ptr()),

@@ -108,13 +108,24 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
     /// The end of the interval that a row sees, exclusive.
     fn end(&self, row: usize) -> usize {
         let position = self.position(row);
-        if PLAIN { position + 1 } else { self.call.attention.mask.end(position, self.unit.source_len) }
+        if PLAIN {
+            return position + 1;
+        }
+        match self.call.batch.ends {
+            // SAFETY: the caller of `run` vouches for an entry for each token.
+            Some(ends) => unsafe { *ends.at(self.unit.first_token + row / self.layout().group()) as usize },
+            None => self.call.attention.mask.end(position, self.unit.source_len),
+        }
     }
 
     /// The first row that sees a part of a segment. At least one row does.
     fn first_that_reaches(&self, segment: usize) -> usize {
         if !PLAIN && self.call.attention.mask.part == Part::Source {
             return 0;
+        }
+        if !PLAIN && self.call.batch.ends.is_some() {
+            let mut rows = (0..self.count).step_by(self.layout().group());
+            return rows.find(|row| self.end(*row) > segment * SEGMENT).unwrap_or(self.count);
         }
         (segment * SEGMENT).saturating_sub(self.unit.first_position) * self.layout().group()
     }

@@ -58,13 +58,14 @@ impl<'py> FromPyObject<'_, 'py> for Float8 {
 
 /// The sequences of one step. It has copies of the numbers that address memory, because it checks them once for all layers.
 /// INVARIANT: first rows ascend from 0 to `num_tokens`; a context is not shorter than its sequence's new tokens; a block table covers
-/// its context and source with ids below `num_blocks`.
+/// its context and source with ids below `num_blocks`; ends ascend from behind a token's own position up to its context.
 #[pyclass(frozen)]
 pub(super) struct Batch {
     query_starts: Vec<i32>,
     context_lens: Vec<i32>,
     block_tables: Vec<i32>,
     source_lens: Option<Vec<i32>>,
+    ends: Option<Vec<i32>>,
     /// Columns of `block_tables`.
     max_blocks: usize,
     pub(super) num_tokens: usize,
@@ -75,15 +76,16 @@ pub(super) struct Batch {
 
 #[pymethods]
 impl Batch {
-    /// query_starts [sequences + 1], context_lens [sequences], block_tables [sequences, max blocks], source_lens [sequences] or None;
-    /// all int32.
+    /// query_starts [sequences + 1], context_lens [sequences], block_tables [sequences, max blocks], source_lens [sequences] or None,
+    /// ends [tokens] or None; all int32.
     #[new]
-    #[pyo3(signature = (query_starts, context_lens, block_tables, source_lens=None))]
+    #[pyo3(signature = (query_starts, context_lens, block_tables, source_lens=None, ends=None))]
     fn new(
         query_starts: View<'_, i32, 1>,
         context_lens: View<'_, i32, 1>,
         block_tables: View<'_, i32, 2>,
         source_lens: Option<View<'_, i32, 1>>,
+        ends: Option<View<'_, i32, 1>>,
     ) -> PyResult<Batch> {
         let [num_sequences] = context_lens.shape();
         let [_, max_blocks] = block_tables.shape();
@@ -91,6 +93,10 @@ impl Batch {
         let starts = query_starts.expect("query_starts", [num_sequences + 1])?.elements("query_starts")?;
         let sources = match &source_lens {
             Some(lens) => Some(lens.expect("source_lens", [num_sequences])?.elements("source_lens")?),
+            None => None,
+        };
+        let ends = match &ends {
+            Some(ends) => Some(ends.expect("ends", [starts[num_sequences].max(0) as usize])?.elements("ends")?),
             None => None,
         };
         require(starts[0] == 0 && starts.is_sorted(), || format!("query_starts is {starts:?}, must ascend from 0"))?;
@@ -103,6 +109,15 @@ impl Batch {
                 format!("context_lens[{sequence}] is {context}, must be at least the {num_tokens} new tokens")
             })?;
             require(source >= 0, || format!("source_lens[{sequence}] is {source}, must not be negative"))?;
+            if let Some(ends) = ends {
+                let of_sequence = &ends[starts[sequence] as usize..starts[sequence + 1] as usize];
+                let mut positions = context - num_tokens..context;
+                let are_seen =
+                    of_sequence.iter().all(|end| positions.next().is_some_and(|own| (own + 1..=context).contains(end)));
+                require(are_seen && of_sequence.is_sorted(), || {
+                    format!("ends of sequence {sequence} are {of_sequence:?}, must ascend up to its context, {context}")
+                })?;
+            }
             let last = context.max(source) as usize;
             require(last.div_ceil(BLOCK) <= max_blocks, || {
                 format!("block_tables has {max_blocks} columns, sequence {sequence} has {last} tokens")
@@ -118,6 +133,7 @@ impl Batch {
             context_lens: contexts.to_vec(),
             block_tables: tables.to_vec(),
             source_lens: sources.map(<[i32]>::to_vec),
+            ends: ends.map(<[i32]>::to_vec),
             max_blocks,
             num_tokens: starts[num_sequences] as usize,
             max_context_tokens,
@@ -137,6 +153,7 @@ impl Batch {
             max_blocks: self.max_blocks,
             num_sequences: self.context_lens.len(),
             source_lens: self.source_lens.as_ref().map(source),
+            ends: self.ends.as_ref().map(source),
         }
     }
 

@@ -79,6 +79,7 @@ fn run(stack: &Stack, pool: &Pool) -> Vec<f32> {
             block_tables: Source::new(ends.as_ptr()),
             max_blocks: 1,
             source_lens: None,
+            ends: None,
             num_sequences: 1,
         },
         caches: &[],

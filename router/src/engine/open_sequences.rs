@@ -19,7 +19,7 @@ use super::open_sequence::OpenSequence;
 use super::options::MAX_LOSSES;
 use super::owner::Owner;
 use super::timelines::{Timelines, TracedAdvance};
-use crate::sequence::{Constants, SequenceEvent, SequenceFailure, SequenceRequest};
+use crate::sequence::{Constants, ImageSpan, SequenceEvent, SequenceFailure, SequenceRequest};
 use crate::telemetry::metrics;
 use crate::worker::{Fault, Output, OutputError, StepReport};
 
@@ -67,6 +67,7 @@ impl OpenSequences {
     pub(super) fn adopt(&mut self, moving: MovingSequence) {
         let MovingSequence { id, token_ids: mut prompt_token_ids, sequence, timeline } = moving;
         let terms = sequence.terms().clone();
+        let whole = sequence.constants().images.iter().filter(|image| image.is_whole);
         let submission = Submission {
             id,
             generated_token_ids: prompt_token_ids.split_off(terms.num_prompt_tokens),
@@ -79,6 +80,7 @@ impl OpenSequences {
             content_salts: terms.content_salts,
             needs_prompt_outputs: terms.needs_prompt_outputs,
             num_source_tokens: terms.num_source_tokens,
+            whole_spans: whole.map(ImageSpan::tokens).collect(),
         };
         // One that arrived before this engine began goes first.
         match self.scheduler.submit(submission, terms.arrived_at.saturating_duration_since(self.epoch)) {

@@ -8,7 +8,7 @@ use futures::stream::{self, StreamExt, TryStreamExt};
 
 use super::validation::ValidationError;
 use crate::fetch::{Fetcher, Url};
-use crate::sequence::{Image, ImageSpan};
+use crate::sequence::{Image, ImageInput, ImageSpan};
 use crate::text::TokenSpan;
 
 /// Images of one prompt. More would rarely fit into a context.
@@ -99,17 +99,18 @@ fn read_one(source: &ImageSource, fetches: bool) -> Result<GivenImage, Validatio
 /// Replaces each placeholder by the tokens of its image.
 pub(super) fn expand(
     token_ids: &[u32],
-    placeholder_id: u32,
+    input: &ImageInput,
     images: Vec<Image>,
     encoded: &[Vec<u32>],
 ) -> (Vec<u32>, Arc<[ImageSpan]>) {
     let (mut expanded, mut spans) = (Vec::with_capacity(token_ids.len()), Vec::with_capacity(images.len()));
     let mut next = images.into_iter().zip(encoded);
     for &token_id in token_ids {
-        if token_id == placeholder_id
+        if token_id == input.placeholder_id
             && let Some((image, tokens)) = next.next()
         {
-            spans.push(ImageSpan { image, offset: expanded.len() as u32 });
+            let (offset, num_tokens) = (expanded.len() as u32, tokens.len() as u32);
+            spans.push(ImageSpan { image, offset, num_tokens, is_whole: input.is_whole });
             expanded.extend_from_slice(tokens);
         } else {
             expanded.push(token_id);
@@ -119,10 +120,10 @@ pub(super) fn expand(
 }
 
 /// The same for tokens with their places in the text: each token of an image has the place of its placeholder.
-pub(super) fn expand_spans(spans: Vec<TokenSpan>, placeholder_id: u32, encoded: Vec<Vec<u32>>) -> Vec<TokenSpan> {
+pub(super) fn expand_spans(spans: Vec<TokenSpan>, input: &ImageInput, encoded: Vec<Vec<u32>>) -> Vec<TokenSpan> {
     let mut next = encoded.into_iter();
     let expand = |span: TokenSpan| {
-        let image = (span.id == placeholder_id).then(|| next.next()).flatten();
+        let image = (span.id == input.placeholder_id).then(|| next.next()).flatten();
         image.unwrap_or_else(|| vec![span.id]).into_iter().map(move |id| TokenSpan { id, ..span })
     };
     spans.into_iter().flat_map(expand).collect()
@@ -131,11 +132,20 @@ pub(super) fn expand_spans(spans: Vec<TokenSpan>, placeholder_id: u32, encoded: 
 /// Fails unless the prompt has one place for each image.
 pub(super) fn check_places(
     token_ids: &[u32],
-    placeholder_id: Option<u32>,
+    input: Option<&ImageInput>,
     num_images: usize,
 ) -> Result<(), ValidationError> {
-    let num_places = token_ids.iter().filter(|&&token_id| Some(token_id) == placeholder_id).count();
+    let is_place = |token_id: &&u32| input.is_some_and(|input| **token_id == input.placeholder_id);
+    let num_places = token_ids.iter().filter(is_place).count();
     if num_places == num_images { Ok(()) } else { Err(ValidationError::ImagePlaces { num_places, num_images }) }
+}
+
+/// The text of a rendered chat template, with the model's placeholder for each image.
+pub(super) fn place_in_template(text: Arc<str>, input: &ImageInput) -> Arc<str> {
+    match input.template_text.as_str() {
+        "" => text,
+        template_text => text.replace(template_text, &input.placeholder).into(),
+    }
 }
 
 /// COMPAT: TGI's images in a text, `![](URL)`. Returns the text with `placeholder` in their places.
@@ -156,6 +166,11 @@ pub(crate) fn take_from_text(text: &str, placeholder: &str) -> (String, Vec<Imag
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn input(template_text: &str) -> ImageInput {
+        let placeholder = "\n\n<image>\n\n".to_owned();
+        ImageInput { placeholder_id: 9, placeholder, template_text: template_text.to_owned(), is_whole: true }
+    }
 
     fn refusal(url: &str) -> String {
         let source = ImageSource { path: "messages[0].content[1]".to_owned(), url: url.into() };
@@ -214,24 +229,31 @@ mod tests {
     #[test]
     fn the_tokens_of_an_image_take_the_place_of_its_placeholder() {
         let images: Vec<_> = [b"a", b"b"].into_iter().map(|data| Image::new(data.to_vec())).collect();
-        let (tokens, spans) = expand(&[1, 9, 2, 9], 9, images.clone(), &[vec![9, 9, 9], vec![5, 9]]);
+        let input = input("");
+        let (tokens, spans) = expand(&[1, 9, 2, 9], &input, images.clone(), &[vec![9, 9, 9], vec![5, 9]]);
         assert_eq!(tokens, [1, 9, 9, 9, 2, 5, 9]);
-        let spans: Vec<_> = spans.iter().map(|span| (span.offset, span.image.clone())).collect();
-        assert_eq!(spans, [(1, images[0].clone()), (5, images[1].clone())]);
+        let spans: Vec<_> = spans.iter().map(|span| (span.tokens(), span.is_whole, span.image.clone())).collect();
+        assert_eq!(spans, [(1..4, true, images[0].clone()), (5..7, true, images[1].clone())]);
+    }
+
+    #[test]
+    fn the_placeholder_replaces_what_templates_write_for_an_image() {
+        assert_eq!(&*place_in_template("user\n<image>a".into(), &input("")), "user\n<image>a");
+        assert_eq!(&*place_in_template("user\n<image>a".into(), &input("<image>")), "user\n\n\n<image>\n\na");
     }
 
     #[test]
     fn the_tokens_of_an_image_are_where_its_placeholder_is() {
         let span = |id, start, stop| TokenSpan { id, start, stop };
-        let expanded = expand_spans(vec![span(1, 0, 2), span(9, 2, 5), span(9, 5, 8)], 9, vec![vec![7, 9]]);
+        let expanded = expand_spans(vec![span(1, 0, 2), span(9, 2, 5), span(9, 5, 8)], &input(""), vec![vec![7, 9]]);
         let expected = [span(1, 0, 2), span(7, 2, 5), span(9, 2, 5), span(9, 5, 8)];
         assert_eq!(expanded, expected);
     }
 
     #[test]
     fn places_and_images_must_be_as_many() {
-        assert!(check_places(&[1, 9, 2, 9], Some(9), 2).is_ok());
-        let message = check_places(&[1, 9, 2, 9], Some(9), 1).unwrap_err().to_string();
+        assert!(check_places(&[1, 9, 2, 9], Some(&input("")), 2).is_ok());
+        let message = check_places(&[1, 9, 2, 9], Some(&input("")), 1).unwrap_err().to_string();
         assert_eq!(message, "the prompt has 2 places for images, but 1 images were given");
     }
 

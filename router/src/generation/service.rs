@@ -23,7 +23,7 @@ use super::validation::ValidationError;
 use crate::config::{Config, PriorityOrder};
 use crate::engine::{Generator, Health};
 use crate::fetch::Fetcher;
-use crate::sequence::{ContentSalt, Image, ImageSpan, Sampling, SequenceRequest};
+use crate::sequence::{ContentSalt, Image, ImageInput, ImageSpan, Sampling, SequenceRequest};
 use crate::telemetry::{RequestRecord, metrics};
 use crate::text::{AnswerParser, TextModel};
 
@@ -224,7 +224,10 @@ impl GenerationService {
             Prompt::Chat(chat) => {
                 images = self.read_images(&chat.images)?;
                 let chat = self.in_time(deadlines, chat.render(model)).await?;
-                let text = Arc::clone(&chat.prompt);
+                let mut text = Arc::clone(&chat.prompt);
+                if let Some(input) = self.image_input().filter(|_| !images.is_empty()) {
+                    text = image::place_in_template(text, input);
+                }
                 let answer = ChatAnswer::new(chat);
                 answer.constrain(&mut checked, config.grammar_support)?;
                 (Some(text), Vec::new(), Some(answer))
@@ -281,19 +284,19 @@ impl GenerationService {
         checked: &Checked,
         deadlines: Deadlines,
     ) -> Result<(Vec<u32>, Arc<[ImageSpan]>), GenerationError> {
-        let Some(placeholder_id) = self.placeholder_id().filter(|_| !images.is_empty()) else {
+        let Some(input) = self.image_input().filter(|_| !images.is_empty()) else {
             return Ok((token_ids, Arc::default()));
         };
         if checked.truncate.is_some() {
             return Err(ValidationError::TruncateImages.into());
         }
         let (images, encoded) = self.encode_images(&token_ids, images, deadlines).await?;
-        Ok(image::expand(&token_ids, placeholder_id, images, &encoded))
+        Ok(image::expand(&token_ids, input, images, &encoded))
     }
 
-    /// The token that stands for an image; `None`: the model reads none.
-    pub(super) fn placeholder_id(&self) -> Option<u32> {
-        self.inner.config.image_input.as_ref().map(|input| input.placeholder_id)
+    /// How images stand in prompts; `None`: the model reads none.
+    pub(super) fn image_input(&self) -> Option<&ImageInput> {
+        self.inner.config.image_input.as_ref()
     }
 
     /// Fetches and encodes the images of a prompt, after a check that it has a place for each. Returns them with their tokens.
@@ -303,7 +306,7 @@ impl GenerationService {
         images: Vec<GivenImage>,
         deadlines: Deadlines,
     ) -> Result<(Vec<Image>, Vec<Vec<u32>>), GenerationError> {
-        image::check_places(token_ids, self.placeholder_id(), images.len())?;
+        image::check_places(token_ids, self.image_input(), images.len())?;
         let fetch = image::fetch(images, self.inner.fetcher.as_ref());
         let images = self.in_time(deadlines, async { Ok(fetch.await?) }).await?;
         let encode = self.inner.generator.encode_images(images.clone());
@@ -313,7 +316,7 @@ impl GenerationService {
 
     /// Checks the images of a prompt.
     pub(super) fn read_images(&self, sources: &[ImageSource]) -> Result<Vec<GivenImage>, ValidationError> {
-        match (sources.first(), self.placeholder_id()) {
+        match (sources.first(), self.image_input()) {
             (Some(first), None) => Err(image::unreadable(first)),
             _ => image::read(sources, self.inner.fetcher.is_some()),
         }

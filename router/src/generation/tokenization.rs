@@ -50,7 +50,10 @@ impl GenerationService {
         let _permit = self.admission().permit(1)?;
         let deadlines = self.tokenization_deadlines();
         let images = self.read_images(&chat.images)?;
-        let text = self.in_time(deadlines, chat.render(self.text())).await?.prompt;
+        let mut text = self.in_time(deadlines, chat.render(self.text())).await?.prompt;
+        if let Some(input) = self.image_input().filter(|_| !images.is_empty()) {
+            text = image::place_in_template(text, input);
+        }
         let spans = self.spans(Arc::clone(&text), images, add_special_tokens, deadlines).await?;
         Ok(TokenizedChat { text, spans })
     }
@@ -64,10 +67,10 @@ impl GenerationService {
     ) -> Result<Vec<TokenSpan>, GenerationError> {
         let encode = self.text().encode_spans(text, add_special_tokens);
         let spans = self.in_time(deadlines, async { Ok(encode.await?) }).await?;
-        let Some(placeholder_id) = self.placeholder_id().filter(|_| !images.is_empty()) else { return Ok(spans) };
+        let Some(input) = self.image_input().filter(|_| !images.is_empty()) else { return Ok(spans) };
         let token_ids: Vec<_> = spans.iter().map(|span| span.id).collect();
         let (_, encoded) = self.encode_images(&token_ids, images, deadlines).await?;
-        Ok(image::expand_spans(spans, placeholder_id, encoded))
+        Ok(image::expand_spans(spans, input, encoded))
     }
 
     fn tokenization_deadlines(&self) -> Deadlines {

@@ -72,6 +72,8 @@ fn model(model: &Description) -> penstock_proto::LoadResponse {
         image_input: model.image_input.as_ref().map(|input| penstock_proto::ImageInput {
             placeholder_id: input.placeholder_id,
             placeholder: input.placeholder.clone(),
+            template_text: input.template_text.clone(),
+            is_whole: input.is_whole,
         }),
         pooling: model.pooling.as_ref().map(pooling),
         ..Default::default()
@@ -144,7 +146,7 @@ pub(super) fn sequence(request: &SequenceRequest) -> proto::Sequence {
         max_new_tokens: request.max_new_tokens,
         sampling: Some(request.sampling.clone()),
         grammar: request.grammar.as_ref().map(convert::grammar),
-        images: request.images.iter().map(convert::image_span).collect(),
+        images: request.images.iter().map(image_span).collect(),
         num_second_text_tokens: request.num_second_text_tokens,
         needs_prompt_outputs: request.needs_prompt_outputs,
         priority: request.priority,
@@ -152,6 +154,11 @@ pub(super) fn sequence(request: &SequenceRequest) -> proto::Sequence {
         cache_salt: request.cache_salt,
         content_salts: request.content_salts.iter().map(content_salt).collect(),
     }
+}
+
+fn image_span(span: &ImageSpan) -> proto::ImageSpan {
+    let ImageSpan { image, offset, num_tokens, is_whole } = span;
+    proto::ImageSpan { data: image.data().to_vec(), offset: *offset, num_tokens: *num_tokens, is_whole: *is_whole }
 }
 
 fn content_salt(content: &ContentSalt) -> proto::ContentSalt {
@@ -169,7 +176,12 @@ pub(super) fn request(sequence: proto::Sequence) -> Result<SequenceRequest, Stri
         ));
     }
     let salt = |content: proto::ContentSalt| ContentSalt { offset: content.offset, salt: content.salt };
-    let span = |span: penstock_proto::ImageSpan| ImageSpan { image: Image::new(span.data), offset: span.offset };
+    let span = |proto::ImageSpan { data, offset, num_tokens, is_whole }| ImageSpan {
+        image: Image::new(data),
+        offset,
+        num_tokens,
+        is_whole,
+    };
     Ok(SequenceRequest {
         generated_token_ids: prompt_token_ids.split_off(num_prompt_tokens),
         prompt_token_ids,
@@ -305,7 +317,7 @@ mod tests {
             sampling: penstock_proto::Sampling { seed: 77, temperature: 0.5, ..greedy() },
             grammar: Some(Grammar::Regex("[a-z]+".to_owned())),
             adapter: None,
-            images: [ImageSpan { image: Image::new(b"PNG".to_vec()), offset: 1 }].into(),
+            images: [ImageSpan { image: Image::new(b"PNG".to_vec()), offset: 1, num_tokens: 2, is_whole: true }].into(),
             num_second_text_tokens: 1,
             needs_prompt_outputs: true,
             priority: -3,

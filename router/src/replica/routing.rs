@@ -211,7 +211,8 @@ mod tests {
     }
 
     fn with_image(request: SequenceRequest, image: &Image) -> SequenceRequest {
-        SequenceRequest { images: [ImageSpan { image: image.clone(), offset: 0 }].into(), ..request }
+        let span = ImageSpan { image: image.clone(), offset: 0, num_tokens: 1, is_whole: false };
+        SequenceRequest { images: [span].into(), ..request }
     }
 
     #[test]

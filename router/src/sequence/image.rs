@@ -19,6 +19,17 @@ pub struct ImageSpan {
     pub image: Image,
     /// Prompt tokens before those that stand for the image.
     pub offset: u32,
+    /// Tokens that stand for the image.
+    pub num_tokens: u32,
+    /// Whether they attend to each other, so that no step ends inside of them.
+    pub is_whole: bool,
+}
+
+impl ImageSpan {
+    /// Its tokens among those of the prompt.
+    pub(crate) fn tokens(&self) -> std::ops::Range<u32> {
+        self.offset..self.offset + self.num_tokens
+    }
 }
 
 /// How a model's prompts have images.
@@ -28,6 +39,10 @@ pub struct ImageInput {
     pub placeholder_id: u32,
     /// Text that is encoded to one `placeholder_id`, and maybe to tokens around it.
     pub placeholder: String,
+    /// Not empty: what chat templates write for an image; `placeholder` replaces it.
+    pub template_text: String,
+    /// Whether the tokens of an image attend to each other.
+    pub is_whole: bool,
 }
 
 /// Why images cannot be used.

@@ -44,13 +44,14 @@ pub(crate) fn image(image: &Image) -> proto::Image {
     proto::Image { hash: image.hash().to_vec(), data: image.data().to_vec() }
 }
 
-pub(crate) fn image_span(span: &ImageSpan) -> proto::ImageSpan {
+fn image_span(span: &ImageSpan) -> proto::ImageSpan {
     let proto::Image { hash, data } = image(&span.image);
     proto::ImageSpan { hash, offset: span.offset, data }
 }
 
 fn image_input(input: proto::ImageInput) -> ImageInput {
-    ImageInput { placeholder_id: input.placeholder_id, placeholder: input.placeholder }
+    let proto::ImageInput { placeholder_id, placeholder, template_text, is_whole } = input;
+    ImageInput { placeholder_id, placeholder, template_text, is_whole }
 }
 
 pub(crate) fn grammar(grammar: &Grammar) -> proto::Grammar {

@@ -24,8 +24,12 @@ async fn server(adjust: impl FnOnce(&mut Config)) -> Server {
     Server::start(script, |config| {
         model::write_with_template(&config.model_folder, &json!(TEMPLATE));
         (config.limits.max_input_tokens, config.limits.max_total_tokens) = (800, 900);
-        let input = ImageInput { placeholder_id: PLACEHOLDER_ID, placeholder: PLACEHOLDER.to_owned() };
-        config.image_input = Some(input);
+        config.image_input = Some(ImageInput {
+            placeholder_id: PLACEHOLDER_ID,
+            placeholder: PLACEHOLDER.to_owned(),
+            template_text: String::new(),
+            is_whole: false,
+        });
         adjust(config);
     })
     .await

@@ -148,6 +148,15 @@ impl Scheduler {
         if num_source_tokens > max_source_tokens {
             return Err(SubmitError::SourceTooLong { num_source_tokens, max_source_tokens });
         }
+        let mut free_from = 0;
+        for span in &*submission.whole_spans {
+            let max_step_tokens = self.limits.max_step_tokens;
+            let is_in_order = free_from <= span.start && span.start < span.end && span.end <= num_prompt_tokens as u32;
+            if !is_in_order || span.end - span.start > max_step_tokens {
+                return Err(SubmitError::WholeSpan { span: span.clone(), max_step_tokens });
+            }
+            free_from = span.end;
+        }
         if self.sequences.contains_key(&submission.id) {
             return Err(SubmitError::AlreadyKnown { id: submission.id });
         }

@@ -4,8 +4,9 @@
 //! The prompt with the fewest tokens left goes first, so a short prompt is not delayed by a long one, and several
 //! prompts can be running at once. No prompt starves: each of its tokens is overtaken by at most `max_overtaking`
 //! tokens of prompts of lower precedence, and the first running prompt advances by at least a block in every step.
-//! A source is computed in one step, so it may need more tokens than the decodes leave; once its overtaking budget is
-//! used up, no other prompt is started, and the running sequences finish before it.
+//! A source is computed in one step, and so is a span of tokens that attend to each other, so it may need more tokens
+//! than the decodes leave; once its overtaking budget is used up, no other prompt is started, and the running sequences
+//! finish before it.
 //!
 //! Running prompts hold blocks and wait for more, but cannot deadlock: a sequence is admitted only if the pool can hold
 //! the whole prompts of all running sequences. If decodes have since used up these blocks, the running sequence with
@@ -41,7 +42,7 @@ impl Scheduler {
     /// running sequences that do not decode.
     pub(super) fn advance_prefills(&mut self, draft: &mut Draft, prefills: Vec<SequenceId>) {
         let mut admission = Admission::new(self.num_unreserved_blocks(&prefills));
-        // `make_room` has made sure that there is a block for the first running sequence.
+        // `make_room` has made sure that there are blocks for the first running sequence.
         let mut reserved_for = self.residents.running().next().filter(|first| prefills.contains(first));
         let mut running = VecDeque::from(self.in_order(prefills, draft));
         let mut left_out = Vec::new();
@@ -95,12 +96,16 @@ impl Scheduler {
         id: SequenceId,
         reserved_for: Option<SequenceId>,
     ) -> bool {
-        let num_reserved = reserved_for.map_or(0, |id| self.sequence(id).num_new_blocks(1));
+        let num_reserved = reserved_for.map_or(0, |id| self.sequence(id).num_next_blocks());
         let num_allocatable = self.cache.pool().num_allocatable().saturating_sub(num_reserved);
         let sequence = self.sequence(id);
         let max_tokens = sequence.max_advance_tokens(num_allocatable);
         let num_tokens = self.chunk_tokens(draft, id, sequence.num_computed_tokens(), max_tokens);
         admission.reserve_excess(sequence.num_new_blocks(num_tokens), sequence.num_missing_blocks());
+        if num_tokens == 0 && sequence.min_advance_tokens(sequence.num_computed_tokens()) > draft.num_tokens_left {
+            // A span that does not fit into the rest of the step, as a source in `admit`.
+            draft.is_closed |= sequence.prefill_order(draft.now, &self.limits).overtaking_budget == 0;
+        }
         self.advance_prompt(draft, id, num_tokens, Vec::new());
         num_tokens > 0
     }

@@ -73,7 +73,7 @@ impl Scheduler {
     fn num_blocks_to_advance(&self, id: SequenceId, first: Option<SequenceId>) -> usize {
         let sequence = self.sequence(id);
         let must_advance = sequence.is_decoding() || Some(id) == first;
-        if must_advance && !sequence.is_at_limit() { sequence.num_new_blocks(1) } else { 0 }
+        if must_advance && !sequence.is_at_limit() { sequence.num_next_blocks() } else { 0 }
     }
 
     /// Plans `num_tokens` of a running sequence, and if these are all that it knows, at most `num_draft_tokens` drafts

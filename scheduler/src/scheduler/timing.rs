@@ -50,7 +50,8 @@ impl Scheduler {
     /// Tokens, of at most `max_tokens`, that a prompt with `num_computed_tokens` can advance by in this step.
     ///
     /// If the target duration limits them, rounds down to whole blocks, because a partial block cannot be shared.
-    /// Closes the step if not even one block fits. A source gets all its tokens or none. The target does not apply to a
+    /// Closes the step if not even one block fits. A source gets all its tokens or none, and so does a span whose tokens
+    /// attend to each other. The target does not apply to a
     /// stream that is recomputed after a preemption: its client waits longer for the next token than any other.
     pub(super) fn chunk_tokens(
         &self,
@@ -59,6 +60,11 @@ impl Scheduler {
         num_computed_tokens: u32,
         max_tokens: u32,
     ) -> u32 {
+        let num_tokens = self.affordable_tokens(draft, id, num_computed_tokens, max_tokens);
+        self.sequence(id).whole_advance_tokens(num_computed_tokens, num_tokens)
+    }
+
+    fn affordable_tokens(&self, draft: &mut Draft, id: SequenceId, num_computed_tokens: u32, max_tokens: u32) -> u32 {
         let sequence = self.sequence(id);
         let max_tokens = max_tokens.min(draft.num_tokens_left);
         let min_tokens = sequence.min_advance_tokens(num_computed_tokens);

@@ -203,6 +203,7 @@ impl World {
             content_salts: arrival.images.within(arrival.num_prompt_tokens).salts().into(),
             needs_prompt_outputs: arrival.needs_prompt_outputs,
             num_source_tokens: arrival.num_source_tokens.min(arrival.num_prompt_tokens) as u32,
+            whole_spans: Arc::default(),
         }
     }
 

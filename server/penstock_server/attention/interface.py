@@ -57,6 +57,9 @@ class StepBatch:
     # [image tokens, hidden]: instead of those of the tokens. Wider: each further `hidden` is added after a layer.
     image_embeddings: Tensor | None = None
     image_positions: Tensor | None = None  # [image tokens, 3] int64: in time, row and column; None: as of text
+    # [tokens] int32, for masks with `sees_spans`: the end of what each token attends to, which is not before its own
+    # position, not behind its context, and does not descend within a sequence. None: it attends to no later token.
+    ends: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,7 @@ class AttentionMask:
     chunk: int | None = None  # positions of the query's own chunk of `chunk` tokens (Llama 4)
     # Encoder-decoder models: "source" is the whole source, from any position; "answer" is what follows the source.
     part: Literal["context", "source", "answer"] = "context"
+    sees_spans: bool = False  # the interval ends where `StepBatch.ends` says (Gemma 3)
 
     def interval(self, positions: Tensor, source_len: int) -> tuple[Tensor, Tensor]:
         """First position and end (exclusive) for queries at `positions`, of a sequence with a source of this length.
@@ -130,6 +134,8 @@ class AttentionShape:
             features.append(f"chunks of {self.mask.chunk}")
         if self.mask.part != "context":
             features.append(f"over the {self.mask.part}")
+        if self.mask.sees_spans:
+            features.append("over whole images")
         return ", ".join(features)
 
     @property

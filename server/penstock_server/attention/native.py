@@ -95,7 +95,8 @@ class NativeAttention:
         return self.native.block_numbers * self._stored_dtype.itemsize
 
     def prepare(self, batch: StepBatch) -> Any:
-        return self._build.module.Batch(batch.query_starts, batch.context_lens, batch.block_tables, batch.source_lens)
+        lens = batch.query_starts, batch.context_lens
+        return self._build.module.Batch(*lens, batch.block_tables, batch.source_lens, batch.ends)
 
     def write_kv(
         self,

@@ -78,6 +78,8 @@ class ReferenceMetadata:
         context_len, tables = self.context_lens[sequence], self.batch.block_tables
         positions = torch.arange(context_len - (rows.stop - rows.start), context_len, device=tables.device)
         first, stop = mask.interval(positions, self.source_lens[sequence])
+        if mask.sees_spans and self.batch.ends is not None:
+            stop = self.batch.ends[rows].long()
         first_block = int(first[0]) // block_tokens
         blocks = tables[sequence, first_block : -(-int(stop[-1]) // block_tokens)].long()
         return Visible(rows, positions, first, stop, blocks, first_block * block_tokens)

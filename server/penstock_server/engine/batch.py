@@ -94,6 +94,7 @@ def _allowed(table: SequenceTable, advances: Advances, rows: Rows) -> npt.NDArra
         & (num_blocks <= table.block_ids.shape[1])
         & (~advances.sample | (ends == known))
         & (advances.sample | (max_drafts == 0))
+        & ~table.splits_images(rows, ends)
     )
     is_outside = advances.new_block_ids >= table.limits.num_blocks
     if is_outside.any():
@@ -124,6 +125,8 @@ def _reason(table: SequenceTable, advances: Advances, index: int, row: int) -> s
         return f"an advance of {num_tokens} tokens to {end}, but only {known} are known"
     if end < table.source[row]:
         return f"an advance to {end} tokens, but its source has {int(table.source[row])}, which are computed together"
+    if table.splits_images(np.array([row]), np.array([end]))[0]:
+        return f"an advance to {end} tokens, inside of an image, whose tokens are computed together"
     if end > table.limits.max_sequence_tokens:
         return f"would have {end} tokens, at most {table.limits.max_sequence_tokens} are allowed"
     if end > capacity:
@@ -235,4 +238,10 @@ def with_images(batch: HostBatch, images: Sequence[Sequence[PlacedImage]], compu
         batch = replace(batch, positions=positions)
     if found is None:
         return batch
-    return replace(batch, image_places=found.places, image_embeddings=found.embeddings, image_positions=found.positions)
+    return replace(
+        batch,
+        image_places=found.places,
+        image_embeddings=found.embeddings,
+        image_positions=found.positions,
+        ends=found.ends,
+    )

@@ -76,7 +76,9 @@ def _can_draft(model: CausalModel, device: torch.device) -> bool:
 
 
 def _image_input(images: ImageEncoder | None) -> ImageInput | None:
-    return None if images is None else ImageInput(images.image_token_id, images.placeholder)
+    if images is None:
+        return None
+    return ImageInput(images.placeholder_id, images.placeholder, images.template_text, images.is_whole)
 
 
 class Engine:

@@ -63,6 +63,7 @@ class HostBatch:
     image_places: Rows | None = None
     image_embeddings: Tensor | None = None  # on the device
     image_positions: Rows | None = None
+    ends: Lengths | None = None
 
     @property
     def num_sequences(self) -> int:

@@ -199,6 +199,15 @@ class SequenceTable:
         """[rows]: the images of each."""
         return [self._images_of.get(row, ()) for row in rows.tolist()]
 
+    def splits_images(self, rows: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """[rows]: whether the first `ends` [rows] tokens end inside of an image whose tokens attend to each other. Rows
+        may be -1."""
+        found = np.zeros(len(rows), np.bool_)
+        for place in np.flatnonzero((rows >= 0) & (ends < self.images_end[rows])).tolist():
+            images = self._images_of.get(int(rows[place]), ())
+            found[place] = any(placed.is_split_at(int(ends[place])) for placed in images)
+        return found
+
     def first_ids(self, rows: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """[rows, longest]: the tokens before `ends` [rows] that are not the encoder's; shorter rows are padded with
         their first."""

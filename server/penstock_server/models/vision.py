@@ -57,6 +57,8 @@ def build(config: Config, text_models: dict[str, Build]) -> tuple[ModelSpec, Nam
     if family.has_grid:
         axes = _axes(config, values["rope_parameters"])
         spec = replace(spec, layers=tuple(_with_axes(config, layer, axes) for layer in spec.layers))
+    if family.is_whole:
+        spec = replace(spec, layers=tuple(map(_seeing_spans, spec.layers)))
     num_featured = len(getattr(whole.vision_config, "deepstack_visual_indexes", ()))
     if num_featured >= spec.num_layers:
         raise config.refuse(f"{num_featured} layers with features of images need more than {spec.num_layers} layers")
@@ -80,6 +82,11 @@ def _with_axes(config: Config, layer: LayerSpec, axes: tuple[int, ...]) -> Layer
     if len(axes) != attention.rope.rotary_dim // 2:
         raise config.refuse(f"mrope_section has {len(axes)} frequencies, must have {attention.rope.rotary_dim // 2}")
     return replace(layer, attention=replace(attention, rope=replace(attention.rope, axes=axes)))
+
+
+def _seeing_spans(layer: LayerSpec) -> LayerSpec:
+    attention = layer.plain_attention
+    return replace(layer, attention=replace(attention, mask=replace(attention.mask, sees_spans=True)))
 
 
 def _moved(names: NameMap, layout: TextLayout, family: ImageFamily) -> NameMap:

@@ -39,6 +39,8 @@ class EncodedImage:
     embeddings: Tensor  # [image tokens, hidden], or wider: see `VisionTower`
     # Rows and columns of image tokens, if they have positions of their own; then all tokens are image tokens.
     grid: tuple[int, int] | None = None
+    # [token_ids] the end of what each token attends to, if image tokens attend to each other, else None.
+    ends: npt.NDArray[np.int64] | None = None
 
     @property
     def num_positions(self) -> int:
@@ -67,6 +69,15 @@ class PlacedImage:
         """What the positions of the tokens after the image are smaller by than their number."""
         return self.end - self.position - self.image.num_positions
 
+    def is_split_at(self, end: int) -> bool:
+        """Whether a token before `end`, which is computed with it, attends to one behind it."""
+        return self.image.ends is not None and self.offset < end < self.end and self.ends(end - 1, end)[0] > end
+
+    def ends(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """[tokens] the ends of what these tokens of the sequence, which are the image's, attend to."""
+        assert self.image.ends is not None
+        return self.offset + self.image.ends[first - self.offset : last - self.offset]
+
     def positions(self, first: int, last: int) -> npt.NDArray[np.int64]:
         """[tokens, 3]: the positions in time, row and column of these tokens of the sequence, which are the image's."""
         assert self.image.grid is not None
@@ -81,6 +92,7 @@ class StepImages:
     places: npt.NDArray[np.int64]  # [image tokens] rows of the batch
     embeddings: Tensor  # [image tokens, hidden or wider]
     positions: npt.NDArray[np.int64] | None  # [image tokens, 3]; None: those of text
+    ends: npt.NDArray[np.int32] | None  # as of `StepBatch`
 
 
 def image_tokens(
@@ -92,6 +104,9 @@ def image_tokens(
     """
     starts = np.cumsum(contexts - computed) - contexts
     places, embeddings, positions = [], [], []
+    counts = contexts - computed
+    ends = np.arange(1, counts.sum() + 1) - np.repeat(starts, counts)
+    has_ends = False
     for of_sequence, start, begin, end in zip(
         images, starts.tolist(), computed.tolist(), contexts.tolist(), strict=True
     ):
@@ -103,9 +118,17 @@ def image_tokens(
                 embeddings.append(placed.image.embeddings[before[0] : before[-1]])
                 if placed.image.grid is not None:
                     positions.append(placed.positions(first, last))
+                if placed.image.ends is not None:
+                    has_ends = True
+                    ends[start + first : start + last] = placed.ends(first, last)
     if not any(map(len, places)):
         return None
-    return StepImages(np.concatenate(places), torch.cat(embeddings), np.concatenate(positions) if positions else None)
+    return StepImages(
+        np.concatenate(places),
+        torch.cat(embeddings),
+        np.concatenate(positions) if positions else None,
+        ends.astype(np.int32) if has_ends else None,
+    )
 
 
 def text_positions(images: Sequence[PlacedImage], tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -132,6 +155,13 @@ class ImageEncoder:
             raise ConfigError(f"{folder}/tokenizer.json lacks the image token, {self.image_token_id}")
         self._image_token = image_token
         self.placeholder = family.placeholder.format(image=image_token)
+        self.template_text = family.template_text
+        # The token that stands for an image in a prompt.
+        stands_for = self.template_text if self.template_text in self.placeholder else ""
+        placeholder_id: int | None = self._tokenizer.token_to_id(stands_for or image_token)
+        if placeholder_id is None:
+            raise ConfigError(f"{folder}/tokenizer.json lacks the token {stands_for}")
+        self.placeholder_id = placeholder_id
         self._kept: dict[bytes, EncodedImage] = {}  # the one that was used last is the last one
         self._alive: WeakValueDictionary[bytes, EncodedImage] = WeakValueDictionary()  # kept, or in use by sequences
         self._num_waiting = 0
@@ -146,6 +176,11 @@ class ImageEncoder:
     def has_grid(self) -> bool:
         """Whether image tokens have a position in each direction."""
         return self._family.has_grid
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the tokens of an image attend to each other."""
+        return self._family.is_whole
 
     @property
     def weight_bytes(self) -> int:
@@ -232,9 +267,11 @@ class ImageEncoder:
     def _expanded(self, embeddings: Tensor, arrays: Arrays) -> EncodedImage:
         text = self._family.expand(self._image_token, len(embeddings), arrays)
         token_ids = np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
-        before = np.concatenate(([0], np.cumsum(token_ids == self.image_token_id)))
+        is_image = token_ids == self.image_token_id
+        before = np.concatenate(([0], np.cumsum(is_image)))
         assert before[-1] == len(embeddings), "an image token for each embedding"
-        return EncodedImage(token_ids, before, embeddings, self._grid(len(embeddings), arrays))
+        ends = _run_ends(is_image) if self.is_whole else None
+        return EncodedImage(token_ids, before, embeddings, self._grid(len(embeddings), arrays), ends)
 
     def _grid(self, num_embeddings: int, arrays: Arrays) -> tuple[int, int] | None:
         if not self._family.has_grid:
@@ -242,3 +279,11 @@ class ImageEncoder:
         _, rows, columns = arrays["image_grid_thw"][0].tolist()
         merged = isqrt(rows * columns // num_embeddings)  # patches that become one embedding, in each direction
         return rows // merged, columns // merged
+
+
+def _run_ends(is_image: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """[tokens]: the end of the run of image tokens that a token is in; for other tokens the number of the next one."""
+    ends = np.arange(1, len(is_image) + 1)
+    run_ends = ends[is_image & ~np.append(is_image[1:], False)]
+    ends[is_image] = run_ends[np.searchsorted(run_ends, ends[is_image])]
+    return ends

@@ -36,6 +36,10 @@ class ImageFamily:
     options: Callable[[Any], Mapping[str, Any]] = lambda config: {}  # configuration → arguments of the image processor
     # Image tokens have positions of their own: a row and a column (M-RoPE, https://arxiv.org/abs/2409.12191).
     has_grid: bool = False
+    is_whole: bool = False  # the image tokens that follow each other attend to each other
+    # What chat templates write for an image, if it is not `placeholder`, which replaces it. If it is also in
+    # `placeholder`, it is the token that stands for the image; otherwise the image token is.
+    template_text: str = ""
 
 
 def _repeated(image: str, num_embeddings: int, _: Arrays) -> str:
@@ -75,6 +79,18 @@ def _bracketed(image: str, num_embeddings: int, _: Arrays) -> str:
     return f"<img>{image * num_embeddings}</img>"
 
 
+def _framed(image: str, num_embeddings: int, _: Arrays) -> str:
+    return f"<start_of_image>{image * num_embeddings}<end_of_image>"
+
+
+def _numbered(image: str, num_embeddings: int, arrays: Arrays) -> str:
+    """Aya Vision: numbered tiles, then all of the image."""
+    num_tiles = int(arrays["num_patches"].item())
+    tokens = image * (num_embeddings // num_tiles)
+    tiles = "".join(f"TILE_{number}{tokens}" for number in range(1, num_tiles))
+    return f"<|START_OF_IMG|>{tiles}TILE_GLOBAL{tokens}<|END_OF_IMG|>"
+
+
 def _patch_size(config: Any) -> Mapping[str, Any]:
     """Of Pixtral's image processor: the side of what becomes one embedding."""
     if config.vision_config.model_type != "pixtral":
@@ -109,6 +125,22 @@ _IDEFICS3 = ImageFamily(
 )
 
 FAMILIES: dict[str, ImageFamily] = {
+    "aya_vision": replace(
+        _LLAVA,
+        expand=_numbered,
+        inputs=("pixel_values",),
+        options=lambda config: {"crop_to_patches": True},
+        template_text="<image>",
+    ),
+    "gemma3": replace(
+        _LLAVA,
+        expand=_framed,
+        inputs=("pixel_values",),
+        options=lambda config: {},
+        placeholder="\n\n<start_of_image>\n\n",
+        template_text="<start_of_image>",
+        is_whole=True,
+    ),
     "idefics2": replace(_IDEFICS3, expand=_parts, options=lambda config: {}),
     "idefics3": _IDEFICS3,
     "internvl": replace(
@@ -116,10 +148,17 @@ FAMILIES: dict[str, ImageFamily] = {
     ),
     "llava": _LLAVA,
     "llava_next": replace(_LLAVA, expand=_repeated),
+    "llava_onevision": replace(
+        _LLAVA,
+        expand=_repeated,
+        inputs=("pixel_values", "image_sizes", "batch_num_images"),
+        options=lambda config: {},
+    ),
     "mistral3": _LLAVA,
     "qwen2_5_vl": _QWEN_VL,
     "qwen2_vl": _QWEN_VL,
     "qwen3_vl": _QWEN_VL,
     "qwen3_vl_moe": _QWEN_VL,
     "smolvlm": _IDEFICS3,
+    "vipllava": replace(_LLAVA, expand=_repeated, inputs=("pixel_values",), options=lambda config: {}),
 }

@@ -49,6 +49,8 @@ class EngineRun:
         self.free_blocks = list(range(128))
         self.num_source = num_source
         self.images: Callable[[list[int]], Sequence[ImageSpan]] = lambda prompt: ()
+        # Where an advance of a prompt ends that would end there.
+        self.end: Callable[[list[int], int], int] = lambda prompt, end: end
         self.sampling = Sampling()
         self.step = 0
         self.next_id = 1
@@ -109,6 +111,7 @@ class EngineRun:
                 continue
             least = sequence.num_source - sequence.num_computed  # a source is computed in one step
             count = min(max(chunk, least), len(sequence.token_ids) - sequence.num_computed)
+            count = self.end(sequence.prompt, sequence.num_computed + count) - sequence.num_computed
             sequence.num_computed += count
             added = []
             while (len(sequence.blocks) + len(added)) * BLOCK_TOKENS < sequence.num_computed:

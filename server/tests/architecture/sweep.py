@@ -19,6 +19,7 @@ from penstock_server.models.interface import LoadOptions
 from penstock_server.models.registry import ARCHITECTURES
 from penstock_server.models.support import FALLBACK, support_of
 from penstock_server.parallel import RankGroup
+from penstock_server.vision.family import FAMILIES
 from tiny_models import prompts
 
 VOCAB = 131
@@ -67,7 +68,7 @@ def model_types() -> list[str]:
     """The causal model types of transformers without a native decoder."""
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
     names = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES
-    ours = {names[model_type] for model_type in ARCHITECTURES if model_type in names}
+    ours = {names[model_type] for model_type in (*ARCHITECTURES, *FAMILIES) if model_type in names}
     # Some types share the configuration class of another type, and are loaded as that type.
     return sorted(name for name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if names.get(name) not in ours)
 

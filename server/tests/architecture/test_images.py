@@ -6,7 +6,7 @@ import functools
 import hashlib
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from penstock_server.models.support import support_of
 from penstock_server.parallel import RankGroup
 from penstock_server.plan import Image, ImageSpan, NewSequence, Sampling
 from penstock_server.vision import encoder as encoder_module
-from penstock_server.vision.encoder import ImageEncoder
+from penstock_server.vision.encoder import ImageEncoder, PlacedImage
 from penstock_server.vision.family import FAMILIES
 from penstock_server.vision.reader import Arrays, ImageReader
 from penstock_server.vision.tower import VisionTower
@@ -78,11 +78,17 @@ class Made:
             case = IMAGE_CASES[self.name]
             inputs = dict(processor(images=[PICTURES[i] for i in prompt.images], return_tensors="pt", **case.options))
             inputs.pop("num_patches", None)
+            inputs.pop("num_crops", None)
         ids = torch.tensor([[*prompt.token_ids, *more]])
         if "image_grid_thw" in inputs:
             inputs["mm_token_type_ids"] = (ids == self.reference.config.image_token_id).int()
             self.reference.model.rope_deltas = None  # it would be that of the last prompt
-        return self.reference(input_ids=ids, use_cache=False, **inputs).logits[0]
+        if self.reference.config.model_type == "gemma3":
+            inputs["token_type_ids"] = (ids == self.reference.config.image_token_id).int()
+        logits = self.reference(input_ids=ids, use_cache=False, **inputs).logits[0]
+        # COMPAT: since version 5, transformers leaves the scale of Aya Vision's text model out.
+        is_scaled = self.reference.config.model_type == "aya_vision"
+        return logits * self.reference.config.text_config.logit_scale if is_scaled else logits
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -148,6 +154,11 @@ def driven(driver: ModelDriver, encoder: ImageEncoder, prompt: Prompt) -> Driven
     return sequence
 
 
+def whole_end(images: Sequence[PlacedImage], end: int) -> int:
+    """Where a step ends that would end inside of an image whose tokens attend to each other."""
+    return next((placed.end for placed in images if placed.is_split_at(end)), end)
+
+
 def logits_of(model: Decoder, encoder: ImageEncoder, batch: list[Prompt], chunk: int) -> list[torch.Tensor]:
     """[tokens, vocab] of each prompt, computed together in chunks."""
     driver = ModelDriver(model, block_tokens=16)
@@ -155,7 +166,7 @@ def logits_of(model: Decoder, encoder: ImageEncoder, batch: list[Prompt], chunk:
     found: list[list[torch.Tensor]] = [[] for _ in batch]
     while any(s.num_computed < len(s.token_ids) for s in sequences):
         advances = [
-            (index, min(chunk, len(s.token_ids) - s.num_computed))
+            (index, whole_end(s.images, min(s.num_computed + chunk, len(s.token_ids))) - s.num_computed)
             for index, s in enumerate(sequences)
             if s.num_computed < len(s.token_ids)
         ]
@@ -185,7 +196,9 @@ def test_greedy_tokens_are_those_of_transformers(made: Made) -> None:
     again = Prompt([*two.token_ids[:shared], *text(7, 4)], two.images, two.offsets)
     of_text = {tuple(prompt.token_ids): prompt.spans for prompt in (one, two, again, none)}
     run.images = lambda token_ids: of_text[tuple(token_ids)]
-    image_token = run.engine.model.images.image_token_id  # transformers cannot read it as text
+    encoder = run.engine.model.images
+    run.end = lambda token_ids, end: whole_end(encoder.placed(of_text[tuple(token_ids)]), end)
+    image_token = encoder.image_token_id  # transformers cannot read it as text
     run.sampling = Sampling(logit_bias=[(image_token, -1e4)])
     texts = [one, two, again]
     found = run.greedy([prompt.token_ids for prompt in texts], 64, shared_tokens=shared, chunk=7)
@@ -222,6 +235,7 @@ def test_every_family_has_a_case() -> None:
 
 
 PROCESSORS = {
+    "aya-vision": ("AyaVisionProcessor", {"patch_size": 8, "img_size": 32, "downsample_factor": 2}),
     "idefics2": ("Idefics2Processor", {"image_seq_len": 5}),
     "idefics3": ("Idefics3Processor", {"image_seq_len": 4}),
     "llava": ("LlavaProcessor", {"patch_size": 8, "vision_feature_select_strategy": "default"}),
@@ -237,11 +251,15 @@ def test_an_image_becomes_the_tokens_of_transformers(made: Made) -> None:
     class_name, values = PROCESSORS[made.name]
     if class_name.startswith("Llava"):
         values = {**values, "num_additional_image_tokens": 1}
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(made.folder / "tokenizer.json"))
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(made.folder / "tokenizer.json"), pad_token="<global-img>"
+    )
     images = transformers.AutoImageProcessor.from_pretrained(made.folder, backend="pil")
     processor = getattr(transformers, class_name)(images, tokenizer, **values)
     for image, encoded in zip(PICTURES, encoder.encode(IMAGES), strict=True):
-        expected = processor(text=[f"a{encoder.placeholder} b"], images=[image])["input_ids"][0]
+        expected = processor(text=[f"a{encoder.template_text or encoder.placeholder} b"], images=[image])["input_ids"][
+            0
+        ]
         assert list(expected)[1:-2] == encoded.token_ids.tolist()
 
 
@@ -316,6 +334,20 @@ def test_a_sequence_names_images_that_are_encoded_where_their_tokens_are(made: M
     run.engine.close()
 
 
+def test_an_advance_that_ends_inside_of_an_image_whose_tokens_attend_to_each_other_fails(made: Made) -> None:
+    if made.name != "gemma3":
+        pytest.skip("the only such family")
+    run = EngineRun(made.folder)
+    (encoded,) = run.engine.encode_images(IMAGES[:1])
+    ids = [1, 2, *encoded.token_ids.tolist(), 3]
+    for number, (end, reason) in enumerate([(2, ""), (3, ""), (4, "inside of an image"), (12, ""), (13, "")], 1):
+        new = NewSequence(number, ids, len(ids), images=[ImageSpan(IMAGES[0], 2)])
+        blocks = [4 * number + place for place in range(4)]
+        outputs = step(run.engine, plan(number, (), [new], [Advance(number, end, blocks, sample=False)]))
+        assert [reason in output.error for output in outputs if output.error] == [True] * bool(reason)
+    run.engine.close()
+
+
 def test_other_image_models_are_refused_by_name() -> None:
-    for config in (transformers.PaliGemmaConfig(), transformers.MllamaConfig()):
-        assert "supported: idefics2, idefics3, internvl, llava" in support_of(config.model_type, config.to_dict())
+    for config in (transformers.PaliGemmaConfig(), transformers.Glm4vConfig()):
+        assert "supported: aya_vision, gemma3, idefics2, idefics3" in support_of(config.model_type, config.to_dict())

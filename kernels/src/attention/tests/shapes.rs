@@ -9,6 +9,7 @@ use crate::testing::on_both_paths;
 on_both_paths!(
     every_shape_matches_its_formula,
     a_row_of_every_shape_has_the_same_bits_alone_chunked_and_split,
+    tokens_of_a_span_see_all_of_it_with_the_same_bits_in_every_chunk,
     a_window_over_everything_changes_no_bit,
 );
 
@@ -126,6 +127,30 @@ fn a_row_of_every_shape_has_the_same_bits_alone_chunked_and_split(amx: Option<Am
             for position in [0, 15, 16, 63, 64, 255, 256, LENGTH - 1].into_iter().filter(|&place| place >= begin) {
                 let mixed = world.attend(&spawning_pool(8), &[(1, 60, 10), (2, position, 1)]);
                 assert_eq!(&mixed[10 * row..], whole(position, 1), "{name}: at {position}");
+            }
+        }
+    }
+}
+
+fn tokens_of_a_span_see_all_of_it_with_the_same_bits_in_every_chunk(amx: Option<Amx>) {
+    for layout in [layout(3, 1, 16), layout(4, 2, 80)] {
+        let row = layout.num_heads * layout.head_dim;
+        for mask in [AttentionMask::default(), window(40), window(300)] {
+            let mut world = World::of(Attention { mask, ..Attention::plain(layout, amx) }, &[1, 70, LENGTH], true);
+            world.spans = vec![5..60, 64..66, 200..520];
+            let steps = [(0, 0, 1), (1, 0, 70), (2, 0, LENGTH)];
+            let whole = world.attend(&Pool::single(), &steps);
+            world.assert_right(&whole, &steps, &format!("{mask:?}"));
+            for (count, pool) in [(1, Pool::single()), (37, spawning_pool(3)), (256, spawning_pool(64))] {
+                for computed in (0..LENGTH).step_by(count) {
+                    let count = count.min(LENGTH - computed);
+                    let part = world.attend(&pool, &[(2, computed, count)]);
+                    assert_eq!(
+                        part,
+                        whole[(71 + computed) * row..][..count * row],
+                        "{mask:?}: {count} from {computed}"
+                    );
+                }
             }
         }
     }

@@ -9,8 +9,10 @@ mod source;
 mod speculation;
 mod step;
 mod submission;
+mod whole;
 mod window;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::{
@@ -52,6 +54,7 @@ fn submission(id: u64, num_prompt_tokens: usize, max_new_tokens: u32) -> Submiss
         content_salts: [].into(),
         needs_prompt_outputs: false,
         num_source_tokens: 0,
+        whole_spans: Arc::default(),
     }
 }
 

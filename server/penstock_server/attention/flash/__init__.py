@@ -45,6 +45,7 @@ def unsupported_reason(shape: AttentionShape) -> str | None:
     features = {
         "chunks of positions": shape.mask.chunk is not None,
         "an encoder": shape.mask.part != "context",
+        "images that are seen as a whole": shape.mask.sees_spans,
         "sinks": shape.has_sinks,
         "a bias by distance": shape.has_relative_bias,
         "ALiBi rounded to bfloat16": has_alibi_in_bfloat16,

@@ -319,6 +319,9 @@ class TritonAttention:
             sin=None if latent is None else latent.sin,
             cache=cache,
             block_tables=batch.block_tables,
+            # Always a tensor, and a flag: a kernel compiled for None would be another one.
+            ends=(batch.context_lens if batch.ends is None else batch.ends) if shape.mask.sees_spans else None,
+            has_ends=int(batch.ends is not None),
             tile_sequences=tiles.sequences,
             tile_queries=tiles.queries,
             slopes=self._slopes,

@@ -102,12 +102,13 @@ def _load_rotated(pointers, is_row, columns, cos, sin, dtype: tl.constexpr, DIM:
 
 # What differs between steps must not select another compiled kernel.
 @triton.jit(
-    do_not_specialize=["num_tiles", "num_sequences", "num_splits", "table_stride"],
+    do_not_specialize=["num_tiles", "num_sequences", "num_splits", "table_stride", "has_ends"],
     do_not_specialize_on_alignment=[
         "block_tables",
         "query_starts",
         "context_lens",
         "source_lens",
+        "ends",
         "tile_sequences",
         "tile_queries",
     ],
@@ -125,6 +126,8 @@ def attend_kernel(
     query_starts,  # [sequences + 1]
     context_lens,  # [sequences]
     source_lens,  # [sequences] or None
+    ends,  # [tokens]: the end of what each token attends to; None: of a mask that does not read them
+    has_ends,  # 0: a token attends to no later one, and `ends` is not read
     tile_sequences,  # [num_tiles]: the sequence of each query tile; num_sequences: the tile is unused
     tile_queries,  # [num_tiles]: the first query of each query tile, counted within its sequence
     slopes,  # [HEADS] float32 or None
@@ -195,6 +198,8 @@ def attend_kernel(
     low, _ = _interval(computed + first_query, source_len, WINDOW, CHUNK, PART)
     last_query = tl.minimum(first_query + TILE_QUERIES, num_queries) - 1
     _, high = _interval(computed + last_query, source_len, WINDOW, CHUNK, PART)
+    if ends is not None:
+        high = tl.maximum(high, tl.load(ends + start + last_query, mask=last_query < num_queries * has_ends, other=0))
     first_split = low // SPLIT
     end_split = tl.cdiv(high, SPLIT)
     if is_split:
@@ -214,6 +219,8 @@ def attend_kernel(
     position = computed + query
     first, stop = _interval(position, source_len, WINDOW, CHUNK, PART)
     token = (start + query).to(tl.int64)
+    if ends is not None:
+        stop = tl.maximum(stop, tl.load(ends + token, mask=is_valid & (query < num_queries * has_ends), other=0))
     main = tl.arange(0, MAIN_DIM)
     pointers = queries + token * token_stride + head * head_stride
     query_main = _load_rows(pointers, is_valid, main, MAIN_DIM, HEAD_DIM)
