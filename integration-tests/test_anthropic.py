@@ -125,7 +125,7 @@ def test_the_prefix_cache_is_hit_despite_a_header_that_differs_in_every_request(
 
 def test_refusals_become_the_exceptions_of_the_package(client: Anthropic) -> None:
     image: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
-    with pytest.raises(BadRequestError, match=r"messages\[0\].content\[0\]: images are not supported") as error:
+    with pytest.raises(BadRequestError, match=r"messages\[0\].content\[0\].source: images are not supported") as error:
         client.messages.create(model="tgi", max_tokens=4, messages=[{"role": "user", "content": [image]}])
     assert error.value.body["error"]["type"] == "invalid_request_error"
     with pytest.raises(BadRequestError, match="prompt is too long"):

@@ -128,8 +128,8 @@ pub(crate) struct Args {
     #[arg(long, env, value_name = "FILE")]
     pub(crate) engine_tls_ca: Option<PathBuf>,
 
-    /// DANGEROUS: let --engine-listen and --replica cross the network without TLS. Whoever reads the network then has the secret, prompts
-    /// and answers
+    /// DANGEROUS: let --engine-listen and --replica cross the network without TLS. Anyone on the network can then read the secret,
+    /// prompts and answers
     #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]
     pub(crate) engine_without_tls: bool,
 
@@ -199,9 +199,9 @@ pub(crate) struct Args {
     #[arg(long, env, default_value_t = 2, value_parser = RangedU64ValueParser::<u32>::new().range(1..=16))]
     pub(crate) max_steps_in_flight: u32,
 
-    /// Maximum number of draft tokens that a step verifies for one sequence; 0 is off. Drafts are what followed the last
-    /// tokens of a sequence where they occurred in it before, or what its grammar forces, and change no token, logprob or
-    /// stop. A step with prompts or with as many sequences as --max-batch-size has none
+    /// Maximum number of draft tokens that a step verifies for one sequence; 0 is off. Drafts are what
+    /// --speculative-model proposes, or else what followed the last tokens of a sequence where they occurred in it before, or what
+    /// its grammar forces; they change no token, logprob or stop. A step with prompts or with as many sequences as --max-batch-size has none
     #[arg(long, env, default_value_t = 0, value_parser = RangedU64ValueParser::<u32>::new().range(0..=16))]
     pub(crate) speculate: u32,
 

@@ -27,6 +27,10 @@ pub(crate) enum AccessError {
          or --engine-without-tls on a network that you trust"
     )]
     PlainText(std::net::SocketAddr),
+    #[error(
+        "--engine-tls-ca has no effect on --engine-listen without a certificate: give --engine-tls-cert and --engine-tls-key"
+    )]
+    NoCertificate,
 }
 
 /// `None`: neither `--engine-listen` nor `--replica` is given. `secret` is the variable's value.
@@ -42,6 +46,9 @@ pub(crate) fn read(args: &Args, secret: Option<String>) -> Result<Option<Access>
         _ => None,
     };
     let authority = args.engine_tls_ca.as_deref().map(|path| read_file("engine-tls-ca", path)).transpose()?;
+    if args.engine_listen.is_some() && authority.is_some() && identity.is_none() {
+        return Err(AccessError::NoCertificate);
+    }
     let beyond_machine = args.engine_listen.filter(|address| !address.ip().is_loopback());
     if let Some(address) = beyond_machine.filter(|_| identity.is_none() && !args.engine_without_tls) {
         return Err(AccessError::PlainText(address));
@@ -88,6 +95,13 @@ mod tests {
         }
         let args = Args::try_parse_from(["penstock"]).unwrap();
         assert!(read(&args, None).unwrap().is_none());
+    }
+
+    #[test]
+    fn an_authority_without_a_certificate_is_refused() {
+        let authority = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
+        let flags = ["--engine-listen", "127.0.0.1:1", "--engine-tls-ca", authority];
+        assert!(refusal(&flags, Some(GOOD)).contains("--engine-tls-ca has no effect"));
     }
 
     #[test]

@@ -34,8 +34,10 @@ pub(crate) fn hub_token() -> Option<(&'static str, OsString)> {
 pub(crate) fn python_module(python: &Path, module: &str) -> Command {
     let mut command = Command::new(python);
     command.arg("-m").arg(module).env_remove("LOG_LEVEL").env("HF_HUB_DISABLE_PROGRESS_BARS", "1");
-    // Only the router checks keys.
-    command.env_remove("API_KEY").env_remove("API_KEY_FILE");
+    // Only the router checks keys, and a model's own code must not read them.
+    for secret in ["API_KEY", "API_KEY_FILE", "ENGINE_SECRET", "ENGINE_SECRET_FILE", "ENGINE_TLS_KEY"] {
+        command.env_remove(secret);
+    }
     command.envs(hub_token());
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0).kill_on_drop(true);
     let parent = Pid::this();

@@ -246,7 +246,7 @@ pub(crate) async fn prepare(
     let prepared = weights::prepare(python, args, adapters).await?;
     phases.push(Phase { name: "prepare model".to_owned(), duration: began.elapsed() });
     tracing::info!("model {} is in {}", prepared.model_id, prepared.folder.display());
-    prefetch::begin(prepared.weights.clone());
+    prefetch::begin([&prepared.weights[..], &prepared.drafter_weights].concat());
     let folder = ModelFolder::new(&prepared.folder, args)?;
     let since = Instant::now();
     let (path, chat_template, num_threads) =

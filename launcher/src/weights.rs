@@ -29,6 +29,8 @@ pub(crate) struct Prepared {
     pub(crate) adapters: HashMap<String, PathBuf>,
     /// The folder of `--speculative-model`.
     pub(crate) speculative_model: Option<PathBuf>,
+    /// Files that hold the weights of `speculative_model`. They decide no bit.
+    pub(crate) drafter_weights: Vec<PathBuf>,
 }
 
 /// Why the model cannot be prepared.

@@ -157,7 +157,9 @@ fn every_flag_and_variable_of_tgi_is_documented_once() {
         assert!(!reason.is_empty(), "--{flag} has no verdict: {rows:?}");
     }
     for variable in TGI_VARIABLES {
-        assert_eq!(rows(page, variable).len(), 1, "{variable}");
+        // Some of TGI's variables are those of flags here.
+        let names = |line: &&str| line.split('|').skip(1).take(2).any(|cell| cell.trim() == format!("`{variable}`"));
+        assert_eq!(page.lines().filter(names).count(), 1, "{variable}");
     }
 }
 

@@ -34,7 +34,7 @@ pub enum SubmitError {
     /// Tokens that attend to each other are out of order, outside of the prompt, or do not fit into one step.
     #[error(
         "the image at tokens {} to {} must be computed in one step, which has at most {max_step_tokens} tokens; \
-         raise --max-batch-prefill-tokens or send a smaller image",
+         raise --max-batch-prefill-tokens",
         span.start, span.end
     )]
     WholeSpan { span: Range<u32>, max_step_tokens: u32 },

@@ -1,9 +1,10 @@
 """`python -m penstock_server.prepare`: turns a model reference into a folder that the router and the workers can read.
 
-Prints one JSON line {"model_id", "folder", "sha", "pipeline_tag", "weights", "adapters", "speculative_model"}; weights
-are paths, adapters the folders of hub ids, speculative_model is a folder or null. With --only-adapter the line is the
-folder of that adapter. On failure it prints one line to stderr that starts with "error: ". Progress of long work also
-goes to stderr. Imports torch only to convert pickles: finding a prepared model takes 0.1 s.
+Prints one JSON line {"model_id", "folder", "sha", "pipeline_tag", "weights", "adapters", "speculative_model",
+"drafter_weights"}; weights are paths, adapters the folders of hub ids, speculative_model is a folder or null. With
+--only-adapter the line is the folder of that adapter. On failure it prints one line to stderr that starts with
+"error: ". Progress of long work also goes to stderr. Imports torch only to convert pickles: finding a prepared model
+takes 0.1 s.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only-adapter", metavar="ID", help="print the folder of this adapter, and prepare no model")
     parser.add_argument("--speculative-model", help="a model or heads that draft, like --model-id, or ID@REVISION")
     options = parser.parse_args(arguments)
-    drafter = None
+    drafter, drafter_weights = None, list[str]()
     try:
         if options.only_adapter is not None:
             print(json.dumps(prepare_adapter(options.only_adapter)))
@@ -154,12 +155,13 @@ def main(arguments: list[str] | None = None) -> int:
         adapters = {given: prepare_adapter(given) for given in options.adapter}
         if options.speculative_model is not None:
             drafter = prepare_speculative_model(options.speculative_model, options.trust_remote_code).folder
-            weights += [str(path) for path in find_weights(Path(drafter)).paths]
+            drafter_weights = [str(path) for path in find_weights(Path(drafter)).paths]
     except (ConfigError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
-    answer = {"weights": weights, "adapters": adapters, "speculative_model": drafter}
-    print(json.dumps({**asdict(prepared), **answer}))
+    answer = {"weights": weights, "adapters": adapters}
+    drafting = {"speculative_model": drafter, "drafter_weights": drafter_weights}
+    print(json.dumps({**asdict(prepared), **answer, **drafting}))
     return 0
 
 

@@ -162,8 +162,10 @@ def test_logits_are_as_exact_as_those_of_transformers(
 
 
 def test_it_knows_the_capital_of_france(driver: ModelDriver, tokenizer: Any) -> None:
-    (tokens,) = driver.greedy([chat(tokenizer, "What is the capital of France?")], 8)
-    assert tokenizer.decode(tokens).startswith("The capital of France is Paris.<|im_end|>")
+    # The answer's first token is nearly a tie, which kernels of different instruction sets break differently.
+    begun = tokenizer.encode("The capital of France is", add_special_tokens=False)
+    (tokens,) = driver.greedy([chat(tokenizer, "What is the capital of France?") + begun], 3)
+    assert tokenizer.decode(tokens) == " Paris.<|im_end|>"
 
 
 @torch.inference_mode()

@@ -191,7 +191,7 @@ def test_heads_of_the_second_layout_choose_by_the_model_s_matrix(
         ((8, 11), {}, r"0.0.linear.weight has shape \[6, 6\], the model needs \[8, 8\]"),
         ((6, 12), {}, r"0.1.weight has shape \[11, 6\], the model needs \[12, 6\]"),
         ((6, 11), {"medusa_num_heads": 3}, "lacks the tensor 2.0.linear.weight"),
-        ((6, 11), {"medusa_num_heads": None, "model_type": "llama"}, "its model type is llama; only Medusa heads"),
+        ((6, 11), {"medusa_num_heads": None, "model_type": "llama"}, "its model type is llama: it holds no Medusa"),
     ],
 )
 def test_heads_of_another_model_are_refused(

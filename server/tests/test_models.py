@@ -174,8 +174,8 @@ def change_config(folder: Path, **changes: object) -> None:
         ({"model_type": "gemma2", "layer_types": ["linear_attention"] * 3}, "layer_types must name 3 layers"),
         ({"rope_parameters": {"rope_type": "linear"}}, "lacks factor"),
         (
-            {"quantization_config": {"quant_method": "hqq"}},
-            "quantized with 'hqq', which is not supported",
+            {"quantization_config": {"quant_method": "vptq"}},
+            "quantized with 'vptq', which is not supported",
         ),
         ({"vocab_size": 130}, r"shape \[131, 48\] in the checkpoint, but config.json implies \[130, 48\]"),
         ({"num_hidden_layers": 2}, "9 tensors that the model has no place for: model.layers.2"),

@@ -172,6 +172,7 @@ def test_the_hub_cache_is_used_offline(cache: Path) -> None:
         "weights": [str(repository / "snapshots" / sha / "model.safetensors")],
         "adapters": {},
         "speculative_model": None,
+        "drafter_weights": [],
     }
     assert json.loads(answer.stdout) == expected
     answer = run("--model-id", "someone/other", HF_HUB_OFFLINE="1")
@@ -191,6 +192,7 @@ def test_a_model_or_heads_that_draft_are_prepared_too(cache: Path, tmp_path: Pat
         assert answer.stderr == ""
         found = json.loads(answer.stdout)
         assert found["speculative_model"] == str(folder)
-        assert found["weights"] == [str(each / "model.safetensors") for each in (model, folder)]
+        assert found["weights"] == [str(model / "model.safetensors")]
+        assert found["drafter_weights"] == [str(folder / "model.safetensors")]
     answer = run("--model-id", str(model), "--speculative-model", str(tmp_path / "nowhere"))
     assert answer.stderr.startswith(f"error: --speculative-model {tmp_path}/nowhere: there is no file or folder")

@@ -158,8 +158,9 @@ def test_a_checkpoint_is_the_model_of_the_weights_that_it_stands_for(
     rounded, _ = logits(dense, torch.bfloat16, 23)
     assert torch.equal(logits(stored, torch.bfloat16, 23, dequantize=True)[0], rounded)
     assert (found - expected).norm() < 0.08 * expected.norm()
-    # With AMX, dense layers add up in another order.
-    assert torch.equal(found, rounded) == (name in FLOATS and not BUILD.isa.may_use_amx)
+    # With AMX, dense layers add up in another order, which may or may not show.
+    if name not in FLOATS or not BUILD.isa.may_use_amx:
+        assert torch.equal(found, rounded) == (name in FLOATS)
     assert num_bytes < dense_bytes * (0.6 if name in FLOATS else 0.5)
     # Alone, in chunks and token by token, to the bit.
     assert torch.equal(found, logits(stored, torch.bfloat16, *[1] * 23)[0])

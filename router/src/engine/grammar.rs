@@ -4,12 +4,17 @@
 //! quarantine is never caused by a grammar.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::sync::watch;
+use tokio::time::timeout;
 
-use super::helper::Helper;
+use super::helper::{Answer, Helper};
 use super::options::MAX_LOSSES;
 use crate::sequence::{Grammar, GrammarError, SequenceFailure};
+
+/// How long the engine takes at most to notice that its group is lost.
+const LOSS_NOTICE: Duration = Duration::from_secs(2);
 
 /// Where grammars are compiled at this moment.
 #[derive(Clone, Debug)]
@@ -63,29 +68,38 @@ impl CompilerGate {
     }
 }
 
-/// Compiles a grammar; tries again when the group is lost meanwhile, at most `MAX_LOSSES` times in all.
-pub(super) async fn compile(mut compiler: watch::Receiver<Compiler>, grammar: Grammar) -> Result<(), GrammarError> {
+/// Asks the group; asks again when it is lost meanwhile, at most `MAX_LOSSES` times in all. The outer error says why no group answered.
+pub(super) async fn ask<T, A: Future<Output = Answer<T>>>(
+    mut compiler: watch::Receiver<Compiler>,
+    ask: impl Fn(Arc<dyn Helper>) -> A,
+) -> Result<Result<T, String>, String> {
     let mut num_attempts = 0;
     loop {
         let helper = ready(&mut compiler).await?;
         num_attempts += 1;
-        match helper.compile(grammar.clone()).await {
-            Ok(compiled) => return compiled.map_err(GrammarError::Invalid),
+        match ask(helper).await {
+            Ok(answer) => return Ok(answer),
             Err(error) if num_attempts < MAX_LOSSES && error.is_loss => {
-                // The engine notices the loss as well, and closes the gate. An error here means that the engine has ended.
-                let _ = compiler.changed().await;
+                // The engine notices the loss as well, and closes the gate; but a server may report one on a connection that stays. An
+                // error here means that the engine has ended.
+                let _ = timeout(LOSS_NOTICE, compiler.changed()).await;
             }
-            Err(error) => return Err(GrammarError::Worker(error.reason)),
+            Err(error) => return Err(error.reason),
         }
     }
 }
 
 /// Waits for a group.
-pub(super) async fn ready(compiler: &mut watch::Receiver<Compiler>) -> Result<Arc<dyn Helper>, GrammarError> {
+async fn ready(compiler: &mut watch::Receiver<Compiler>) -> Result<Arc<dyn Helper>, String> {
     let settled = compiler.wait_for(|compiler| !matches!(compiler, Compiler::Waiting)).await;
     match settled.as_deref() {
         Ok(Compiler::Ready(helper)) => Ok(Arc::clone(helper)),
-        Ok(Compiler::Gone(reason)) => Err(GrammarError::Worker(reason.clone())),
-        Ok(Compiler::Waiting) | Err(_) => Err(GrammarError::Worker(SequenceFailure::ShuttingDown.to_string())),
+        Ok(Compiler::Gone(reason)) => Err(reason.clone()),
+        Ok(Compiler::Waiting) | Err(_) => Err(SequenceFailure::ShuttingDown.to_string()),
     }
+}
+
+pub(super) async fn compile(compiler: watch::Receiver<Compiler>, grammar: Grammar) -> Result<(), GrammarError> {
+    let compiled = ask(compiler, |helper| helper.compile(grammar.clone())).await;
+    compiled.map_err(GrammarError::Worker)?.map_err(GrammarError::Invalid)
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use penstock_scheduler::{
-    self as scheduler, ApplyError, Event, Forecast, Limits, Plan, Scheduler, SequenceId, Stats, Submission,
+    self as scheduler, ApplyError, Event, Forecast, Limits, Plan, Scheduler, SequenceId, Stats, Submission, SubmitError,
 };
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::time::Instant;
@@ -90,11 +90,14 @@ impl OpenSequences {
                     self.timelines.insert(id, timeline);
                 }
             }
+            Err(error @ SubmitError::WholeSpan { .. }) => {
+                sequence.end(SequenceEvent::Failed(SequenceFailure::Request(error.to_string())));
+            }
             Err(error) => sequence.end(SequenceEvent::Failed(SequenceFailure::Sequence(error.to_string()))),
         }
     }
 
-    /// Offers the sequences to other engines, the oldest ones first, and keeps those that are returned. Those that may have caused the
+    /// After the loss of a group, offers the sequences to other engines, the oldest ones first, and keeps those that are returned. Those that may have caused the
     /// loss of a group are not offered, so that they cost no other engine its group.
     pub(super) fn hand_over(&mut self, handover: &dyn Handover) {
         let may_leave = |(id, sequence): (&_, &OpenSequence)| (!sequence.needs_quarantine()).then_some(*id);
@@ -105,7 +108,7 @@ impl OpenSequences {
             Some(MovingSequence { id, token_ids, sequence, timeline: self.timelines.remove(id) })
         };
         let leaving = ids.into_iter().filter_map(withdraw).collect();
-        for returned in handover.hand_over(leaving) {
+        for returned in handover.hand_over(leaving, true) {
             self.adopt(returned);
         }
     }

@@ -34,10 +34,16 @@ impl AdapterPlace {
     }
 }
 
+/// Of an owner, a repository or a revision on the hub.
+const MAX_NAME_BYTES: usize = 96;
+
 /// Whether this is `name` or `owner/name` on the hub, with or without `@revision`.
 pub fn is_hub_id(given: &str) -> bool {
     let (id, revision) = given.split_once('@').unwrap_or((given, "main"));
-    let is_name = |part: &str| !part.is_empty() && !part.starts_with(['.', '-']) && !part.contains(['/', '\\']);
+    let is_character = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+    let is_name = |part: &str| {
+        (1..=MAX_NAME_BYTES).contains(&part.len()) && !part.starts_with(['.', '-']) && part.bytes().all(is_character)
+    };
     id.split('/').count() <= 2 && id.split('/').all(is_name) && is_name(revision)
 }
 

@@ -1,10 +1,12 @@
 //! The images of a request: from what clients send to their places among the tokens of the prompt.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use futures::stream::{self, StreamExt, TryStreamExt};
+use tokio::time::timeout;
 
 use super::validation::ValidationError;
 use crate::fetch::{Fetcher, Url};
@@ -63,9 +65,19 @@ pub(super) async fn fetch(images: Vec<GivenImage>, fetcher: Option<&Fetcher>) ->
         },
         (GivenImage::At { path, .. }, None) => Err(ValidationError::Item { path, problem: UNFETCHED.to_owned() }),
     };
-    stream::iter(images.into_iter().map(fetch)).buffered(MAX_FETCHES).try_collect().await
+    let first_url = images.iter().find_map(|image| match image {
+        GivenImage::At { path, .. } => Some(path.clone()),
+        GivenImage::File(_) => None,
+    });
+    let fetched = stream::iter(images.into_iter().map(fetch)).buffered(MAX_FETCHES).try_collect();
+    timeout(PROMPT_TIMEOUT, fetched).await.unwrap_or_else(|_| {
+        let problem = format!("the prompt's images were not fetched within {} s", PROMPT_TIMEOUT.as_secs());
+        Err(ValidationError::Item { path: first_url.unwrap_or_default(), problem })
+    })
 }
 
+/// For all images that a prompt names by URL. The request holds its adapter meanwhile.
+const PROMPT_TIMEOUT: Duration = Duration::from_secs(60);
 const UNFETCHED: &str = "this server does not fetch images from URLs; its --allow-image-urls would";
 
 fn read_one(source: &ImageSource, fetches: bool) -> Result<GivenImage, ValidationError> {

@@ -227,6 +227,7 @@ pub(super) fn event(event: SequenceEvent) -> proto::Event {
             let (cause, reason) = match failure {
                 SequenceFailure::Sequence(reason) => (proto::Cause::Sequence, reason),
                 SequenceFailure::Request(reason) => (proto::Cause::Request, reason),
+                SequenceFailure::Worker(reason) => (proto::Cause::Server, reason),
                 failure => (proto::Cause::Server, failure.to_string()),
             };
             Kind::Failed(proto::Failure { cause: cause.into(), reason })

@@ -33,7 +33,7 @@ pub(super) async fn encode(shared: Arc<Shared>, images: Vec<Image>) -> Result<Ve
     let first = Encoding::begin(&shared, &images, |_| true);
     let encode = shared.engines[first.engine].encode_images(images.clone());
     if !shared.takes_steps(first.engine) {
-        // No engine does. This one will, or knows why not.
+        // No engine takes steps. The call waits until this engine does, or fails with its reason.
         return encode.await;
     }
     tokio::select! {

@@ -62,7 +62,7 @@ pub struct LoadOptions {
     pub max_adapters: u32,
     /// The highest rank of an adapter.
     pub max_adapter_rank: u32,
-    /// Folder of Medusa heads, which propose draft tokens; `None`: they come from n-grams.
+    /// Folder of a draft model, an EAGLE-3 head or Medusa heads, which propose draft tokens; `None`: they come from n-grams.
     pub speculative_model: Option<PathBuf>,
 }
 

@@ -57,8 +57,8 @@ class StepBatch:
     # [image tokens, hidden]: instead of those of the tokens. Wider: each further `hidden` is added after a layer.
     image_embeddings: Tensor | None = None
     image_positions: Tensor | None = None  # [image tokens, 3] int64: in time, row and column; None: as of text
-    # [tokens] int32, for masks with `sees_spans`: the end of what each token attends to, which is not before its own
-    # position, not behind its context, and does not descend within a sequence. None: it attends to no later token.
+    # [tokens] int32, for masks with `sees_spans`: each token attends to positions before this end. It is greater than
+    # the token's position, at most the length of its context, and ascends within a sequence. None: no later tokens.
     ends: Tensor | None = None
 
 

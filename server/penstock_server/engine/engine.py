@@ -161,9 +161,14 @@ class Engine:
                 with clock.phase("read vocabulary"):
                     wait([compiler.read()])
         watermark = Watermark.of(model.vocab_size, config.watermark_gamma, config.watermark_delta)
-        with torch.inference_mode():
-            build = native if _can_draft(model, device) else None
-            drafter = load_drafter(config.speculative_model, model, options, load_model, build, group)
+        build = native if _can_draft(model, device) else None
+
+        def read_drafter() -> Drafter:
+            phase = nullcontext() if config.speculative_model is None else clock.phase("load drafter")
+            with phase, torch.inference_mode():
+                return load_drafter(config.speculative_model, model, options, load_model, build, group)
+
+        drafter = run_in_background(read_drafter) if config.background else read_drafter()
         draft_kv_bytes = drafter.kv_bytes_per_block if isinstance(drafter, PooledDrafter) else 0
         description = Description(
             architecture=model.architecture,

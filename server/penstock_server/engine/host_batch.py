@@ -34,7 +34,7 @@ class HostAdapters:
         return StepAdapters(self.loaded, put(self.of_tokens), None if self.addresses is None else put(self.addresses))
 
     def padded(self, num_sequences: int) -> HostAdapters:
-        """Of a decode step on a GPU with as many sequences, of which the added ones have none."""
+        """Pads the arrays of a decode step on a GPU to `num_sequences` sequences. Added sequences have no adapter."""
         addresses = np.zeros(0, np.int64) if self.addresses is None else self.addresses
         shape = (num_sequences,)
         return HostAdapters(self.loaded, _filled(self.of_tokens, shape, -1), _filled(addresses, shape))

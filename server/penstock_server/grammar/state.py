@@ -25,7 +25,8 @@ from penstock_server.plan import Plan
 # [rows, words]: bit b of word w stands for token 32·w + b (little-endian)
 Words = npt.NDArray[np.int32]
 TokenIds = npt.NDArray[np.int32]
-# At most so many tokens that may follow a text, if at least so many of its last tokens occurred in it before.
+# (text, max_tokens, min_match) → at most `max_tokens` tokens that may follow the text; empty unless its last
+# `min_match` tokens occurred in it before.
 Guess = Callable[[TokenIds, int, int], TokenIds]
 
 _BITS = (np.uint32(1) << np.arange(32, dtype=np.uint32)).view(np.int32)

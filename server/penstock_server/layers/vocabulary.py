@@ -56,8 +56,8 @@ class VocabularyHead:
         return logits
 
     def rows(self, token_ids: Tensor, hidden_size: int, dtype: torch.dtype) -> Tensor:
-        """The rows [tokens, hidden] of the matrix, the same on all ranks. Only of native layers; raises ConfigError for
-        one whose columns are in another order."""
+        """The rows [tokens, hidden] of the matrix, scaled as its logits are, the same on all ranks. Only of native
+        layers; raises ConfigError for one whose columns are in another order."""
         packed: Any = self.linear.native
         if packed is None:
             raise ConfigError("the rows of the model's output matrix cannot be read, because its columns are reordered")
@@ -69,7 +69,7 @@ class VocabularyHead:
             packed.copy_rows(ids[is_mine] - first, mine)
             piece[is_mine] = mine
             self.group.all_reduce(piece)
-        return rows
+        return rows if self.multiplier == 1.0 else rows * self.multiplier
 
 
 def soft_cap(ops: Ops, cap: float) -> Elementwise:

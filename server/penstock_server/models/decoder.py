@@ -113,8 +113,6 @@ class Decoder:
             return
         if not isinstance(self._ops, NativeOps):
             raise refusal(f"{self._ops.name} operators have no kernel for them")
-        if self.spec.num_featured_layers:
-            raise refusal("layers run one by one where image tokens get features between them")
         try:
             # Steps without adapters run the other stack: its layers have fewer operations, and rows the same bits.
             self._adapted_stack = NativeStack.written_by(

@@ -123,7 +123,6 @@ class ModelSpec:
     pooling: Pooling | None = None  # None: it generates tokens
     classifier: ClassifierSpec | None = None  # of rerankers
     reads_images: bool = False  # its architecture is a key of `FAMILIES`
-    num_featured_layers: int = 0  # first layers after which image tokens get features of their images
 
     def __post_init__(self) -> None:
         layers = [*self.layers, *(() if self.encoder is None else self.encoder.layers)]

@@ -63,8 +63,8 @@ class VisionTower:
         return cls(model, family, dtype, device)
 
     def __call__(self, arrays: Arrays) -> Tensor:
-        """What the image processor made of one image → its embeddings [image tokens, hidden], and behind them
-        as many numbers for each of the first layers after which an image token gets features."""
+        """What the image processor made of one image → its embeddings [image tokens, hidden]; with features for the
+        first n layers [image tokens, (1 + n) * hidden]."""
         inputs = {}
         for name in self._family.inputs:
             if name in arrays:

@@ -7,8 +7,9 @@ Heads have the published layout: `LlamaForCausalLMEagle3`, with `fc` over the th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _LAYER_PREFIXES = ("midlayer.", "layers.0.")
+_IGNORED = {"t2d", "d2t", "embed_tokens.weight"}  # the model has the embeddings; d2t is read if vocabularies differ
 
 
 class EagleHead:
@@ -39,7 +41,12 @@ class EagleHead:
         """Raises ConfigError if the folder's head is damaged, or was made for another model."""
         config, self._block_tokens, self._dtype = Config.read(folder), block_tokens, dtype
         hidden, self._embed = model.hidden_size, model.embedding.tokens
-        self.layers = _observed_layers(config, model.num_layers)
+        nested = config.values.get("eagle_config")
+        options = {**config.values, **(nested if isinstance(nested, dict) else {})}
+        for option in ("norm_before_residual", "norm_before_fc"):
+            if options.get(option):
+                raise config.refuse(f"{option} is not supported in a head")
+        self.layers = _observed_layers(config, options, model.num_layers)
         self.num_heads = config.require("num_attention_heads", int)
         self.num_kv_heads = config.get("num_key_value_heads", self.num_heads)
         self.head_dim = config.get("head_dim", hidden // max(1, self.num_heads))
@@ -51,7 +58,7 @@ class EagleHead:
         self.vocab_size = config.get("draft_vocab_size", model.vocab_size)
         self.max_position_tokens = model.max_position_tokens
         self._ropes = rope_tables(read_rope(config, self.head_dim), model.max_position_tokens, torch.device("cpu"))
-        read = _reader(folder, dtype)
+        read = _Reader(folder, dtype)
         inner = config.require("intermediate_size", int)
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self._fuse = read("fc.weight", hidden, len(self.layers) * hidden)
@@ -72,6 +79,7 @@ class EagleHead:
             self._tokens = self._tokens + read("d2t", self.vocab_size).long()
         if int(self._tokens.min()) < 0 or int(self._tokens.max()) >= model.vocab_size:
             raise ConfigError(f"{folder}: d2t names token {int(self._tokens.max())} of {model.vocab_size} tokens")
+        read.finish()
         weights = [value for value in vars(self).values() if isinstance(value, Tensor)]
         self.weight_bytes = sum(weight.nbytes for weight in weights)
         self._widths = len(self.layers) * hidden, keys, keys
@@ -162,31 +170,41 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
-def _observed_layers(config: Config, num_layers: int) -> list[int]:
+def _observed_layers(config: Config, options: Mapping[str, Any], num_layers: int) -> list[int]:
     """The layers whose inputs the head reads, in the order of `fc`."""
-    layers = config.values.get("eagle_aux_hidden_state_layer_ids") or [2, num_layers // 2, num_layers - 3]
+    layers = options.get("eagle_aux_hidden_state_layer_ids") or [2, num_layers // 2, num_layers - 3]
     is_list = isinstance(layers, list) and all(isinstance(layer, int) and 0 <= layer < num_layers for layer in layers)
     if not is_list or len(set(layers)) != len(layers):
         raise config.refuse(f"the head reads layers {layers}, must be different ones of the model's {num_layers}")
     return list(layers)
 
 
-def _reader(folder: Path, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """Reads a tensor of the given name and shape; the layer's may have any of the published prefixes."""
-    files = find_weights(folder)
-    checkpoint = SafetensorsCheckpoint(files.paths, files.weight_map)
+class _Reader:
+    """Reads tensors of the given names and shapes; the layer's may have any of the published prefixes. Raises
+    ConfigError if one is missing or has another shape."""
 
-    def read(name: str, *shape: int) -> Tensor:
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        files = find_weights(folder)
+        self._folder, self._dtype = folder, dtype
+        self._checkpoint = SafetensorsCheckpoint(files.paths, files.weight_map)
+        self._unread = set(self._checkpoint.names()) - _IGNORED
+
+    def __call__(self, name: str, *shape: int) -> Tensor:
         names = [name.replace(_LAYER_PREFIXES[0], prefix) for prefix in _LAYER_PREFIXES]
-        found = next((each for each in names if each in checkpoint.names()), None)
+        found = next((each for each in names if each in self._checkpoint.names()), None)
         if found is None:
-            raise ConfigError(f"{folder} lacks the tensor {name}")
-        if checkpoint.shape(found) != shape:
+            raise ConfigError(f"{self._folder} lacks the tensor {name}")
+        if self._checkpoint.shape(found) != shape:
             raise ConfigError(
-                f"{folder}: tensor {found} has shape {list(checkpoint.shape(found))}, must have {list(shape)}; use a "
-                "head that was made for this model"
+                f"{self._folder}: tensor {found} has shape {list(self._checkpoint.shape(found))}, must have "
+                f"{list(shape)}; use a head that was made for this model"
             )
-        tensor = checkpoint.raw(found)
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+        self._unread.discard(found)
+        tensor = self._checkpoint.raw(found)
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
-    return read
+    def finish(self) -> None:
+        """Raises ConfigError if a tensor was not read: the head computes something that this one does not."""
+        if self._unread:
+            name = min(self._unread)
+            raise ConfigError(f"{self._folder}: tensor {name} belongs to no part of an EAGLE-3 head that is supported")

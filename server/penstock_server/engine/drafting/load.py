@@ -47,6 +47,11 @@ def load_drafter(
     if config.optional_int("medusa_num_heads"):
         heads = read_heads(folder, model, native, group)
         return SentDrafter() if heads is None else MedusaDrafter(heads)
+    if model.window_tokens:
+        raise ConfigError(
+            f"--speculative-model {folder}: drafts are not verified for a model whose layers all have a sliding "
+            "window; leave the flag out"
+        )
     if group.rank:
         return SentDrafter()
     if model.max_source_tokens:
@@ -64,12 +69,14 @@ def _eagle(folder: Path, model: CausalModel, options: LoadOptions) -> EagleDraft
     if (
         not isinstance(model, Decoder)
         or model.embedding.tokens.group.size > 1
+        or model.embedding.project is not None
         or model.max_source_tokens
+        or model.window_tokens
         or options.max_adapters
     ):
         raise ConfigError(
-            f"--speculative-model {folder}: an EAGLE-3 head reads a decoder on one rank, without adapters; leave the "
-            "flag out, or --num-shard and --lora-adapters"
+            f"--speculative-model {folder}: an EAGLE-3 head reads a decoder on one rank, without adapters, projected "
+            "embeddings, or a sliding window in all layers; leave the flag out, or --num-shard and --lora-adapters"
         )
     model.observer = head = EagleHead(folder, model, options.dtype, options.block_tokens)
     return EagleDrafter(head)

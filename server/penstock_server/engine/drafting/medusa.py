@@ -88,7 +88,7 @@ class _File:
             kind = config.get("model_type", "unknown")
             raise ConfigError(
                 f"--speculative-model {folder}: {config.path.name} has no medusa_num_heads, and its model type is "
-                f"{kind}; only Medusa heads are supported so far. Leave the flag out for n-gram lookup"
+                f"{kind}: it holds no Medusa heads"
             )
         self.path = folder / WEIGHTS_NAME
         if not self.path.is_file():

@@ -10,8 +10,8 @@ from penstock_server.errors import ConfigError
 
 
 def check_vocabulary(drafting: Path, model: Path) -> None:
-    """Raises ConfigError unless every token of the model has the same id in the folder of the drafting one. Tokens that
-    only the latter has do no harm: they are never right."""
+    """Raises ConfigError unless each token of the model has the same id in the draft model's tokenizer. Tokens that
+    only the draft model has are harmless: they are never right."""
     expected = _tokens(model)
     found = _tokens(drafting)
     wrong = sorted(index for index, token in expected.items() if found.get(index) != token)
