@@ -14,7 +14,19 @@ use crate::quantize::Quantize;
 /// Of each weight file, this much at its begin and at its end is read, besides its length: reading all of it would take minutes.
 const SAMPLE_BYTES: u64 = 1 << 16;
 /// Features of a CPU that choose other kernels, as /proc/cpuinfo calls them.
-const CPU_FEATURES: [&str; 7] = ["avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "amx_tile"];
+const CPU_FEATURES: [&str; 11] = [
+    "avx2",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "amx_bf16",
+    "amx_int8",
+    "amx_tile",
+    "asimddp",
+    "sve",
+    "bf16",
+    "i8mm",
+];
 
 /// The property that a router compares with its own.
 pub(crate) const TOKENIZER: &str = "tokenizer";
@@ -60,7 +72,9 @@ fn instruction_set(args: &Args) -> io::Result<String> {
         return Ok(isa.to_owned());
     }
     let cpus = std::fs::read_to_string("/proc/cpuinfo")?;
-    let flags: Vec<_> = cpus.lines().find(|line| line.starts_with("flags")).unwrap_or("").split_whitespace().collect();
+    // The line is `flags` on x86-64, `Features` on aarch64.
+    let is_flags = |line: &&str| line.starts_with("flags") || line.starts_with("Features");
+    let flags: Vec<_> = cpus.lines().find(is_flags).unwrap_or("").split_whitespace().collect();
     let found: Vec<_> = CPU_FEATURES.into_iter().filter(|feature| flags.contains(feature)).collect();
     Ok(format!("{} {}", std::env::consts::ARCH, found.join(" ")))
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use futures::future::join_all;
 use penstock_router::engine::RemoteOptions;
-use penstock_router::remote::{Access, Remote, RemoteError, ServerDescription, UrlError};
+use penstock_router::remote::{Access, Remote, RemoteError, RequestLimits, ServerDescription, UrlError};
 use penstock_router::replica::Replicas;
 use penstock_router::worker::Phase;
 
@@ -56,11 +56,12 @@ pub(crate) async fn start(
     python: &Path,
     servers: Vec<Remote>,
 ) -> Result<Started, StartError> {
-    let (mut phases, began) = (Vec::new(), Instant::now());
+    let mut phases = Vec::new();
     let timed = |name: &str, since: Instant| Phase { name: name.to_owned(), duration: since.elapsed() };
     let (prepared, folder, text) = start::prepare(args, adapters, python, &mut phases).await?;
+    let since = Instant::now();
     let described = describe(&servers).await?;
-    phases.push(timed("find servers", began));
+    phases.push(timed("find servers", since));
     let first = described.first().expect("invariant: there is a server");
     described.iter().try_for_each(|(url, server)| {
         first.1.properties.check(&server.properties).map_err(|source| RouteError::Refused { url: url.clone(), source })
@@ -75,13 +76,19 @@ pub(crate) async fn start(
     let options = |remote| RemoteOptions {
         remote,
         properties: properties.clone(),
+        limits: RequestLimits {
+            max_input_tokens: limits.max_input_tokens,
+            max_total_tokens: limits.max_total_tokens,
+            max_new_tokens: limits.max_new_tokens,
+        },
         timeout: Duration::from_secs(args.replica_timeout),
         step_deadline,
     };
     let num_blocks = servers.len() * first.1.num_blocks as usize;
+    let since = Instant::now();
     let replicas = Replicas::connect(servers.into_iter().map(options).collect(), &first.1);
     replicas.ready().await;
-    phases.push(timed("connect", began));
+    phases.push(timed("connect", since));
     Ok(Started {
         replicas,
         supervisors: Vec::new(),

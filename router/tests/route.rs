@@ -9,19 +9,23 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use fake_worker::fleet::Fleet;
-use fake_worker::setting::{collect, limits, request, streams_are_complete};
+use fake_worker::setting::{FINISHED, collect, limits, request, streams_are_complete};
 use fake_worker::{Script, expected_tokens};
-use futures::StreamExt;
-use penstock_router::engine::{EngineOptions, Generator, Health, RemoteOptions, RestartGroup};
+use futures::future::{BoxFuture, ready};
+use futures::{FutureExt, StreamExt};
+use penstock_router::engine::{EngineOptions, Generator, Health, RemoteOptions, RestartGroup, SequenceStream};
 use penstock_router::remote::{
-    self, Access, EngineListener, Identity, Properties, Remote, RemoteError, ServerDescription,
+    self, Access, EngineListener, Identity, Properties, Remote, RemoteError, RequestLimits, ServerDescription,
 };
 use penstock_router::replica::Replicas;
-use penstock_router::sequence::{Grammar, SequenceEvent, SequenceRequest, greedy};
+use penstock_router::sequence::{
+    Adapter, AdapterError, Grammar, GrammarError, Image, ImageError, SequenceEvent, SequenceFailure, SequenceRequest,
+    Token, greedy,
+};
 use penstock_router::worker::{Description, Group, LoadOptions};
-use penstock_scheduler::Limits;
+use penstock_scheduler::{Limits, Stats};
 use tokio::runtime::{Builder, Runtime};
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -49,6 +53,7 @@ struct Setup {
     scripts: Vec<Vec<Script>>,
     access: Access,
     weights: &'static str,
+    max_input_tokens: u32,
 }
 
 impl Default for Setup {
@@ -58,6 +63,7 @@ impl Default for Setup {
             scripts: vec![vec![Script::default()]],
             access: access(),
             weights: "same",
+            max_input_tokens: 511,
         }
     }
 }
@@ -74,20 +80,9 @@ impl Setup {
         let mut group = fleet.group().await;
         let model = described(&mut group).await;
         let engine = Replicas::start(vec![(group, Arc::new(fleet.clone()) as Arc<dyn RestartGroup>)], options);
-        let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
-        let listener = bind(self.address).await;
-        listener.set_nonblocking(true).unwrap();
-        let address = listener.local_addr().unwrap();
-        let (shutdown, context) = (CancellationToken::new(), runtime.enter());
-        let listener = EngineListener {
-            listener: tokio::net::TcpListener::from_std(listener).unwrap(),
-            access: self.access,
-            description: description(model, self.weights),
-            grace: PATIENCE,
-        };
-        runtime.spawn(remote::serve(listener, Arc::new(engine), shutdown.clone()));
-        drop(context);
-        Server { runtime: Some(runtime), address, fleet, shutdown }
+        let description =
+            ServerDescription { max_input_tokens: self.max_input_tokens, ..description(model, self.weights) };
+        serve(self.address, self.access, description, fleet, Arc::new(engine)).await
     }
 }
 
@@ -115,6 +110,59 @@ impl Drop for Server {
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
         }
+    }
+}
+
+async fn serve(
+    address: SocketAddr,
+    access: Access,
+    description: ServerDescription,
+    fleet: Fleet,
+    generator: Arc<dyn Generator>,
+) -> Server {
+    let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let listener = bind(address).await;
+    listener.set_nonblocking(true).unwrap();
+    let address = listener.local_addr().unwrap();
+    let (shutdown, context) = (CancellationToken::new(), runtime.enter());
+    let listener = tokio::net::TcpListener::from_std(listener).unwrap();
+    let listener = EngineListener { listener, access, description, grace: PATIENCE };
+    runtime.spawn(remote::serve(listener, generator, shutdown.clone()));
+    drop(context);
+    Server { runtime: Some(runtime), address, fleet, shutdown }
+}
+
+/// Sends all tokens of a sequence, and no end.
+struct Endless;
+
+impl Generator for Endless {
+    fn submit(&self, request: SequenceRequest) -> SequenceStream {
+        let (events, receiver) = mpsc::unbounded_channel();
+        events.send(SequenceEvent::Started { num_cached_tokens: 0 }).unwrap();
+        for id in expected_tokens(&request.prompt_token_ids, request.max_new_tokens as usize) {
+            events.send(SequenceEvent::Token(Token { id, logprob: -1.0, top: Vec::new() })).unwrap();
+        }
+        SequenceStream::new(receiver, move || drop(events))
+    }
+
+    fn compile_grammar(&self, _: &Grammar) -> BoxFuture<'static, Result<(), GrammarError>> {
+        ready(Ok(())).boxed()
+    }
+
+    fn load_adapter(&self, _: Adapter, _: Vec<u64>) -> BoxFuture<'static, Result<(), AdapterError>> {
+        ready(Ok(())).boxed()
+    }
+
+    fn encode_images(&self, _: Vec<Image>) -> BoxFuture<'static, Result<Vec<Vec<u32>>, ImageError>> {
+        ready(Ok(Vec::new())).boxed()
+    }
+
+    fn health(&self) -> Health {
+        Health::Healthy
+    }
+
+    fn stats(&self) -> Stats {
+        Stats { num_blocks: 256, ..Stats::default() }
     }
 }
 
@@ -170,12 +218,21 @@ fn description(model: Description, weights: &str) -> ServerDescription {
     }
 }
 
+fn router_limits() -> RequestLimits {
+    RequestLimits { max_input_tokens: 511, max_total_tokens: 512, max_new_tokens: None }
+}
+
 /// A router in front of the servers. `step_deadline` decides when a server without steps hangs.
 async fn route(servers: &[&Server], step_deadline: Duration) -> Replicas {
     let remotes: Vec<_> = servers.iter().map(|server| Remote::new(&server.url(), &access()).unwrap()).collect();
     let first = remotes[0].describe().await.unwrap();
-    let options =
-        |remote| RemoteOptions { remote, properties: first.properties.clone(), timeout: PATIENCE, step_deadline };
+    let options = |remote| RemoteOptions {
+        remote,
+        properties: first.properties.clone(),
+        limits: router_limits(),
+        timeout: PATIENCE,
+        step_deadline,
+    };
     let replicas = Replicas::connect(remotes.into_iter().map(options).collect(), &first);
     replicas.ready().await;
     replicas
@@ -302,6 +359,57 @@ async fn a_server_with_other_weights_gets_no_sequence() {
     let replicas = route(&[&good, &other], PATIENCE).await;
     streams_are_complete(&replicas, prompts(12), 20).await;
     assert_eq!(other.num_plans().await, 0);
+}
+
+#[tokio::test]
+async fn a_server_that_accepts_less_gets_no_sequence() {
+    let small = Setup { max_input_tokens: 100, ..Setup::default() }.start().await;
+    let good = Setup::default().start().await;
+    let replicas = route(&[&good, &small], PATIENCE).await;
+    streams_are_complete(&replicas, prompts(12), 20).await;
+    assert_eq!(small.num_plans().await, 0);
+    let description = Remote::new(&small.url(), &access()).unwrap().describe().await.unwrap();
+    let error = router_limits().check(&description).unwrap_err().to_string();
+    assert!(error.contains("its --max-input-tokens is 100, that of this router is 511"), "{error}");
+}
+
+#[tokio::test]
+async fn a_sequence_that_makes_servers_unhealthy_costs_no_more_than_three() {
+    let deadly = || Setup::of(Script { deadly: Some((9, 5)), ..Script::default() });
+    let servers = [deadly().start().await, deadly().start().await, deadly().start().await, deadly().start().await];
+    servers.iter().for_each(|server| server.fleet.allow(0));
+    let replicas = route(&servers.each_ref(), PATIENCE).await;
+    wait_until(|| replicas.stats().num_blocks == 4 * 256).await;
+    let events: Vec<_> = replicas.submit(request(&[9, 1], 20)).collect().await;
+    let Some(SequenceEvent::Failed(SequenceFailure::Sequence(reason))) = events.last() else { panic!("{events:?}") };
+    assert!(reason.contains("3 servers in a row"), "{reason}");
+    let num_lost = || servers.iter().filter(|server| server.fleet.num_asked() > 0).count();
+    wait_until(|| num_lost() >= 3).await;
+    streams_are_complete(&replicas, prompts(4), 5).await;
+    assert_eq!(num_lost(), 3);
+}
+
+#[tokio::test]
+async fn a_complete_sequence_ends_when_its_server_drains_before_the_end_arrives() {
+    let kept = Setup::default().start().await;
+    let description = Remote::new(&kept.url(), &access()).unwrap().describe().await.unwrap();
+    let fleet = kept.fleet.clone();
+    let drained = serve(([127, 0, 0, 1], 0).into(), access(), description, fleet, Arc::new(Endless)).await;
+    let replicas = route(&[&drained, &kept], PATIENCE).await;
+    wait_until(|| replicas.stats().num_blocks == 2 * 256).await;
+    let mut stream = replicas.submit(request(&[3, 4], 10));
+    let mut events = Vec::new();
+    for _ in 0..11 {
+        events.extend(stream.next().await);
+    }
+    let tokens = events.iter().filter_map(|event| match event {
+        SequenceEvent::Token(token) => Some(token.id),
+        _ => None,
+    });
+    assert_eq!(tokens.collect::<Vec<_>>(), expected_tokens(&[3, 4], 10));
+    drained.shutdown.cancel();
+    assert_eq!(stream.collect::<Vec<_>>().await, [FINISHED]);
+    assert_eq!(kept.num_plans().await, 0);
 }
 
 #[tokio::test]

@@ -74,8 +74,9 @@ impl MovingSequence {
     }
 }
 
-/// Where the sequences of an engine go when its worker group is lost.
+/// Where the sequences of an engine go when its worker group or its server is lost.
 pub trait Handover: Send + Sync + 'static {
     /// Passes the sequences on to other engines (`Engine::adopt`). Returns those that none takes, because none takes steps.
-    fn hand_over(&self, sequences: Vec<MovingSequence>) -> Vec<MovingSequence>;
+    /// `has_lost_cache`: this engine has lost its KV cache and its encoded images.
+    fn hand_over(&self, sequences: Vec<MovingSequence>, has_lost_cache: bool) -> Vec<MovingSequence>;
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use penstock_scheduler::Limits;
 
-use crate::remote::{Properties, Remote};
+use crate::remote::{Properties, Remote, RequestLimits};
 
 /// A sequence, or a grammar, that was being computed in this many group losses in a row is given up: it may be the cause.
 pub(super) const MAX_LOSSES: u32 = 3;
@@ -27,6 +27,8 @@ pub struct RemoteOptions {
     pub remote: Remote,
     /// What it must agree on, so that its tokens are those of the other servers.
     pub properties: Properties,
+    /// What it must accept.
+    pub limits: RequestLimits,
     /// It is lost when it sends nothing for this long.
     pub timeout: Duration,
     /// It hangs when it has a step in flight and finishes none for this long.

@@ -25,7 +25,7 @@ use super::options::{MAX_LOSSES, RemoteOptions};
 use super::recovery::backoff;
 use super::server_progress::ServerProgress;
 use super::status::Status;
-use crate::remote::{Client, RemoteError, SequenceUpdate, ServerState};
+use crate::remote::{Client, RemoteError, SequenceUpdate, ServerState, Totals};
 use crate::sequence::{InterruptionCause, SequenceEvent, SequenceFailure};
 
 pub(super) struct RemoteLoop {
@@ -37,6 +37,7 @@ pub(super) struct RemoteLoop {
     compilers: CompilerGate,
     open: HashMap<SequenceId, Open>,
     progress: ServerProgress,
+    totals: Totals,
     /// `None`: not connected.
     client: Option<Client>,
     sender: UnboundedSender<Update>,
@@ -44,7 +45,7 @@ pub(super) struct RemoteLoop {
     num_runs: u64,
 }
 
-/// Of the run with this number.
+/// A sequence, the number of its run, and what the run sent.
 type Update = (SequenceId, u64, SequenceUpdate);
 
 /// Why the loop ends.
@@ -62,6 +63,8 @@ struct Open {
 struct Run {
     number: u64,
     task: AbortHandle,
+    /// Whether the loss of this server is counted for the sequence. A token makes the next loss another one.
+    is_loss_counted: bool,
 }
 
 impl Drop for Run {
@@ -88,6 +91,7 @@ impl RemoteLoop {
             status,
             compilers: CompilerGate::new(),
             open: HashMap::new(),
+            totals: Totals::default(),
             client: None,
             sender,
             updates,
@@ -167,15 +171,21 @@ impl RemoteLoop {
 
     /// The server has reported its state.
     fn observe(&mut self, state: ServerState) {
+        let before = self.status.health();
         let health = self.progress.judge(&state, Instant::now());
-        self.status.set_stats(state.stats);
-        self.set_health(health);
-        if self.status.health().is_healthy() {
+        self.status.set_stats(self.totals.observe(state.stats));
+        self.set_health(health.clone());
+        if health.is_healthy() {
             self.compilers.open();
-            self.start_waiting();
-        } else {
-            self.offer_all();
+            return self.start_waiting();
         }
+        // Only once: the server repeats its state each second.
+        if let Some(reason) = health.public_reason().filter(|_| before.is_healthy() && health != Health::Draining) {
+            self.apply_arrived();
+            self.ids().into_iter().for_each(|id| self.note_loss(id, &reason));
+        }
+        let has_lost_workers = |health: &Health| matches!(health, Health::Restarting(_));
+        self.offer_all(has_lost_workers(&health) && !has_lost_workers(&before));
     }
 
     /// Logs what is new.
@@ -220,7 +230,7 @@ impl RemoteLoop {
         if has_new && self.status.health().is_healthy() {
             self.start_waiting();
         } else if has_new {
-            self.offer_all();
+            self.offer_all(false);
         }
         Ok(())
     }
@@ -240,12 +250,20 @@ impl RemoteLoop {
         self.open.insert(moving.id, Open { moving, vector: None, run: None });
     }
 
+    /// Of the open sequences, the oldest one first.
+    fn ids(&self) -> Vec<SequenceId> {
+        let mut ids: Vec<_> = self.open.keys().copied().collect();
+        ids.sort_unstable();
+        ids
+    }
+
     /// Lets the server compute the sequences that wait, the oldest ones first.
     fn start_waiting(&mut self) {
-        let mut ids: Vec<_> = self.open.iter().filter_map(|(id, open)| open.run.is_none().then_some(*id)).collect();
-        ids.sort_unstable();
-        for id in ids {
+        for id in self.ids() {
             let (Some(client), Some(open)) = (&self.client, self.open.get_mut(&id)) else { return };
+            if open.run.is_some() {
+                continue;
+            }
             self.num_runs += 1;
             let (number, sender) = (self.num_runs, self.sender.clone());
             let stream = client.generate(&open.moving.request());
@@ -257,7 +275,7 @@ impl RemoteLoop {
                     }
                 }
             };
-            open.run = Some(Run { number, task: tokio::spawn(forward).abort_handle() });
+            open.run = Some(Run { number, task: tokio::spawn(forward).abort_handle(), is_loss_counted: false });
         }
     }
 
@@ -281,36 +299,47 @@ impl RemoteLoop {
         }
     }
 
-    /// The server does not continue a sequence, though it may be all right.
-    fn lose_run(&mut self, id: SequenceId, reason: &str) {
-        self.count_loss(id, reason);
-        self.offer(&[id]);
-    }
-
-    fn lose_server(&mut self, reason: &str) {
+    /// Applies the updates that have arrived.
+    fn apply_arrived(&mut self) {
         while let Ok((id, number, update)) = self.updates.try_recv() {
             self.apply(id, number, update);
         }
-        self.client = None;
-        self.compilers.close();
-        self.status.set_stats(Stats::default());
-        self.set_health(Health::Unreachable(reason.to_owned()));
-        let ids: Vec<_> = self.open.keys().copied().collect();
-        for id in ids {
-            self.count_loss(id, reason);
-        }
-        self.offer_all();
     }
 
-    /// Takes the sequence's run away. A sequence that is complete ends; so does one that may be the cause, because it was lost with too many
-    /// servers in a row.
-    fn count_loss(&mut self, id: SequenceId, reason: &str) {
-        let Some(open) = self.open.get_mut(&id).filter(|open| open.run.is_some()) else { return };
-        open.run = None;
-        if let Some(reason) = open.finish_reason() {
+    /// The server does not continue a sequence, though it may be all right.
+    fn lose_run(&mut self, id: SequenceId, reason: &str) {
+        self.end_run(id, reason);
+        self.offer(&[id], false);
+    }
+
+    fn lose_server(&mut self, reason: &str) {
+        self.apply_arrived();
+        self.client = None;
+        self.compilers.close();
+        self.status.set_stats(self.totals.get());
+        self.set_health(Health::Unreachable(reason.to_owned()));
+        self.ids().into_iter().for_each(|id| self.end_run(id, reason));
+        self.offer_all(true);
+    }
+
+    /// Counts the loss of the sequence's run, and takes the run away.
+    fn end_run(&mut self, id: SequenceId, reason: &str) {
+        self.note_loss(id, reason);
+        if let Some(open) = self.open.get_mut(&id) {
+            open.run = None;
+        }
+    }
+
+    /// Counts that the server was lost while it computed the sequence, once for each run. A sequence that is complete ends; so does one
+    /// that may be the cause, because it was lost with too many servers in a row.
+    fn note_loss(&mut self, id: SequenceId, reason: &str) {
+        let Some(open) = self.open.get_mut(&id) else { return };
+        let finish_reason = open.finish_reason();
+        let Some(run) = &mut open.run else { return };
+        if let Some(reason) = finish_reason {
             return self.end(id, SequenceEvent::Finished(reason));
         }
-        if !open.moving.sequence.is_started() {
+        if !open.moving.sequence.is_started() || mem::replace(&mut run.is_loss_counted, true) {
             return;
         }
         if let Some(timeline) = &open.moving.timeline {
@@ -326,29 +355,28 @@ impl RemoteLoop {
         }
     }
 
-    fn offer_all(&mut self) {
-        let mut ids: Vec<_> = self.open.keys().copied().collect();
-        ids.sort_unstable();
-        self.offer(&ids);
+    /// Gives every sequence to other engines, except those that are complete: they end.
+    fn offer_all(&mut self, has_lost_cache: bool) {
+        self.apply_arrived();
+        let ended = |(id, open): (&_, &Open)| open.run.as_ref().and(open.finish_reason()).map(|reason| (*id, reason));
+        let complete: Vec<_> = self.open.iter().filter_map(ended).collect();
+        for (id, reason) in complete {
+            self.end(id, SequenceEvent::Finished(reason));
+        }
+        self.offer(&self.ids(), has_lost_cache);
     }
 
-    /// Gives the sequences to other engines. Those that none takes go on as before.
-    fn offer(&mut self, ids: &[SequenceId]) {
+    /// Gives the sequences, none of which is complete, to other engines. Those that none takes go on as before.
+    fn offer(&mut self, ids: &[SequenceId], has_lost_cache: bool) {
         let Some(handover) = &self.handover else { return };
         let (mut offered, mut runs) = (Vec::new(), HashMap::new());
         for id in ids {
-            // With its vector here, only the end is missing.
-            if self.open.get(id).is_some_and(|open| open.vector.is_none())
-                && let Some(Open { moving, run, .. }) = self.open.remove(id)
-            {
+            if let Some(Open { moving, run, .. }) = self.open.remove(id) {
                 runs.insert(*id, run);
                 offered.push(moving);
             }
         }
-        if offered.is_empty() {
-            return;
-        }
-        for moving in handover.hand_over(offered) {
+        for moving in handover.hand_over(offered, has_lost_cache) {
             let run = runs.remove(&moving.id).flatten();
             self.open.insert(moving.id, Open { moving, vector: None, run });
         }
@@ -386,7 +414,12 @@ impl Open {
             SequenceEvent::Vector(_) => self.vector = Some(event),
             event => {
                 match &event {
-                    SequenceEvent::Token(token) => self.moving.token_ids.push(token.id),
+                    SequenceEvent::Token(token) => {
+                        self.moving.token_ids.push(token.id);
+                        if let Some(run) = &mut self.run {
+                            run.is_loss_counted = false;
+                        }
+                    }
                     SequenceEvent::Started { .. } => {
                         if let Some(timeline) = &self.moving.timeline {
                             timeline.start(std::time::Instant::now());
@@ -399,7 +432,7 @@ impl Open {
         }
     }
 
-    /// Of a complete sequence whose end was lost on the way.
+    /// Why the sequence is complete, although no terminal event arrived. `None`: it is not complete.
     fn finish_reason(&self) -> Option<FinishReason> {
         let terms = self.moving.sequence.terms();
         let generated = &self.moving.token_ids[terms.num_prompt_tokens..];
@@ -412,10 +445,12 @@ impl Open {
     }
 }
 
-/// Connects, and refuses a server whose tokens would be others.
+/// Connects. Refuses a server that would give other tokens, or that accepts less than the router.
 async fn connect(options: &RemoteOptions) -> Result<(Client, BoxStream<'static, ServerState>), RemoteError> {
     let (client, description) = options.remote.connect().await?;
     options.properties.check(&description.properties)?;
-    let states = client.watch().await?;
+    options.limits.check(&description)?;
+    let late = |_| RemoteError::Lost(format!("it has sent no state within {} s", options.timeout.as_secs_f64()));
+    let states = tokio::time::timeout(options.timeout, client.watch()).await.map_err(late)??;
     Ok((client, states))
 }

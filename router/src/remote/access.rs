@@ -1,4 +1,4 @@
-//! Who may use an engine listener, and how a connection is protected.
+//! Access control and TLS of engine listeners.
 //!
 //! INVARIANT: without TLS, the secret crosses only loopback connections, unless the operator allows more by a flag.
 

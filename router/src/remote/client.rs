@@ -20,6 +20,10 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// As the server's own limits for its workers.
 const GRAMMAR_TIMEOUT: Duration = Duration::from_secs(180);
 const IMAGE_TIMEOUT: Duration = Duration::from_secs(300);
+/// Of a message, what is left for images and tokens.
+const MAX_CONTENT_BYTES: usize = MAX_MESSAGE_BYTES - (1 << 20);
+/// Of a token id in a message.
+const MAX_TOKEN_BYTES: usize = 5;
 
 /// A server that may be used, connected or not.
 #[derive(Clone, Debug)]
@@ -112,8 +116,11 @@ impl Client {
 
     /// Lets the server compute a sequence. Dropping the stream aborts it there.
     pub(crate) fn generate(&self, request: &SequenceRequest) -> impl Stream<Item = SequenceUpdate> + Send + use<> {
+        let num_tokens = request.prompt_token_ids.len() + request.generated_token_ids.len();
+        let checked = check_size(request.images.iter().map(|span| &span.image), num_tokens);
         let (sequence, mut engine) = (convert::sequence(request), self.engine.clone());
         async_stream::try_stream! {
+            checked?;
             let mut batches = engine.generate(sequence).await.map_err(refused)?.into_inner();
             while let Some(batch) = batches.message().await.map_err(refused)? {
                 let mut events = Vec::with_capacity(batch.events.len());
@@ -136,6 +143,9 @@ impl Client {
 
     /// The tokens that stand for each image. The inner error says what is wrong with one of them, for the client.
     pub(crate) async fn encode(mut self, images: Vec<Image>) -> Result<Result<Vec<Vec<u32>>, String>, RemoteError> {
+        if let Err(error) = check_size(images.iter(), 0) {
+            return Ok(Err(error.to_string()));
+        }
         let images = images.iter().map(crate::worker::convert::image).collect();
         let request = penstock_proto::EncodeImagesRequest { images };
         let answer = in_time(IMAGE_TIMEOUT, self.engine.encode_images(request)).await?;
@@ -143,6 +153,17 @@ impl Client {
             true => Ok(Ok(answer.images.into_iter().map(|image| image.token_ids).collect())),
             false => Ok(Err(answer.error)),
         }
+    }
+}
+
+/// Refuses what does not fit in a message: no server would receive it.
+fn check_size<'a>(images: impl Iterator<Item = &'a Image>, num_tokens: usize) -> Result<(), RemoteError> {
+    let num_bytes = images.map(|image| image.data().len()).sum::<usize>() + num_tokens * MAX_TOKEN_BYTES;
+    match num_bytes <= MAX_CONTENT_BYTES {
+        true => Ok(()),
+        false => Err(RemoteError::Refused(format!(
+            "the images and tokens of the request have {num_bytes} bytes, at most {MAX_CONTENT_BYTES} are allowed; send smaller images"
+        ))),
     }
 }
 
@@ -157,4 +178,21 @@ async fn in_time<T>(
 
 fn refused(status: Status) -> RemoteError {
     RemoteError::of_status(&status)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn content_that_does_not_fit_in_a_message_is_refused() {
+        let image = Image::new(vec![0; 100]);
+        let max_tokens = (MAX_CONTENT_BYTES - 100) / MAX_TOKEN_BYTES;
+        assert_eq!(check_size([&image].into_iter(), max_tokens), Ok(()));
+        let error = check_size([&image, &image].into_iter(), max_tokens).unwrap_err();
+        assert!(
+            matches!(&error, RemoteError::Refused(reason) if reason.contains("at most 66060288 are allowed")),
+            "{error}"
+        );
+    }
 }

@@ -32,6 +32,37 @@ pub struct ServerDescription {
     pub step_deadline: Duration,
 }
 
+/// What a router accepts. Each of its servers must accept it, too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RequestLimits {
+    /// Tokens of an input.
+    pub max_input_tokens: u32,
+    /// Tokens of input and answer together.
+    pub max_total_tokens: u32,
+    /// Generated tokens, for an encoder–decoder.
+    pub max_new_tokens: Option<u32>,
+}
+
+impl RequestLimits {
+    /// Fails with the limits of the server that are smaller than these.
+    pub fn check(&self, server: &ServerDescription) -> Result<(), RemoteError> {
+        let limits = [
+            ("--max-input-tokens", Some(self.max_input_tokens), Some(server.max_input_tokens)),
+            ("--max-total-tokens", Some(self.max_total_tokens), Some(server.max_total_tokens)),
+            ("limit of new tokens", self.max_new_tokens, server.max_new_tokens),
+        ];
+        let is_smaller = |(name, ours, theirs): (&str, Option<u32>, Option<u32>)| {
+            let (ours, theirs) = (ours?, theirs?);
+            (theirs < ours).then(|| format!("its {name} is {theirs}, that of this router is {ours}"))
+        };
+        let smaller: Vec<_> = limits.into_iter().filter_map(is_smaller).collect();
+        match smaller.is_empty() {
+            true => Ok(()),
+            false => Err(RemoteError::Smaller(smaller.join("; "))),
+        }
+    }
+}
+
 impl Properties {
     /// Fails with the names and values that differ from these.
     pub fn check(&self, other: &Self) -> Result<(), RemoteError> {

@@ -20,6 +20,10 @@ pub enum RemoteError {
     Version { theirs: u32, ours: u32 },
     #[error("it differs: {0}")]
     Different(String),
+    #[error(
+        "it accepts less than this router: {0}; raise its limit, or restart this router while the server runs, so that its limits fit"
+    )]
+    Smaller(String),
     #[error("it sent something that cannot be used: {0}")]
     Garbled(String),
 }

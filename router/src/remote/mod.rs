@@ -8,13 +8,15 @@ mod convert;
 mod description;
 mod error;
 mod service;
+mod totals;
 
 pub use access::{Access, Identity, UrlError};
 pub use client::Remote;
 pub(crate) use client::{Client, SequenceUpdate, ServerState};
-pub use description::{Properties, ServerDescription};
+pub use description::{Properties, RequestLimits, ServerDescription};
 pub use error::RemoteError;
 pub use service::{EngineListener, serve};
+pub(crate) use totals::Totals;
 
 use std::time::Duration;
 

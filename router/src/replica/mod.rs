@@ -58,7 +58,7 @@ impl Replicas {
         Self::new(groups, cache, start)
     }
 
-    /// Uses the engines of other servers, of which `description` is one.
+    /// Connects to `servers`. `description` is that of any of them; it sizes the prefix index.
     pub fn connect(servers: Vec<RemoteOptions>, description: &ServerDescription) -> Self {
         let cache = CacheShape {
             block_tokens: description.model.block_tokens as usize,
@@ -193,9 +193,11 @@ impl Shared {
 }
 
 impl Handover for ToOthers {
-    fn hand_over(&self, sequences: Vec<MovingSequence>) -> Vec<MovingSequence> {
+    fn hand_over(&self, sequences: Vec<MovingSequence>, has_lost_cache: bool) -> Vec<MovingSequence> {
         let Some(shared) = self.shared.upgrade() else { return sequences };
-        shared.routing().forget_prefixes(self.engine);
+        if has_lost_cache {
+            shared.routing().forget_prefixes(self.engine);
+        }
         let is_open = |engine| engine != self.engine && shared.takes_steps(engine);
         let adopt = |sequence: MovingSequence| {
             let Some(engine) = shared.routing().replace(sequence.id(), is_open) else { return Some(sequence) };
