@@ -39,7 +39,7 @@ const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 pub struct EngineListener {
     /// The bound socket.
     pub listener: TcpListener,
-    /// Who may use it.
+    /// Access control and TLS.
     pub access: Access,
     /// What routers compare and limit requests by.
     pub description: ServerDescription,
