@@ -36,6 +36,9 @@ LLAMA_OPTIONS = {
     "LLAMA_BUILD_UI": "OFF",
     "LLAMA_USE_PREBUILT_UI": "OFF",
     "LLAMA_OPENSSL": "OFF",
+    # Its products for AMX crash on the embedded model's quantized matrices (ggml 0.25.3, Sapphire Rapids).
+    "CMAKE_C_FLAGS": "-mno-amx-int8",
+    "CMAKE_CXX_FLAGS": "-mno-amx-int8",
 }
 
 

@@ -191,7 +191,7 @@ pub(crate) struct Args {
 
     /// Maximum duration in milliseconds of a step while streams run: prompt tokens that would exceed it wait for later
     /// steps, except one block of one prompt per step. Lower values make streams steadier and prompts slower
-    /// [default: 1.75 times the measured duration of a step without prompts]
+    /// [default: 1.75 times the measured duration of a step without prompts, and at least 40]
     #[arg(long, env)]
     pub(crate) max_inter_token_ms: Option<u64>,
 

@@ -11,6 +11,9 @@ use crate::plan::{Forecast, SequenceId};
 /// two: a prompt of any length at most doubles the gap between tokens, and there is some room for errors of the
 /// forecast.
 const STRETCH: f64 = 1.75;
+/// Least default target. 25 tokens a second are several times as fast as people read, and small chunks compute a prompt
+/// slowly: where decodes take 9 ms, `STRETCH` alone would cut prompts into single blocks.
+const LEAST_TARGET_SECONDS: f64 = 0.04;
 
 impl Scheduler {
     /// Learns how long a step in flight took, from when the worker could begin with it. Call it before `apply`.
@@ -34,7 +37,8 @@ impl Scheduler {
     ///
     /// The default is `STRETCH` times what the decodes take together with the decodes that are about to join them. Many
     /// prompts at once soon become many streams: steps will be that long anyway, and until then all of them wait less.
-    /// One of these prompts is not counted: it is the one that `STRETCH` makes room for.
+    /// One of these prompts is not counted: it is the one that `STRETCH` makes room for. It is never less than
+    /// `LEAST_TARGET_SECONDS`.
     pub(super) fn target_seconds(&self, decodes: &Work, num_prefills: usize) -> Option<f64> {
         (decodes.has_decodes() && self.cost.is_informed()).then(|| match self.limits.max_inter_token {
             Some(max_inter_token) => max_inter_token.as_secs_f64(),
@@ -42,7 +46,8 @@ impl Scheduler {
                 let num_running = self.residents.running().len();
                 let num_places = (self.limits.max_step_sequences as usize).saturating_sub(num_running);
                 let num_joining = num_prefills + self.queue.num_ready().min(num_places);
-                STRETCH * self.cost.seconds(&decodes.with_decodes(num_joining.saturating_sub(1)))
+                let decode_seconds = self.cost.seconds(&decodes.with_decodes(num_joining.saturating_sub(1)));
+                (STRETCH * decode_seconds).max(LEAST_TARGET_SECONDS)
             }
         })
     }

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import isqrt
@@ -139,7 +140,8 @@ def text_positions(images: Sequence[PlacedImage], tokens: npt.NDArray[np.int64])
 
 
 class ImageEncoder:
-    """The images of one rank. Thread-safe. One thread of low priority does all the work, so that steps do not wait."""
+    """The images of one rank. Thread-safe. A thread of low priority encodes them one by one; a step that lacks one waits
+    for the one that is being encoded at most."""
 
     def __init__(self, folder: Path, config: Any, family: ImageFamily, tower: VisionTower) -> None:
         """config: of transformers. Raises ConfigError if the tokenizer lacks the model's image token."""
@@ -165,7 +167,10 @@ class ImageEncoder:
         self._kept: dict[bytes, EncodedImage] = {}  # the one that was used last is the last one
         self._alive: WeakValueDictionary[bytes, EncodedImage] = WeakValueDictionary()  # kept, or in use by sequences
         self._num_waiting = 0
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what is kept, and of the number that waits
+        self._turns = threading.Condition()
+        self._is_encoding = False
+        self._num_urgent = 0  # threads that wait for their turn on behalf of a step
         self._thread = ThreadPoolExecutor(1, "images", initializer=lower_priority)
         self.kept_bytes = _KEPT_BYTES
         """What images that are kept or in use may take."""
@@ -196,21 +201,20 @@ class ImageEncoder:
                 )
             self._num_waiting += 1
         try:
-            return self._thread.submit(self._encode_all, images).result()
+            # One image at a time, so that requests take turns.
+            submit = self._thread.submit
+            return [submit(self._found, number, image).result() for number, image in enumerate(images, 1)]
         finally:
             with self._lock:
                 self._num_waiting -= 1
 
     def placed(self, spans: Sequence[ImageSpan]) -> list[PlacedImage]:
-        """The images of a sequence. Those that are not kept, as after the loss of a worker, are encoded now. Raises
-        ImageError."""
-        if not spans:
-            return []
+        """The images of a sequence. Those that are not kept, as after the loss of a worker, are encoded now, before
+        those that `encode` waits for. Raises ImageError."""
         found: list[PlacedImage] = []
         shift = 0
-        for span, image in zip(
-            spans, self._thread.submit(self._encode_all, [s.image for s in spans]).result(), strict=True
-        ):
+        for number, span in enumerate(spans, 1):
+            image = self._found(number, span.image, is_urgent=True)
             found.append(PlacedImage(span.offset, image, span.offset - shift))
             shift = found[-1].shift
         return found
@@ -220,33 +224,53 @@ class ImageEncoder:
         self._thread.shutdown()
         self._reader.close()
 
-    @torch.inference_mode()
-    def _encode_all(self, images: Sequence[Image]) -> list[EncodedImage]:
-        found = []
-        for number, image in enumerate(images, 1):
-            try:
-                found.append(self._alive.get(image.hash) or self._encode(image.data))
-            except ImageError as error:
-                raise ImageError(f"image {number} {error}") from error
-            self._keep(image.hash, found[-1])
-            if (num_bytes := self._num_bytes()) > self.kept_bytes:
-                raise ImageError(
-                    f"image {number} does not fit: the embeddings of the images in use take {num_bytes} bytes, at most "
-                    f"{self.kept_bytes} are allowed; try again later, or send fewer or smaller ones"
-                )
+    def _found(self, number: int, image: Image, *, is_urgent: bool = False) -> EncodedImage:
+        """Image `number` of a request, encoded now unless it is kept. Raises ImageError."""
+        found = self._alive.get(image.hash)
+        if found is None:
+            with self._turn(is_urgent=is_urgent):
+                try:
+                    # Another request may have had it encoded meanwhile.
+                    found = self._alive.get(image.hash) or self._encode(image.data)
+                except ImageError as error:
+                    raise ImageError(f"image {number} {error}") from error
+        if (num_bytes := self._keep(image.hash, found)) > self.kept_bytes:
+            raise ImageError(
+                f"image {number} does not fit: the embeddings of the images in use take {num_bytes} bytes, at most "
+                f"{self.kept_bytes} are allowed; try again later, or send fewer or smaller ones"
+            )
         return found
 
-    def _keep(self, hash_: bytes, image: EncodedImage) -> None:
-        """Forgets the images that were used longest ago, until the others fit."""
-        self._alive[hash_] = image
-        self._kept.pop(hash_, None)
-        self._kept[hash_] = image
-        while len(self._kept) > 1 and self._num_bytes() > self.kept_bytes:
-            del self._kept[next(iter(self._kept))]
+    @contextlib.contextmanager
+    def _turn(self, *, is_urgent: bool) -> Iterator[None]:
+        """Encode one image at a time, first those that a step waits for."""
+        with self._turns:
+            self._num_urgent += is_urgent
+            self._turns.notify_all()
+            self._turns.wait_for(lambda: not self._is_encoding and (is_urgent or self._num_urgent == 0))
+            self._num_urgent -= is_urgent
+            self._is_encoding = True
+        try:
+            yield
+        finally:
+            with self._turns:
+                self._is_encoding = False
+                self._turns.notify_all()
+
+    def _keep(self, hash_: bytes, image: EncodedImage) -> int:
+        """Forgets the images that were used longest ago, until the others fit. Returns the bytes of those in use."""
+        with self._lock:
+            self._alive[hash_] = image
+            self._kept.pop(hash_, None)
+            self._kept[hash_] = image
+            while (num_bytes := self._num_bytes()) > self.kept_bytes and len(self._kept) > 1:
+                del self._kept[next(iter(self._kept))]
+            return num_bytes
 
     def _num_bytes(self) -> int:
         return sum(image.num_bytes for image in list(self._alive.values()))
 
+    @torch.inference_mode()
     def _encode(self, data: bytes) -> EncodedImage:
         began = time.perf_counter()
         arrays = self._reader.read(data)

@@ -27,7 +27,7 @@ from penstock_server.models.support import support_of
 from penstock_server.parallel import RankGroup
 from penstock_server.plan import Image, ImageSpan, NewSequence, Sampling
 from penstock_server.vision import encoder as encoder_module
-from penstock_server.vision.encoder import ImageEncoder, PlacedImage
+from penstock_server.vision.encoder import EncodedImage, ImageEncoder, PlacedImage
 from penstock_server.vision.family import FAMILIES
 from penstock_server.vision.reader import Arrays, ImageReader
 from penstock_server.vision.tower import VisionTower
@@ -305,6 +305,37 @@ def test_a_call_is_refused_while_many_wait(monkeypatch: pytest.MonkeyPatch, made
         gate.set()
         assert "the images of 1 requests are being encoded already" in str(refused.exception())
     assert [future.exception() for future in waiting if future is not refused] == [None]
+
+
+def test_a_step_waits_for_no_image_of_other_requests_but_the_one_that_is_being_encoded(
+    monkeypatch: pytest.MonkeyPatch, made: Made
+) -> None:
+    if made.name != "llava":
+        pytest.skip("the same for every family")
+    _, encoder = made.load()
+    encoder.encode(IMAGES[:1])
+    encode, order, has_begun, gate = ImageEncoder._encode, [], threading.Event(), threading.Event()
+
+    def gated(self: ImageEncoder, data: bytes) -> EncodedImage:
+        order.append(data)
+        has_begun.set()
+        assert gate.wait(30)
+        return encode(self, data)
+
+    monkeypatch.setattr(ImageEncoder, "_encode", gated)
+    others = [Image(bytes([number]), IMAGES[2].data) for number in range(3)]
+    with ThreadPoolExecutor(2) as threads:
+        of_others = threads.submit(encoder.encode, others)
+        assert has_begun.wait(30)
+        assert encoder.placed([ImageSpan(IMAGES[0], 0)])[0].offset == 0, "kept: it waits for nothing"
+        of_step = threads.submit(encoder.placed, [ImageSpan(IMAGES[1], 0)])
+        with encoder._turns:
+            assert encoder._turns.wait_for(lambda: encoder._num_urgent == 1, 30)
+        gate.set()
+        assert len(of_step.result(30)) == 1
+        assert len(of_others.result(30)) == 3
+    assert order == [IMAGES[2].data, IMAGES[1].data, IMAGES[2].data, IMAGES[2].data]
+    encoder.close()
 
 
 def test_a_folder_without_an_image_processor_is_refused(made: Made, tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ use proptest::prelude::*;
 use super::*;
 use crate::{Advance, Forecast};
 
-const MS: Duration = Duration::from_millis(1);
+/// So long that what decodes take decides the default target.
+const TICK: Duration = Duration::from_millis(100);
 
 /// Limits with blocks of 4 tokens that hardly restrict a step.
 fn wide(max_inter_token: Option<Duration>, max_overtaking: u32) -> Limits {
@@ -19,11 +20,11 @@ fn wide(max_inter_token: Option<Duration>, max_overtaking: u32) -> Limits {
     }
 }
 
-/// Duration of a step on a machine that takes 1 ms for the step, 1 ms for each decode, and 1 ms for every two prompt
+/// Duration of a step on a machine that takes a tick for the step, one for each decode, and one for every two prompt
 /// tokens.
 fn true_duration(plan: &Plan, decodes: &[u64]) -> Duration {
     let halves = |advance: &Advance| if decodes.contains(&advance.id.0) { 2 } else { advance.num_tokens };
-    MS + MS * plan.advances.iter().map(halves).sum::<u32>() / 2
+    TICK + TICK * plan.advances.iter().map(halves).sum::<u32>() / 2
 }
 
 /// Runs a step in which `decodes` decode, and observes its duration.
@@ -59,9 +60,9 @@ fn num_tokens_of(plan: &Plan, id: u64) -> u32 {
 
 #[test]
 fn a_prompt_gets_the_time_that_decodes_leave_in_whole_blocks() {
-    let mut scheduler = trained(wide(Some(10 * MS), 0));
+    let mut scheduler = trained(wide(Some(10 * TICK), 0));
     submit(&mut scheduler, submission(2, 200, 9));
-    // The step and the decode take 2 ms; 16 prompt tokens take the other 8 ms.
+    // The step and the decode take 2 ticks; 16 prompt tokens take the other 8.
     let chunks: Vec<_> = (0..4).map(|_| num_tokens_of(&timed_step(&mut scheduler, &[1]).0, 2)).collect();
     assert!(chunks.iter().all(|chunk| (12..=16).contains(chunk) && chunk % 4 == 0), "{chunks:?}");
 }
@@ -81,10 +82,29 @@ fn without_a_target_a_step_takes_less_than_twice_the_time_of_its_decodes() {
         let (plan, forecast) = timed_step(&mut scheduler, &ids);
         let took = true_duration(&plan, &ids);
         assert!(num_tokens_of(&plan, 50) > 4, "more than the minimum of a block");
-        assert!(took <= 18 * MS && took > 12 * MS, "{took:?}, the decodes take 9 ms");
-        assert!(forecast.target.unwrap() < 17 * MS);
-        assert!(forecast.duration.unwrap().abs_diff(took) < 2 * MS, "{forecast:?}, {took:?}");
+        assert!(took <= 18 * TICK && took > 12 * TICK, "{took:?}, the decodes take 9 ticks");
+        assert!(forecast.target.unwrap() < 17 * TICK);
+        assert!(forecast.duration.unwrap().abs_diff(took) < 2 * TICK, "{forecast:?}, {took:?}");
     }
+}
+
+#[test]
+fn a_short_step_without_a_target_takes_prompts_for_40_ms() {
+    let mut scheduler = trained(wide(None, 0));
+    let fast = |plan: &Plan| true_duration(plan, &[1]) / 50;
+    submit(&mut scheduler, submission(2, 1900, 1));
+    let chunks: Vec<_> = (0..40)
+        .map(|_| {
+            let plan = plan(&mut scheduler);
+            let forecast = scheduler.observe(plan.step, fast(&plan), 0).expect("it is in flight");
+            scheduler.apply(&answer(&plan, TOKEN)).unwrap();
+            (num_tokens_of(&plan, 2), forecast.target.unwrap())
+        })
+        .collect();
+    // The step and the decode take 4 ms, so 36 tokens take the rest: 36 ms at 1 ms each.
+    let (last, target) = chunks[39];
+    assert!((28..=36).contains(&last), "{chunks:?}");
+    assert_eq!(target, Duration::from_millis(40));
 }
 
 #[test]
@@ -94,9 +114,9 @@ fn without_a_target_concurrent_prompts_get_the_time_of_the_decodes_that_they_bec
         submit(&mut scheduler, submission(id, 40, 100));
     }
     let (plan, forecast) = timed_step(&mut scheduler, &[1]);
-    // 1 ms, and 1 ms for each of 16 decodes: one is running, and 15 prompts besides the first are about to join it.
+    // A tick, and one for each of 16 decodes: one is running, and 15 prompts besides the first are about to join it.
     let target = forecast.target.unwrap();
-    assert!(target.abs_diff(17 * MS.mul_f64(1.75)) < 4 * MS, "{target:?}");
+    assert!(target.abs_diff(17 * TICK.mul_f64(1.75)) < 4 * TICK, "{target:?}");
     let num_tokens: u32 = advances(&plan).iter().map(|advance| advance.1).sum();
     assert!(num_tokens > 40, "{num_tokens}, the time of one decode allows one block");
 }
@@ -108,12 +128,12 @@ fn prompts_that_have_no_place_in_a_step_get_no_time() {
         submit(&mut scheduler, submission(id, 40, 100));
     }
     let target = timed_step(&mut scheduler, &[1]).1.target.unwrap();
-    assert!(target < 4 * MS, "{target:?}, one sequence decodes and one more has a place");
+    assert!(target < 4 * TICK, "{target:?}, one sequence decodes and one more has a place");
 }
 
 #[test]
 fn a_prompt_without_decodes_takes_the_whole_token_budget() {
-    let mut scheduler = trained(wide(Some(10 * MS), 0));
+    let mut scheduler = trained(wide(Some(10 * TICK), 0));
     scheduler.abort(SequenceId(1));
     submit(&mut scheduler, submission(2, 200, 9));
     assert_eq!(advances(&timed_step(&mut scheduler, &[]).0), [(2, 64)]);
@@ -121,7 +141,7 @@ fn a_prompt_without_decodes_takes_the_whole_token_budget() {
 
 #[test]
 fn one_prompt_advances_by_a_block_in_every_step_even_if_the_decodes_exceed_the_target() {
-    let mut scheduler = trained(wide(Some(MS), 4));
+    let mut scheduler = trained(wide(Some(TICK), 4));
     submit(&mut scheduler, submission(2, 18, 9));
     submit(&mut scheduler, submission(3, 60, 9));
     let plans: Vec<_> = (0..5).map(|_| advances(&timed_step(&mut scheduler, &[1]).0)).collect();
@@ -131,7 +151,7 @@ fn one_prompt_advances_by_a_block_in_every_step_even_if_the_decodes_exceed_the_t
 
 #[test]
 fn without_observations_only_the_token_budget_limits_a_step() {
-    let mut scheduler = scheduler(wide(Some(MS), 0), &[(1, 4, 50)]);
+    let mut scheduler = scheduler(wide(Some(TICK), 0), &[(1, 4, 50)]);
     step(&mut scheduler);
     submit(&mut scheduler, submission(2, 200, 9));
     assert_eq!(advances(&step(&mut scheduler).0), [(1, 1), (2, 63)]);
@@ -139,12 +159,12 @@ fn without_observations_only_the_token_budget_limits_a_step() {
 
 #[test]
 fn a_prompt_that_costs_nothing_takes_the_whole_token_budget() {
-    let mut scheduler = scheduler(wide(Some(3 * MS), 0), &[(1, 4, 500)]);
+    let mut scheduler = scheduler(wide(Some(3 * TICK), 0), &[(1, 4, 500)]);
     submit(&mut scheduler, submission(2, 1900, 9));
     let mut last = 0;
     for _ in 0..20 {
         let plan = plan(&mut scheduler);
-        scheduler.observe(plan.step, 2 * MS, 0);
+        scheduler.observe(plan.step, 2 * TICK, 0);
         scheduler.apply(&answer(&plan, TOKEN)).unwrap();
         last = num_tokens_of(&plan, 2);
     }
@@ -154,15 +174,15 @@ fn a_prompt_that_costs_nothing_takes_the_whole_token_budget() {
 #[test]
 fn observing_a_step_that_is_not_in_flight_has_no_effect() {
     let mut scheduler = scheduler(wide(None, 0), &[(1, 4, 50)]);
-    assert_eq!(scheduler.observe(1, MS, 0), None);
+    assert_eq!(scheduler.observe(1, TICK, 0), None);
     let first = plan(&mut scheduler);
-    assert_eq!(scheduler.observe(first.step, MS, 0), Some(Forecast { duration: None, target: None }));
-    assert_eq!(scheduler.observe(7, MS, 0), None);
+    assert_eq!(scheduler.observe(first.step, TICK, 0), Some(Forecast { duration: None, target: None }));
+    assert_eq!(scheduler.observe(7, TICK, 0), None);
 }
 
 #[test]
 fn a_short_prompt_overtakes_a_long_running_one_and_a_long_queued_one() {
-    let mut scheduler = trained(wide(Some(10 * MS), 4));
+    let mut scheduler = trained(wide(Some(10 * TICK), 4));
     submit(&mut scheduler, submission(2, 1000, 9));
     timed_step(&mut scheduler, &[1]);
     submit(&mut scheduler, submission(3, 900, 9));
