@@ -140,8 +140,8 @@ def text_positions(images: Sequence[PlacedImage], tokens: npt.NDArray[np.int64])
 
 
 class ImageEncoder:
-    """The images of one rank. Thread-safe. A thread of low priority encodes them one by one; a step that lacks one waits
-    for the one that is being encoded at most."""
+    """The images of one rank. Thread-safe. A thread of low priority encodes them one by one; a step waits for the one
+    that is being encoded at most."""
 
     def __init__(self, folder: Path, config: Any, family: ImageFamily, tower: VisionTower) -> None:
         """config: of transformers. Raises ConfigError if the tokenizer lacks the model's image token."""
