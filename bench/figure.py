@@ -236,22 +236,39 @@ def step_overhead(record: Record) -> Iterator[Figure]:
 
 def quantized(record: Record) -> Iterator[Figure]:
     """Speed to llama.cpp on the same file and to Penstock in bf16, and the cost in quality."""
-    keys = {"ttft 512": "ttft_s", "decode": "decode_tokens_per_s"}
+    keys = {"ttft 512": "ttft_s", "ttft 2000": "ttft_s", "decode": "decode_tokens_per_s"}
+    isa = record.get("cpu_isa", "")
+    targets = {
+        "llama.cpp": {"1 streams": 1.0, "8 streams": 1.5, "32 streams": 1.5}
+        if isa
+        else {"1 streams": 1.3, "8 streams": 2.0, "32 streams": 2.0, "ttft 512": 2.0, "ttft 2000": 2.0},
+        "penstock": {} if isa else {"1 streams": 2.5, "8 streams": 2.0, "32 streams": 1.7},
+    }
     repeats = [{name: one["loads"] for name, one in repeat.items()} for repeat in record["repeats"]]
 
     def speeds(name: str, load: str) -> list[float]:
         values = [repeat[name][load][keys.get(load, "tokens_per_s")] for repeat in repeats]
-        return [1 / statistics.median(value) if load == "ttft 512" else value for value in values]
+        return [1 / statistics.median(value) if load.startswith("ttft") else value for value in values]
 
     for name in repeats[0]:
-        if name.startswith("penstock ") and name != "penstock bf16":
-            kind = name.removeprefix("penstock ")
-            for load in repeats[0][name]:
-                for other in (f"llama.cpp {kind.partition(',')[0]}", "penstock bf16"):
-                    if other not in repeats[0]:
-                        continue
-                    pairs = zip(speeds(name, load), speeds(other, load), strict=True)
-                    yield Figure(f"{kind}, {load}: speed to {other}", "", [ours / theirs for ours, theirs in pairs])
+        kind = name.removeprefix("penstock ")
+        if kind == name:
+            continue
+        for load in repeats[0][name]:
+            for other in (f"llama.cpp {kind.partition(',')[0]}", "penstock bf16"):
+                if other == name or other not in repeats[0]:
+                    continue
+                target = targets[other.partition(" ")[0]].get(load) if "of 16 bits" not in kind else None
+                pairs = zip(speeds(name, load), speeds(other, load), strict=True)
+                quoted = [ours / theirs for ours, theirs in pairs]
+                yield Figure(f"{kind}, {load}: speed to {other}", f"≥ {target}" if target else "", quoted)
+        if "limits" in record:
+            bandwidth = max(record["limits"]["read_bytes_per_s"].values())
+            floor_s = record["weight_bytes"][kind.partition(",")[0]] / bandwidth
+            target = "≥ 0.8" if kind.startswith("Q4") and "of 16 bits" not in kind and not isa else ""
+            yield Figure(
+                f"{kind}, decode: share of the limit of memory", target, [v * floor_s for v in speeds(name, "decode")]
+            )
     for kind, found in record["quality"].items():
         mean = statistics.fmean
         change = math.exp(mean(found["nll"]) - mean(found["nll_dense"])) - 1

@@ -15,6 +15,7 @@ mod gbnf;
 pub(crate) mod grammar;
 pub(crate) mod openai;
 pub(crate) mod pooling;
+pub(crate) mod prediction;
 pub(crate) mod rerank;
 pub(crate) mod responses;
 mod structural_tag;

@@ -4,6 +4,8 @@ use serde::{Serialize, Serializer};
 use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
+use crate::api::prediction::PredictionTokens;
+
 /// The answer; in a stream what is known of it at the beginning.
 #[derive(Clone, Debug, Default, Serialize, ToSchema)]
 #[schema(as = AnthropicMessage)]
@@ -105,6 +107,8 @@ pub(crate) struct Usage {
 #[schema(as = AnthropicOutputTokensDetails)]
 pub(crate) struct OutputTokensDetails {
     pub(crate) thinking_tokens: usize,
+    #[serde(flatten)]
+    pub(crate) predictions: PredictionTokens,
 }
 
 /// The answer of `/v1/messages/count_tokens`.

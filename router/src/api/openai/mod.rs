@@ -17,8 +17,8 @@ mod vllm;
 use serde::Serialize;
 use utoipa::ToSchema;
 
+use crate::api::prediction::PredictionTokens;
 use crate::generation;
-use crate::sequence::DraftCount;
 use crate::telemetry::RequestSummary;
 
 pub(crate) use chat::ChatRequest;
@@ -57,28 +57,18 @@ struct PromptTokensDetails {
 struct CompletionTokensDetails {
     /// Generated tokens that are reasoning.
     reasoning_tokens: usize,
-    /// Draft tokens that were right, and so are part of the answer. Left out if no step verified drafts.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    accepted_prediction_tokens: Option<u32>,
-    /// Draft tokens that were wrong. Left out if no step verified drafts.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    rejected_prediction_tokens: Option<u32>,
+    #[serde(flatten)]
+    predictions: PredictionTokens,
 }
 
 impl Usage {
     pub(crate) fn new(summary: &RequestSummary, reasoning_tokens: usize) -> Self {
-        let DraftCount { num_verified, num_right } = summary.drafts;
-        let if_drafted = |num| (num_verified > 0).then_some(num);
         Self {
             prompt_tokens: summary.num_prompt_tokens,
             completion_tokens: summary.num_generated_tokens,
             total_tokens: summary.num_prompt_tokens + summary.num_generated_tokens,
             prompt_tokens_details: PromptTokensDetails { cached_tokens: summary.num_cached_tokens },
-            completion_tokens_details: CompletionTokensDetails {
-                reasoning_tokens,
-                accepted_prediction_tokens: if_drafted(num_right),
-                rejected_prediction_tokens: if_drafted(num_verified.saturating_sub(num_right)),
-            },
+            completion_tokens_details: CompletionTokensDetails { reasoning_tokens, predictions: summary.drafts.into() },
         }
     }
 }

@@ -6,6 +6,7 @@ use utoipa::ToSchema;
 
 use super::tool::{ToolChoiceParam, shown_name};
 use crate::api::conversation::Conversation;
+use crate::api::prediction::PredictionTokens;
 use crate::telemetry::RequestSummary;
 
 /// A response. In a stream's first events it is in progress, in the last event it is complete.
@@ -233,6 +234,8 @@ struct InputTokensDetails {
 #[schema(as = ResponseOutputTokensDetails)]
 struct OutputTokensDetails {
     reasoning_tokens: usize,
+    #[serde(flatten)]
+    predictions: PredictionTokens,
 }
 
 impl Usage {
@@ -245,7 +248,7 @@ impl Usage {
                 cache_write_tokens: 0,
             },
             output_tokens,
-            output_tokens_details: OutputTokensDetails { reasoning_tokens },
+            output_tokens_details: OutputTokensDetails { reasoning_tokens, predictions: summary.drafts.into() },
             total_tokens: input_tokens + output_tokens,
         }
     }

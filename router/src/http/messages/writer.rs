@@ -12,6 +12,7 @@ use crate::api::error::ApiError;
 use crate::generation::{FinishReason, GenerationDelta, StartedPrompt, ToolCallIds};
 use crate::http::message_answer::{EventWriter, ReasoningCount};
 use crate::http::sse;
+use crate::sequence::DraftCount;
 use crate::text::Part;
 
 /// Reasoning is not signed, and signatures that come back are not verified. Clients expect a text.
@@ -62,13 +63,16 @@ impl MessageWriter {
         self.call_ids = prompts.first().and_then(|prompt| prompt.tool_call_ids);
     }
 
-    fn usage(&self, num_cached_tokens: usize, output_tokens: usize) -> Usage {
+    fn usage(&self, num_cached_tokens: usize, output_tokens: usize, drafts: DraftCount) -> Usage {
         Usage {
             input_tokens: self.num_prompt_tokens.saturating_sub(num_cached_tokens),
             cache_creation_input_tokens: 0,
             cache_read_input_tokens: num_cached_tokens,
             output_tokens,
-            output_tokens_details: OutputTokensDetails { thinking_tokens: self.thinking.num_tokens },
+            output_tokens_details: OutputTokensDetails {
+                thinking_tokens: self.thinking.num_tokens,
+                predictions: drafts.into(),
+            },
             service_tier: "standard",
             ..Usage::default()
         }
@@ -137,7 +141,7 @@ impl EventWriter for MessageWriter {
     type Answer = Message;
 
     fn open(&mut self, num_cached_tokens: usize) -> Vec<MessageEvent> {
-        self.message.usage = self.usage(num_cached_tokens, 0);
+        self.message.usage = self.usage(num_cached_tokens, 0, DraftCount::default());
         vec![MessageEvent::MessageStart { message: self.message.clone() }]
     }
 
@@ -149,7 +153,7 @@ impl EventWriter for MessageWriter {
         }
         if let Some(finish) = delta.delta.finish {
             self.close(&mut events);
-            let usage = self.usage(finish.num_cached_tokens, finish.num_generated_tokens as usize);
+            let usage = self.usage(finish.num_cached_tokens, finish.num_generated_tokens as usize, finish.drafts);
             let delta = self.stop(finish.reason, finish.num_generated_tokens, delta.ends_in_call);
             events.extend([MessageEvent::MessageDelta { delta, usage }, MessageEvent::MessageStop]);
         }
