@@ -64,13 +64,16 @@ def penstock_server(extra: Sequence[str], *, dequantize: bool = True) -> Server:
     return Server("penstock", "bf16", lambda port: [*command, str(port)], PENSTOCK, environment, STANDBY_READY)
 
 
-def llama_server(name: str, gguf: Path, max_streams: int, extra: Sequence[str]) -> Server:
-    """llama.cpp with its defaults (continuous batching, flash attention where it helps) and a slot for every stream.
+def llama_server(
+    name: str, gguf: Path, max_streams: int, extra: Sequence[str], isa: str = "", slot_tokens: int = 1024
+) -> Server:
+    """llama.cpp with its defaults (continuous batching, flash attention where it helps) and a slot of
+    `slot_tokens` for every stream, built for an instruction set of `peers.LLAMA_ISAS`.
 
     Its prompt cache is off, because no prompt is repeated.
     """
-    binary = peers.build_llama()
-    slots = ["--parallel", str(max_streams), "--ctx-size", str(max_streams * 1024), "--cache-ram", "0"]
+    binary = peers.build_llama(isa=isa)
+    slots = ["--parallel", str(max_streams), "--ctx-size", str(max_streams * slot_tokens), "--cache-ram", "0"]
     threads = ["--threads", str(len(os.sched_getaffinity(0)))]
     fixed = [str(binary), "--model", str(gguf), *threads, *slots, "--offline", *extra]
     weights = gguf.name.split(".")[-2].lower()

@@ -478,6 +478,7 @@ BENCHMARKS: dict[str, Callable[[Record], Iterator[Figure]]] = {
     "run-ahead": run_ahead,
     "step-overhead": step_overhead,
     "quantized": quantized,
+    "quantized-avx2": quantized,
     "start": start,
     "contention": contention,
     "lora": lora,

@@ -25,10 +25,9 @@ from result import ROOT
 PEERS = ROOT / ".peers"
 LLAMA_SOURCE = "llama-cpp-python==0.3.36"
 ACCELERATE = ("accelerate==1.15.0", "psutil==7.2.2")
-LLAMA_SERVER = PEERS / "llama.cpp" / "build" / "bin" / "llama-server"
+LLAMA = PEERS / "llama.cpp"
 LLAMA_OPTIONS = {
     "CMAKE_BUILD_TYPE": "Release",
-    "GGML_NATIVE": "ON",
     "BUILD_SHARED_LIBS": "OFF",
     "LLAMA_BUILD_TESTS": "OFF",
     "LLAMA_BUILD_EXAMPLES": "OFF",
@@ -40,6 +39,11 @@ LLAMA_OPTIONS = {
     "CMAKE_C_FLAGS": "-mno-amx-int8",
     "CMAKE_CXX_FLAGS": "-mno-amx-int8",
 }
+LLAMA_ISAS = {
+    "": {"GGML_NATIVE": "ON"},
+    "avx2": {"GGML_NATIVE": "OFF"} | {f"GGML_{name}": "ON" for name in ("AVX", "AVX2", "FMA", "F16C", "BMI2")},
+}
+"""The options of llama.cpp's builds by instruction set; empty: all that this machine has."""
 
 
 def embedded_gguf() -> Path:
@@ -50,26 +54,26 @@ def embedded_gguf() -> Path:
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
-def build_llama(program: str = "llama-server") -> Path:
-    """Builds a program of llama.cpp if it is missing. The first one takes several minutes."""
-    built = LLAMA_SERVER.with_name(program)
+def build_llama(program: str = "llama-server", isa: str = "") -> Path:
+    """Builds a program of llama.cpp for an instruction set of `LLAMA_ISAS` if it is missing. The first of each takes
+    several minutes."""
+    folder = LLAMA / "-".join(filter(None, ("build", isa)))
+    built = folder / "bin" / program
     if built.exists():
         return built
     if missing := [tool for tool in ("cmake", "c++") if shutil.which(tool) is None]:
         raise SystemExit(f"error: {' and '.join(missing)} needed to build llama.cpp; --only penstock leaves it out")
     PEERS.mkdir(exist_ok=True)
-    source = LLAMA_SERVER.parents[2]
-    if not (source / "CMakeLists.txt").exists():
+    if not (LLAMA / "CMakeLists.txt").exists():
         download = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "llama-cpp-python"]
         subprocess.run([*download, "--dest", str(PEERS), LLAMA_SOURCE], check=True)
         archive = next(PEERS.glob("llama_cpp_python-*.tar.gz"))
         with tarfile.open(archive) as package:
             package.extractall(PEERS / "unpacked", filter="data")
-        next((PEERS / "unpacked").glob("*/vendor/llama.cpp")).rename(source)
-    build = str(source / "build")
-    options = [f"-D{name}={value}" for name, value in LLAMA_OPTIONS.items()]
-    subprocess.run(["cmake", "-S", str(source), "-B", build, *options], check=True)
-    make = ["nice", "-n", "19", "cmake", "--build", build, "--target", program]
+        next((PEERS / "unpacked").glob("*/vendor/llama.cpp")).rename(LLAMA)
+    options = [f"-D{name}={value}" for name, value in (LLAMA_OPTIONS | LLAMA_ISAS[isa]).items()]
+    subprocess.run(["cmake", "-S", str(LLAMA), "-B", str(folder), *options], check=True)
+    make = ["nice", "-n", "19", "cmake", "--build", str(folder), "--target", program]
     subprocess.run([*make, "--parallel", str(os.cpu_count() or 1)], check=True)
     return built
 
@@ -201,9 +205,10 @@ def main() -> None:
     parser.add_argument("--input-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--seed", default="0")
+    parser.add_argument("--cpu-isa", choices=sorted(LLAMA_ISAS), default="", help="of llama.cpp; default: all here")
     options = parser.parse_args()
     if options.action == "build":
-        print(build_llama(), bf16_gguf(), f"{len(prompt_words())} words", sep="\n")
+        print(build_llama(isa=options.cpu_isa), bf16_gguf(), f"{len(prompt_words())} words", sep="\n")
     else:
         result = run_transformers(options.streams, options.input_tokens, options.output_tokens, options.seed)
         print(json.dumps(result))

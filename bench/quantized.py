@@ -1,5 +1,5 @@
-"""Compares quantized weights: Penstock, with inputs of 8 and of 16 bits, and llama.cpp on the same GGUF file under the
-loads of compare.py, Penstock in bf16 beside them, and what quantization costs in quality.
+"""Compares quantized weights: Penstock and llama.cpp on the same GGUF file under the loads of compare.py and prompts of
+2,000 tokens, Penstock in bf16 beside them, and what quantization costs in quality, with inputs of 8 and of 16 bits.
 
 llama.cpp's own tool makes the files of the other types from the embedded model's bf16 weights. Quality is measured on
 real text, the topics of Python's manual, against the same weights dequantized: perplexity, the Kullback-Leibler
@@ -14,20 +14,34 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import peers
-from compare import Measure, Server, exit_on_errors, llama_server, loads_of, measure, measure_all, penstock_server
+from compare import (
+    Measure,
+    Server,
+    exit_on_errors,
+    in_own_process,
+    llama_server,
+    loads_of,
+    measure,
+    measure_all,
+    penstock_server,
+)
+from load import Load
 from result import heading, keep, machine, option_parser, title
 from table import markdown
 
 TYPES = ("Q4_0", "Q4_1", "Q4_K_M", "Q8_0")
 STREAMS = (1, 8, 32)
+LONG_PROMPT = Load("ttft 2000", 1, 3, 2000, 4)
+SLOT_TOKENS = 2048  # of the peer's KV cache, for each stream
 INPUT_BITS = (8, 16)
 NUM_TEXTS, TEXT_TOKENS = 16, 512
+LOADS = [*loads_of(STREAMS, quick=False), LONG_PROMPT]
 
 
 def gguf_of(kind: str) -> Path:
@@ -127,34 +141,54 @@ def qualities(kinds: list[str]) -> dict[str, dict[str, list[float]]]:
     return found
 
 
-def servers_of(kinds: list[str], *, with_peer: bool) -> dict[str, Server]:
-    found = {"penstock bf16": penstock_server([])}
+def weight_bytes(kind: str) -> int:
+    """Of all tensors in a file: what a decode step reads, because the head of this model is its embedding."""
+    from gguf import GGUFReader
+
+    path = peers.bf16_gguf() if kind == "bf16" else gguf_of(kind)
+    return sum(int(tensor.n_bytes) for tensor in GGUFReader(path).tensors)
+
+
+def servers_of(kinds: list[str], input_bits: Sequence[int], isa: str, *, with_peer: bool) -> dict[str, Server]:
+    """The servers by name. isa: what both use; empty: all that this machine has, and llama.cpp in bf16 is left out,
+    because compare.py measures it."""
+    chosen = ["--cpu-isa", isa] if isa else []
+
+    def peer(path: Path, kind: str) -> Server:
+        server = llama_server("llama.cpp", path, max(STREAMS), [], isa, SLOT_TOKENS)
+        return replace(server, weights=kind.lower())
+
+    found = {"penstock bf16": penstock_server(chosen)}
+    if with_peer and isa:
+        found["llama.cpp bf16"] = peer(peers.bf16_gguf(), "bf16")
     for kind in kinds:
         path = gguf_of(kind)
-        for bits in INPUT_BITS:
-            flags = ["--model-id", str(path), "--activation-bits", str(bits)]
+        for bits in input_bits:
+            flags = ["--model-id", str(path), "--activation-bits", str(bits), *chosen]
             ours = penstock_server(flags, dequantize=False)
             found[f"penstock {kind}, inputs of {bits} bits"] = replace(ours, weights=kind.lower())
         if with_peer:
-            found[f"llama.cpp {kind}"] = replace(
-                llama_server("llama.cpp", path, max(STREAMS), []), weights=kind.lower()
-            )
+            found[f"llama.cpp {kind}"] = peer(path, kind)
     return found
 
 
 def report(record: dict[str, Any]) -> str:
-    loads = [load.name for load in loads_of(STREAMS, quick=False)]
+    loads = [load.name for load in LOADS]
     rows = []
     for name in record["repeats"][0] if record["repeats"] else ():
         cells = []
         for load in loads:
-            key = {"ttft 512": "ttft_s", "decode": "decode_tokens_per_s"}.get(load, "tokens_per_s")
+            is_time = load.startswith("ttft")
+            key = "ttft_s" if is_time else "decode_tokens_per_s" if load == "decode" else "tokens_per_s"
             results = [repeat[name]["loads"][load][key] for repeat in record["repeats"] if "error" not in repeat[name]]
-            values = [statistics.median(result) if load == "ttft 512" else result for result in results]
+            values = [statistics.median(result) if is_time else result for result in results]
             middle = statistics.median(values) if values else math.nan
-            cells.append(f"{middle * 1e3:.0f} ms" if load == "ttft 512" else f"{middle:.0f}")
+            cells.append(f"{middle * 1e3:.0f} ms" if is_time else f"{middle:.0f}")
         rows.append([name, *cells])
-    text = title(record) + markdown(["server", *loads], rows)
+    isa = f"Instruction set of both servers: {record['cpu_isa']}.\n\n" if record["cpu_isa"] else ""
+    text = title(record) + isa + markdown(["server", *loads], rows)
+    if not record["quality"]:
+        return text
     rows = []
     for kind, found in record["quality"].items():
         means = {key: sum(values) / len(values) for key, values in found.items()}
@@ -168,19 +202,30 @@ def main() -> None:
     parser = option_parser(__doc__, num_repeats=3)
     parser.add_argument("--types", nargs="+", choices=TYPES, default=list(TYPES))
     parser.add_argument("--only", nargs="+", choices=("penstock", "llama.cpp"), default=["penstock", "llama.cpp"])
+    parser.add_argument(
+        "--input-bits", type=int, nargs="+", choices=INPUT_BITS, default=[8], help="of the timed servers"
+    )
     parser.add_argument("--quality-only", action="store_true")
+    parser.add_argument(
+        "--cpu-isa",
+        choices=sorted(peers.LLAMA_ISAS),
+        default="",
+        help="of both servers, without quality, as a result of its own; default: all that this machine has",
+    )
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that every server is stopped
-    record: dict[str, Any] = {**heading(), "machine": machine(), "repeats": []}
-    record["quality"] = qualities(options.types)
+    record: dict[str, Any] = {**heading(), "machine": machine(), "cpu_isa": options.cpu_isa, "repeats": []}
+    record["quality"] = {} if options.cpu_isa else qualities(options.types)
     if not options.quality_only:
-        words, loads = peers.prompt_words(), loads_of(STREAMS, quick=False)
+        record["limits"] = in_own_process("limits.py")
+        record["weight_bytes"] = {kind: weight_bytes(kind) for kind in ("bf16", *options.types)}
+        words, with_peer = peers.prompt_words(), "llama.cpp" in options.only
+        servers = servers_of(options.types, options.input_bits, options.cpu_isa, with_peer=with_peer)
         measures: dict[str, Measure] = {
-            name: lambda seed, server=server: measure(server, loads, words, seed)
-            for name, server in servers_of(options.types, with_peer="llama.cpp" in options.only).items()
+            name: lambda seed, server=server: measure(server, LOADS, words, seed) for name, server in servers.items()
         }
         record["repeats"] = [measure_all(measures, repeat) for repeat in range(options.repeats)]
-    keep(record, "quantized", report(record), options.out)
+    keep(record, "-".join(filter(None, ("quantized", options.cpu_isa))), report(record), options.out)
     exit_on_errors(record)
 
 
