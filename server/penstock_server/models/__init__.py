@@ -62,7 +62,7 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
         deterministic=options.deterministic,
         cpu_isa=options.cpu_isa,
     )
-    format_ = format_at_load(options.quantize, options.folder)
+    format_ = format_at_load(options.quantize, options.folder, dequantize=options.dequantize)
     if format_ is not None and ops.quantized_packer is None:
         format_ = None
         logger.warning("--quantize %s has no effect: %s operators have no kernels for it", options.quantize, ops.name)
