@@ -181,9 +181,10 @@ unsafe fn unpack<const KIND: usize>(block: &mut Block, panel: &Panel, units: Ran
                 }
                 let group = unit * UNIT / format.group + split;
                 for vector in 0..VECTORS {
-                    block.scales[place][vector] = tile::numbers(panel.scales, format.number, group, unit, vector);
+                    let scales = tile::numbers(panel.scales, group, unit, vector);
+                    block.scales[place][vector] = scales;
                     if format.has_mins {
-                        block.mins[place][vector] = tile::numbers(panel.mins, format.number, group, unit, vector);
+                        block.mins[place][vector] = tile::mins(panel, scales, group, unit, vector);
                     }
                 }
             }

@@ -113,7 +113,7 @@ unsafe fn unpack(panel: &Panel, first: usize, num_features: usize, block: &mut B
         for vector in 0..VECTORS {
             // SAFETY: the caller vouches for the features; a unit has whole vectors.
             unsafe {
-                let scale = numbers(panel.scales, format.number, (first + start) / format.group, unit, vector);
+                let scale = numbers(panel.scales, (first + start) / format.group, unit, vector);
                 let scale = scale * F32::splat(1.0 / float.shrinkage());
                 for quad in 0..HALF / 4 {
                     // Four features of each column.

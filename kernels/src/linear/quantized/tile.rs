@@ -3,7 +3,8 @@
 
 use super::UNIT;
 use super::activation::{Layout, Part};
-use super::pack::{Number, Numbers, PANEL, Panel, SUPER_GROUP, TABLE};
+use super::format::{Format, Number, SUPER_GROUP};
+use super::pack::{Numbers, PANEL, Panel, TABLE};
 use crate::linear::epilogue::{self, Outcome};
 use crate::simd::{F32, I32, LANES, U16, with_constant};
 use std::mem::MaybeUninit;
@@ -222,9 +223,9 @@ impl<const COUNT: usize> Group<COUNT> {
                     unpacked.codes[vector][index] =
                         codes::<KIND>(panel, base, quad / (QUADS / 2), quad % (QUADS / 2), vector);
                 }
-                unpacked.scales[vector] = numbers(panel.scales, format.number, group, unit, vector);
+                unpacked.scales[vector] = numbers(panel.scales, group, unit, vector);
                 if HAS_MINS {
-                    unpacked.mins[vector] = numbers(panel.mins, format.number, group, unit, vector);
+                    unpacked.mins[vector] = mins(panel, unpacked.scales[vector], group, unit, vector);
                 }
             }
         }
@@ -305,25 +306,50 @@ pub(super) unsafe fn codes<const KIND: usize>(
     if KIND == TABLE { codes.look_up(&panel.table) } else { codes }
 }
 
-/// The scales or mins of a group, which starts in this unit, for a vector of columns.
+/// The scales of a group, or its mins or zero points, which starts in this unit, for a vector of columns.
 ///
 /// # Safety
 /// The panel must have the group.
 #[inline(always)]
-pub(super) unsafe fn numbers(of: Numbers, kind: Number, group: usize, unit: usize, vector: usize) -> F32 {
-    let index = group * PANEL + vector * LANES;
+pub(super) unsafe fn numbers(of: Numbers, group: usize, unit: usize, vector: usize) -> F32 {
+    let address = of.numbers.wrapping_add(of.number.place(group, vector * LANES));
     // SAFETY: the caller vouches for the group.
     unsafe {
-        match kind {
-            Number::F16 => F32::from_f16(U16::load(of.numbers.cast::<u16>().add(index))),
-            Number::F32 => F32::load(of.numbers.cast::<f32>().add(index)),
-            Number::I8 => {
-                let factors = of.factors.add(unit / (SUPER_GROUP / UNIT) * PANEL + vector * LANES);
-                I32::load_bytes(of.numbers.add(index).cast()).to_f32() * F32::from_f16(U16::load(factors))
-            }
-            Number::Power => power_of_two(I32::load_bytes(of.numbers.add(index).cast())),
+        let bytes = || I32::load_bytes(address.cast());
+        let numbers = match of.number {
+            Number::F16 => F32::from_f16(U16::load(address.cast())),
+            Number::Bf16 => F32::from_bf16(U16::load(address.cast())),
+            Number::F32 => F32::load(address.cast()),
+            Number::I8 => bytes().to_f32(),
+            Number::U4 => (bytes().shift_right(4 * (group % 2) as i32) & I32::splat(15)).to_f32(),
+            Number::U8 => (bytes() & I32::splat(0xff)).to_f32(),
+            Number::Power => power_of_two(bytes()),
+        };
+        if of.factors.is_null() {
+            return numbers;
         }
+        let factors = of.factors.add(unit / (SUPER_GROUP / UNIT) * PANEL + vector * LANES);
+        numbers * F32::from_f16(U16::load(factors))
     }
+}
+
+/// The mins of a group, as `numbers`, from its scales.
+///
+/// # Safety
+/// As for `numbers`.
+#[inline(always)]
+pub(super) unsafe fn mins(panel: &Panel, scales: F32, group: usize, unit: usize, vector: usize) -> F32 {
+    // SAFETY: guaranteed by the caller.
+    min_of(panel.format, unsafe { numbers(panel.mins, group, unit, vector) }, scales)
+}
+
+/// What is added to scale · code, from mins or zero points as they are stored.
+#[inline(always)]
+pub(super) fn min_of(format: Format, numbers: F32, scales: F32) -> F32 {
+    if format.zeros.is_some() {
+        return numbers * scales * F32::splat(-1.0);
+    }
+    if format.offset == 0 { numbers } else { numbers - scales * F32::splat(format.offset as f32) }
 }
 
 /// Exponents with a bias of 128 as powers of two. 2^-127, twice the least one, is a subnormal number.
