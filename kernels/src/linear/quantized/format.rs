@@ -62,8 +62,7 @@ impl Number {
     }
 
     /// Where a panel has the number of a group for a column, in bytes. Two groups of U4 share their bytes; no two columns share a byte.
-    #[inline(always)]
-    pub(super) fn place(self, group: usize, column: usize) -> usize {
+    fn place(self, group: usize, column: usize) -> usize {
         match self {
             Number::U4 => group / 2 * PANEL + column,
             _ => (group * PANEL + column) * (self.bits() / 8),
