@@ -84,7 +84,10 @@ CASES: dict[str, tuple[AttentionShape, torch.dtype]] = {
 # Formats of quantized layers, each launched with few rows, as splits, and with many.
 QUANTIZED = {
     "gptq": QuantFormat(4, 128, offset=8, number="float16"),
-    "awq": QuantFormat(4, 128, has_mins=True),
+    "awq": QuantFormat(4, 128, has_mins=True, number="float16", zeros="uint4"),
+    "hqq": QuantFormat(4, 64, has_mins=True, number="bfloat16", zeros="bfloat16"),
+    "int4": QuantFormat(4, 32, offset=8, has_mins=True, number="bfloat16"),
+    "q2_k": QuantFormat(2, 16, has_mins=True, number="uint4"),
     "q4_k": QuantFormat(4, 32, has_mins=True, number="int8"),
     "q6_k": QuantFormat(6, 16, offset=32, number="int8"),
     "w8": QuantFormat(8, 4096, offset=128),

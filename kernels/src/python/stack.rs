@@ -38,6 +38,7 @@ impl<'py> FromPyObject<'_, 'py> for Register {
             "sum" => Register::Sum,
             "gathered" => Register::Gathered,
             "part" => Register::Part,
+            "ordered" => Register::Ordered,
             "logits" => Register::Logits,
             "shared" => Register::Shared,
             "gate" => Register::Gate,
@@ -129,6 +130,11 @@ impl Program {
         width: usize,
     ) -> PyResult<()> {
         self.append(|program| program.copy(source, target, count, width))
+    }
+
+    /// Column i of target becomes column `order[i]` of source.
+    fn reorder(&mut self, order: Vec<u32>, source: Register, target: Register) -> PyResult<()> {
+        self.append(|program| program.reorder(order.into(), source, target))
     }
 
     /// target = norm(source), which may be the same.

@@ -73,7 +73,7 @@ class NativeLinear:
         formats = [matrix.format for matrix in matrices]
         rows, in_features = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
         segments = [
-            (num_rows, one.bits, one.group, one.offset, one.has_mins, one.number, one.table, one.code)
+            (num_rows, one.bits, one.group, one.offset, one.has_mins, one.number, one.zeros, one.table, one.code)
             for matrix, one in zip(matrices, formats, strict=True)
             # Gate and up are packed apart, also where they are one matrix of the checkpoint.
             for num_rows in ([rows // 2] * 2 if gated and len(matrices) == 1 else [matrix.shape[0]])

@@ -106,7 +106,7 @@ class MatrixReader:
             columns = part.range
         if format_ is None:
             return None
-        group = SUPER_GROUP if format_.number == "int8" else format_.group
+        group = SUPER_GROUP if format_.has_factors else format_.group
         if columns.start % group or len(columns) % group:
             return None
         step = max(1, PIECE_WEIGHTS * 8 // num_columns)
