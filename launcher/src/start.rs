@@ -297,6 +297,7 @@ async fn load(
         max_adapters: u32::try_from(adapters.max_loaded).unwrap_or(u32::MAX),
         max_adapter_rank: args.max_lora_rank,
         speculative_model: prepared.speculative_model.clone(),
+        drafts_with_mtp: args.drafts_with_mtp(),
         watermark_delta: args.watermark_delta,
         attention: args.attention.name().map(str::to_owned),
         cpu_isa: args.cpu_isa.name().map(str::to_owned),

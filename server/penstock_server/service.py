@@ -111,6 +111,7 @@ class Worker(rpc.WorkerServicer):
             max_adapters=request.max_adapters,
             max_adapter_rank=request.max_adapter_rank,
             speculative_model=Path(request.speculative_model) if request.speculative_model else None,
+            drafts_with_mtp=request.drafts_with_mtp,
         )
         try:
             description = self._compute.call(partial(self._load, config))

@@ -144,6 +144,7 @@ class Engine:
             activation_bits=config.activation_bits or ACTIVATION_BITS,
             max_adapters=config.max_adapters,
             max_adapter_rank=config.max_adapter_rank,
+            drafts_with_mtp=config.drafts_with_mtp and config.speculative_model is None and native is not None,
         )
         advice = "use a larger GPU, or more shards (--num-shard), or end the other processes"
 

@@ -73,7 +73,7 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     layout = WeightLayout(shard, scheme_of)
     checkpoint, locator = open_checkpoint(options.folder)
     locator = locator or names.for_checkpoint(checkpoint.names())
-    spec = spec.for_checkpoint(locator, checkpoint.names())
+    spec = spec.for_checkpoint(locator, checkpoint.names(), drafts_with_mtp=options.drafts_with_mtp)
     table = parameters(spec, layout)
     sites = None
     if options.max_adapters:

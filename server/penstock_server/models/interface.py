@@ -34,6 +34,7 @@ class LoadOptions:
     max_adapters: int = 0  # loaded at a time; 0: the model is loaded without them
     max_adapter_rank: int = 0
     kv_dtype: torch.dtype | None = None  # an fp8 dtype of stored keys and values; None: dtype
+    drafts_with_mtp: bool = False  # the checkpoint's multi-token prediction layer is loaded, if it has one
 
 
 class CausalModel(Protocol):
