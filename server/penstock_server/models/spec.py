@@ -123,6 +123,7 @@ class ModelSpec:
     pooling: Pooling | None = None  # None: it generates tokens
     classifier: ClassifierSpec | None = None  # of rerankers
     reads_images: bool = False  # its architecture is a key of `FAMILIES`
+    num_featured_layers: int = 0  # the first ones, behind which image tokens get features
 
     def __post_init__(self) -> None:
         layers = [*self.layers, *(() if self.encoder is None else self.encoder.layers)]
