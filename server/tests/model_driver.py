@@ -88,7 +88,8 @@ class ModelDriver:
         if self.model.max_source_tokens:
             batch, _ = split(batch, np.array([sequence.num_source for sequence, _ in advances]))
         on_device = batch.put(lambda array: torch.from_numpy(array).to(self.device))
-        return self.model.logits(self.model.forward(on_device)).cpu()
+        adapters = on_device.adapters and on_device.adapters.select(on_device.sample_rows)
+        return self.model.logits(self.model.forward(on_device), adapters).cpu()
 
     def greedy(
         self,

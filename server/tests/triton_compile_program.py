@@ -252,11 +252,14 @@ def launch_experts(dtype: torch.dtype, rows: str, num_tokens: int) -> None:
 
 
 def launch_adapters(dtype: torch.dtype, num_tokens: int) -> None:
-    """Queries, keys and values of an 8B Llama."""
+    """Queries, keys and values of an 8B Llama, and its embedding."""
     columns = [range(4096), range(4096, 5120), range(5120, 6144)]
     low_rank = LowRankSum.of(num_tokens, columns, 64, 8, torch.device("cpu"))
     x, y = torch.zeros(num_tokens, 4096, dtype=dtype), torch.zeros(num_tokens, 6144, dtype=dtype)
-    low_rank.add(x, y, torch.zeros(num_tokens, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
+    ids, tables = torch.zeros(num_tokens, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    low_rank.add(x, y, ids, tables)
+    embedding = LowRankSum.of(0, [range(4096)], 64, 8, torch.device("cpu"))
+    embedding.add_looked_up(ids, 128256, x, ids, tables)
 
 
 def launch_deterministic(name: str, num_tokens: int) -> None:

@@ -76,7 +76,7 @@ pub(super) async fn fetch(images: Vec<GivenImage>, fetcher: Option<&Fetcher>) ->
     })
 }
 
-/// For all images that a prompt names by URL. The request holds its adapter meanwhile.
+/// For all images that a prompt names by URL.
 const PROMPT_TIMEOUT: Duration = Duration::from_secs(60);
 const UNFETCHED: &str = "this server does not fetch images from URLs; its --allow-image-urls would";
 

@@ -156,14 +156,18 @@ impl GenerationService {
         let permit = admission.admit(prompts.len() * num_per_prompt)?;
         let checked = parameters.check(&config.limits, num_per_prompt)?;
         let deadlines = Deadlines::new(record.received(), checked.timeout, config.queue.timeout);
-        let adapter = match &checked.adapter_id {
-            Some(name) => Some(Arc::new(self.in_time(deadlines, self.adapters().lease(name)).await?)),
-            None => None,
-        };
+        if let Some(name) = &checked.adapter_id {
+            self.adapters().expect_known(name)?;
+        }
         let mut prepared = Vec::with_capacity(prompts.len());
         for prompt in prompts {
             prepared.push(self.prepare(prompt, checked.clone(), deadlines).await?);
         }
+        // After the prompts, whose images may be fetched from slow hosts: other requests wait for the adapter's place.
+        let adapter = match &checked.adapter_id {
+            Some(name) => Some(Arc::new(self.in_time(deadlines, self.adapters().lease(name)).await?)),
+            None => None,
+        };
         let mut generations =
             Generations { prompts: Vec::with_capacity(prepared.len()), num_per_prompt, running: Vec::new(), permit };
         for prepared in prepared {

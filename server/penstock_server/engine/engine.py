@@ -201,12 +201,14 @@ class Engine:
 
     def load_adapter(self, adapter: Adapter, unloaded_ids: Sequence[int]) -> None:
         """Load an adapter, after freeing others, which no sequence has. Any thread may call it while steps run. Raises
-        ConfigError for an adapter that cannot be used."""
+        ConfigError for an adapter that cannot be used, or does not fit in memory."""
         if self.model.adapters is None:
             raise ConfigError("the model was loaded without adapters")
         for adapter_id in unloaded_ids:
             self.model.adapters.unload(adapter_id)
-        self.model.adapters.load(adapter)
+        advice = "lower --max-lora-slots, or --cuda-memory-fraction, which leaves more memory beside the KV cache"
+        with naming_full_memory(self._device, f"the adapter in {adapter.folder}", advice):
+            self.model.adapters.load(adapter)
 
     def encode_images(self, images: Sequence[Image]) -> list[EncodedImage]:
         """Encode images. Any thread may call it while steps run. Raises ImageError for an

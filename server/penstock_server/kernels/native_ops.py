@@ -278,6 +278,11 @@ class NativeOps:
         packed = self._kernels.norm(kind, weights, biases, variant.eps)
         return NativeNorm(packed, self.build.dtype, self._torch.pack_norm(weight, bias, variant))
 
+    def adapt(self, site: int, x: Tensor, y: Tensor, adapters: Sequence[Any], of_rows: Tensor) -> None:
+        """Adds to y [rows, columns], a layer's product with x [rows, in_features], what the rows' adapters add at this
+        site. adapters: packed for this build; of_rows [rows] int64: the index of each row's adapter, or -1."""
+        self._kernels.adapt(site, x, y, (adapters, of_rows))
+
     def routing(self, rule: RoutingRule, correction: Tensor | None) -> NativeRouting:
         """correction [experts] float32: added to the scores for the choice."""
         return NativeRouting(self._kernels.routing(rule, correction), rule)

@@ -250,7 +250,7 @@ class NativeStack:
         batch = step.batch
         output = residual.new_empty((batch.sample_rows.shape[0], residual.shape[1]))
         metadata = step.metadata[NativeAttention.name]
-        adapted = None if adapters is None else (list(adapters.loaded), adapters.of_tokens)
+        adapted = None if adapters is None else ([adapter.packed for adapter in adapters.loaded], adapters.of_tokens)
         self._run(residual, batch.positions, batch.slots, metadata, caches, batch.sample_rows, output, adapted)
         return output
 

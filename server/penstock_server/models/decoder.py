@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from penstock_server.attention.interface import Attention, StepBatch, window_tokens
+from penstock_server.attention.interface import Attention, StepAdapters, StepBatch, window_tokens
 from penstock_server.heap import return_free_pages
 from penstock_server.kernels.native_ops import NativeOps
 from penstock_server.kernels.ops import Lookup
@@ -116,6 +116,8 @@ class Decoder:
             return
         if not isinstance(self._ops, NativeOps):
             raise refusal(f"{self._ops.name} operators have no kernel for them")
+        if self.spec.num_featured_layers:
+            raise refusal("image tokens get features behind its first layers, which then run one by one")
         try:
             # Steps without adapters run the other stack: its layers have fewer operations, and rows the same bits.
             self._adapted_stack = NativeStack.written_by(
@@ -159,9 +161,9 @@ class Decoder:
         for spec, tables in self._ropes.items():
             limit_tables(spec, tables, max_sequence_tokens)
 
-    def logits(self, outputs: Tensor) -> Tensor:
+    def logits(self, outputs: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         assert self.head is not None, "its outputs are pooled"
-        return self.head(outputs)
+        return self.head(outputs, adapters)
 
     def head_rows(self, token_ids: Tensor) -> Tensor:
         assert self.head is not None, "its outputs are pooled"
@@ -242,4 +244,9 @@ def _load_head(spec: HeadSpec, context: BuildContext) -> tuple[VocabularyHead, L
         linear, lookup = weights.pack(ops), context.weights("embedding").lookup(ops)
     cap = None if spec.soft_cap is None else soft_cap(ops, spec.soft_cap)
     logits_bias = context.loader.read("head.logits_bias")[0] if spec.logits_bias else None
-    return VocabularyHead(linear, shard.vocab.widths(), shard.group, spec.multiplier, cap, logits_bias), lookup
+    sites, site = context.adapter_sites, None
+    if sites is not None and not spec.is_normalized:
+        site = sites.add_head("embedding" if spec.tied else "head")
+    add_adapters = context.adds(site)
+    widths, group = shard.vocab.widths(), shard.group
+    return VocabularyHead(linear, widths, group, spec.multiplier, cap, logits_bias, add_adapters), lookup

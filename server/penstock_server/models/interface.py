@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock_server.attention.interface import StepBatch
+from penstock_server.attention.interface import StepAdapters, StepBatch
 from penstock_server.kernels import ACTIVATION_BITS
 from penstock_server.models.adapter import Adapters
 from penstock_server.models.pooler import Pooler
@@ -81,9 +81,10 @@ class CausalModel(Protocol):
         rows."""
         ...
 
-    def logits(self, outputs: Tensor) -> Tensor:
+    def logits(self, outputs: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         """Outputs [rows, hidden] → logits [rows, vocab] in the model's dtype, the same on all ranks. All ranks must
-        call it together with the same rows; the caller bounds the memory by the number of rows."""
+        call it together with the same rows; the caller bounds the memory by the number of rows. adapters: of the rows;
+        None: no row has one."""
         ...
 
     def head_rows(self, token_ids: Tensor) -> Tensor:

@@ -126,6 +126,7 @@ class ModelSpec:
     # is none, or it is not used.
     mtp: LayerSpec | None = None
     reads_images: bool = False  # its architecture is a key of `FAMILIES`
+    num_featured_layers: int = 0  # the first ones, behind which image tokens get features
 
     def __post_init__(self) -> None:
         layers = [*self.layers, *(() if self.encoder is None else self.encoder.layers)]

@@ -62,7 +62,8 @@ def build(config: Config, text_models: dict[str, Build]) -> tuple[ModelSpec, Nam
     num_featured = len(getattr(whole.vision_config, "deepstack_visual_indexes", ()))
     if num_featured >= spec.num_layers:
         raise config.refuse(f"{num_featured} layers with features of images need more than {spec.num_layers} layers")
-    return replace(spec, architecture=model_type, reads_images=True), replace(first, alternatives=tuple(others))
+    spec = replace(spec, architecture=model_type, reads_images=True, num_featured_layers=num_featured)
+    return spec, replace(first, alternatives=tuple(others))
 
 
 def _axes(config: Config, rope: dict[str, Any]) -> tuple[int, ...]:

@@ -159,10 +159,14 @@ def whole_end(images: Sequence[PlacedImage], end: int) -> int:
     return next((placed.end for placed in images if placed.is_split_at(end)), end)
 
 
-def logits_of(model: Decoder, encoder: ImageEncoder, batch: list[Prompt], chunk: int) -> list[torch.Tensor]:
-    """[tokens, vocab] of each prompt, computed together in chunks."""
+def logits_of(
+    model: Decoder, encoder: ImageEncoder, batch: list[Prompt], chunk: int, adapters: Sequence[Any] = ()
+) -> list[torch.Tensor]:
+    """[tokens, vocab] of each prompt, computed together in chunks. adapters: of the prompts; empty: none."""
     driver = ModelDriver(model, block_tokens=16)
     sequences = [driven(driver, encoder, prompt) for prompt in batch]
+    for sequence, adapter in zip(sequences, adapters, strict=False):
+        sequence.adapter = adapter
     found: list[list[torch.Tensor]] = [[] for _ in batch]
     while any(s.num_computed < len(s.token_ids) for s in sequences):
         advances = [
