@@ -78,6 +78,9 @@ class ImageInput:
     placeholder: str
     template_text: str
     is_whole: bool
+    is_prompt_whole: bool
+    text_prefix: str
+    text_suffix: str
 
 
 @dataclass(frozen=True, slots=True)

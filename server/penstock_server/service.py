@@ -378,6 +378,9 @@ def _image_input(image_input: ImageInput | None) -> pb.ImageInput | None:
         placeholder=image_input.placeholder,
         template_text=image_input.template_text,
         is_whole=image_input.is_whole,
+        is_prompt_whole=image_input.is_prompt_whole,
+        text_prefix=image_input.text_prefix,
+        text_suffix=image_input.text_suffix,
     )
 
 

@@ -30,6 +30,9 @@ async fn server(adjust: impl FnOnce(&mut Config)) -> Server {
             placeholder: PLACEHOLDER.to_owned(),
             template_text: String::new(),
             is_whole: false,
+            is_prompt_whole: false,
+            text_prefix: String::new(),
+            text_suffix: String::new(),
         });
         adjust(config);
     })

@@ -78,7 +78,15 @@ def _can_draft(model: CausalModel, device: torch.device) -> bool:
 def _image_input(images: ImageEncoder | None) -> ImageInput | None:
     if images is None:
         return None
-    return ImageInput(images.placeholder_id, images.placeholder, images.template_text, images.is_whole)
+    return ImageInput(
+        images.placeholder_id,
+        images.placeholder,
+        images.template_text,
+        images.family.is_whole,
+        images.family.is_prompt_whole,
+        images.family.text_prefix,
+        images.family.text_suffix,
+    )
 
 
 class Engine:
@@ -258,6 +266,7 @@ class Engine:
                 num_rows=config.max_step_sequences,
                 max_source_tokens=self.model.max_source_tokens,
                 has_answers=not self._is_encoder,
+                has_whole_prompts=self.model.images is not None and self.model.images.family.is_prompt_whole,
                 has_token_types=self.model.pooler is not None and self.model.pooler.pooling.has_token_types,
             )
 

@@ -42,6 +42,7 @@ class TableLimits:
     max_source_tokens: int = 0  # 0: no part of a sequence is read by an encoder
     has_answers: bool = True  # something follows a source; otherwise all of a sequence is source
     has_token_types: bool = False  # tokens of a second text are told apart
+    has_whole_prompts: bool = False  # all tokens of a prompt attend to each other, so they are computed together
 
 
 class SequenceTable:
@@ -215,6 +216,10 @@ class SequenceTable:
             images = self._images_of.get(int(rows[place]), ())
             found[place] = any(placed.is_split_at(int(ends[place])) for placed in images)
         return found
+
+    def splits_prompts(self, rows: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """[rows]: whether the first `ends` [rows] tokens end inside of a prompt whose tokens attend to each other."""
+        return self.limits.has_whole_prompts & (ends < self.prompt[rows])
 
     def first_ids(self, rows: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """[rows, longest]: the tokens before `ends` [rows] that are not the encoder's; shorter rows are padded with
