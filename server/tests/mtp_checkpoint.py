@@ -42,7 +42,7 @@ VALUES: dict[str, Any] = {
 
 @dataclass
 class Reference:
-    """The model by transformers, whose last decoder layer is the multi-token prediction layer's, and its other parts."""
+    """The model by transformers, whose last decoder layer is the multi-token prediction layer's, and other parts."""
 
     whole: Any
     parts: dict[str, Tensor]  # by their published names

@@ -84,9 +84,7 @@ def plain(options: LoadOptions) -> Engine:
     return engine
 
 
-def test_drafts_are_those_of_the_published_computation_and_change_no_bit(
-    reference: Reference, folder: Path
-) -> None:
+def test_drafts_are_those_of_the_published_computation_and_change_no_bit(reference: Reference, folder: Path) -> None:
     engine, drafter = drafting(options_of(folder))
     texts = prompts(4, [5, 9, 17], VOCAB)
     expected, _ = generate(plain(options_of(folder)), texts, 12, num_drafts=0)

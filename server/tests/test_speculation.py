@@ -124,9 +124,7 @@ class Allowing:
     def __init__(self, expected: list[int]) -> None:
         self._expected = expected
 
-    def draft(
-        self, sequence_id: int, history: np.ndarray, most: int, guess: object, expected: list[int]
-    ) -> list[int]:
+    def draft(self, sequence_id: int, history: np.ndarray, most: int, guess: object, expected: list[int]) -> list[int]:
         assert (sequence_id, history.tolist(), guess) == (0, [1, 2, 3, 1, 2], draft_of)
         assert expected == self._expected
         return [7, 8, 9, 10][: most - 1]

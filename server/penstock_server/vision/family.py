@@ -38,8 +38,8 @@ class ImageFamily:
     has_grid: bool = False
     is_whole: bool = False  # the image tokens that follow each other attend to each other
     is_prompt_whole: bool = False  # all tokens of a prompt attend to each other
-    # In prompts without a chat template: text after the last image, which then replaces what the tokenizer adds, and text
-    # at the end.
+    # In prompts without a chat template: text after the last image, which then replaces what the tokenizer adds, and
+    # text at the end.
     text_prefix: str = ""
     text_suffix: str = ""
     # What chat templates write for an image, if it is not `placeholder`, which replaces it. If it is also in
