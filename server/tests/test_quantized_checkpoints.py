@@ -97,6 +97,7 @@ CASES: dict[str, tuple[dict[str, Any], Quantize]] = {
     "w4a16 asymmetric": compressed(4, "group", 32, symmetric=False),
     "w8a16": compressed(8, "group", 32, symmetric=True),
     "w8a8": compressed(8, "channel", None, symmetric=True),
+    "w8a8, static inputs": compressed(8, "channel", None, symmetric=True, has_static_inputs=True),
     "w8a8, one scale": compressed(8, "tensor", None, symmetric=True),
     "compressed fp8": compressed(8, "channel", None, symmetric=True, kind="float"),
     "fp8": ({"quant_method": "fp8", "activation_scheme": "static"}, float8("tensor")),
