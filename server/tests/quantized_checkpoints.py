@@ -188,8 +188,8 @@ def lacking(package: str) -> Quantize:
 def compressed(
     bits: int, strategy: str, group: int | None, *, symmetric: bool, kind: str = "int", has_static_inputs: bool = False
 ) -> tuple[dict[str, Any], Quantize]:
-    """`quantization_config`, and how the library `compressed-tensors` writes a layer. has_static_inputs: inputs of 8 bits
-    have one scale, which is stored."""
+    """`quantization_config`, and how the library `compressed-tensors` writes a layer. has_static_inputs: inputs have
+    8 bits, and one scale, which is stored."""
     if importlib.util.find_spec("compressed_tensors") is None:
         return {}, lacking("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor

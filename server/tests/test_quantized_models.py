@@ -84,7 +84,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
     "int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, bits_and_bytes("int8")),
     "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, bits_and_bytes("nf4")),
     "hqq": ({"quant_method": "hqq"}, hqq(4, 32)),
-    "fp8": ({"quant_method": "fp8", "weight_block_size": [32, 32]}, float8("block")),
+    "fp8 in blocks": ({"quant_method": "fp8", "weight_block_size": [32, 32]}, float8("block")),
 }
 # The slow tests have every other format that one architecture is tested with. Its "dynamic" names this one's layers.
 MORE_FORMATS = {name: case for name, case in CHECKPOINTS.items() if name not in {*FORMATS, "gptq dynamic"}}
