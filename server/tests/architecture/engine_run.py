@@ -43,11 +43,12 @@ class EngineRun:
         num_source: Callable[[list[int]], int] = lambda _: 0,
         kv_dtype: torch.dtype | None = None,
         block_tokens: int = BLOCK_TOKENS,
+        max_step_tokens: int = MAX_STEP_TOKENS,
     ) -> None:
         self.block_tokens = block_tokens
         options = LoadOptions(folder, torch.float32, DEVICE, self.block_tokens, kv_dtype=kv_dtype)
         self.engine = Engine(load(options, RankGroup()), RankGroup(), DEVICE, self.block_tokens)
-        self.engine.warm_up(WarmUpConfig(MAX_STEP_TOKENS, 4, max_sequence_tokens=160, num_blocks=128))
+        self.engine.warm_up(WarmUpConfig(max_step_tokens, 4, max_sequence_tokens=160, num_blocks=128))
         self.free_blocks = list(range(128))
         self.num_source = num_source
         self.images: Callable[[list[int]], Sequence[ImageSpan]] = lambda prompt: ()
