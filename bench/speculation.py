@@ -3,7 +3,8 @@ loaded alternately. The heads are those of `train_medusa.py`, which trains them 
 
 Three loads of one stream: copying a text, filling in a form under a JSON schema, and free chat; and 32 streams of
 random words, where drafts must not cost throughput. The answers of all servers are compared token by token, and so are
-those to requests with every kind of sampling. llama.cpp gets the loads of one stream, without and with its own n-grams.
+those to requests with every kind of sampling. llama.cpp gets the loads of one stream, without drafts, with its own
+n-grams and with a draft model. Both draft with the same model in 4 bits: it is nearly always right, and not cheap.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import peers
 from compare import WEIGHTS, Server, free_port, llama_server, metrics_of, penstock_server, running, stream_load
 from figure import speculation, table_of
 from load import PENSTOCK, prompt_of, run
+from quantized import gguf_of
 from result import heading, keep, machine, option_parser, title
 from train_medusa import FOLDER, make_heads
 
@@ -174,11 +176,16 @@ def main() -> None:
     record: dict[str, Any] = {**heading(), "machine": machine(), "speculate": SPECULATE, "weights": options.weights}
     record["repeats"] = repeats
     ports: dict[str, dict[str, int]] = {}
+    small = str(gguf_of("Q4_0"))
     with contextlib.ExitStack() as stack:
         for name in options.only:
             modes, ask = SERVERS[name]
             if name == "penstock":
-                modes = {**modes, "heads": [*modes["on"], "--speculative-model", str(make_heads(options.heads))]}
+                models = {"heads": str(make_heads(options.heads)), "draft": small}
+                modes = modes | {mode: [*modes["on"], "--speculative-model", model] for mode, model in models.items()}
+            else:
+                most = ["--spec-draft-n-max", str(SPECULATE)]
+                modes = modes | {"draft": ["--spec-type", "draft-simple", "--spec-draft-model", small, *most]}
             ports[name] = {}
             for mode, flags in modes.items():
                 port = ports[name][mode] = free_port()

@@ -1,7 +1,7 @@
 //! The data type of weights, activations and the KV cache. The crate is compiled once for each: with `--cfg element="f16"` or
 //! `--cfg element="f32"`, otherwise for bf16. All arithmetic is in float32; an `Element` is a number in memory.
 
-use crate::simd::F32;
+use crate::simd::{F32, Float8, LANES};
 
 #[cfg_attr(not(any(element = "f16", element = "f32")), path = "element/bf16.rs")]
 #[cfg_attr(element = "f16", path = "element/f16.rs")]
@@ -10,6 +10,9 @@ mod format;
 
 use format::{Bits, Vector, narrow, widen};
 pub(crate) use format::{GROUP, NAME};
+
+/// 8-bit floats that become elements at a time.
+pub(crate) const FLOAT8S: usize = 64;
 
 /// A number in memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -77,6 +80,26 @@ impl Element {
     pub(crate) unsafe fn store_first(values: F32, address: *mut Element, count: usize) {
         // SAFETY: guaranteed by the caller.
         unsafe { narrow(values).store_first(address.cast(), count) };
+    }
+
+    /// Turns 64 stored 8-bit floats into elements, exactly.
+    ///
+    /// # Safety
+    /// The bytes must be readable, the elements writable.
+    #[inline(always)]
+    pub(crate) unsafe fn store_float8(format: Float8, bytes: *const u8, elements: *mut Element) {
+        // SAFETY: guaranteed by the caller.
+        unsafe {
+            if cfg!(any(element = "f16", element = "f32")) {
+                for first in (0..FLOAT8S).step_by(LANES) {
+                    Element::store(format.load(bytes.add(first)), elements.add(first));
+                }
+                return;
+            }
+            for (half, words) in format.load_as_bf16(bytes).into_iter().enumerate() {
+                words.store(elements.add(half * FLOAT8S / 2).cast());
+            }
+        }
     }
 
     /// Loads the first `count` of 16 pairs: their first and their second elements; zeros in other lanes.

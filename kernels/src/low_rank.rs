@@ -12,7 +12,7 @@ pub(crate) use pack::{Adapter, PlainPart};
 
 use crate::element::Element;
 use crate::linear::Rows;
-use crate::pool::{Executor, Target};
+use crate::pool::{Executor, Pool, Target};
 use crate::product::{self, Operand, WIDTH};
 use crate::simd::{F32, LANES, SUMS, with_constant};
 use pack::{CHUNK, GROUP_RANKS, PANEL, Site, TILE_VECTORS};
@@ -71,6 +71,24 @@ pub(crate) struct Product {
     pub(crate) rows: Rows,
     pub(crate) y: Target<Element>,
     pub(crate) out_columns: usize,
+}
+
+/// Adds to a product what the rows' adapters add at this site, as a section of its own.
+///
+/// # Safety
+/// The adapters must fit the site. The product's rows must be readable, and its y writable for every row of the runs.
+pub(crate) unsafe fn apply(pool: &Pool, adapters: &[&Adapter], runs: &[Run], site: usize, product: Product) {
+    let max_rank = max_rank(adapters);
+    let mut inner = vec![0.0; product.rows.num_rows * max_rank];
+    let adapted = Adapted { adapters, runs, inner: Target::new(inner.as_mut_ptr()), max_rank };
+    // SAFETY: guaranteed by the caller; `inner` has a place for every row.
+    unsafe {
+        if adapted.has_rows_for(pool.num_threads()) {
+            pool.for_ranges(product.rows.num_rows, 1, |range| adapted.apply_to(range, site, product));
+        } else {
+            adapted.apply(pool, site, product);
+        }
+    }
 }
 
 impl Adapted<'_> {

@@ -22,7 +22,7 @@ use crate::rotate::{Angles, Heads, Pairs};
 use crate::sample::Logits;
 use crate::simd::{self, Float8};
 use activation::Activation;
-use adapter::Adapter;
+use adapter::{AdaptedRows, Adapter};
 use attention::{AttentionShape, Batch, PagedAttention};
 use collective::Collective;
 use linear::{PackedLinear, Packing, WideLinear};
@@ -114,6 +114,19 @@ impl Kernels {
     /// A weight [out_features, in_features], which is copied, of a layer whose results are float32.
     fn wide_linear(&self, weight: View<'_, Element, 2>) -> PyResult<WideLinear> {
         WideLinear::new(self.pool, &weight)
+    }
+
+    /// Adds to y [rows, columns], a layer's product with x [rows, in_features], what the rows' adapters add to that layer, which is site
+    /// `site` of theirs.
+    fn adapt(
+        &self,
+        py: Python<'_>,
+        site: usize,
+        x: View<'_, Element, 2>,
+        y: View<'_, Element, 2>,
+        adapted: AdaptedRows<'_>,
+    ) -> PyResult<()> {
+        adapter::adapt(py, &self.pool, site, &x, &y, &adapted)
     }
 
     /// How rows of logits choose experts. correction [experts] is added to their scores for the choice.

@@ -200,14 +200,14 @@ pub(crate) struct Args {
     pub(crate) max_steps_in_flight: u32,
 
     /// Maximum number of draft tokens that a step verifies for one sequence; 0 is off. Drafts are what
-    /// --speculative-model proposes, or else what followed the last tokens of a sequence where they occurred in it before, or what
-    /// its grammar forces; they change no token, logprob or stop. A step with prompts or with as many sequences as --max-batch-size has none
+    /// --speculative-model proposes, or else the multi-token prediction (MTP) layer of the checkpoint, or else what followed the last
+    /// tokens of a sequence where they occurred in it before (n-grams), or what its grammar forces; they change no token, logprob or stop. A step with prompts or with as many sequences as --max-batch-size has none
     #[arg(long, env, default_value_t = 0, value_parser = RangedU64ValueParser::<u32>::new().range(0..=16))]
     pub(crate) speculate: u32,
 
     /// What proposes the draft tokens of --speculate: a smaller model with the same vocabulary, as a folder, a .gguf file, or an
     /// id or ID@REVISION on the Hugging Face hub; or heads that were made for the model: EAGLE-3 in the published layout, or Medusa
-    /// in TGI's. Without it, drafts come from n-grams
+    /// in TGI's; or `ngram`: n-grams. Without it, drafts come from the checkpoint's MTP layer, or from n-grams if it has none
     #[arg(long, env)]
     pub(crate) speculative_model: Option<String>,
 
@@ -417,6 +417,16 @@ impl Args {
         let config =
             || ImageUrlConfig { allowed_hosts: self.allowed_image_hosts.clone(), max_bytes: self.max_image_fetch_size };
         self.allow_image_urls.then(config)
+    }
+
+    /// What `--speculative-model` names; `None`: nothing, or n-grams.
+    pub(crate) fn drafting_model(&self) -> Option<&str> {
+        self.speculative_model.as_deref().filter(|given| *given != "ngram")
+    }
+
+    /// Whether the checkpoint's multi-token prediction layer drafts, if it has one.
+    pub(crate) const fn drafts_with_mtp(&self) -> bool {
+        self.speculate > 0 && self.speculative_model.is_none()
     }
 }
 

@@ -46,6 +46,19 @@ fn heads_without_drafts_are_refused() {
 }
 
 #[test]
+fn the_checkpoint_s_layer_drafts_unless_heads_or_ngrams_are_named() {
+    for (flags, model, drafts_with_mtp) in [
+        ("", None, false),
+        ("--speculate 2", None, true),
+        ("--speculate 2 --speculative-model ngram", None, false),
+        ("--speculate 2 --speculative-model /heads", Some("/heads"), false),
+    ] {
+        let args = args(flags);
+        assert_eq!((args.drafting_model(), args.drafts_with_mtp()), (model, drafts_with_mtp), "{flags}");
+    }
+}
+
+#[test]
 fn replicas_share_the_cores_and_devices_and_stand_by_for_each_other() {
     let on =
         |devices, flags: &str| Settings::resolve(&args(flags), Machine { num_visible_devices: devices, ..MACHINE });

@@ -129,6 +129,7 @@ pub(crate) async fn start(
         max_inter_token: settings.max_inter_token,
         max_overtaking: MAX_OVERTAKING,
         window_tokens: loaded.model.window_tokens,
+        whole_prompts: loaded.model.image_input.as_ref().is_some_and(|input| input.is_prompt_whole),
         max_draft_tokens,
     };
     let options = EngineOptions {
@@ -297,6 +298,7 @@ async fn load(
         max_adapters: u32::try_from(adapters.max_loaded).unwrap_or(u32::MAX),
         max_adapter_rank: args.max_lora_rank,
         speculative_model: prepared.speculative_model.clone(),
+        drafts_with_mtp: args.drafts_with_mtp(),
         watermark_delta: args.watermark_delta,
         attention: args.attention.name().map(str::to_owned),
         cpu_isa: args.cpu_isa.name().map(str::to_owned),

@@ -61,7 +61,7 @@ pub(crate) async fn prepare(python: &Path, args: &Args, adapters: &AdapterFlags)
     }
     command.args(args.route.then_some("--without-weights"));
     command.args(adapters.on_hub().flat_map(|given| ["--adapter", given]));
-    command.args(args.speculative_model.iter().flat_map(|given| ["--speculative-model", given]));
+    command.args(args.drafting_model().iter().flat_map(|given| ["--speculative-model", given]));
     answer_of(command, python, args, "the model").await.map_err(|error| match error {
         PrepareError::Failed(reason) => PrepareError::Failed(format!("the model cannot be prepared: {reason}")),
         other => other,

@@ -200,6 +200,7 @@ async fn described(group: &mut Group) -> Description {
         max_adapters: 0,
         max_adapter_rank: 0,
         speculative_model: None,
+        drafts_with_mtp: false,
     };
     group.load(&options).await.unwrap()
 }

@@ -85,6 +85,7 @@ impl Run {
             max_inter_token: None,
             max_overtaking: 0,
             window_tokens: None,
+            whole_prompts: false,
             max_draft_tokens: 0,
         });
         for text in 0..load.num_cached_blocks / 500 {

@@ -38,6 +38,12 @@ pub enum SubmitError {
         span.start, span.end
     )]
     WholeSpan { span: Range<u32>, max_step_tokens: u32 },
+    /// The tokens of a prompt attend to each other, and do not fit into one step.
+    #[error(
+        "the prompt has {num_prompt_tokens} tokens, which this model computes in one step of at most {max_step_tokens}; \
+         send a shorter prompt, or raise --max-batch-prefill-tokens"
+    )]
+    WholePrompt { num_prompt_tokens: u32, max_step_tokens: u32 },
     /// A sequence with this id is queued or running.
     #[error("sequence {} is already known", id.0)]
     AlreadyKnown { id: SequenceId },

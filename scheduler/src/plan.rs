@@ -48,6 +48,8 @@ pub struct Limits {
     /// Sliding window: a token attends to this many last tokens, itself included. Blocks before the window are
     /// released. `None`: a token attends to all tokens before it.
     pub window_tokens: Option<u32>,
+    /// All tokens of a prompt attend to each other: each prompt is a span as in [`Submission::whole_spans`].
+    pub whole_prompts: bool,
     /// Draft tokens that a step verifies for one sequence at most (`--speculate`). 0: none.
     pub max_draft_tokens: u32,
 }

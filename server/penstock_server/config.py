@@ -41,7 +41,8 @@ class LoadConfig:
     background: bool = False  # yield the processors while loading
     max_adapters: int = 0  # LoRA adapters loaded at a time; 0: none
     max_adapter_rank: int = 0
-    speculative_model: Path | None = None  # the folder of a draft model or of heads; None: drafts come from n-grams
+    speculative_model: Path | None = None  # the folder of a draft model or of heads; None: there is none
+    drafts_with_mtp: bool = False  # without a speculative_model, with a layer of the checkpoint if it has one
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,9 @@ class ImageInput:
     placeholder: str
     template_text: str
     is_whole: bool
+    is_prompt_whole: bool
+    text_prefix: str
+    text_suffix: str
 
 
 @dataclass(frozen=True, slots=True)

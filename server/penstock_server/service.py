@@ -111,6 +111,7 @@ class Worker(rpc.WorkerServicer):
             max_adapters=request.max_adapters,
             max_adapter_rank=request.max_adapter_rank,
             speculative_model=Path(request.speculative_model) if request.speculative_model else None,
+            drafts_with_mtp=request.drafts_with_mtp,
         )
         try:
             description = self._compute.call(partial(self._load, config))
@@ -377,6 +378,9 @@ def _image_input(image_input: ImageInput | None) -> pb.ImageInput | None:
         placeholder=image_input.placeholder,
         template_text=image_input.template_text,
         is_whole=image_input.is_whole,
+        is_prompt_whole=image_input.is_prompt_whole,
+        text_prefix=image_input.text_prefix,
+        text_suffix=image_input.text_suffix,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import torch
-from penstock_server.attention.interface import StepBatch
+from penstock_server.attention.interface import StepAdapters, StepBatch
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
 from torch import Tensor
@@ -91,7 +91,7 @@ class FakeModel:
             outputs[place] = POISON if context[-1] == POISON else next_token(context.tolist())
         return outputs
 
-    def logits(self, outputs: Tensor) -> Tensor:
+    def logits(self, outputs: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         logits = torch.zeros(len(outputs), VOCAB).scatter_(1, outputs, 20.0)
         logits[outputs[:, 0] == POISON] = float("nan")
         return logits

@@ -25,6 +25,7 @@ SPECIAL = [
     *("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"),
     *("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
     *("<|START_OF_IMG|>", "<|IMG_PATCH|>", "<|END_OF_IMG|>"),
+    "<bos>",
 ]
 CHARACTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 VOCAB = len(CHARACTERS) + len(SPECIAL)
@@ -114,6 +115,23 @@ IMAGE_CASES: dict[str, ImageCase] = {
         vision={**SIGLIP, "image_size": 48},
         processor_values={"size": {"height": 48, "width": 48}},
         image_token="<image_soft_token>",
+    ),
+    "paligemma": ImageCase(
+        "PaliGemmaConfig",
+        "SiglipImageProcessorPil",
+        values={"projection_dim": 48},
+        text={"model_type": "gemma", "head_dim": 16},
+        vision={**SIGLIP, "image_size": 24},
+        processor_values={"size": {"height": 24, "width": 24}},
+    ),
+    "paligemma2": ImageCase(
+        "PaliGemmaConfig",
+        "SiglipImageProcessorPil",
+        values={"projection_dim": 48},
+        # The window is shorter than a prompt.
+        text={"model_type": "gemma2", "head_dim": 16, "sliding_window": 7},
+        vision={**SIGLIP, "image_size": 24},
+        processor_values={"size": {"height": 24, "width": 24}},
     ),
     "llava": ImageCase(
         "LlavaConfig", "CLIPImageProcessorPil", text={"model_type": "llama"}, vision=CLIP, processor_values=SQUARE

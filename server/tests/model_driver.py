@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from penstock_server.engine.batch import with_images
+from penstock_server.engine.batch import prompt_ends, with_images
 from penstock_server.engine.host_batch import HostAdapters, HostBatch, split
 from penstock_server.models.interface import CausalModel
 from penstock_server.vision.encoder import PlacedImage
@@ -24,6 +24,7 @@ class DrivenSequence:
     num_source: int = 0
     adapter: Any = None  # as `Adapters.load` returns it
     images: Sequence[PlacedImage] = ()
+    num_whole: int = 0  # leading tokens that attend to each other
 
 
 @dataclass
@@ -85,10 +86,14 @@ class ModelDriver:
         )
         if any(sequence.images for sequence, _ in advances):
             batch = with_images(batch, [sequence.images for sequence, _ in advances], computed)
+        if any(sequence.num_whole for sequence, _ in advances):
+            wholes = np.repeat([sequence.num_whole for sequence, _ in advances], [num for _, num in advances])
+            batch = replace(batch, ends=prompt_ends(np.array(positions), wholes))
         if self.model.max_source_tokens:
             batch, _ = split(batch, np.array([sequence.num_source for sequence, _ in advances]))
         on_device = batch.put(lambda array: torch.from_numpy(array).to(self.device))
-        return self.model.logits(self.model.forward(on_device)).cpu()
+        adapters = on_device.adapters and on_device.adapters.select(on_device.sample_rows)
+        return self.model.logits(self.model.forward(on_device), adapters).cpu()
 
     def greedy(
         self,

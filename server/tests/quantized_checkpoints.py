@@ -186,9 +186,10 @@ def lacking(package: str) -> Quantize:
 
 
 def compressed(
-    bits: int, strategy: str, group: int | None, *, symmetric: bool, kind: str = "int"
+    bits: int, strategy: str, group: int | None, *, symmetric: bool, kind: str = "int", has_static_inputs: bool = False
 ) -> tuple[dict[str, Any], Quantize]:
-    """`quantization_config`, and how the library `compressed-tensors` writes a layer."""
+    """`quantization_config`, and how the library `compressed-tensors` writes a layer. has_static_inputs: inputs have
+    8 bits, and one scale, which is stored."""
     if importlib.util.find_spec("compressed_tensors") is None:
         return {}, lacking("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
@@ -196,7 +197,8 @@ def compressed(
     from compressed_tensors.quantization.utils import calculate_qparams
 
     arguments = QuantizationArgs(num_bits=bits, type=kind, strategy=strategy, group_size=group, symmetric=symmetric)
-    scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
+    inputs = QuantizationArgs(num_bits=8, strategy="tensor", dynamic=False) if has_static_inputs else None
+    scheme = QuantizationScheme(targets=["Linear"], weights=arguments, input_activations=inputs)
     layout = (
         "float-quantized" if kind == "float" else "int-quantized" if bits == 8 and group is None else "pack-quantized"
     )
@@ -213,6 +215,8 @@ def compressed(
             rows = weight.reshape(1, 1, -1)
         scales, zeros = calculate_qparams(rows.amin(-1), rows.amax(-1), arguments)
         state = {"weight": weight, "weight_scale": scales, "weight_zero_point": zeros}
+        if has_static_inputs:
+            state["input_scale"] = torch.tensor([0.02])
         compressor = BaseCompressor.get_value_from_registry(layout)
         tensors = compressor.compress(dict(state), scheme)
         exact = compressor.decompress(dict(tensors), scheme)["weight"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -82,8 +83,11 @@ def test_quantized_weights_are_described_with_the_memory_of_loading(name: str, t
     assert (status, report["problems"]) == (0, [])
     model = load_model(LoadOptions(folder, torch.bfloat16, torch.device("cpu"), 16), RankGroup())
     assert report["layout"]["ranks"][0]["weight_bytes"] == model.weight_bytes
-    expected = f"stay in {8 if name in ('w8a8', 'fp8') else 4} bits"
-    assert report["layout"]["quantization"].endswith(expected)
+    bits, with_scales = (8, 8.5) if name in ("w8a8", "fp8") else (4, 5)
+    described = re.search(r"stay in (\d) bits, (\d\.\d\d) each with their scales$", report["layout"]["quantization"])
+    assert described
+    assert int(described[1]) == bits
+    assert bits < float(described[2]) <= with_scales
 
 
 def orders_that_differ(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -240,7 +244,7 @@ def test_metadata_of_a_hub_model_s_files_says_how_torchao_quantized_it(hub: Hub,
     hub.files.update({path.name: path.read_bytes() for path in stored.iterdir()})
     status, report = run(capsys, "someone/tiny", "--dtype", "bfloat16")
     assert (status, report["problems"]) == (0, [])
-    assert report["layout"]["quantization"] == "torchao: 21 weights stay in 4 bits"
+    assert report["layout"]["quantization"] == "torchao: 21 weights stay in 4 bits, X each with their scales"
 
 
 def test_a_failing_hub_leaves_the_cached_model_to_describe(hub: Hub, capsys: Any) -> None:

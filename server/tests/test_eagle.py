@@ -13,7 +13,8 @@ import pytest
 import torch
 from penstock_server.config import WarmUpConfig
 from penstock_server.engine import Engine
-from penstock_server.engine.drafting.eagle import ARCHITECTURE, EagleDrafter
+from penstock_server.engine.drafting.eagle import ARCHITECTURE
+from penstock_server.engine.drafting.head import HeadDrafter
 from penstock_server.engine.drafting.load import load_drafter
 from penstock_server.engine.sequence import SequenceTable, TableLimits
 from penstock_server.errors import ConfigError
@@ -144,7 +145,7 @@ def expected_draft(reference: Any, head: Tensors, text: list[int], num_drafts: i
     return ids[len(text) :]
 
 
-class Recorded(EagleDrafter):
+class Recorded(HeadDrafter):
     """Keeps the drafts with the texts that they continue."""
 
     def __init__(self, head: Any) -> None:
@@ -166,7 +167,7 @@ def load(folder: Path) -> tuple[CausalModel, LoadOptions]:
 def drafting(model_folder: Path, head_folder: Path) -> tuple[Engine, Recorded]:
     model, options = load(model_folder)
     drafter = load_drafter(head_folder, model, options, load_model, find_build(CPU, options.dtype), RankGroup())
-    assert isinstance(drafter, EagleDrafter)
+    assert isinstance(drafter, HeadDrafter)
     recorded = Recorded(drafter.model)
     engine = Engine(model, RankGroup(), CPU, BLOCK_TOKENS, drafter=recorded)
     engine.warm_up(replace(LIMITS, proven=False))
@@ -241,7 +242,7 @@ class Unread:
 
 
 def test_a_text_that_the_model_has_not_read_has_no_draft() -> None:
-    drafter, limits = EagleDrafter(cast(Any, Unread())), TableLimits(VOCAB, BLOCK_TOKENS, 8, 64, 2)
+    drafter, limits = HeadDrafter(cast(Any, Unread())), TableLimits(VOCAB, BLOCK_TOKENS, 8, 64, 2)
     table = SequenceTable(limits)
     table.add(NewSequence(1, [5], 1, block_ids=[0]))
     table.add(NewSequence(2, [5, 6, 7], 3, block_ids=[1]))

@@ -33,7 +33,7 @@ from penstock_server.errors import ConfigError, PlanError
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
 from penstock_server.phase import PhaseClock
-from penstock_server.plan import NewSequence, Plan, Sampling, StepTiming
+from penstock_server.plan import Adapter, NewSequence, Plan, Sampling, StepTiming
 from plans import Advance, Output, plan, step
 
 
@@ -591,6 +591,23 @@ def test_full_memory_is_an_error_that_says_who_uses_it(monkeypatch: pytest.Monke
         raise full
     with pytest.raises(torch.AcceleratorError), naming_full_memory(torch.device("cuda"), "the weights", "do this"):
         raise other
+
+
+def test_an_adapter_that_does_not_fit_in_memory_is_refused_with_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class FullDevice:
+        def load(self, adapter: Adapter) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 16 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 15 << 30)
+    engine, _ = Engine.load(LoadConfig(Path("nowhere"), BLOCK_TOKENS, dtype="float32"), load_model=load_fake)
+    monkeypatch.setattr(engine.model, "adapters", FullDevice(), raising=False)
+    expected = (
+        "too little memory for the adapter in /adapters/one: of 16384 MiB, this rank used 15360 MiB, other processes "
+        "used 0 MiB, and 1024 MiB were free; lower --max-lora-slots, or --cuda-memory-fraction"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        engine.load_adapter(Adapter(1, Path("/adapters/one")), [])
 
 
 @pytest.mark.parametrize(("capability", "best"), [((7, 0), "float16"), ((7, 5), "float16"), ((8, 0), "bfloat16")])

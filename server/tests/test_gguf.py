@@ -83,7 +83,7 @@ def test_every_common_quantization_is_readable() -> None:
 @pytest.mark.parametrize("shape", [(48, 768), (3, 16, 768)])
 @pytest.mark.parametrize("type_", readable_types(), ids=lambda type_: type_.name)
 def test_a_part_of_a_quantized_tensor_equals_that_part_of_the_dequantized_whole(
-    type_: GGMLQuantizationType, shape: tuple[int, ...], tmp_path: Path
+    type_: GGMLQuantizationType, shape: tuple[int, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     # 48 rows of 768 columns are more than one piece.
     block_weights, block_bytes = GGML_QUANT_SIZES[type_]
@@ -96,7 +96,10 @@ def test_a_part_of_a_quantized_tensor_equals_that_part_of_the_dequantized_whole(
     writer = raw_writer(path, metadata)
     writer.add_tensor(name, raw, raw_dtype=type_)
     finish(writer)
-    checkpoint = GgufCheckpoint(path)
+    with caplog.at_level("INFO"):
+        checkpoint = GgufCheckpoint(path)
+    is_dequantized = block_weights > 1 and checkpoint.quantized(name, None) is None
+    assert (f"weights of type {type_.name} are dequantized" in caplog.text) == is_dequantized
     assert checkpoint.shape(name) == shape
     parts = [Part(dim, range(1, shape[dim] - 1)) for dim in range(len(shape))] + [Part(0, range(2, 2))]
     for part in (None, *parts):

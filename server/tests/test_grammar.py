@@ -385,7 +385,25 @@ def test_a_draft_guesses_free_text_once_and_further_only_after_a_long_match(
 
     assert draft(*text, zero, *text[:6]) == text[6:], "what follows is not in the grammar"
     assert draft(*text, zero, *text[:3]) == text[3:5]
-    assert draft(zero, *text, one, *text[:2]) == []
+    assert draft(*text, zero, *text[:2]) == text[2:4]
+    assert draft(zero, *text, one, *text[:1]) == []
+
+
+def test_a_draft_has_what_is_expected_where_the_grammar_allows_it(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states, a, b, zero = GrammarStates(compiler, 1), *(WORDS.index(word) for word in ("a", "b", "0"))
+    states.apply(Plan(1, (), [constrained(1, Grammar("regex", "[ab]{3}0110[ab]{9}"), [a])]))
+    history, forced = np.array([7, a], np.int32), draft_of(states, [7, a], 9, [b], [b])[2:4]
+
+    def draft(*expected: int) -> list[int]:
+        return states.draft(1, history, 7, lambda *_: history[:0], expected)
+
+    monkeypatch.setattr(state, "_FREE_TEXT", 0)
+    assert draft(a, b, *forced, b, a, a) == [a, b, *forced, b, a, a]
+    assert draft(a, zero, a) == [a], "the second token is not allowed"
+    assert draft(zero, a) == []
+    assert draft(a, b, a, a) == [a, b, *forced], "no token is expected behind the ones that the grammar forces"
 
 
 def test_a_complete_grammar_allows_the_sequence_s_stop_tokens(compiler: GrammarCompiler) -> None:

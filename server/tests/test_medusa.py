@@ -12,6 +12,7 @@ import pytest
 import torch
 from fake_model import BLOCK_TOKENS, VOCAB, FakeModel, continuation
 from paired_ranks import CPU, PairedGroup
+from penstock_server.attention.interface import StepAdapters
 from penstock_server.engine import Engine
 from penstock_server.engine.drafting import medusa
 from penstock_server.engine.drafting.interface import SentDrafter
@@ -124,7 +125,7 @@ class Sized(FakeModel):
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
         self.matrix = torch.randn(vocab_size, hidden_size)
 
-    def logits(self, outputs: torch.Tensor) -> torch.Tensor:
+    def logits(self, outputs: torch.Tensor, adapters: StepAdapters | None = None) -> torch.Tensor:
         return outputs @ self.matrix.T
 
     def head_rows(self, token_ids: torch.Tensor) -> torch.Tensor:

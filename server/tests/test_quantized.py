@@ -30,6 +30,14 @@ from test_gguf import finite_blocks
 from tiny_models import make_model, prompts
 
 CPU = torch.device("cpu")
+# Formats of checkpoints that GGUF files do not have.
+AFFINE = (
+    QuantFormat(4, 128, 8, has_mins=True, number="float16", zeros="uint4"),
+    QuantFormat(4, 32, 8, has_mins=True, number="bfloat16", zeros="uint8"),
+    QuantFormat(4, 64, 8, has_mins=True, number="float16", zeros="float16"),
+    QuantFormat(4, 32, 8, has_mins=True, number="bfloat16"),
+    QuantFormat(4, 32, 8, number="bfloat16"),
+)
 EVERY_TYPE = pytest.mark.parametrize("type_", FORMATS, ids=lambda type_: type_.name)
 
 
@@ -47,8 +55,10 @@ def test_blocks_are_taken_apart_without_loss(type_: GGMLQuantizationType) -> Non
     if format_.number == "e8m0":
         assert torch.equal(rows.scales.log2().round().exp2(), rows.scales)
     else:
-        exact_in = {"float16": torch.float16, "int8": torch.int8, "float32": torch.float32}[format_.number]
+        exact_in = {"float16": torch.float16, "int8": torch.int8, "uint4": torch.uint8}[format_.number]
         assert all(torch.equal(numbers.to(exact_in).float(), numbers) for numbers in rows.numbers)
+    if format_.number == "uint4":
+        assert max(float(numbers.max()) for numbers in rows.numbers) < 16
     assert all(torch.equal(factors.half().float(), factors) for factors in rows.factors)
 
 
@@ -88,7 +98,7 @@ def weights_of(*matrices: QuantizedMatrix, bias: torch.Tensor | None = None) -> 
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("format_", dict.fromkeys(FORMATS.values()), ids=str)
+@pytest.mark.parametrize("format_", dict.fromkeys([*FORMATS.values(), *AFFINE]), ids=str)
 @torch.inference_mode()
 def test_products_are_those_of_the_dense_weights_but_for_the_rounding_of_the_input(format_: QuantFormat) -> None:
     ops, num_rows = native_ops(), 70
@@ -127,30 +137,38 @@ def test_a_gated_layer_is_that_of_the_dense_weights() -> None:
 @pytest.mark.native
 def test_what_does_not_fit_is_refused() -> None:
     kernels = native_ops()._kernels
-    good = (4, 4, 32, 8, False, "float16", None, "integer")
+    good = (4, 4, 32, 8, False, "float16", None, None, "integer")
     for bad, message in (
-        ((4, 7, 32, 8, False, "float16", None, "integer"), "a code has 7 bits, must have 2 to 6 or 8"),
-        ((4, 4, 24, 8, False, "float16", None, "integer"), "a group has 24 features, must have 16 or a multiple of 32"),
-        ((4, 4, 32, 256, False, "float16", None, "integer"), "the offset is 256, must be a code"),
-        ((0, 4, 32, 8, False, "float16", None, "integer"), "a segment has 0 rows"),
-        ((4, 4, 32, 8, False, "int4", None, "integer"), "scales cannot be stored as int4"),
+        ((4, 7, 32, 8, False, "float16", None, None, "integer"), "a code has 7 bits, must have 2 to 6 or 8"),
         (
-            (4, 4, 32, 8, False, "float16", [0] * 16, "integer"),
+            (4, 4, 24, 8, False, "float16", None, None, "integer"),
+            "a group has 24 features, must have 16 or a multiple of 32",
+        ),
+        ((4, 4, 32, 256, False, "float16", None, None, "integer"), "the offset is 256, must be a code"),
+        ((0, 4, 32, 8, False, "float16", None, None, "integer"), "a segment has 0 rows"),
+        ((4, 4, 32, 8, False, "int4", None, None, "integer"), "scales cannot be stored as int4"),
+        ((4, 4, 32, 8, True, "float16", "int4", None, "integer"), "zero points cannot be stored as int4"),
+        ((4, 4, 32, 8, True, "uint8", None, None, "integer"), "scales as U8 do not go with zero points as None"),
+        ((4, 4, 32, 8, True, "float16", "int8", None, "integer"), r"scales as F16 do not go with .* as Some\(I8\)"),
+        ((4, 4, 32, 8, True, "int8", "uint4", None, "integer"), r"scales as I8 do not go with .* as Some\(U4\)"),
+        ((4, 4, 32, 8, False, "float16", "uint4", None, "integer"), r"scales as F16 do not go with .* as Some\(U4\)"),
+        (
+            (4, 4, 32, 8, False, "float16", None, [0] * 16, "integer"),
             "a table goes with codes of 4 bits and without an offset or mins",
         ),
         (
-            (4, 5, 32, 0, False, "float16", [0] * 16, "integer"),
+            (4, 5, 32, 0, False, "float16", None, [0] * 16, "integer"),
             "a table goes with codes of 4 bits and without an offset or mins",
         ),
-        ((4, 8, 32, 0, False, "float32", None, "e3m4"), "a code cannot be e3m4"),
-        ((4, 4, 32, 0, False, "float32", None, "e5m2"), "a code of 8-bit floats has 8 bits"),
+        ((4, 8, 32, 0, False, "float32", None, None, "e3m4"), "a code cannot be e3m4"),
+        ((4, 4, 32, 0, False, "float32", None, None, "e5m2"), "a code of 8-bit floats has 8 bits"),
     ):
         with pytest.raises(ValueError, match=message):
             kernels.quantized([bad], 64, None, False, 16)
     with pytest.raises(ValueError, match="the segments of gate and up differ in their rows"):
         kernels.quantized([good, (2, *good[1:])], 64, None, True, 16)
     with pytest.raises(ValueError, match="some segments have integers and others floating-point numbers"):
-        kernels.quantized([good, (4, 8, 32, 0, False, "float32", None, "e4m3fn")], 64, None, False, 16)
+        kernels.quantized([good, (4, 8, 32, 0, False, "float32", None, None, "e4m3fn")], 64, None, False, 16)
     packing = kernels.quantized([good], 64, None, False, 16)
     codes, scales = torch.full((4, 64), 15, dtype=torch.uint8), torch.ones(4, 2)
     for arguments, message in (

@@ -97,6 +97,7 @@ CASES: dict[str, tuple[dict[str, Any], Quantize]] = {
     "w4a16 asymmetric": compressed(4, "group", 32, symmetric=False),
     "w8a16": compressed(8, "group", 32, symmetric=True),
     "w8a8": compressed(8, "channel", None, symmetric=True),
+    "w8a8, static inputs": compressed(8, "channel", None, symmetric=True, has_static_inputs=True),
     "w8a8, one scale": compressed(8, "tensor", None, symmetric=True),
     "compressed fp8": compressed(8, "channel", None, symmetric=True, kind="float"),
     "fp8": ({"quant_method": "fp8", "activation_scheme": "static"}, float8("tensor")),
@@ -400,7 +401,27 @@ def test_a_dense_checkpoint_is_quantized_at_load(
             "gptq",
             "--quantize gptq needs a checkpoint that is quantized, and this one is not; eetq, bitsandbytes, ",
         ),
-        ("awq", "exl2", "--quantize exl2 is not supported; supported are awq, bitsandbytes"),
+        (
+            "awq",
+            "exl2",
+            "--quantize exl2 is not supported; supported are awq, .*; serve the original model with --quantize eetq,",
+        ),
+        (
+            "bitsandbytes int8",
+            "bitsandbytes-nf4",
+            "--quantize is bitsandbytes-nf4, but .* quantized as bitsandbytes int8; remove",
+        ),
+        (
+            "bitsandbytes fp4",
+            "bitsandbytes-nf4",
+            "--quantize is bitsandbytes-nf4, but .* quantized as bitsandbytes fp4; remove",
+        ),
+        (
+            "bitsandbytes nf4",
+            "bitsandbytes-fp4",
+            "--quantize is bitsandbytes-fp4, but .* quantized as bitsandbytes nf4; remove",
+        ),
+        ("w4a16", "fp8", "--quantize is fp8, but .* as compressed-tensors with integers of 4 bits; remove the flag"),
     ],
 )
 def test_a_flag_that_contradicts_the_checkpoint_is_refused(
@@ -411,7 +432,26 @@ def test_a_flag_that_contradicts_the_checkpoint_is_refused(
         logits(folder, torch.float32, 1, quantize=flag)
 
 
-@pytest.mark.parametrize(("case", "flag"), [("gptq 4 bits", "marlin"), ("fbgemm_fp8", "fp8"), ("awq", "awq")])
+@pytest.mark.parametrize("flag", AT_LOAD)
+def test_quantizing_and_dequantizing_at_load_is_refused(flag: str, folders: dict[str, tuple[Path, Path]]) -> None:
+    with pytest.raises(
+        ConfigError, match=f"--quantize {flag} quantizes .* and --dequantize asks for .*; remove one of"
+    ):
+        logits(folders["awq"][1], torch.float32, 1, quantize=flag, dequantize=True)
+
+
+@pytest.mark.parametrize(
+    ("case", "flag"),
+    [
+        ("gptq 4 bits", "marlin"),
+        ("fbgemm_fp8", "fp8"),
+        ("awq", "awq"),
+        ("compressed fp8", "fp8"),
+        ("bitsandbytes nf4", "bitsandbytes-nf4"),
+        ("bitsandbytes nf4, double", "bitsandbytes"),
+        ("bitsandbytes fp4", "bitsandbytes-fp4"),
+    ],
+)
 def test_a_flag_may_name_what_the_checkpoint_is(case: str, flag: str, folders: dict[str, tuple[Path, Path]]) -> None:
     folder, _ = folders[case]
     found, _ = logits(folder, torch.float32, 23, quantize=flag)

@@ -21,6 +21,7 @@ from penstock_server.parallel import RankGroup
 from penstock_server.weights.gguf.folder import gguf_folder
 from quantized_checkpoints import Quantize, awq, bits_and_bytes, compressed, float8, gptq, hqq, save_quantized
 from rank_threads import run_ranks
+from test_quantized_checkpoints import CASES as CHECKPOINTS
 from tiny_models import prompts
 
 pytestmark = pytest.mark.native
@@ -83,13 +84,15 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
     "int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, bits_and_bytes("int8")),
     "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, bits_and_bytes("nf4")),
     "hqq": ({"quant_method": "hqq"}, hqq(4, 32)),
-    "fp8": ({"quant_method": "fp8", "weight_block_size": [32, 32]}, float8("block")),
+    "fp8 in blocks": ({"quant_method": "fp8", "weight_block_size": [32, 32]}, float8("block")),
 }
-FLAGS, GGUF = ("eetq", "fp8 at load"), ("Q4_0", "Q5_1")
+# The slow tests have every other format that one architecture is tested with. Its "dynamic" names this one's layers.
+MORE_FORMATS = {name: case for name, case in CHECKPOINTS.items() if name not in {*FORMATS, "gptq dynamic"}}
+FLAGS, GGUF, MORE_GGUF = ("eetq", "fp8 at load"), ("Q4_0", "Q5_1"), ("Q4_1", "Q5_0", "Q8_0")
 CASES = [
-    (name, kind)
+    pytest.param(name, kind, marks=pytest.mark.slow if kind in {*MORE_FORMATS, *MORE_GGUF} else ())
     for name, architecture in ARCHITECTURES.items()
-    for kind in (*FORMATS, *FLAGS, *(GGUF if architecture.gguf else ()))
+    for kind in (*FORMATS, *MORE_FORMATS, *FLAGS, *((*GGUF, *MORE_GGUF) if architecture.gguf else ()))
 ]
 
 
@@ -117,12 +120,12 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], 
     def folder(name: str, kind: str) -> Path:
         if (name, kind) not in made:
             path = tmp_path_factory.mktemp("quantized")
-            if kind in GGUF:
+            if kind in {*GGUF, *MORE_GGUF}:
                 path = gguf_folder(save_gguf(models[name], path / "model.gguf", ARCHITECTURES[name].gguf, kind))
             elif kind in FLAGS:
                 models[name].save_pretrained(path)
             else:
-                path, _ = save_quantized(models[name], path, *FORMATS[kind])
+                path, _ = save_quantized(models[name], path, *{**FORMATS, **MORE_FORMATS}[kind])
             made[name, kind] = path
         return made[name, kind]
 

@@ -14,6 +14,7 @@ from penstock_server.config import WarmUpConfig
 from penstock_server.engine import speculation
 from penstock_server.engine.batch import select
 from penstock_server.engine.drafting import ngram
+from penstock_server.engine.drafting.interface import Drafter
 from penstock_server.engine.drafting.ngram import NgramDrafter
 from penstock_server.engine.drafting.ngram import continuation as draft_of
 from penstock_server.engine.sequence import SequenceTable, TableLimits
@@ -120,14 +121,26 @@ def test_ranks_keep_the_same_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 class Allowing:
     """Stands for the grammars of the first rank."""
 
-    def draft(self, sequence_id: int, history: np.ndarray, most: int, guess: object) -> list[int]:
+    def __init__(self, expected: list[int]) -> None:
+        self._expected = expected
+
+    def draft(self, sequence_id: int, history: np.ndarray, most: int, guess: object, expected: list[int]) -> list[int]:
         assert (sequence_id, history.tolist(), guess) == (0, [1, 2, 3, 1, 2], draft_of)
+        assert expected == self._expected
         return [7, 8, 9, 10][: most - 1]
 
 
-def test_the_first_rank_sends_the_drafts_that_grammars_allow() -> None:
+class Sending(NgramDrafter):
+    """Stands for a drafter that only the first rank has."""
+
+    is_sent = True
+
+
+@pytest.mark.parametrize(("drafter", "expected"), [(NgramDrafter(), []), (Sending(), [3, 1, 2])])
+def test_the_first_rank_sends_the_drafts_that_grammars_allow(drafter: Drafter, expected: list[int]) -> None:
+    """Grammars know what a drafter expects; n-grams they look up themselves."""
     sent: deque[torch.Tensor] = deque()
-    for rank, grammars in ((0, Allowing()), (1, None)):
+    for rank, grammars in ((0, Allowing(expected)), (1, None)):
         table = SequenceTable(
             TableLimits(vocab_size=100, block_tokens=16, num_blocks=4, max_sequence_tokens=30, num_rows=2)
         )
@@ -136,7 +149,7 @@ def test_the_first_rank_sends_the_drafts_that_grammars_allow() -> None:
         advances = [Advance(i, 1, sample=True, num_draft_tokens=3) for i in range(2)]
         group = PairedGroup(rank, 2, sent=sent)
         selected = select(table, columns(advances))
-        chosen = speculation.with_drafts(table, selected, NgramDrafter(), cast(Any, grammars), group)
+        chosen = speculation.with_drafts(table, selected, drafter, cast(Any, grammars), group)
         assert chosen.num_drafts.tolist() == [2, 3]
         assert (chosen.num_tokens.tolist(), chosen.samples.tolist()) == ([3, 4], [0, 0, 0, 1, 1, 1, 1])
         assert speculation.drafts_of(table, chosen) == [[7, 8], [3, 1, 2]]

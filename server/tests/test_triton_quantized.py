@@ -42,7 +42,11 @@ pytestmark = pytest.mark.usefixtures("on_tested_device")
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 DTYPES = [dtype for dtype in TOLERANCE if DEVICE.type == "cuda" or dtype != torch.bfloat16]
 FORMATS = {
-    "2 bits, K": QuantFormat(2, 16, has_mins=True, number="int8"),
+    "2 bits, K": QuantFormat(2, 16, has_mins=True, number="uint4"),
+    "2 bits, zero points": QuantFormat(2, 32, has_mins=True, number="bfloat16", zeros="uint4"),
+    "4 bits, zero points": QuantFormat(4, 128, has_mins=True, number="float16", zeros="uint8"),
+    "4 bits, zero points in float16": QuantFormat(4, 64, has_mins=True, number="float16", zeros="float16"),
+    "4 bits, offset and mins": QuantFormat(4, 32, offset=8, has_mins=True, number="bfloat16"),
     "3 bits": QuantFormat(3, 64, offset=4, number="float16"),
     "3 bits, K": QuantFormat(3, 16, offset=4, number="int8"),
     "4 bits": QuantFormat(4, 128, offset=8, number="float16"),

@@ -84,7 +84,10 @@ CASES: dict[str, tuple[AttentionShape, torch.dtype]] = {
 # Formats of quantized layers, each launched with few rows, as splits, and with many.
 QUANTIZED = {
     "gptq": QuantFormat(4, 128, offset=8, number="float16"),
-    "awq": QuantFormat(4, 128, has_mins=True),
+    "awq": QuantFormat(4, 128, has_mins=True, number="float16", zeros="uint4"),
+    "hqq": QuantFormat(4, 64, has_mins=True, number="bfloat16", zeros="bfloat16"),
+    "int4": QuantFormat(4, 32, offset=8, has_mins=True, number="bfloat16"),
+    "q2_k": QuantFormat(2, 16, has_mins=True, number="uint4"),
     "q4_k": QuantFormat(4, 32, has_mins=True, number="int8"),
     "q6_k": QuantFormat(6, 16, offset=32, number="int8"),
     "w8": QuantFormat(8, 4096, offset=128),
@@ -249,11 +252,14 @@ def launch_experts(dtype: torch.dtype, rows: str, num_tokens: int) -> None:
 
 
 def launch_adapters(dtype: torch.dtype, num_tokens: int) -> None:
-    """Queries, keys and values of an 8B Llama."""
+    """Queries, keys and values of an 8B Llama, and its embedding."""
     columns = [range(4096), range(4096, 5120), range(5120, 6144)]
     low_rank = LowRankSum.of(num_tokens, columns, 64, 8, torch.device("cpu"))
     x, y = torch.zeros(num_tokens, 4096, dtype=dtype), torch.zeros(num_tokens, 6144, dtype=dtype)
-    low_rank.add(x, y, torch.zeros(num_tokens, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
+    ids, tables = torch.zeros(num_tokens, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    low_rank.add(x, y, ids, tables)
+    embedding = LowRankSum.of(0, [range(4096)], 64, 8, torch.device("cpu"))
+    embedding.add_looked_up(ids, 128256, x, ids, tables)
 
 
 def launch_deterministic(name: str, num_tokens: int) -> None:

@@ -49,21 +49,11 @@ fn adapters(in_features: usize) -> [Adapter; 2] {
 
 fn apply(pool: &Pool, adapters: &[Adapter], of_rows: &[Option<usize>], x: &[Element], y: &mut [Element]) {
     let adapters: Vec<&Adapter> = adapters.iter().collect();
-    let max_rank = max_rank(&adapters);
-    let mut inner = vec![f32::NAN; of_rows.len() * max_rank];
     let runs = runs(of_rows.iter().copied());
-    let inner = Target::new(inner.as_mut_ptr());
     let rows = Rows { address: Source::new(x.as_ptr()), stride: x.len() / of_rows.len(), num_rows: of_rows.len() };
-    let adapted = Adapted { adapters: &adapters, runs: &runs, inner, max_rank };
     let product = Product { rows, y: Target::new(y.as_mut_ptr()), out_columns: OUT_COLUMNS };
     // SAFETY: the vectors have a row for each of `of_rows`, and the adapters were made for their widths.
-    unsafe {
-        if adapted.has_rows_for(pool.num_threads()) {
-            pool.for_ranges(of_rows.len(), 1, |range| adapted.apply_to(range, 0, product));
-        } else {
-            adapted.apply(pool, 0, product);
-        }
-    }
+    unsafe { super::apply(pool, &adapters, &runs, 0, product) };
 }
 
 fn expected(adapter: &[Given], x: &[Element], column: usize) -> f64 {

@@ -18,8 +18,9 @@ pub(super) struct QuantizedPacking {
     num_filled: usize,
 }
 
-/// (rows, bits, group, offset, whether there are mins, dtype of scales and mins, what codes of 4 bits stand for or None, what a code is)
-pub(super) type SegmentParts = (usize, usize, usize, i32, bool, String, Option<[i8; 16]>, String);
+/// (rows, bits, group, offset, whether there are mins or zero points, dtype of scales and mins, dtype of zero points or None, what codes of
+/// 4 bits stand for or None, what a code is)
+pub(super) type SegmentParts = (usize, usize, usize, i32, bool, String, Option<String>, Option<[i8; 16]>, String);
 
 impl QuantizedPacking {
     pub(super) fn new(
@@ -37,14 +38,9 @@ impl QuantizedPacking {
         };
         let mut checked = Vec::with_capacity(segments.len());
         let mut out_features = 0;
-        for &(num_rows, bits, group, offset, has_mins, ref number, table, ref code) in segments {
-            let number = match number.as_str() {
-                "float16" => Number::F16,
-                "float32" => Number::F32,
-                "int8" => Number::I8,
-                "e8m0" => Number::Power,
-                other => return Err(PyValueError::new_err(format!("scales cannot be stored as {other}"))),
-            };
+        for &(num_rows, bits, group, offset, has_mins, ref number, ref zeros, table, ref code) in segments {
+            let number = number_of("scales", number)?;
+            let zeros = zeros.as_deref().map(|zeros| number_of("zero points", zeros)).transpose()?;
             let float = match code.as_str() {
                 "integer" => None,
                 "e4m3fn" => Some(Float8::E4m3fn),
@@ -69,7 +65,12 @@ impl QuantizedPacking {
             // Tables have unsigned bytes in the kernels.
             let offset = if table.is_some() { 128 } else { offset };
             let table = table.map(|table| table.map(|number| number.cast_unsigned() ^ 128));
-            let format = Format { bits, group, offset, table, float, has_mins, number };
+            let format = Format { bits, group, offset, table, float, has_mins, number, zeros };
+            let has_good_zeros = zeros
+                .is_none_or(|zeros| !matches!(zeros, Number::I8 | Number::Power) && has_mins && !format.has_factors());
+            require(number != Number::U8 && has_good_zeros, || {
+                format!("scales as {number:?} do not go with zero points as {zeros:?}")
+            })?;
             checked.push(Segment { num_rows, format });
         }
         let elements = out_features.checked_mul(in_features).filter(|elements| (1..=MAX_ELEMENTS).contains(elements));
@@ -95,8 +96,8 @@ impl QuantizedPacking {
 
 #[pymethods]
 impl QuantizedPacking {
-    /// Packs the next rows, which are of one segment: codes [rows, in_features]; numbers: scales, or scales and mins, each [rows, groups];
-    /// factors: of those, if they are integers, each [rows, super-groups].
+    /// Packs the next rows, which are of one segment: codes [rows, in_features]; numbers: scales, and mins or zero points if there are any,
+    /// each [rows, groups]; factors: of scales and mins, if they are integers, each [rows, super-groups].
     fn add_rows(
         &mut self,
         py: Python<'_>,
@@ -116,8 +117,8 @@ impl QuantizedPacking {
         })?;
         let format = packed.format_of(first);
         require(format == packed.format_of(first + num_rows - 1), || "rows are of several segments".to_owned())?;
-        let num_kinds = if format.has_mins { 2 } else { 1 };
-        let num_factors = if format.number == Number::I8 { num_kinds } else { 0 };
+        let num_kinds = format.num_kinds();
+        let num_factors = if format.has_factors() { num_kinds } else { 0 };
         require(numbers.len() == num_kinds && factors.len() == num_factors, || {
             format!("{} numbers and {} factors do not go with {format:?}", numbers.len(), factors.len())
         })?;
@@ -147,6 +148,20 @@ impl QuantizedPacking {
             Some(packed) => Ok(PackedLinear::new(self.pool, Linear::Quantized(packed))),
             None => Err(PyValueError::new_err(format!("{num_filled} rows were packed, which are not the weight's"))),
         }
+    }
+}
+
+/// How scales or zero points are stored, by the name in `QuantFormat`.
+fn number_of(what: &str, name: &str) -> PyResult<Number> {
+    match name {
+        "float16" => Ok(Number::F16),
+        "bfloat16" => Ok(Number::Bf16),
+        "float32" => Ok(Number::F32),
+        "int8" => Ok(Number::I8),
+        "uint4" => Ok(Number::U4),
+        "uint8" => Ok(Number::U8),
+        "e8m0" => Ok(Number::Power),
+        other => Err(PyValueError::new_err(format!("{what} cannot be stored as {other}"))),
     }
 }
 

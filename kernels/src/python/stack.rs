@@ -1,7 +1,7 @@
 //! All layers of a decoder in one call.
 
 use super::activation::Activation;
-use super::adapter::Adapter;
+use super::adapter::{AdaptedRows, adapters_of};
 use super::attention::{Batch, PagedAttention, cache_of};
 use super::collective::{Collective, error_of};
 use super::linear::{PackedLinear, WideLinear};
@@ -38,6 +38,7 @@ impl<'py> FromPyObject<'_, 'py> for Register {
             "sum" => Register::Sum,
             "gathered" => Register::Gathered,
             "part" => Register::Part,
+            "ordered" => Register::Ordered,
             "logits" => Register::Logits,
             "shared" => Register::Shared,
             "gate" => Register::Gate,
@@ -129,6 +130,11 @@ impl Program {
         width: usize,
     ) -> PyResult<()> {
         self.append(|program| program.copy(source, target, count, width))
+    }
+
+    /// Column i of target becomes column `order[i]` of source.
+    fn reorder(&mut self, order: Vec<u32>, source: Register, target: Register) -> PyResult<()> {
+        self.append(|program| program.reorder(order.into(), source, target))
     }
 
     /// target = norm(source), which may be the same.
@@ -294,7 +300,7 @@ impl Stack {
         caches: Vec<Rows<'_>>,
         sample_rows: View<'_, i64, 1>,
         output: View<'_, Element, 2>,
-        adapted: Option<(Vec<PyRef<'_, Adapter>>, View<'_, i64, 1>)>,
+        adapted: Option<AdaptedRows<'_>>,
     ) -> PyResult<()> {
         let (num_tokens, [num_samples], hidden) = (batch.num_tokens, sample_rows.shape(), self.stack.hidden());
         let attentions = self.stack.cache_attentions();
@@ -307,22 +313,15 @@ impl Stack {
         let num_blocks = caches.iter().map(|&(_, num_blocks)| num_blocks).min().unwrap_or(0);
         batch.expect_blocks(num_blocks)?;
         let caches: Vec<_> = caches.into_iter().map(|(address, _)| address).collect();
-        let adapters: Vec<&low_rank::Adapter> =
-            adapted.iter().flat_map(|(adapters, _)| adapters.iter().map(|adapter| &adapter.0)).collect();
+        let adapted = adapted.as_ref().map(|adapted| adapters_of(adapted, num_tokens)).transpose()?;
+        let (adapters, of_tokens) = adapted.unwrap_or_default();
         require(adapters.iter().all(|adapter| self.stack.takes(adapter)), || {
             "an adapter does not have the sites of the stack".to_owned()
         })?;
         let sample_rows_of = sample_rows.indices("sample_rows", num_tokens, "rows")?;
-        let (mut runs, mut sampled_runs) = (Vec::new(), Vec::new());
-        if let Some((_, of_tokens)) = &adapted {
-            let of_tokens = of_tokens.expect("adapted", [num_tokens])?.elements("adapted")?;
-            let index_of = |&index: &i64| usize::try_from(index).ok();
-            let unknown = of_tokens.iter().filter_map(index_of).find(|&index| index >= adapters.len());
-            require(unknown.is_none(), || format!("adapted contains {unknown:?}, there are {}", adapters.len()))?;
-            runs = low_rank::runs(of_tokens.iter().map(index_of));
-            let of_samples = sample_rows.elements("sample_rows")?.iter().map(|&row| &of_tokens[row as usize]);
-            sampled_runs = low_rank::runs(of_samples.map(index_of));
-        }
+        let of_samples = sample_rows.elements("sample_rows")?.iter().map(|&row| of_tokens.get(row as usize).copied());
+        let sampled_runs = low_rank::runs(of_samples.map(Option::flatten));
+        let runs = low_rank::runs(of_tokens.iter().copied());
         let step = Step {
             residual: residual.expect("residual", [num_tokens, hidden])?.target("residual")?,
             num_tokens,

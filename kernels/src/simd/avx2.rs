@@ -3,7 +3,7 @@
 use super::LANES;
 use std::arch::x86_64::*;
 use std::array::from_fn;
-use std::ops::{Add, BitAnd, BitOr, Div, Mul, Sub};
+use std::ops::{Add, BitAnd, BitOr, BitXor, Div, Mul, Sub};
 
 /// Calls of intrinsics that touch no memory.
 macro_rules! intrinsics {
@@ -56,7 +56,7 @@ macro_rules! operators {
 operators! {
     F32: Add add _mm256_add_ps, Sub sub _mm256_sub_ps, Mul mul _mm256_mul_ps, Div div _mm256_div_ps;
     I32: Add add _mm256_add_epi32, Sub sub _mm256_sub_epi32, Mul mul _mm256_mullo_epi32,
-        BitAnd bitand _mm256_and_si256, BitOr bitor _mm256_or_si256;
+        BitAnd bitand _mm256_and_si256, BitOr bitor _mm256_or_si256, BitXor bitxor _mm256_xor_si256;
     Mask: BitAnd bitand _mm256_and_si256;
 }
 
@@ -440,12 +440,47 @@ impl I32 {
         }
     }
 
-    /// For each byte, which is below 16, a byte of the table.
+    /// For each byte, the byte of the table at its lowest 4 bits, or 0 if its highest bit is set.
     #[inline(always)]
     pub(crate) fn look_up(self, table: &[u8; 16]) -> I32 {
         intrinsics! {
             let table = _mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast()));
             I32(self.0.map(|bytes| _mm256_shuffle_epi8(table, bytes)))
+        }
+    }
+
+    /// The sum of each byte, unsigned, and `other`, at most 255.
+    #[inline(always)]
+    pub(crate) fn add_bytes_saturating(self, other: u8) -> I32 {
+        intrinsics! { I32(self.0.map(|bytes| _mm256_adds_epu8(bytes, _mm256_set1_epi8(other as i8)))) }
+    }
+
+    /// The difference of each byte, unsigned, and `other`, at least 0.
+    #[inline(always)]
+    pub(crate) fn subtract_bytes_saturating(self, other: u8) -> I32 {
+        intrinsics! { I32(self.0.map(|bytes| _mm256_subs_epu8(bytes, _mm256_set1_epi8(other as i8)))) }
+    }
+
+    /// 64 bytes in an order of this instruction set, which `zip_bytes` undoes.
+    ///
+    /// # Safety
+    /// They must be readable.
+    #[inline(always)]
+    pub(crate) unsafe fn load_to_zip(address: *const u8) -> I32 {
+        // SAFETY: guaranteed by the caller.
+        I32(unsafe { I32::load(address.cast()) }
+            .0
+            .map(|bytes| intrinsics! { _mm256_permute4x64_epi64::<0b11_01_10_00>(bytes) }))
+    }
+
+    /// 64 words in the order of memory, of the lower and the upper bytes that were made of `load_to_zip`.
+    #[inline(always)]
+    pub(crate) fn zip_bytes(low: I32, high: I32) -> [I32; 2] {
+        intrinsics! {
+            from_fn(|half| {
+                let (low, high) = (low.0[half], high.0[half]);
+                I32([_mm256_unpacklo_epi8(low, high), _mm256_unpackhi_epi8(low, high)])
+            })
         }
     }
 

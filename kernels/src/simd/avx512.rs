@@ -2,7 +2,7 @@
 
 use super::LANES;
 use std::arch::x86_64::*;
-use std::ops::{Add, BitAnd, BitOr, Div, Mul, Sub};
+use std::ops::{Add, BitAnd, BitOr, BitXor, Div, Mul, Sub};
 
 /// Calls of intrinsics that touch no memory.
 macro_rules! intrinsics {
@@ -47,7 +47,7 @@ macro_rules! operators {
 operators! {
     F32: Add add _mm512_add_ps, Sub sub _mm512_sub_ps, Mul mul _mm512_mul_ps, Div div _mm512_div_ps;
     I32: Add add _mm512_add_epi32, Sub sub _mm512_sub_epi32, Mul mul _mm512_mullo_epi32,
-        BitAnd bitand _mm512_and_si512, BitOr bitor _mm512_or_si512;
+        BitAnd bitand _mm512_and_si512, BitOr bitor _mm512_or_si512, BitXor bitxor _mm512_xor_si512;
 }
 
 impl BitAnd for Mask {
@@ -405,10 +405,39 @@ impl I32 {
         intrinsics! { I32(_mm512_movm_epi8(bits)) }
     }
 
-    /// For each byte, which is below 16, a byte of the table.
+    /// For each byte, the byte of the table at its lowest 4 bits, or 0 if its highest bit is set.
     #[inline(always)]
     pub(crate) fn look_up(self, table: &[u8; 16]) -> I32 {
         intrinsics! { I32(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast())), self.0)) }
+    }
+
+    /// The sum of each byte, unsigned, and `other`, at most 255.
+    #[inline(always)]
+    pub(crate) fn add_bytes_saturating(self, other: u8) -> I32 {
+        intrinsics! { I32(_mm512_adds_epu8(self.0, _mm512_set1_epi8(other as i8))) }
+    }
+
+    /// The difference of each byte, unsigned, and `other`, at least 0.
+    #[inline(always)]
+    pub(crate) fn subtract_bytes_saturating(self, other: u8) -> I32 {
+        intrinsics! { I32(_mm512_subs_epu8(self.0, _mm512_set1_epi8(other as i8))) }
+    }
+
+    /// 64 bytes in an order of this instruction set, which `zip_bytes` undoes.
+    ///
+    /// # Safety
+    /// They must be readable.
+    #[inline(always)]
+    pub(crate) unsafe fn load_to_zip(address: *const u8) -> I32 {
+        // SAFETY: guaranteed by the caller.
+        let bytes = unsafe { I32::load(address.cast()) };
+        intrinsics! { I32(_mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), bytes.0)) }
+    }
+
+    /// 64 words in the order of memory, of the lower and the upper bytes that were made of `load_to_zip`.
+    #[inline(always)]
+    pub(crate) fn zip_bytes(low: I32, high: I32) -> [I32; 2] {
+        intrinsics! { [I32(_mm512_unpacklo_epi8(low.0, high.0)), I32(_mm512_unpackhi_epi8(low.0, high.0))] }
     }
 
     /// Each byte less `other`, without its overflow.

@@ -11,7 +11,7 @@ pub(crate) enum Float8 {
 }
 
 impl Float8 {
-    const fn fraction_bits(self) -> i32 {
+    pub(super) const fn fraction_bits(self) -> i32 {
         match self {
             Float8::E4m3fn => 3,
             Float8::E5m2 => 2,
@@ -19,7 +19,7 @@ impl Float8 {
     }
 
     /// Bits of a float32's exponent above those of an 8-bit float.
-    const fn offset(self) -> i32 {
+    pub(super) const fn offset(self) -> i32 {
         match self {
             Float8::E4m3fn => 112 << 23,
             Float8::E5m2 => 96 << 23,

@@ -2,7 +2,7 @@
 
 use super::LANES;
 use std::array::from_fn;
-use std::ops::{Add, BitAnd, BitOr, Div, Mul, Sub};
+use std::ops::{Add, BitAnd, BitOr, BitXor, Div, Mul, Sub};
 
 /// Vectors of sums that fit the registers beside what a loop multiplies.
 pub(crate) const SUMS: usize = if cfg!(target_arch = "aarch64") { 6 } else { 2 };
@@ -41,7 +41,7 @@ macro_rules! operators {
 operators! {
     F32: Add add f32::add, Sub sub f32::sub, Mul mul f32::mul, Div div f32::div;
     I32: Add add i32::wrapping_add, Sub sub i32::wrapping_sub, Mul mul i32::wrapping_mul,
-        BitAnd bitand i32::bitand, BitOr bitor i32::bitor;
+        BitAnd bitand i32::bitand, BitOr bitor i32::bitor, BitXor bitxor i32::bitxor;
     Mask: BitAnd bitand i32::bitand;
 }
 
@@ -346,10 +346,49 @@ impl I32 {
         I32(from_fn(|lane| spread((bits >> (4 * lane)) as u32 & 15) as i32))
     }
 
-    /// For each byte, which is below 16, a byte of the table.
+    /// For each byte, the byte of the table at its lowest 4 bits, or 0 if its highest bit is set.
     #[inline(always)]
     pub(crate) fn look_up(self, table: &[u8; 16]) -> I32 {
-        I32(self.map(|lane| i32::from_le_bytes(lane.to_le_bytes().map(|byte| table[usize::from(byte & 15)]))))
+        self.map_bytes(|byte| if byte < 0x80 { table[usize::from(byte & 15)] } else { 0 })
+    }
+
+    #[inline(always)]
+    fn map_bytes(self, function: impl Fn(u8) -> u8) -> I32 {
+        I32(self.map(|lane| i32::from_le_bytes(lane.to_le_bytes().map(&function))))
+    }
+
+    /// The sum of each byte, unsigned, and `other`, at most 255.
+    #[inline(always)]
+    pub(crate) fn add_bytes_saturating(self, other: u8) -> I32 {
+        self.map_bytes(|byte| byte.saturating_add(other))
+    }
+
+    /// The difference of each byte, unsigned, and `other`, at least 0.
+    #[inline(always)]
+    pub(crate) fn subtract_bytes_saturating(self, other: u8) -> I32 {
+        self.map_bytes(|byte| byte.saturating_sub(other))
+    }
+
+    /// 64 bytes in an order of this instruction set, which `zip_bytes` undoes.
+    ///
+    /// # Safety
+    /// They must be readable.
+    #[inline(always)]
+    pub(crate) unsafe fn load_to_zip(address: *const u8) -> I32 {
+        // SAFETY: guaranteed by the caller.
+        unsafe { I32::load(address.cast()) }
+    }
+
+    /// 64 words in the order of memory, of the lower and the upper bytes that were made of `load_to_zip`.
+    #[inline(always)]
+    pub(crate) fn zip_bytes(low: I32, high: I32) -> [I32; 2] {
+        from_fn(|half| {
+            I32(from_fn(|lane| {
+                let (quad, pair) = (half * LANES / 2 + lane / 2, lane % 2 * 2);
+                let (low, high) = (low.0[quad].to_le_bytes(), high.0[quad].to_le_bytes());
+                i32::from_le_bytes([low[pair], high[pair], low[pair + 1], high[pair + 1]])
+            }))
+        })
     }
 
     /// self + the sum of the products of 4 unsigned bytes of `codes` with 4 signed bytes of `inputs`, per lane; exact.

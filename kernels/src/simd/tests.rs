@@ -1,5 +1,5 @@
 use super::*;
-use crate::element::Element;
+use crate::element::{Element, FLOAT8S};
 use crate::testing::Random;
 
 fn vector(lanes: [f32; LANES]) -> F32 {
@@ -322,6 +322,24 @@ fn eight_bit_floats_are_read_exactly() {
             assert_eq!(Element::from_f32(number).to_f32(), number, "an element can be this number");
         }
         assert!(loaded(0x7f).is_nan() && loaded(0xff).is_nan());
+    }
+}
+
+#[test]
+fn every_eight_bit_float_becomes_the_same_element_by_tables() {
+    for format in [Float8::E4m3fn, Float8::E5m2] {
+        let codes: [u8; 256] = std::array::from_fn(|code| code as u8);
+        let mut elements = [Element::default(); 256];
+        for first in (0..256).step_by(FLOAT8S) {
+            // SAFETY: both arrays have 256 places.
+            unsafe { Element::store_float8(format, codes[first..].as_ptr(), elements[first..].as_mut_ptr()) };
+        }
+        for (code, element) in codes.into_iter().zip(elements) {
+            // SAFETY: the array has 16 bytes.
+            let expected = lane(unsafe { format.load([code; LANES].as_ptr()) });
+            let (found, is_same) = (element.to_f32(), element.to_f32().to_bits() == expected.to_bits());
+            assert!(is_same || found.is_nan() && expected.is_nan(), "{format:?} {code:#x}: {found}, not {expected}");
+        }
     }
 }
 

@@ -140,6 +140,12 @@ pub(super) enum RowOperation {
         count: usize,
         width: usize,
     },
+    /// Column i of `to` is column `order[i]` of `from`.
+    Reorder {
+        order: Arc<[u32]>,
+        from: Register,
+        to: Register,
+    },
     /// Of the first heads of `Qkv`, from their element `first` on.
     Rotate {
         tables: Tables,
@@ -192,6 +198,8 @@ impl RowOperation {
             | RowOperation::Clamp { width, .. }
             | RowOperation::Add { width, .. } => *width,
             RowOperation::Copy { count, width, .. } => count * width,
+            // One element at a time.
+            RowOperation::Reorder { order, .. } => 8 * order.len(),
             RowOperation::Rotate { tables, num_heads, .. } => 4 * num_heads * tables.half,
             RowOperation::Write { layout, .. } => 2 * layout.num_kv_heads * (layout.head_dim + layout.value_dim),
         }
@@ -225,6 +233,12 @@ impl RowOperation {
                     let place = |of: Pieces, index: usize| at(of.register, of.stride).add(of.first + index * of.step);
                     for index in 0..count {
                         place(to, index).copy_from_nonoverlapping(place(from, index), width);
+                    }
+                }
+                RowOperation::Reorder { ref order, from, to } => {
+                    let (from, to) = (at(from, order.len()), at(to, order.len()));
+                    for (index, &column) in order.iter().enumerate() {
+                        to.add(index).write(from.add(column as usize).read());
                     }
                 }
                 RowOperation::Rotate {

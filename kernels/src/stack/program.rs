@@ -158,6 +158,18 @@ impl Program {
         Ok(())
     }
 
+    /// Column i of `to` becomes column `order[i]` of `from`.
+    pub(crate) fn reorder(&mut self, order: Arc<[u32]>, from: Register, to: Register) -> Result<(), String> {
+        self.expect(from, order.len(), "an order of columns")?;
+        expect_different(from, to)?;
+        if let Some(column) = order.iter().find(|&&column| column as usize >= order.len()) {
+            return Err(format!("an order of {} columns has column {column}", order.len()));
+        }
+        self.assign(to, order.len())?;
+        self.push_row(RowOperation::Reorder { order, from, to });
+        Ok(())
+    }
+
     /// to = norm(from)
     pub(crate) fn norm(&mut self, norm: Arc<Norm>, from: Register, to: Register) -> Result<(), String> {
         let width = norm.dim();

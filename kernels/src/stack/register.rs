@@ -31,6 +31,8 @@ pub(crate) enum Register {
     Gathered,
     /// This rank's columns of a product of what was gathered.
     Part,
+    /// The input of a layer in the order of its weight's columns.
+    Ordered,
     /// The router's.
     Logits,
     /// The inputs of each row's experts, and then their outputs, ordered by expert.

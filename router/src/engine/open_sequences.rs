@@ -90,7 +90,7 @@ impl OpenSequences {
                     self.timelines.insert(id, timeline);
                 }
             }
-            Err(error @ SubmitError::WholeSpan { .. }) => {
+            Err(error @ (SubmitError::WholeSpan { .. } | SubmitError::WholePrompt { .. })) => {
                 sequence.end(SequenceEvent::Failed(SequenceFailure::Request(error.to_string())));
             }
             Err(error) => sequence.end(SequenceEvent::Failed(SequenceFailure::Sequence(error.to_string()))),

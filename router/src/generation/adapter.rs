@@ -78,6 +78,10 @@ impl Adapters {
         self.state().by_name.contains_key(name)
     }
 
+    pub(super) fn expect_known(&self, name: &str) -> Result<(), ValidationError> {
+        if self.contains(name) { Ok(()) } else { Err(self.unknown(name)) }
+    }
+
     /// In alphabetical order.
     pub(crate) fn names(&self) -> Vec<Arc<str>> {
         self.state().by_name.keys().cloned().collect()

@@ -76,7 +76,7 @@ pub(super) async fn fetch(images: Vec<GivenImage>, fetcher: Option<&Fetcher>) ->
     })
 }
 
-/// For all images that a prompt names by URL. The request holds its adapter meanwhile.
+/// For all images that a prompt names by URL.
 const PROMPT_TIMEOUT: Duration = Duration::from_secs(60);
 const UNFETCHED: &str = "this server does not fetch images from URLs; its --allow-image-urls would";
 
@@ -160,6 +160,17 @@ pub(super) fn place_in_template(text: Arc<str>, input: &ImageInput) -> Arc<str> 
     }
 }
 
+/// The text of a prompt without a chat template, in the form that the model was trained with. `None`: as it is.
+pub(super) fn framed(text: &str, input: &ImageInput) -> Option<Arc<str>> {
+    let ImageInput { text_prefix, text_suffix, .. } = input;
+    let (images, last, text) = match text.rfind(&*input.placeholder) {
+        _ if text_prefix.is_empty() && text_suffix.is_empty() => return None,
+        Some(place) => (&text[..place], &*input.placeholder, &text[place + input.placeholder.len()..]),
+        None => ("", "", text),
+    };
+    Some([images, last, text_prefix, text, text_suffix].concat().into())
+}
+
 /// COMPAT: TGI's images in a text, `![](URL)`. Returns the text with `placeholder` in their places.
 pub(crate) fn take_from_text(text: &str, placeholder: &str) -> (String, Vec<ImageSource>) {
     let (mut without, mut sources, mut rest) = (String::with_capacity(text.len()), Vec::new(), text);
@@ -181,7 +192,15 @@ mod tests {
 
     fn input(template_text: &str) -> ImageInput {
         let placeholder = "\n\n<image>\n\n".to_owned();
-        ImageInput { placeholder_id: 9, placeholder, template_text: template_text.to_owned(), is_whole: true }
+        ImageInput {
+            placeholder_id: 9,
+            placeholder,
+            template_text: template_text.to_owned(),
+            is_whole: true,
+            is_prompt_whole: false,
+            text_prefix: String::new(),
+            text_suffix: String::new(),
+        }
     }
 
     fn refusal(url: &str) -> String {
@@ -252,6 +271,20 @@ mod tests {
     fn the_placeholder_replaces_what_templates_write_for_an_image() {
         assert_eq!(&*place_in_template("user\n<image>a".into(), &input("")), "user\n<image>a");
         assert_eq!(&*place_in_template("user\n<image>a".into(), &input("<image>")), "user\n\n\n<image>\n\na");
+    }
+
+    #[test]
+    fn the_text_after_the_last_image_is_framed() {
+        assert_eq!(framed("a<image>b", &input("")), None);
+        let (placeholder, text_prefix, text_suffix) = ("<image>".into(), "<bos>".into(), "\n".into());
+        let input = ImageInput { placeholder, text_prefix, text_suffix, ..input("") };
+        for (text, expected) in [
+            ("<image><image>caption", "<image><image><bos>caption\n"),
+            ("one <image>", "one <image><bos>\n"),
+            ("caption", "<bos>caption\n"),
+        ] {
+            assert_eq!(framed(text, &input).as_deref(), Some(expected));
+        }
     }
 
     #[test]

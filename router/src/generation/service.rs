@@ -156,14 +156,18 @@ impl GenerationService {
         let permit = admission.admit(prompts.len() * num_per_prompt)?;
         let checked = parameters.check(&config.limits, num_per_prompt)?;
         let deadlines = Deadlines::new(record.received(), checked.timeout, config.queue.timeout);
-        let adapter = match &checked.adapter_id {
-            Some(name) => Some(Arc::new(self.in_time(deadlines, self.adapters().lease(name)).await?)),
-            None => None,
-        };
+        if let Some(name) = &checked.adapter_id {
+            self.adapters().expect_known(name)?;
+        }
         let mut prepared = Vec::with_capacity(prompts.len());
         for prompt in prompts {
             prepared.push(self.prepare(prompt, checked.clone(), deadlines).await?);
         }
+        // After the prompts, whose images may be fetched from slow hosts: other requests wait for the adapter's place.
+        let adapter = match &checked.adapter_id {
+            Some(name) => Some(Arc::new(self.in_time(deadlines, self.adapters().lease(name)).await?)),
+            None => None,
+        };
         let mut generations =
             Generations { prompts: Vec::with_capacity(prepared.len()), num_per_prompt, running: Vec::new(), permit };
         for prepared in prepared {
@@ -213,12 +217,14 @@ impl GenerationService {
         deadlines: Deadlines,
     ) -> Result<Prepared, GenerationError> {
         let Inner { config, generator, text: model, admission, .. } = &*self.inner;
-        let mut images = Vec::new();
+        let (mut images, mut is_framed) = (Vec::new(), false);
         let (text, token_ids, answer) = match prompt {
             Prompt::Text(text) => (Some(text), Vec::new(), None),
             Prompt::Illustrated(text, sources) => {
                 images = self.read_images(&sources)?;
-                (Some(text), Vec::new(), None)
+                let framed = self.image_input().and_then(|input| image::framed(&text, input));
+                is_framed = framed.is_some();
+                (Some(framed.unwrap_or(text)), Vec::new(), None)
             }
             Prompt::TokenIds(ids) => (None, ids, None),
             Prompt::Chat(chat) => {
@@ -240,7 +246,7 @@ impl GenerationService {
         let vocabulary = model.vocabulary_size();
         let mut token_ids = match &text {
             Some(text) => {
-                let adds_special_tokens = checked.add_special_tokens.unwrap_or(answer.is_none());
+                let adds_special_tokens = checked.add_special_tokens.unwrap_or(answer.is_none() && !is_framed);
                 let encode = model.encode(Arc::clone(text), adds_special_tokens);
                 self.in_time(deadlines, async { Ok(encode.await?) }).await?
             }
@@ -322,6 +328,17 @@ impl GenerationService {
         }
     }
 
+    /// What separates cached blocks with the same tokens: the images, or, if all tokens of a prompt attend to each other, the whole
+    /// prompt.
+    fn content_salts(&self, token_ids: &[u32], images: &[ImageSpan]) -> Arc<[ContentSalt]> {
+        let salts = &self.inner.salts;
+        if self.image_input().is_some_and(|input| input.is_prompt_whole) {
+            let hashes: Vec<_> = images.iter().map(|span| span.image.hash()).collect();
+            return [ContentSalt { offset: 0, salt: salts.hash_one((token_ids, hashes)) }].into();
+        }
+        images.iter().map(|span| ContentSalt { offset: span.offset, salt: salts.hash_one(span.image.hash()) }).collect()
+    }
+
     /// Submits the generations of one prompt.
     fn submit(
         &self,
@@ -336,9 +353,7 @@ impl GenerationService {
         let Prepared { prompt, images, max_new_tokens, checked, shown_token_ids, parsers, reservations } = prepared;
         let group = (reservations.len() > 1).then(rand::random);
         let mut parsers = parsers.into_iter();
-        let content_salt =
-            |span: &ImageSpan| ContentSalt { offset: span.offset, salt: salts.hash_one(span.image.hash()) };
-        let content_salts: Arc<[_]> = images.iter().map(content_salt).collect();
+        let content_salts = self.content_salts(&prompt.token_ids, &images);
         for (index, reservation) in reservations.into_iter().enumerate() {
             let num_prompt_tokens = prompt.token_ids.len();
             let seed = checked.seed_of(index);

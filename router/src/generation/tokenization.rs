@@ -21,13 +21,17 @@ impl GenerationService {
     /// The tokens of a text, with a placeholder for each of the images.
     pub(crate) async fn tokenize(
         &self,
-        text: Arc<str>,
+        mut text: Arc<str>,
         images: &[ImageSource],
-        add_special_tokens: bool,
+        mut add_special_tokens: bool,
     ) -> Result<Vec<TokenSpan>, GenerationError> {
         let _permit = self.admission().permit(1)?;
         let deadlines = self.tokenization_deadlines();
         let images = self.read_images(images)?;
+        let input = self.image_input().filter(|_| !images.is_empty());
+        if let Some(framed) = input.and_then(|input| image::framed(&text, input)) {
+            (text, add_special_tokens) = (framed, false);
+        }
         self.spans(text, images, add_special_tokens, deadlines).await
     }
 

@@ -74,6 +74,9 @@ fn model(model: &Description) -> penstock_proto::LoadResponse {
             placeholder: input.placeholder.clone(),
             template_text: input.template_text.clone(),
             is_whole: input.is_whole,
+            is_prompt_whole: input.is_prompt_whole,
+            text_prefix: input.text_prefix.clone(),
+            text_suffix: input.text_suffix.clone(),
         }),
         pooling: model.pooling.as_ref().map(pooling),
         ..Default::default()

@@ -43,6 +43,12 @@ pub struct ImageInput {
     pub template_text: String,
     /// Whether the tokens of an image attend to each other.
     pub is_whole: bool,
+    /// Whether all tokens of a prompt attend to each other.
+    pub is_prompt_whole: bool,
+    /// In prompts without a chat template: text after the last image.
+    pub text_prefix: String,
+    /// In prompts without a chat template: text at the end.
+    pub text_suffix: String,
 }
 
 /// Why images cannot be used.

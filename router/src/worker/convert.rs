@@ -50,8 +50,16 @@ fn image_span(span: &ImageSpan) -> proto::ImageSpan {
 }
 
 fn image_input(input: proto::ImageInput) -> ImageInput {
-    let proto::ImageInput { placeholder_id, placeholder, template_text, is_whole } = input;
-    ImageInput { placeholder_id, placeholder, template_text, is_whole }
+    let proto::ImageInput {
+        placeholder_id,
+        placeholder,
+        template_text,
+        is_whole,
+        is_prompt_whole,
+        text_prefix,
+        text_suffix,
+    } = input;
+    ImageInput { placeholder_id, placeholder, template_text, is_whole, is_prompt_whole, text_prefix, text_suffix }
 }
 
 pub(crate) fn grammar(grammar: &Grammar) -> proto::Grammar {

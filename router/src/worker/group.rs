@@ -62,8 +62,11 @@ pub struct LoadOptions {
     pub max_adapters: u32,
     /// The highest rank of an adapter.
     pub max_adapter_rank: u32,
-    /// Folder of a draft model, an EAGLE-3 head or Medusa heads, which propose draft tokens; `None`: they come from n-grams.
+    /// Folder of a draft model, an EAGLE-3 head or Medusa heads, which propose draft tokens.
     pub speculative_model: Option<PathBuf>,
+    /// Whether the checkpoint's multi-token prediction layer proposes them, if it has one and there is no
+    /// `speculative_model`; otherwise they come from n-grams.
+    pub drafts_with_mtp: bool,
 }
 
 /// The model that was loaded.
@@ -220,6 +223,7 @@ impl Group {
                 .as_ref()
                 .map(|folder| folder.to_string_lossy().into_owned())
                 .unwrap_or_default(),
+            drafts_with_mtp: options.drafts_with_mtp,
         };
         let answers = try_join_all(self.ranks.iter_mut().map(|rank| rank.load(request.clone()))).await?;
         agree("the vocabulary size", answers.iter().map(|answer| answer.vocab_size))?;

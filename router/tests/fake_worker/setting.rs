@@ -25,6 +25,7 @@ pub const fn limits() -> Limits {
         max_inter_token: None,
         max_overtaking: 0,
         window_tokens: None,
+        whole_prompts: false,
         max_draft_tokens: 0,
     }
 }

@@ -1,11 +1,12 @@
 //! Images in requests: from data URIs and URLs, in every dialect, and in token counts.
 
 use axum::http::StatusCode;
+use penstock_router::config::{AdapterConfig, AdapterSource};
 use penstock_router::sequence::ImageInput;
 use penstock_router::{Config, ImageUrlConfig};
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpStream};
 
 use crate::fold::with;
 use crate::model::{self, IM_END};
@@ -29,6 +30,9 @@ async fn server(adjust: impl FnOnce(&mut Config)) -> Server {
             placeholder: PLACEHOLDER.to_owned(),
             template_text: String::new(),
             is_whole: false,
+            is_prompt_whole: false,
+            text_prefix: String::new(),
+            text_suffix: String::new(),
         });
         adjust(config);
     })
@@ -47,11 +51,7 @@ async fn files() -> String {
     let url = format!("http://{}", listener.local_addr().unwrap());
     tokio::spawn(async move {
         while let Ok((mut stream, _)) = listener.accept().await {
-            let mut head = Vec::new();
-            while !head.ends_with(b"\r\n\r\n") {
-                head.push(stream.read_u8().await.unwrap());
-            }
-            let head = String::from_utf8(head).unwrap();
+            let head = head_of(&mut stream).await;
             let name = head.split(' ').nth(1).unwrap().trim_start_matches('/');
             let status = if name == "missing" { "404 Not Found" } else { "200 OK" };
             let answer = format!("HTTP/1.1 {status}\r\ncontent-length: {}\r\n\r\n{name}", name.len());
@@ -59,6 +59,14 @@ async fn files() -> String {
         }
     });
     url
+}
+
+async fn head_of(stream: &mut TcpStream) -> String {
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        head.push(stream.read_u8().await.unwrap());
+    }
+    String::from_utf8(head).unwrap()
 }
 
 fn openai(parts: Value) -> Value {
@@ -124,6 +132,30 @@ async fn nothing_is_fetched_for_a_prompt_without_a_place() {
     let text = json!({"type": "text", "text": PLACEHOLDER});
     let answer = server.post(TEXT, openai(json!([text, image_url("http://127.0.0.1:1/")]))).await;
     assert!(answer.body.contains("the prompt has 2 places for images, but 1 images were given"), "{}", answer.body);
+}
+
+#[tokio::test]
+async fn a_request_whose_image_is_being_fetched_holds_no_place_of_an_adapter() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}/a.png", listener.local_addr().unwrap());
+    let source = |name: &str| AdapterSource { name: name.to_owned(), path: format!("/of/{name}").into() };
+    let sources = ["fetching", "other"].map(source).into();
+    let server = server(|config| {
+        fetches(config);
+        config.adapters = AdapterConfig { sources, max_loaded: 1, can_change: false };
+    })
+    .await;
+    let other = async {
+        let (mut stream, _) = listener.accept().await.unwrap();
+        head_of(&mut stream).await;
+        let answer = server.post(TEXT, with(openai(json!("Hi")), json!({"model": "other"}))).await;
+        stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\na").await.unwrap();
+        answer
+    };
+    let body = with(openai(json!([image_url(&url)])), json!({"model": "fetching"}));
+    let (fetching, other) = tokio::join!(server.post(TEXT, body), other);
+    assert_eq!([fetching.status, other.status], [StatusCode::OK; 2], "{} {}", fetching.body, other.body);
+    assert_eq!(*server.engine.loads.lock().unwrap(), [(2, vec![]), (1, vec![2])]);
 }
 
 #[tokio::test]

@@ -91,7 +91,10 @@ impl Scheduler {
     ///
     /// `arrived_at` is a time on any monotonic clock; `plan` uses the same one. It decides, together with the priority,
     /// when the sequence is admitted.
-    pub fn submit(&mut self, submission: Submission, arrived_at: Duration) -> Result<(), SubmitError> {
+    pub fn submit(&mut self, mut submission: Submission, arrived_at: Duration) -> Result<(), SubmitError> {
+        if self.limits.whole_prompts {
+            submission.whole_spans = [0..submission.prompt_token_ids.len() as u32].into();
+        }
         self.check(&submission)?;
         let Submission { id, priority, .. } = submission;
         let precedence = Precedence::new(priority, self.limits.priority_ageing, arrived_at, self.num_submissions);
@@ -148,9 +151,12 @@ impl Scheduler {
         if num_source_tokens > max_source_tokens {
             return Err(SubmitError::SourceTooLong { num_source_tokens, max_source_tokens });
         }
+        let max_step_tokens = self.limits.max_step_tokens;
+        if self.limits.whole_prompts && num_prompt_tokens > max_step_tokens as usize {
+            return Err(SubmitError::WholePrompt { num_prompt_tokens: num_prompt_tokens as u32, max_step_tokens });
+        }
         let mut free_from = 0;
         for span in &*submission.whole_spans {
-            let max_step_tokens = self.limits.max_step_tokens;
             let is_in_order = free_from <= span.start && span.start < span.end && span.end <= num_prompt_tokens as u32;
             if !is_in_order || span.end - span.start > max_step_tokens {
                 return Err(SubmitError::WholeSpan { span: span.clone(), max_step_tokens });

@@ -43,6 +43,7 @@ fn a_blocked_sequence_is_unblocked_when_a_second_copy_replaces_a_lost_block() {
         max_inter_token: None,
         max_overtaking: 0,
         window_tokens: None,
+        whole_prompts: false,
         max_draft_tokens: 0,
     };
     let arrivals = vec![

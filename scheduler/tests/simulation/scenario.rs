@@ -132,6 +132,7 @@ fn limits() -> impl Strategy<Value = Limits> {
                 max_inter_token: turns.1.map(Duration::from_millis),
                 max_overtaking: turns.0,
                 window_tokens: turns.2,
+                whole_prompts: false,
                 max_draft_tokens: drafts,
             }
         },

@@ -95,6 +95,7 @@ def _allowed(table: SequenceTable, advances: Advances, rows: Rows) -> npt.NDArra
         & (~advances.sample | (ends == known))
         & (advances.sample | (max_drafts == 0))
         & ~table.splits_images(rows, ends)
+        & ~table.splits_prompts(rows, ends)
     )
     is_outside = advances.new_block_ids >= table.limits.num_blocks
     if is_outside.any():
@@ -127,6 +128,8 @@ def _reason(table: SequenceTable, advances: Advances, index: int, row: int) -> s
         return f"an advance to {end} tokens, but its source has {int(table.source[row])}, which are computed together"
     if table.splits_images(np.array([row]), np.array([end]))[0]:
         return f"an advance to {end} tokens, inside of an image, whose tokens are computed together"
+    if table.splits_prompts(np.array([row]), np.array([end]))[0]:
+        return f"an advance to {end} tokens, but its prompt has {int(table.prompt[row])}, which are computed together"
     if end > table.limits.max_sequence_tokens:
         return f"would have {end} tokens, at most {table.limits.max_sequence_tokens} are allowed"
     if end > capacity:
@@ -216,6 +219,8 @@ def build(table: SequenceTable, chosen: Selection) -> Built:
         batch = replace(batch, positions=positions - table.shift[token_rows])
     if (computed < table.images_end[rows]).any():
         batch = with_images(batch, table.images_of(rows), computed)
+    if table.limits.has_whole_prompts and (computed < table.prompt[rows]).any():
+        batch = replace(batch, ends=prompt_ends(positions, table.prompt[token_rows]))
     if not table.limits.has_answers:
         batch = replace(batch, source_lens=batch.context_lens)
         if table.limits.has_token_types:
@@ -224,6 +229,11 @@ def build(table: SequenceTable, chosen: Selection) -> Built:
         batch, answer_tokens = split(batch, table.source[rows])
         last_tokens = answer_tokens[last_tokens]
     return Built(batch, samples, prompt, last_tokens)
+
+
+def prompt_ends(positions: Rows, prompts: Rows) -> npt.NDArray[np.int32]:
+    """[tokens] the ends of what tokens attend to if those of a prompt attend to each other. prompts: their lengths."""
+    return np.where(positions < prompts, prompts, positions + 1).astype(np.int32)
 
 
 def with_images(batch: HostBatch, images: Sequence[Sequence[PlacedImage]], computed: Rows) -> HostBatch:

@@ -206,7 +206,7 @@ class CapacityProbe:
                 f"sequences of {config.max_sequence_tokens} tokens were asked for, but the model supports at most "
                 f"{self.model.max_position_tokens}; lower --max-total-tokens"
             )
-        has_grid = self.model.images is not None and self.model.images.has_grid
+        has_grid = self.model.images is not None and self.model.images.family.has_grid
         if has_grid and config.max_step_tokens > self.model.max_position_tokens:
             # The image tokens of a step have rows of their own in the rope tables, which are as many.
             raise ConfigError(

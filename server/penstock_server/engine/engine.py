@@ -78,7 +78,15 @@ def _can_draft(model: CausalModel, device: torch.device) -> bool:
 def _image_input(images: ImageEncoder | None) -> ImageInput | None:
     if images is None:
         return None
-    return ImageInput(images.placeholder_id, images.placeholder, images.template_text, images.is_whole)
+    return ImageInput(
+        images.placeholder_id,
+        images.placeholder,
+        images.template_text,
+        images.family.is_whole,
+        images.family.is_prompt_whole,
+        images.family.text_prefix,
+        images.family.text_suffix,
+    )
 
 
 class Engine:
@@ -144,6 +152,7 @@ class Engine:
             activation_bits=config.activation_bits or ACTIVATION_BITS,
             max_adapters=config.max_adapters,
             max_adapter_rank=config.max_adapter_rank,
+            drafts_with_mtp=config.drafts_with_mtp and config.speculative_model is None and native is not None,
         )
         advice = "use a larger GPU, or more shards (--num-shard), or end the other processes"
 
@@ -200,12 +209,14 @@ class Engine:
 
     def load_adapter(self, adapter: Adapter, unloaded_ids: Sequence[int]) -> None:
         """Load an adapter, after freeing others, which no sequence has. Any thread may call it while steps run. Raises
-        ConfigError for an adapter that cannot be used."""
+        ConfigError for an adapter that cannot be used, or does not fit in memory."""
         if self.model.adapters is None:
             raise ConfigError("the model was loaded without adapters")
         for adapter_id in unloaded_ids:
             self.model.adapters.unload(adapter_id)
-        self.model.adapters.load(adapter)
+        advice = "lower --max-lora-slots, or --cuda-memory-fraction, which leaves more memory beside the KV cache"
+        with naming_full_memory(self._device, f"the adapter in {adapter.folder}", advice):
+            self.model.adapters.load(adapter)
 
     def encode_images(self, images: Sequence[Image]) -> list[EncodedImage]:
         """Encode images. Any thread may call it while steps run. Raises ImageError for an
@@ -255,6 +266,7 @@ class Engine:
                 num_rows=config.max_step_sequences,
                 max_source_tokens=self.model.max_source_tokens,
                 has_answers=not self._is_encoder,
+                has_whole_prompts=self.model.images is not None and self.model.images.family.is_prompt_whole,
                 has_token_types=self.model.pooler is not None and self.model.pooler.pooling.has_token_types,
             )
 

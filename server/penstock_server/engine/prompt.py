@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from penstock_server.attention.interface import StepAdapters
 from penstock_server.engine.batch import PromptRows
 from penstock_server.engine.logprob import Alternatives, tops_of
 from penstock_server.engine.parameter import Asking, asking, slices
@@ -66,14 +67,19 @@ def prepare_prompt(prompt: PromptRows, top_n: npt.NDArray[np.int64], sampler: Sa
 
 
 def score_prompt(
-    model: CausalModel, sampler: Sampler, hidden: Tensor, prompt: PromptInputs, fetch: Fetch
+    model: CausalModel,
+    sampler: Sampler,
+    hidden: Tensor,
+    adapters: StepAdapters | None,
+    prompt: PromptInputs,
+    fetch: Fetch,
 ) -> PromptScores:
-    """Scores from the model's outputs [outputs, hidden]. All ranks must call it."""
+    """Scores from the model's outputs [outputs, hidden], whose adapters these are. All ranks must call it."""
     found: list[Tensor] = []
     alternatives: list[Alternatives] = []
     start = 0
     for rows, ids, asking_rows in prompt.chunks:
-        logits = model.logits(hidden[rows])
+        logits = model.logits(hidden[rows], adapters and adapters.select(rows))
         scored, best = sampler.score(logits, ids, asking_rows, fetch)
         found.append(scored)
         alternatives.extend(each.renumbered(start + each.rows) for each in best)

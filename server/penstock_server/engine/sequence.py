@@ -42,6 +42,7 @@ class TableLimits:
     max_source_tokens: int = 0  # 0: no part of a sequence is read by an encoder
     has_answers: bool = True  # something follows a source; otherwise all of a sequence is source
     has_token_types: bool = False  # tokens of a second text are told apart
+    has_whole_prompts: bool = False  # all tokens of a prompt attend to each other, so they are computed together
 
 
 class SequenceTable:
@@ -56,6 +57,7 @@ class SequenceTable:
         self.encoder = encoder
         self._images_of: dict[int, list[PlacedImage]] = {}  # by row; kept until the row is released
         self._adapter_of: dict[int, Any] = {}  # by row; kept loaded until the row is released
+        self._salts_of: dict[int, list[tuple[int, int | bytes]]] = {}  # by row
         self._composition: tuple[bytes, Composition] | None = None
         self._naming: dict[int, Sampling] = {}  # by row: samplings that name single tokens
         self._restrictions: dict[int, Restriction] = {}  # by row
@@ -140,6 +142,8 @@ class SequenceTable:
             self._images_of[row] = images
             self.images_end[row] = images[-1].end
             self.shift[row] = images[-1].shift
+        if salts := _salts(new):
+            self._salts_of[row] = salts
         self.sampling[row] = record(new.sampling)
         if names_tokens(new.sampling):
             self._naming[row] = new.sampling
@@ -199,6 +203,11 @@ class SequenceTable:
         """[rows]: the images of each."""
         return [self._images_of.get(row, ()) for row in rows.tolist()]
 
+    def salts(self, row: int, start: int, end: int) -> tuple[int | bytes, ...]:
+        """What else than tokens decides what the model computes from some token between `start` and `end` on: the
+        sequence's adapter, and the images that begin there."""
+        return tuple(salt for offset, salt in self._salts_of.get(row, ()) if start <= offset < end)
+
     def splits_images(self, rows: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """[rows]: whether the first `ends` [rows] tokens end inside of an image whose tokens attend to each other. Rows
         may be -1."""
@@ -207,6 +216,10 @@ class SequenceTable:
             images = self._images_of.get(int(rows[place]), ())
             found[place] = any(placed.is_split_at(int(ends[place])) for placed in images)
         return found
+
+    def splits_prompts(self, rows: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """[rows]: whether the first `ends` [rows] tokens end inside of a prompt whose tokens attend to each other."""
+        return self.limits.has_whole_prompts & (ends < self.prompt[rows])
 
     def first_ids(self, rows: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """[rows, longest]: the tokens before `ends` [rows] that are not the encoder's; shorter rows are padded with
@@ -252,6 +265,7 @@ class SequenceTable:
         self._adapter_of.pop(row, None)
         self.adapter[row] = 0
         self._images_of.pop(row, None)
+        self._salts_of.pop(row, None)
         self.images_end[row] = self.shift[row] = 0
         self.residency[row] = 0
         self._free_rows.append(row)
@@ -326,6 +340,12 @@ class SequenceTable:
                 after[:old, :used] = before[:, :used]
             setattr(self, name, after)
         self._free_rows.extend(range(2 * old - 1, old - 1, -1))
+
+
+def _salts(new: NewSequence) -> list[tuple[int, int | bytes]]:
+    """By offset, what `SequenceTable.salts` returns."""
+    adapter: list[tuple[int, int | bytes]] = [] if new.adapter is None else [(0, new.adapter.id)]
+    return adapter + [(span.offset, span.image.hash) for span in new.images]
 
 
 def _image_refusal(new: NewSequence, images: Sequence[PlacedImage]) -> str:

@@ -33,15 +33,19 @@ def with_drafts(
     step computes them, and samples after each. The tokens of all earlier steps must be in the table. grammars: those
     of the first rank, which sends the drafts that they allow to the other ranks."""
     drafts = np.full((len(chosen.rows), int(chosen.max_drafts.max())), _NO_TOKEN, np.int32)
-    has_grammar = table.sampling["has_grammar"][chosen.rows]
-    is_constrained, is_free = has_grammar & (chosen.max_drafts > 0), ~has_grammar & (chosen.max_drafts > 0)
-    free = drafter.draft(table, chosen.rows[is_free], chosen.max_drafts[is_free])
-    for place, draft in zip(np.flatnonzero(is_free).tolist(), free, strict=True):
+    has_grammar, may_draft = table.sampling["has_grammar"][chosen.rows], chosen.max_drafts > 0
+    is_constrained = has_grammar & may_draft
+    # A grammar looks n-grams up itself, at the places where it needs a guess.
+    asked = np.flatnonzero(may_draft & (drafter.is_sent | ~has_grammar))
+    proposed = drafter.draft(table, chosen.rows[asked], chosen.max_drafts[asked])
+    for place, draft in zip(asked.tolist(), proposed, strict=True):
         drafts[place, : len(draft)] = draft
     if grammars is not None:
         for place in np.flatnonzero(is_constrained).tolist():
             history, most = table.known_ids(int(chosen.rows[place])), int(chosen.max_drafts[place])
-            allowed = grammars.draft(int(chosen.sequence_ids[place]), history, most, ngram.continuation)
+            expected = drafts[place][drafts[place] != _NO_TOKEN].tolist()
+            allowed = grammars.draft(int(chosen.sequence_ids[place]), history, most, ngram.continuation, expected)
+            drafts[place] = _NO_TOKEN
             drafts[place, : len(allowed)] = allowed
     if is_constrained.any() or drafter.is_sent:
         group.broadcast(torch.from_numpy(drafts))

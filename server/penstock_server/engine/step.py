@@ -174,16 +174,19 @@ class StepRunner:
             hidden = self._model.forward(inputs)
         else:
             hidden = self._graphs.forward(bucket, upload.memory, built.batch.num_sequences)
-        samples = hidden if sample_rows is None else hidden[sample_rows]
+        adapters = inputs.adapters and inputs.adapters.select(inputs.sample_rows[: len(hidden)])
+        samples, its_adapters = hidden, adapters
+        if sample_rows is not None:
+            samples, its_adapters = hidden[sample_rows], adapters and adapters.select(sample_rows)
         if self._drafter is not None and self._drafter.reads_outputs:
             pending.outputs = samples.clone()  # the model uses its memory again
-        logits = self._model.logits(samples) if len(rows) else None
+        logits = self._model.logits(samples, its_adapters) if len(rows) else None
         forwarded_at = time.perf_counter()
         self._mark()
 
         table.computed[chosen.rows] += chosen.num_tokens
         if prompt is not None:
-            pending.prompt = score_prompt(self._model, self._sampler, hidden, prompt, download.add)
+            pending.prompt = score_prompt(self._model, self._sampler, hidden, adapters, prompt, download.add)
         if len(rows) or prompt is not None:
             if masks is None:
                 for earlier in self._in_flight:

@@ -33,7 +33,7 @@ _BITS = (np.uint32(1) << np.arange(32, dtype=np.uint32)).view(np.int32)
 _SEQUENCES_PER_THREAD = 4  # fewer are not worth another thread
 _FEW_ALLOWED = 16  # tokens among which the one used last is a good guess
 _FREE_TEXT = 1000  # more allowed tokens are text; fewer are syntax and its whitespace
-_SHORT_MATCH, _LONG_MATCH = 3, 6  # tokens
+_SHORT_MATCH, _LONG_MATCH = 2, 6  # tokens
 
 
 class _State:
@@ -50,9 +50,9 @@ class _State:
     def chosen(self, token_id: int) -> None:
         self._pending.append(token_id)
 
-    def draft(self, history: TokenIds, most: int, guess: Guess) -> list[int]:
+    def draft(self, history: TokenIds, most: int, guess: Guess, expected: Sequence[int]) -> list[int]:
         """At most `most` tokens that probably follow: those that the grammar forces, which are always right, and
-        between them guesses that it allows. history: the known tokens."""
+        between them those that are expected, and guesses, as far as it allows them. history: the known tokens."""
         if self._consume() or self._matcher is None or self._has_ended:
             return []
         start, matcher = self._start.result(), self._matcher.deep_copy()
@@ -64,9 +64,13 @@ class _State:
             if not (tokens := matcher.compute_ff_tokens()[:left]):
                 text = np.append(history, np.array(draft, np.int32))
                 start.fill(matcher, mask)
-                if _num_allowed(mask) <= _FREE_TEXT:
+                is_text = _num_allowed(mask) > _FREE_TEXT
+                if not is_text:
                     tokens = _guess_syntax(text, matcher, mask, guess)
-                elif not has_guessed_text:
+                if not tokens and draft == expected[: len(draft)]:
+                    tokens = list(expected[len(draft) : most])
+                    tokens = tokens[: matcher.validate_tokens(tokens)]
+                if not tokens and is_text and not has_guessed_text:
                     tokens, has_guessed_text = _guess_text(text, left, guess), True
             tokens = list(takewhile(lambda token_id: token_id not in self._end_ids, tokens))
             count = matcher.try_consume_tokens(tokens)
@@ -206,10 +210,13 @@ class GrammarStates:
         """Drops all sequences."""
         self._states.clear()
 
-    def draft(self, sequence_id: int, history: TokenIds, most: int, guess: Guess) -> list[int]:
+    def draft(
+        self, sequence_id: int, history: TokenIds, most: int, guess: Guess, expected: Sequence[int] = ()
+    ) -> list[int]:
         """At most `most` tokens that probably follow `history`, the known tokens of a constrained sequence, and that
-        its grammar allows. guess: makes drafts where the grammar allows several tokens."""
-        return self._states[sequence_id].draft(history, most, guess)
+        its grammar allows. Where it allows several: those that the drafter expects to follow `history`, or what `guess`
+        makes of the text."""
+        return self._states[sequence_id].draft(history, most, guess, list(expected))
 
     def start(self, sequence_ids: Sequence[int], drafts: Sequence[Sequence[int]]) -> Masks:
         """Starts to compute the masks of the constrained sequences among those given: of the next token, and of the one

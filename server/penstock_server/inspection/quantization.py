@@ -63,9 +63,17 @@ class Quantized:
 
     def describe(self) -> str:
         """For people: method, bits, and what happens to the weights."""
-        kept = [format_ for format_ in self.formats.values() if format_ is not None]
-        bits = " and ".join(map(str, sorted({format_.bits for format_ in kept})))
-        parts = [f"{len(kept)} weights stay in {bits} bits"] if kept else []
+        kept = {name: format_ for name, format_ in self.formats.items() if format_ is not None}
+        bits = " and ".join(map(str, sorted({format_.bits for format_ in kept.values()})))
+        parts = []
+        if kept:
+            shapes = [self.tensors[name].shape for name in kept]
+            matrices = [
+                QuantizedMatrix((math.prod(rows), columns), format_, lambda: iter(()))
+                for (*rows, columns), format_ in zip(shapes, kept.values(), strict=True)
+            ]
+            per_weight = 8 * sum(matrix.num_bytes for matrix in matrices) / sum(map(math.prod, shapes))
+            parts.append(f"{len(kept)} weights stay in {bits} bits, {per_weight:.2f} each with their scales")
         if len(kept) < len(self.formats):
             parts.append(f"{len(self.formats) - len(kept)} are dequantized at load")
         return f"{self.method}: {', '.join(parts)}"

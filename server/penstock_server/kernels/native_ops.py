@@ -73,7 +73,7 @@ class NativeLinear:
         formats = [matrix.format for matrix in matrices]
         rows, in_features = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
         segments = [
-            (num_rows, one.bits, one.group, one.offset, one.has_mins, one.number, one.table, one.code)
+            (num_rows, one.bits, one.group, one.offset, one.has_mins, one.number, one.zeros, one.table, one.code)
             for matrix, one in zip(matrices, formats, strict=True)
             # Gate and up are packed apart, also where they are one matrix of the checkpoint.
             for num_rows in ([rows // 2] * 2 if gated and len(matrices) == 1 else [matrix.shape[0]])
@@ -277,6 +277,11 @@ class NativeOps:
         biases = None if bias is None else bias.float().contiguous().view(-1, dim)
         packed = self._kernels.norm(kind, weights, biases, variant.eps)
         return NativeNorm(packed, self.build.dtype, self._torch.pack_norm(weight, bias, variant))
+
+    def adapt(self, site: int, x: Tensor, y: Tensor, adapters: Sequence[Any], of_rows: Tensor) -> None:
+        """Adds to y [rows, columns], a layer's product with x [rows, in_features], what the rows' adapters add at this
+        site. adapters: packed for this build; of_rows [rows] int64: the index of each row's adapter, or -1."""
+        self._kernels.adapt(site, x, y, (adapters, of_rows))
 
     def routing(self, rule: RoutingRule, correction: Tensor | None) -> NativeRouting:
         """correction [experts] float32: added to the scores for the choice."""

@@ -1,7 +1,8 @@
 """Matrices as quantized checkpoints store them: small integer codes, and scales for groups of input features.
 
-w = scale * (code - offset), or scale * code + min where a format has mins, or scale * table[code]. In some formats
-scales and mins are small integers themselves, with a common factor for each super-group (GGUF's K types).
+w = scale * (code - offset), with + min where a format has mins, scale * (code - zero) where groups have zero points, or
+scale * table[code]. In some formats scales and mins are small integers themselves, with a common factor for each
+super-group (GGUF's K types).
 """
 
 from __future__ import annotations
@@ -14,6 +15,16 @@ import torch
 from torch import Tensor
 
 SUPER_GROUP = 256  # input features
+Number = Literal["float16", "bfloat16", "float32", "int8", "uint4", "uint8", "e8m0"]
+NUMBER_BITS: dict[Number, int] = {
+    "float16": 16,
+    "bfloat16": 16,
+    "float32": 32,
+    "int8": 8,
+    "uint4": 4,
+    "uint8": 8,
+    "e8m0": 8,
+}
 FLOAT8 = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
@@ -23,17 +34,30 @@ class QuantFormat:
 
     bits: int  # of a code: 2 to 6, or 8
     group: int  # input features that share a scale: 16, or a multiple of 32
-    offset: int = 0  # the code of zero, if there are no mins
-    has_mins: bool = False
-    # The type in which scales and mins are exact. If it is int8, they have factors, which are exact in float16; e8m0
-    # are powers of two from 2^-128 on.
-    number: Literal["float16", "float32", "int8", "e8m0"] = "float32"
+    offset: int = 0  # the code of zero, or of the min if there are mins; unused with zero points
+    has_mins: bool = False  # or zero points
+    # The type in which scales and mins are exact. If it is int8 or uint4, they have factors, which are exact in
+    # float16; e8m0 are powers of two from 2^-128 on. Only zero points are uint8.
+    number: Number = "float32"
+    # The type in which zero points are exact, which are in the place of mins; None: they are not. Then neither they nor
+    # scales have factors.
+    zeros: Number | None = None
     # 16 integers of 8 bits that codes of 4 bits stand for, if not for themselves; then there is no offset and no min.
     table: tuple[int, ...] | None = None
     # What a code is: an integer, or the bits of an 8-bit float, whose format has neither offset nor mins.
     code: Literal["integer", "e4m3fn", "e5m2"] = "integer"
     # Whether the checkpoint is made for inputs in 8 bits too, of the same kind. There is one scale for each row.
     has_narrow_inputs: bool = False
+
+    @property
+    def has_factors(self) -> bool:
+        """Whether scales and mins are integers."""
+        return self.number in ("int8", "uint4")
+
+    @property
+    def numbers(self) -> tuple[Number, ...]:
+        """The types of scales and, if there are any, of mins or zero points."""
+        return (self.number, self.zeros or self.number) if self.has_mins else (self.number,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +66,18 @@ class QuantizedRows:
 
     codes: Tensor  # [rows, in_features] uint8
     scales: Tensor  # [rows, groups] float32
-    mins: Tensor | None = None  # the same
+    mins: Tensor | None = None  # the same; zero points, if the format has those
     scale_factors: Tensor | None = None  # [rows, super-groups] float32
     min_factors: Tensor | None = None  # the same
 
     @property
     def numbers(self) -> list[Tensor]:
-        """Scales, and mins if there are any."""
+        """Scales, and mins or zero points if there are any."""
         return [self.scales] if self.mins is None else [self.scales, self.mins]
 
     @property
     def factors(self) -> list[Tensor]:
-        """Of the numbers, if they are integers."""
+        """Of scales and mins, if they are integers."""
         return [factors for factors in (self.scale_factors, self.min_factors) if factors is not None]
 
     def dequantized(self, format_: QuantFormat) -> Tensor:
@@ -68,7 +92,10 @@ class QuantizedRows:
             return self.codes.view(FLOAT8[format_.code]).float() * numbers[0]
         if self.mins is None:
             return (self.codes.float() - format_.offset) * numbers[0]
-        return self.codes * numbers[0] + numbers[1]
+        if format_.zeros is not None:
+            return self.codes * numbers[0] - numbers[1] * numbers[0]
+        mins = numbers[1] - format_.offset * numbers[0] if format_.offset else numbers[1]
+        return self.codes * numbers[0] + mins
 
     def select(self, rows: Tensor | slice) -> QuantizedRows:
         """These rows [n] int64, in this order."""
@@ -152,11 +179,10 @@ class QuantizedMatrix:
     def num_bytes(self) -> int:
         """Of codes, scales and mins as they are kept in memory."""
         rows, columns = self.shape
-        kinds = 2 if self.format.has_mins else 1
-        number_bytes = {"int8": 1, "e8m0": 1, "float16": 2, "float32": 4}[self.format.number]
-        factors = -(-columns // SUPER_GROUP) * 2 if self.format.number == "int8" else 0
-        numbers = -(-columns // self.format.group) * number_bytes
-        return rows * (columns * self.format.bits // 8 + kinds * (numbers + factors))
+        num_groups = -(-columns // self.format.group)
+        numbers = sum(-(-num_groups * NUMBER_BITS[number] // 8) for number in self.format.numbers)
+        factors = -(-columns // SUPER_GROUP) * 2 * len(self.format.numbers) if self.format.has_factors else 0
+        return rows * (columns * self.format.bits // 8 + numbers + factors)
 
     def whole(self) -> QuantizedRows:
         """All rows, in memory."""

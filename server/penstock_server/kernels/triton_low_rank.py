@@ -11,12 +11,13 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock_server.kernels import triton_device
-from penstock_server.kernels.triton_low_rank_kernel import FIELDS, expand_kernel, shrink_kernel
+from penstock_server.kernels.triton_low_rank_kernel import FIELDS, expand_kernel, look_up_kernel, shrink_kernel
 
 TILE_RANKS = 16
 WORKSPACE_BYTES = 64 << 20  # of a step, for the products with A
@@ -110,8 +111,34 @@ class LowRankSum:
         for x_part, y_part, of_part in parts:
             self._add_to_rows(x_part, y_part, of_part, tables)
 
+    def add_looked_up(self, token_ids: Tensor, num_tokens: int, y: Tensor, of_rows: Tensor, tables: Tensor) -> None:
+        """Adds to y [rows, columns], the embeddings of token_ids [rows] int64 of `num_tokens`, what the rows' adapters
+        add."""
+        max_rows = max(1, WORKSPACE_BYTES // (4 * self.max_rank))
+        parts = zip(token_ids.split(max_rows), y.split(max_rows), of_rows.split(max_rows), strict=True)
+        for ids_part, y_part, of_part in parts:
+            num_rows = len(ids_part)
+            inner = torch.empty((1, num_rows, 1, self.max_rank), dtype=torch.float32, device=y.device)
+            triton_device.launch(
+                look_up_kernel,
+                (-(-num_rows // _TILE_ROWS), 1),
+                inner=inner,
+                token_ids=ids_part,
+                dtype_of=y_part,
+                of_rows=of_part,
+                tables=tables,
+                num_rows=num_rows,
+                num_tokens=num_tokens,
+                first_part=self.first_part,
+                RANKS=self.max_rank,
+                FIELDS=FIELDS,
+                TILE_ROWS=_TILE_ROWS,
+                TILE_RANKS=TILE_RANKS,
+                num_warps=4,
+            )
+            self._expand(self._shared(inner, of_part, tables, 0, y.dtype), y_part)
+
     def _add_to_rows(self, x: Tensor, y: Tensor, of_rows: Tensor, tables: Tensor) -> None:
-        assert y.stride(-1) == 1
         x = x if x.stride(-1) == 1 else x.contiguous()
         num_rows, depth = x.shape[0], x.shape[-1]
         num_splits = -(-depth // _SPLIT_DEPTH)
@@ -120,27 +147,11 @@ class LowRankSum:
         num_partials = num_splits if 1 < num_splits <= _MAX_PARTIAL_BYTES // max(1, split_bytes) else 0
         num_inner = max(1, num_partials)
         sizes = (num_inner, num_rows, self.num_parts, self.max_rank)
-        shared = {
-            "inner": torch.empty(sizes, dtype=torch.float32, device=x.device),
-            "of_rows": of_rows,
-            "tables": tables,
-            "num_rows": num_rows,
-            "num_partials": num_partials,
-            "first_part": self.first_part,
-            "PARTS": self.num_parts,
-            "RANKS": self.max_rank,
-            # Tensor cores round the factors of float32 models, too.
-            "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
-            "FIELDS": FIELDS,
-            "TURNS": self.num_turns,
-            "TILE_ROWS": _TILE_ROWS,
-            "TILE_RANKS": TILE_RANKS,
-            "num_warps": 4,
-        }
-        num_programs = -(-num_rows // _TILE_ROWS) * self.num_turns
+        inner = torch.empty(sizes, dtype=torch.float32, device=x.device)
+        shared = self._shared(inner, of_rows, tables, num_partials, y.dtype)
         triton_device.launch(
             shrink_kernel,
-            (num_programs, self.num_parts * num_inner),
+            (self._num_programs(num_rows), self.num_parts * num_inner),
             **shared,
             x=x,
             X_ROW=x.stride(0),
@@ -149,9 +160,13 @@ class LowRankSum:
             SPLIT=_SPLIT_DEPTH,
             TILE_DEPTH=_TILE_DEPTH,
         )
+        self._expand(shared, y)
+
+    def _expand(self, shared: dict[str, Any], y: Tensor) -> None:
+        assert y.stride(-1) == 1
         triton_device.launch(
             expand_kernel,
-            (num_programs, self.tiles.shape[0]),
+            (self._num_programs(len(y)), self.tiles.shape[0]),
             **shared,
             y=y,
             tiles=self.tiles,
@@ -160,6 +175,31 @@ class LowRankSum:
             Y_PART=y.stride(1) if y.dim() == 3 else 0,
             TILE_COLUMNS=_TILE_COLUMNS,
         )
+
+    def _num_programs(self, num_rows: int) -> int:
+        return -(-num_rows // _TILE_ROWS) * self.num_turns
+
+    def _shared(
+        self, inner: Tensor, of_rows: Tensor, tables: Tensor, num_partials: int, dtype: torch.dtype
+    ) -> dict[str, Any]:
+        """The arguments of both kernels. dtype: of the layer."""
+        return {
+            "inner": inner,
+            "of_rows": of_rows,
+            "tables": tables,
+            "num_rows": len(of_rows),
+            "num_partials": num_partials,
+            "first_part": self.first_part,
+            "PARTS": self.num_parts,
+            "RANKS": self.max_rank,
+            # Tensor cores round the factors of float32 models, too.
+            "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+            "FIELDS": FIELDS,
+            "TURNS": self.num_turns,
+            "TILE_ROWS": _TILE_ROWS,
+            "TILE_RANKS": TILE_RANKS,
+            "num_warps": 4,
+        }
 
 
 def address_of(tensor: Tensor) -> int:

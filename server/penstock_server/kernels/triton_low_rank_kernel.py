@@ -89,6 +89,38 @@ def shrink_kernel(
                 tl.store(places, total, mask=is_mine[:, None])
 
 
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "first_part"])
+def look_up_kernel(
+    inner,  # [num_rows, RANKS] float32
+    token_ids,  # [num_rows] int64
+    dtype_of,  # a tensor in the dtype of adapters
+    of_rows,  # as of `shrink_kernel`, as the next one
+    tables,
+    num_rows,
+    num_tokens,  # of the vocabulary
+    first_part,
+    RANKS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_RANKS: tl.constexpr,
+):
+    """The columns of A at tokens, as the embedding's A·x. Grid: tiles of rows."""
+    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    is_row = row < num_rows
+    adapter = tl.load(of_rows + row, mask=is_row, other=-1)
+    token = tl.load(token_ids + row, mask=is_row, other=0)
+    has_adapter = adapter >= 0
+    entry = tl.load(tables + adapter, mask=has_adapter, other=0).to(tl.pointer_type(tl.int64)) + first_part * FIELDS
+    down = tl.load(entry, mask=has_adapter, other=0).to(tl.pointer_type(dtype_of.dtype.element_ty))
+    num_ranks = tl.load(entry + 2, mask=has_adapter, other=0)
+    for first_rank in range(0, RANKS, TILE_RANKS):
+        rank = first_rank + tl.arange(0, TILE_RANKS)
+        is_rank = rank[None, :] < num_ranks[:, None]
+        places = down[:, None] + rank.to(tl.int64)[None, :] * num_tokens + token[:, None]
+        found = tl.load(places, mask=is_rank, other=0.0).to(tl.float32)
+        tl.store(inner + row.to(tl.int64)[:, None] * RANKS + rank[None, :], found, mask=is_row[:, None])
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_partials", "first_part"])
 def expand_kernel(
     y,  # [num_rows, columns], or [num_rows, PARTS, columns]: the product of the layer or the layers, which is added to

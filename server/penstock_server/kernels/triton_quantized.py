@@ -12,12 +12,27 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from penstock_server.kernels import triton_device
-from penstock_server.kernels.quantized import SUPER_GROUP, QuantFormat, QuantizedMatrix, QuantizedRows
+from penstock_server.kernels.quantized import (
+    NUMBER_BITS,
+    SUPER_GROUP,
+    Number,
+    QuantFormat,
+    QuantizedMatrix,
+    QuantizedRows,
+)
 from penstock_server.kernels.triton_narrow import NarrowSegment, is_narrow
 from penstock_server.kernels.triton_quantized_kernel import Form, Weight, lookup_kernel, merge_kernel, product_kernel
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # of 8 codes, by the bits of a code in them
-_NUMBERS = {"float16": torch.float16, "float32": torch.float32, "int8": torch.int8, "e8m0": torch.uint8}
+_NUMBERS: dict[Number, torch.dtype] = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "int8": torch.int8,
+    "uint4": torch.uint8,  # two in a byte
+    "uint8": torch.uint8,
+    "e8m0": torch.uint8,
+}
 _NARROW_OUTPUTS = 64  # of a program with few rows
 _SPLIT_PROGRAMS = 512  # that the splits of a layer aim at, for one tile of rows: 4 for each multiprocessor of an H200
 _MAX_SPLITS = 8
@@ -219,8 +234,11 @@ def _form(format_: QuantFormat, num_outputs: int, depth: int) -> Form:
         high_bits=format_.bits - bits,
         offset=format_.offset,
         group=format_.group,
-        packed=4 // _NUMBERS[format_.number].itemsize,
+        packed=32 // NUMBER_BITS[format_.number],
         number=format_.number,
+        min_packed=32 // NUMBER_BITS[format_.numbers[-1]],
+        min_number=format_.numbers[-1],
+        has_zeros=format_.zeros is not None,
         code=format_.code,
         table=None if format_.table is None else _table_words(format_.table),
     )
@@ -240,13 +258,15 @@ def _zeros(form: Form, format_: QuantFormat, device: torch.device) -> Weight:
     def numbers(num: int, is_there: bool = True) -> Tensor | None:
         return torch.zeros((num, form.outputs), dtype=torch.int32, device=device) if is_there else None
 
-    num_words = -(-form.blocks * form.block // (form.group * form.packed))
+    num_words, num_min_words = (
+        -(-form.blocks * form.block // (form.group * packed)) for packed in (form.packed, form.min_packed)
+    )
     return Weight(
         words=codes(form.bits),
         high_words=codes(form.high_bits),
         scales=numbers(num_words),
-        mins=numbers(num_words, format_.has_mins),
-        factors=numbers(form.blocks, format_.number == "int8"),
+        mins=numbers(num_min_words, format_.has_mins),
+        factors=numbers(form.blocks, format_.has_factors),
     )
 
 
@@ -258,10 +278,14 @@ def _fill(weight: Weight, form: Form, format_: QuantFormat, rows: QuantizedRows,
     for target, shift, bits in ((weight.words, 0, form.bits), (weight.high_words, form.bits, form.high_bits)):
         if target is not None:
             target.index_copy_(1, outputs, _code_words(units, shift, bits).transpose(0, 1))
-    for target, numbers in zip((weight.scales, weight.mins), rows.numbers, strict=False):
-        if format_.number == "e8m0":
+    for target, numbers, number in zip((weight.scales, weight.mins), rows.numbers, format_.numbers, strict=False):
+        if number == "e8m0":
             numbers = numbers.frexp().exponent + 127  # 2**n is 0.5 * 2**(n + 1)
-        packed = _number_words(numbers.to(device, _NUMBERS[format_.number]))
+        numbers = numbers.to(device, _NUMBERS[number])
+        if number == "uint4":
+            pairs = F.pad(numbers, (0, numbers.shape[1] % 2))
+            numbers = pairs[:, ::2] | pairs[:, 1::2] << 4
+        packed = _number_words(numbers)
         target[: packed.shape[1]].index_copy_(1, outputs, packed.t())
     if weight.factors is not None:
         # Without mins, the high half is not read.

@@ -26,7 +26,7 @@ class Weight(NamedTuple):
     words: Any  # [blocks, outputs, 32]
     high_words: Any  # the same
     scales: Any  # [groups / packed, outputs]
-    mins: Any  # the same
+    mins: Any  # [groups / min_packed, outputs]: mins or zero points
     factors: Any  # [blocks, outputs]: a float16 factor of scales and, in the high half, of mins
 
 
@@ -40,8 +40,11 @@ class Form(NamedTuple):
     high_bits: int  # above them, in `high_words`
     offset: int
     group: int  # input features that share a scale
-    packed: int  # scales in a word: 1 float32, 2 float16, 4 int8 or e8m0
+    packed: int  # scales in a word: 1 float32, 2 of 16 bits, 4 of 8, 8 of 4
     number: str  # as of `QuantFormat`
+    min_packed: int  # mins or zero points in a word
+    min_number: str  # their type
+    has_zeros: bool  # zero points in the place of mins
     code: str  # the same
     table: tuple[int, int] | None  # what codes stand for, plus 128: bytes 0 to 7 and 8 to 15, the first one lowest
     block: int = SUPER_GROUP  # input features
@@ -87,22 +90,30 @@ def _half(word, position):
 def _load_group(
     numbers, factors, which: tl.constexpr, block, feature: tl.constexpr, output, is_output, FORM: tl.constexpr
 ):
-    """[outputs] float32: the numbers, scales (0) or mins (1), of the group of a block's feature."""
+    """[outputs] float32: the numbers, scales (0), or mins or zero points (1), of the group of a block's feature."""
     per_block: tl.constexpr = FORM.block // FORM.group
-    if FORM.block % FORM.group == 0 and per_block % FORM.packed == 0:
+    packed: tl.constexpr = FORM.packed if which == 0 else FORM.min_packed
+    number: tl.constexpr = FORM.number if which == 0 else FORM.min_number
+    if FORM.block % FORM.group == 0 and per_block % packed == 0:
         # PERF: the compiler sees which groups share a word, and loads it once.
-        place = block * (per_block // FORM.packed) + feature // FORM.group // FORM.packed
-        position = feature // FORM.group % FORM.packed
+        place = block * (per_block // packed) + feature // FORM.group // packed
+        position = feature // FORM.group % packed
     else:
         group = (block * FORM.block + feature) // FORM.group
-        place, position = group // FORM.packed, group % FORM.packed
+        place, position = group // packed, group % packed
     word = tl.load(numbers + place * FORM.outputs + output, mask=is_output, other=0)
-    if FORM.number == "float32":
+    if number == "float32":
         found = word.to(tl.float32, bitcast=True)
-    elif FORM.number == "float16":
+    elif number == "float16":
         found = _half(word, position)
-    elif FORM.number == "int8":
+    elif number == "bfloat16":
+        found = ((word >> (16 * position)) << 16).to(tl.float32, bitcast=True)
+    elif number == "int8":
         found = ((word << (24 - 8 * position)) >> 24).to(tl.float32)
+    elif number == "uint8":
+        found = ((word >> (8 * position)) & 0xFF).to(tl.float32)
+    elif number == "uint4":
+        found = ((word >> (4 * position)) & 0xF).to(tl.float32)
     else:
         # Byte n is 2**(n - 128). Twice that of byte 0 is subnormal: it has no exponent.
         exponent = (word >> (8 * position)) & 0xFF
@@ -116,7 +127,8 @@ def _load_group(
 def _load_numbers(
     numbers, factors, which: tl.constexpr, block, unit: tl.constexpr, output, is_output, FORM: tl.constexpr
 ):
-    """The scales, or the mins, of a unit's features: float32 [outputs, 1], or [outputs, 32] if there are two groups."""
+    """The scales (0), or mins or zero points (1), of a unit's features: float32 [outputs, 1], or [outputs, 32] if there
+    are two groups."""
     feature: tl.constexpr = unit * FORM.unit
     found = _load_group(numbers, factors, which, block, feature, output, is_output, FORM)[:, None]
     if FORM.group < FORM.unit:
@@ -135,7 +147,12 @@ def _load_weights(
     if weight.mins is None:
         found = (code - FORM.offset) * scale
     else:
-        found = code * scale + _load_numbers(weight.mins, weight.factors, 1, block, unit, output, is_output, FORM)
+        least = _load_numbers(weight.mins, weight.factors, 1, block, unit, output, is_output, FORM)
+        if FORM.has_zeros:
+            least = -least * scale
+        elif FORM.offset > 0:
+            least -= FORM.offset * scale
+        found = code * scale + least
     return found.to(dtype)
 
 

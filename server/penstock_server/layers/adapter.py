@@ -1,6 +1,7 @@
-"""Where LoRA adapters change a model: its sites, which are the linear layers that adapters add low-rank products to.
+"""Where LoRA adapters change a model: its sites, which are the layers that adapters add low-rank products to.
 
-Layers register their sites while they are loaded. A site is this rank's part of one module of the base model, or of
+Layers register their sites while they are loaded. The embedding is a site too: where a linear layer multiplies by A, it
+looks a column of A up. A site is this rank's part of one module of the base model, or of
 several that are fused along their outputs. Where the ranks split outputs (with `Shard.exact`: always), each holds all
 of A and its rows of B, and two ranks compute the bits of one. Where they split inputs, each holds its columns of A and
 all of B, and what they add is summed with their products.
@@ -8,18 +9,21 @@ all of B, and what they add is summed with their products.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from penstock_server.attention.interface import StepAdapters
 from penstock_server.kernels.native_build import NativeBuild
+from penstock_server.kernels.native_ops import NativeOps
 from penstock_server.layers.linear import Linear
 from penstock_server.layers.step import StepContext
-from penstock_server.weights.adapter import Change
+from penstock_server.weights.adapter import Change, Module, StoredWeight
 from penstock_server.weights.loader import Parameter
 from penstock_server.weights.location import EACH, Locator
 
@@ -36,6 +40,7 @@ class _Part:
     first_column: int
     inputs: range  # of the module, on this rank
     is_transposed: bool = False  # the columns are the module's inputs, and its outputs `rows` are what is read
+    is_embedding: bool = False  # its inputs are token ids
 
     @property
     def columns(self) -> range:
@@ -51,6 +56,19 @@ class _Part:
 
     def _inputs_of(self, change: Change) -> Tensor:
         return change.down[:, self.inputs.start : self.inputs.stop]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeAdapter:
+    """An adapter for the native kernels."""
+
+    packed: Any  # of all sites; of the embedding's, A is the identity
+    embedding: Tensor | None  # [tokens, rank] what it looks up instead; None: the embedding is not changed
+
+
+AddAdapters = Callable[[Tensor, Tensor, StepAdapters], None]
+"""Adds to a layer's product with x [rows, in_features], y [rows, columns], what the rows' adapters add. The embedding's
+x are token ids [rows]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +96,36 @@ class AdaptedLinear:
 def add_adapters(low_rank: LowRankSum, x: Tensor, y: Tensor, step: StepContext) -> None:
     """Adds to y what the adapters of the step's rows add, as of `LowRankSum.add`."""
     if step.adapters is not None:
-        assert step.adapters.tables is not None, "layers run one by one on GPUs only"
-        low_rank.add(x, y, step.adapters.of_tokens, step.adapters.tables)
+        _add_on_device(low_rank, x, y, step.adapters)
+
+
+def _add_on_device(low_rank: LowRankSum, x: Tensor, y: Tensor, adapters: StepAdapters) -> None:
+    assert adapters.tables is not None, "layers run one by one on GPUs only"
+    low_rank.add(x, y, adapters.of_tokens, adapters.tables)
 
 
 class AdapterSites:
     """All sites of a model on one rank."""
 
-    def __init__(self, parameters: Mapping[str, Parameter], locator: Locator, max_loaded: int, max_rank: int) -> None:
-        """locator: the names that transformers gives to the model's modules, followed by `.weight`. max_loaded: the
-        most adapters at a time, of at most this rank."""
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        locators: Sequence[Locator],
+        max_loaded: int,
+        max_rank: int,
+        stored: Callable[[str], StoredWeight],
+    ) -> None:
+        """locators: the names that transformers gives to the model's modules, followed by `.weight`, and those that
+        other versions of it gave them. max_loaded: the most adapters at a time, of at most this rank. stored: a
+        layer's weight in the checkpoint."""
+        self._stored = stored
         self.max_loaded = max_loaded
         self.max_rank = max_rank
         self._parameters = parameters
-        self._locator = locator
+        self._locators = locators
         self._sites: list[list[_Part]] = []
-        self.modules: dict[str, tuple[int, int]] = {}
-        """The modules that adapters can change, with their output and input features."""
+        self.modules: dict[str, Module] = {}
+        """Those that adapters can change, by all their names."""
         self.elements_per_rank = 0
         """What an adapter that changes everything holds on this rank, per rank of its products."""
 
@@ -134,6 +165,59 @@ class AdapterSites:
                 self.elements_per_rank += len(its_rows) + len(inputs)
         return range(first, first + num_heads), range(first + num_heads, first + 2 * num_heads)
 
+    def add_embedding(self) -> int:
+        """Registers the token embedding, of which each rank has all of A and B."""
+        num_tokens, size = self._parameters["embedding.weight"].shape
+        stored = self._stored("embedding")
+        module = self._register("embedding", size, num_tokens, is_embedding=True, stored=stored)
+        self._sites.append([_Part(module, torch.arange(size), 0, range(num_tokens), is_embedding=True)])
+        self.elements_per_rank += size + num_tokens
+        return len(self._sites) - 1
+
+    def add_head(self, weight: str) -> int:
+        """Registers the output head. weight: the layer that has its weight, which is the embedding if the head is tied:
+        adapters of the two are independent, as in PEFT."""
+        parameter = self._parameters[f"{weight}.weight"]
+        num_tokens, in_features = parameter.shape
+        module = self._register("head", num_tokens, in_features, stored=self._stored(weight))
+        mine = range(num_tokens) if parameter.part is None else parameter.part.range
+        self._sites.append([_Part(module, torch.arange(mine.start, mine.stop), 0, range(in_features))])
+        self.elements_per_rank += in_features + len(mine)
+        return len(self._sites) - 1
+
+    def add_natively(self, site: int, ops: NativeOps) -> AddAdapters:
+        """What adapters add at a site that is not in a native stack."""
+        looks_up = self._sites[site][0].is_embedding
+
+        def add(x: Tensor, y: Tensor, adapters: StepAdapters) -> None:
+            if looks_up:
+                x = self._looked_up(x, y.dtype, adapters)
+            ops.adapt(site, x, y, [adapter.packed for adapter in adapters.loaded], adapters.of_tokens)
+
+        return add
+
+    def add_on_device(self, site: int, device: torch.device) -> AddAdapters:
+        """The same on a GPU."""
+        low_rank = self.sum_at(range(site, site + 1), device)
+        if not self._sites[site][0].is_embedding:
+            return partial(_add_on_device, low_rank)
+        (num_tokens,) = (len(part.inputs) for part in self._sites[site])
+
+        def add(x: Tensor, y: Tensor, adapters: StepAdapters) -> None:
+            assert adapters.tables is not None
+            low_rank.add_looked_up(x, num_tokens, y, adapters.of_tokens, adapters.tables)
+
+        return add
+
+    def _looked_up(self, token_ids: Tensor, dtype: torch.dtype, adapters: StepAdapters) -> Tensor:
+        """[rows, max_rank]: A of each row's adapter at its token."""
+        found = torch.zeros((len(token_ids), self.max_rank), dtype=dtype)
+        for index, adapter in enumerate(adapters.loaded):
+            if adapter.embedding is not None:
+                rows = (adapters.of_tokens == index).nonzero()[:, 0]
+                found[rows, : adapter.embedding.shape[1]] = adapter.embedding[token_ids[rows]]
+        return found
+
     def sum_at(self, sites: range, device: torch.device) -> LowRankSum:
         """On a GPU, what adapters add to a layer at this site, or to as many layers as there are sites."""
         from penstock_server.kernels.triton_low_rank import LowRankSum
@@ -152,30 +236,41 @@ class AdapterSites:
 
         return DeviceAdapter.pack([packed(part) for parts in self._sites for part in parts], dtype, device)
 
-    def pack(self, changes: Mapping[str, Change], build: NativeBuild) -> Any:
+    def pack(self, changes: Mapping[str, Change], build: NativeBuild) -> NativeAdapter:
         """An adapter for the native kernels. changes: by module, in the dtype of the kernels."""
-        sites = [
-            [
-                (part.down(change).contiguous(), part.up(change).t().contiguous(), part.first_column, change.scale)
-                for part in parts
-                if (change := changes.get(part.module)) is not None
-            ]
-            for parts in self._sites
-        ]
-        return build.module.Adapter(sites)
+        embedding = None
+        sites: list[list[tuple[Tensor, Tensor, int, float]]] = []
+        for parts in self._sites:
+            sites.append([])
+            for part in parts:
+                change = changes.get(part.module)
+                if change is None:
+                    continue
+                down = part.down(change)
+                if part.is_embedding:
+                    embedding = down.t().contiguous()
+                    down = torch.eye(len(down), self.max_rank, dtype=down.dtype)
+                sites[-1].append((down.contiguous(), part.up(change).t().contiguous(), part.first_column, change.scale))
+        return NativeAdapter(build.module.Adapter(sites), embedding)
 
     def _module(self, name: str) -> str:
         """The module of a layer."""
-        parameter, location = self._parameters[f"{name}.weight"], self._locator.locate(f"{name}.weight")
+        parameter, location = self._parameters[f"{name}.weight"], self._locators[0].locate(f"{name}.weight")
         assert EACH not in location.name, "a site is one layer"
-        module = location.name.removesuffix(".weight")
         shape = location.tensor_shape(parameter.shape)
-        self.modules[module] = (shape[1], shape[0]) if location.transposed else (shape[0], shape[1])
+        out_features, in_features = reversed(shape) if location.transposed else shape
+        return self._register(name, out_features, in_features)
+
+    def _register(self, name: str, out_features: int, in_features: int, **kind: Any) -> str:
+        """Adds the module of a layer, and returns its name."""
+        module, *others = (locator.locate(f"{name}.weight").name.removesuffix(".weight") for locator in self._locators)
+        found = Module(module, out_features, in_features, **kind)
+        self.modules |= dict.fromkeys((module, *others), found)
         return module
 
     def _rows(self, name: str) -> list[range]:
         """The rows of its module that this rank's part of a layer consists of."""
-        parameter, location = self._parameters[f"{name}.weight"], self._locator.locate(f"{name}.weight")
+        parameter, location = self._parameters[f"{name}.weight"], self._locators[0].locate(f"{name}.weight")
         part = parameter.part
         assert location.dim == 0
         assert part is None or part.view is None, "a site is split along its outputs or its inputs"

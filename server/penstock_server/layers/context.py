@@ -9,8 +9,9 @@ from torch import Tensor
 
 from penstock_server.attention import ModelAttention
 from penstock_server.attention.fp8 import KvScales
+from penstock_server.kernels.native_ops import NativeOps
 from penstock_server.kernels.ops import Ops
-from penstock_server.layers.adapter import AdaptedLinear, AdapterSites
+from penstock_server.layers.adapter import AdaptedLinear, AdapterSites, AddAdapters
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.linear import Linear, LinearWeights
 from penstock_server.layers.relative_bias import RelativeBiasSpec
@@ -58,6 +59,14 @@ class BuildContext:
         """The layer with what adapters add to it at this site, if layers that run one by one can have adapters."""
         low_rank = self.sum_at(None if site is None else range(site, site + 1))
         return linear if low_rank is None else AdaptedLinear(linear, low_rank)
+
+    def adds(self, site: int | None) -> AddAdapters | None:
+        """What adapters add to a layer at this site, which is not one of the model's stack; None: nothing."""
+        if self.adapter_sites is None or site is None:
+            return None
+        if self.ops.adds_adapters:
+            return self.adapter_sites.add_on_device(site, self.loader.device)
+        return self.adapter_sites.add_natively(site, self.ops) if isinstance(self.ops, NativeOps) else None
 
     def sum_at(self, sites: range | None) -> LowRankSum | None:
         """What adapters add to layers that run one by one, a site each. None: nothing, or a native stack adds it."""

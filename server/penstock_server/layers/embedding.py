@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from penstock_server.kernels.ops import Lookup, PackedNorm
+from penstock_server.layers.adapter import AddAdapters
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.linear import Linear
@@ -44,6 +45,7 @@ class Embedding:
     positions: Tensor | None  # [num_positions, hidden]
     types: Tensor | None  # [num_types, hidden]
     norm: PackedNorm | None
+    adapters: AddAdapters | None = None  # what adapters add to the token embeddings
 
     @staticmethod
     def parameters(spec: EmbeddingSpec, layout: WeightLayout) -> dict[str, Parameter]:
@@ -83,11 +85,14 @@ class Embedding:
             positions=positions,
             types=loader.read_if_there(f"{spec.prefix}types.weight"),
             norm=norm,
+            adapters=context.adds(None if context.adapter_sites is None else context.adapter_sites.add_embedding()),
         )
 
     def __call__(self, step: StepContext) -> Tensor:
         """[tokens, hidden]. The caller owns the tensor and may write to it."""
         x = self.tokens(step.batch.token_ids)
+        if self.adapters is not None and step.adapters is not None:
+            self.adapters(step.batch.token_ids, x, step.adapters)
         if self.multiplier != 1.0:
             x *= self.multiplier
         if self.project is not None:

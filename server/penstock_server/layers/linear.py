@@ -114,6 +114,25 @@ class DenseLinear:
 
 
 @dataclass(frozen=True, slots=True)
+class OrderedLinear:
+    """A layer whose columns are in another order than the features of its input. Implements `Linear`."""
+
+    linear: Linear
+    order: Tensor  # [in_features] int64
+
+    @property
+    def out_features(self) -> int:
+        return self.linear.out_features
+
+    @property
+    def native(self) -> object | None:
+        return None  # a stack reorders its input first
+
+    def __call__(self, x: Tensor, step: StepContext | None) -> Tensor:
+        return self.linear(x.index_select(1, self.order), step)
+
+
+@dataclass(frozen=True, slots=True)
 class DenseWeights:
     """Implements `LinearWeights`. A `LazyWeight` is read while it is packed, piece by piece where the operators can."""
 

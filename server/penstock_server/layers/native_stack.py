@@ -20,7 +20,7 @@ from penstock_server.attention.native import NativeAttention
 from penstock_server.collectives.shared_memory import SharedMemory
 from penstock_server.kernels.native_ops import NativeActivation, NativeNorm, NativeOps, NativeRouting
 from penstock_server.kernels.ops import Elementwise, Ops, PackedNorm
-from penstock_server.layers.linear import Linear
+from penstock_server.layers.linear import Linear, OrderedLinear
 from penstock_server.layers.step import StepContext
 from penstock_server.parallel import RankGroup, Split
 
@@ -44,6 +44,7 @@ Register = Literal[
     "sum",  # what both together add to it
     "gathered",  # the columns of all ranks
     "part",  # this rank's columns of a product of what was gathered
+    "ordered",  # the input of a layer in the order of its weight's columns
     "logits",  # the router's
     "shared",  # the shared expert's output
     "gate",  # its logit
@@ -70,6 +71,9 @@ class NativeProgram:
         self, linear: Linear, source: Register, target: Register, *, adds: bool = False, apart: bool = False
     ) -> None:
         """adds: to what is in the target. apart: gate and up of a gated layer, without its activation."""
+        if isinstance(linear, OrderedLinear):
+            self._native.reorder(linear.order.tolist(), source, "ordered")
+            linear, source = linear.linear, "ordered"
         self._native.linear(self._packed(linear), source, target, adds, apart)
 
     def adapt(self, site: int | None, source: Register, target: Register) -> None:
@@ -187,7 +191,7 @@ class NativeProgram:
 
     def _packed(self, linear: Linear) -> Any:
         if linear.native is None:
-            raise NotNativeError("a linear layer whose columns are reordered")
+            raise NotNativeError("experts whose columns are reordered")
         if not isinstance(linear.native, self._build.module.PackedLinear):
             raise NotNativeError("a linear layer in another data type")
         return linear.native
@@ -246,7 +250,7 @@ class NativeStack:
         batch = step.batch
         output = residual.new_empty((batch.sample_rows.shape[0], residual.shape[1]))
         metadata = step.metadata[NativeAttention.name]
-        adapted = None if adapters is None else (list(adapters.loaded), adapters.of_tokens)
+        adapted = None if adapters is None else ([adapter.packed for adapter in adapters.loaded], adapters.of_tokens)
         self._run(residual, batch.positions, batch.slots, metadata, caches, batch.sample_rows, output, adapted)
         return output
 

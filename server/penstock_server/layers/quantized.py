@@ -21,10 +21,10 @@ from penstock_server.layers.linear import (
     Linear,
     LinearScheme,
     LinearWeights,
+    OrderedLinear,
     load_dense,
     load_each_dense,
 )
-from penstock_server.layers.step import StepContext
 from penstock_server.weights.loader import Loader
 
 
@@ -76,25 +76,6 @@ def _packer(ops: Ops) -> QuantizedPacker:
     packer = ops.quantized_packer
     assert packer is not None, "without kernels for them, quantized weights are dequantized at load"
     return packer
-
-
-@dataclass(frozen=True, slots=True)
-class OrderedLinear:
-    """A layer whose columns are in another order than the features of its input. Implements `Linear`."""
-
-    linear: Linear
-    order: Tensor  # [in_features] int64
-
-    @property
-    def out_features(self) -> int:
-        return self.linear.out_features
-
-    @property
-    def native(self) -> object | None:
-        return None
-
-    def __call__(self, x: Tensor, step: StepContext | None) -> Tensor:
-        return self.linear(x.index_select(1, self.order), step)
 
 
 class Stored(Dense):

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock_server.attention.interface import StepAdapters
 from penstock_server.errors import ConfigError
 from penstock_server.kernels.activation import SoftCap
 from penstock_server.kernels.ops import Elementwise, Lookup, Ops
+from penstock_server.layers.adapter import AddAdapters
 from penstock_server.layers.linear import Linear
 from penstock_server.parallel import RankGroup
 
@@ -42,10 +44,14 @@ class VocabularyHead:
     multiplier: float = 1.0
     soft_cap: Elementwise | None = None
     logits_bias: Tensor | None = None  # [vocabulary on this rank]
+    add_adapters: AddAdapters | None = None  # what adapters add to the product
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[rows, hidden] → logits [rows, vocabulary], the same on all ranks."""
+    def __call__(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
+        """[rows, hidden] → logits [rows, vocabulary], the same on all ranks. adapters: of the rows; None: no row has
+        one."""
         mine = self.linear(x, None)
+        if self.add_adapters is not None and adapters is not None:
+            self.add_adapters(x, mine, adapters)
         if self.logits_bias is not None:
             mine += self.logits_bias
         logits = self.group.all_gather_columns(mine, self.widths)

@@ -40,6 +40,7 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     from penstock_server.models.vision import load_images
     from penstock_server.vision.family import FAMILIES
     from penstock_server.weights import kv_scale
+    from penstock_server.weights.adapter import StoredWeight
     from penstock_server.weights.format import open_checkpoint
     from penstock_server.weights.loader import Loader
     from penstock_server.weights.quantization.flag import format_at_load
@@ -62,7 +63,7 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
         deterministic=options.deterministic,
         cpu_isa=options.cpu_isa,
     )
-    format_ = format_at_load(options.quantize, options.folder)
+    format_ = format_at_load(options.quantize, options.folder, dequantize=options.dequantize)
     if format_ is not None and ops.quantized_packer is None:
         format_ = None
         logger.warning("--quantize %s has no effect: %s operators have no kernels for it", options.quantize, ops.name)
@@ -73,16 +74,16 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     layout = WeightLayout(shard, scheme_of)
     checkpoint, locator = open_checkpoint(options.folder)
     locator = locator or names.for_checkpoint(checkpoint.names())
-    spec = spec.for_checkpoint(locator, checkpoint.names())
+    spec = spec.for_checkpoint(locator, checkpoint.names(), drafts_with_mtp=options.drafts_with_mtp)
     table = parameters(spec, layout)
     sites = None
     if options.max_adapters:
         if spec.pooling is not None or spec.encoder is not None:
             raise refusal("only decoders have them")
-        if spec.reads_images:
-            raise refusal("it reads images")
         # Not the checkpoint's names: adapters are made with transformers.
-        sites = AdapterSites(table, names, options.max_adapters, options.max_adapter_rank)
+        stored = partial(StoredWeight.of, options.folder, locator, table)
+        locators = (names, *names.alternatives)
+        sites = AdapterSites(table, locators, options.max_adapters, options.max_adapter_rank, stored)
     context = BuildContext(
         loader=Loader(checkpoint, table, locator, options.dtype, options.device, ops.kept),
         ops=ops,

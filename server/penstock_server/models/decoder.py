@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from penstock_server.attention.interface import Attention, StepBatch, window_tokens
+from penstock_server.attention.interface import Attention, StepAdapters, StepBatch, window_tokens
 from penstock_server.heap import return_free_pages
 from penstock_server.kernels.native_ops import NativeOps
 from penstock_server.kernels.ops import Lookup
@@ -28,6 +28,7 @@ from penstock_server.layers.vocabulary import VocabularyHead, soft_cap
 from penstock_server.models.adapter import Adapters, refusal
 from penstock_server.models.encoder import Encoder
 from penstock_server.models.layer import Layer, ResidualStream
+from penstock_server.models.mtp import MtpLayer
 from penstock_server.models.pooler import Pooler
 from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec
 from penstock_server.vision.encoder import ImageEncoder
@@ -88,6 +89,8 @@ class Decoder:
         self.adapters: Adapters | None = None
         self.images: ImageEncoder | None = None
         self.observer: Observer | None = None  # while there is one, layers run one by one, with the same bits
+        self.mtp = None if spec.mtp is None else MtpLayer(spec.mtp, spec.mtp_prefix, context)
+        self.output_pool: Tensor | None = None  # [slots, hidden] gets the outputs of all tokens
         context.loader.finish()
         attentions = [layer.attention.attention for layer in self.layers]
         self.attentions = attentions
@@ -97,8 +100,8 @@ class Decoder:
         self.is_recordable = context.attention.is_recordable and context.ops.name == "triton"
         self.kv_bytes_per_block = sum(attention.bytes_per_block() for attention in self._cached)
         self.weight_bytes = context.loader.loaded_bytes
-        self._attention = context.attention
-        self._dtype = context.loader.dtype
+        self.attention = context.attention
+        self.dtype = context.loader.dtype
         self._device = context.loader.device
         self._ropes = context.ropes
         self._group = context.shard.group
@@ -109,10 +112,12 @@ class Decoder:
         if self.spec.is_encoder:
             raise refusal("it is an encoder")
         if self._ops.adds_adapters:
-            self.adapters = Adapters.on_device(sites, self._dtype, self._device)
+            self.adapters = Adapters.on_device(sites, self.dtype, self._device)
             return
         if not isinstance(self._ops, NativeOps):
             raise refusal(f"{self._ops.name} operators have no kernel for them")
+        if self.spec.num_featured_layers:
+            raise refusal("image tokens get features behind its first layers, which then run one by one")
         try:
             # Steps without adapters run the other stack: its layers have fewer operations, and rows the same bits.
             self._adapted_stack = NativeStack.written_by(
@@ -156,28 +161,34 @@ class Decoder:
         for spec, tables in self._ropes.items():
             limit_tables(spec, tables, max_sequence_tokens)
 
-    def logits(self, outputs: Tensor) -> Tensor:
+    def logits(self, outputs: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         assert self.head is not None, "its outputs are pooled"
-        return self.head(outputs)
+        return self.head(outputs, adapters)
 
     def head_rows(self, token_ids: Tensor) -> Tensor:
         assert self.head is not None, "its outputs are pooled"
-        return self.head.rows(token_ids, self.hidden_size, self._dtype)
+        return self.head.rows(token_ids, self.hidden_size, self.dtype)
 
     def forward(self, batch: StepBatch) -> Tensor:
         if self.encoder is not None and batch.sources is not None:
-            self.encoder.read(StepContext.of(batch.sources, self._attention), self.layers, self.caches)
+            self.encoder.read(StepContext.of(batch.sources, self.attention), self.layers, self.caches)
             if not len(batch.token_ids):
-                return batch.token_ids.new_empty((0, self.spec.hidden_size), dtype=self._dtype)
+                return batch.token_ids.new_empty((0, self.spec.hidden_size), dtype=self.dtype)
         if batch.image_positions is not None:
             batch = self._with_image_positions(batch)
-        step = StepContext.of(batch, self._attention)
+        step = StepContext.of(batch, self.attention)
         residual = self.embedding(step)
         features: Sequence[Tensor] = ()  # that image tokens get after the first layers
         if batch.image_places is not None and batch.image_embeddings is not None:
             embeddings, *features = batch.image_embeddings.split(self.spec.hidden_size, dim=1)
             residual[batch.image_places] = embeddings
-        x = self._outputs(residual, batch, step, features)
+        if self.output_pool is None:
+            x = self._outputs(residual, batch, step, features)
+        else:
+            whole = replace(batch, sample_rows=torch.arange(len(residual)))
+            x = self._outputs(residual, whole, replace(step, batch=whole), features)
+            self.output_pool[batch.slots] = x
+            x = x[batch.sample_rows]
         return x if self.project is None else self.project(x, step.select(batch.sample_rows))
 
     def _outputs(self, residual: Tensor, batch: StepBatch, step: StepContext, features: Sequence[Tensor]) -> Tensor:
@@ -233,4 +244,9 @@ def _load_head(spec: HeadSpec, context: BuildContext) -> tuple[VocabularyHead, L
         linear, lookup = weights.pack(ops), context.weights("embedding").lookup(ops)
     cap = None if spec.soft_cap is None else soft_cap(ops, spec.soft_cap)
     logits_bias = context.loader.read("head.logits_bias")[0] if spec.logits_bias else None
-    return VocabularyHead(linear, shard.vocab.widths(), shard.group, spec.multiplier, cap, logits_bias), lookup
+    sites, site = context.adapter_sites, None
+    if sites is not None and not spec.is_normalized:
+        site = sites.add_head("embedding" if spec.tied else "head")
+    add_adapters = context.adds(site)
+    widths, group = shard.vocab.widths(), shard.group
+    return VocabularyHead(linear, widths, group, spec.multiplier, cap, logits_bias, add_adapters), lookup

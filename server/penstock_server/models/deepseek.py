@@ -31,6 +31,10 @@ NAMES = EXPERT_NAMES | {
     "layers.{i}.attention.kv_a": f"{ATTENTION}.kv_a_proj_with_mqa",
     "layers.{i}.attention.kv_norm": f"{ATTENTION}.kv_a_layernorm",
     "layers.{i}.attention.kv_b": f"{ATTENTION}.kv_b_proj",
+    "layers.{i}.mtp.token_norm": "model.layers.{i}.enorm",
+    "layers.{i}.mtp.hidden_norm": "model.layers.{i}.hnorm",
+    "layers.{i}.mtp.project": "model.layers.{i}.eh_proj",
+    "layers.{i}.mtp.norm": "model.layers.{i}.shared_head.norm",
 }
 
 
@@ -107,13 +111,15 @@ def _model(config: Config, architecture: str, routing: RoutingSpec) -> tuple[Mod
     experts = MoeSpec(routing, width, activation, shared_intermediate_size=width * config.get("n_shared_experts", 0))
     dense = MlpSpec(config.require("intermediate_size", int), activation)
     num_dense = config.get("first_k_dense_replace", 0)
+    num_layers, num_mtp = llama.num_layers(config), config.get("num_nextn_predict_layers", 0)
     layers = tuple(
-        LayerSpec(attention, dense if index < num_dense else experts, norm) for index in range(llama.num_layers(config))
+        LayerSpec(attention, dense if index < num_dense else experts, norm) for index in range(num_layers + num_mtp)
     )
-    # The multi-token prediction layers that follow the model's own are a draft model, which is not used.
-    drafts = range(len(layers), len(layers) + config.get("num_nextn_predict_layers", 0))
-    ignored = tuple(rf"model\.layers\.{index}\..*" for index in drafts)
-    return llama.llama_model(config, architecture, layers), replace(NAMES, ignored=(*NAMES.ignored, *ignored))
+    # The first multi-token prediction layer may draft. What is not loaded: the others, copies of embedding and head.
+    ignored = tuple(rf"model\.layers\.{index}\..*" for index in range(num_layers, len(layers)))
+    spec = llama.llama_model(config, architecture, layers[:num_layers])
+    names = replace(NAMES, ignored=(*NAMES.ignored, *ignored))
+    return replace(spec, mtp=layers[num_layers] if num_mtp else None), names
 
 
 def _attention(config: Config) -> LatentAttentionSpec:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock_server.attention.interface import StepBatch, window_tokens
+from penstock_server.attention.interface import StepAdapters, StepBatch, window_tokens
 from penstock_server.errors import ConfigError
 from penstock_server.models import pager
 from penstock_server.models.adapter import Adapters
@@ -101,7 +101,7 @@ class Fallback:
         hidden: Tensor = out.last_hidden_state[0, batch.sample_rows]
         return hidden
 
-    def logits(self, outputs: Tensor) -> Tensor:
+    def logits(self, outputs: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         return self._head(outputs)
 
     def head_rows(self, token_ids: Tensor) -> Tensor:

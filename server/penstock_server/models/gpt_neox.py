@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from penstock_server.layers.attention import AttentionSpec
 from penstock_server.layers.mlp import MlpSpec
 from penstock_server.layers.norm import NormSpec
@@ -30,7 +32,7 @@ def gpt_neox(config: Config) -> tuple[ModelSpec, NameMap]:
 
 def _names(attention: AttentionSpec) -> NameMap:
     qkv = f"{LAYER}.attention.query_key_value"
-    return NameMap(
+    names = NameMap(
         names={
             "embedding": "gpt_neox.embed_in",
             "layers.{i}.attention_norm": f"{LAYER}.input_layernorm",
@@ -49,3 +51,5 @@ def _names(attention: AttentionSpec) -> NameMap:
         ),
         prefix="gpt_neox.",
     )
+    # Transformers 5 calls the module lm_head, but not the tensor.
+    return replace(names, alternatives=(names | {"head": "lm_head"},))

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock_server.attention.interface import StepBatch
+from penstock_server.attention.interface import StepAdapters, StepBatch
 from penstock_server.kernels import ACTIVATION_BITS
 from penstock_server.models.adapter import Adapters
 from penstock_server.models.pooler import Pooler
@@ -34,6 +34,7 @@ class LoadOptions:
     max_adapters: int = 0  # loaded at a time; 0: the model is loaded without them
     max_adapter_rank: int = 0
     kv_dtype: torch.dtype | None = None  # an fp8 dtype of stored keys and values; None: dtype
+    drafts_with_mtp: bool = False  # the checkpoint's multi-token prediction layer is loaded, if it has one
 
 
 class CausalModel(Protocol):
@@ -80,9 +81,10 @@ class CausalModel(Protocol):
         rows."""
         ...
 
-    def logits(self, outputs: Tensor) -> Tensor:
+    def logits(self, outputs: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         """Outputs [rows, hidden] → logits [rows, vocab] in the model's dtype, the same on all ranks. All ranks must
-        call it together with the same rows; the caller bounds the memory by the number of rows."""
+        call it together with the same rows; the caller bounds the memory by the number of rows. adapters: of the rows;
+        None: no row has one."""
         ...
 
     def head_rows(self, token_ids: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from penstock_server.layers.embedding import Embedding
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.norm import NormSpec, norm_parameters
 from penstock_server.models.layer import layer_parameters
+from penstock_server.models.mtp import MtpLayer
 from penstock_server.models.pooler import Classifier
 from penstock_server.models.spec import LayerSpec, ModelSpec
 from penstock_server.weights.checkpoint import Part
@@ -27,6 +28,8 @@ def parameters(spec: ModelSpec, layout: WeightLayout) -> dict[str, Parameter]:
     if spec.pooling is None and spec.head.logits_bias:
         table["head.logits_bias"] = Parameter((1, spec.vocab_size), Part(1, vocab.range))
     table |= _stack_parameters(spec.layers, spec.final_norm, "", layout)
+    if spec.mtp is not None:
+        table |= MtpLayer.parameters(spec.mtp, spec.mtp_prefix, layout)
     if spec.encoder is not None:
         table |= Embedding.parameters(spec.encoder.embedding, layout)
         table |= _stack_parameters(spec.encoder.layers, spec.encoder.final_norm, "encoder.", layout)

@@ -122,7 +122,11 @@ class ModelSpec:
     encoder: EncoderSpec | None = None
     pooling: Pooling | None = None  # None: it generates tokens
     classifier: ClassifierSpec | None = None  # of rerankers
+    # The multi-token prediction layer that drafts; its parameters are numbered behind those of the layers. None: there
+    # is none, or it is not used.
+    mtp: LayerSpec | None = None
     reads_images: bool = False  # its architecture is a key of `FAMILIES`
+    num_featured_layers: int = 0  # the first ones, behind which image tokens get features
 
     def __post_init__(self) -> None:
         layers = [*self.layers, *(() if self.encoder is None else self.encoder.layers)]
@@ -187,12 +191,21 @@ class ModelSpec:
             classifier=classifier if pooling.task == "rerank" else None,
         )
 
-    def for_checkpoint(self, locator: Locator, stored: Collection[str]) -> ModelSpec:
-        """The spec for a checkpoint that stores these tensors: they decide what belongs to the head."""
+    @property
+    def mtp_prefix(self) -> str:
+        """Of the parameters of the layer `mtp`."""
+        return f"layers.{self.num_layers}"
+
+    def for_checkpoint(self, locator: Locator, stored: Collection[str], *, drafts_with_mtp: bool = False) -> ModelSpec:
+        """The spec for a checkpoint that stores these tensors: they decide what belongs to the head, and whether there
+        is a layer `mtp`, which is kept if it drafts."""
         head = self.head
         is_own = head.may_be_own and locator.locate("head.weight").name in stored
         has_bias = head.logits_bias and locator.locate("head.logits_bias").name in stored
-        return replace(self, head=replace(head, tied=head.tied and not is_own, logits_bias=has_bias))
+        drafts = drafts_with_mtp and self.mtp is not None
+        drafts = drafts and locator.locate(f"{self.mtp_prefix}.mtp.project.weight").name in stored
+        head = replace(head, tied=head.tied and not is_own, logits_bias=has_bias)
+        return replace(self, head=head, mtp=self.mtp if drafts else None)
 
     def with_expert_storage(self, storage: str) -> ModelSpec:
         """The spec for a checkpoint whose format stores experts differently. storage: a key of STORAGES."""

@@ -45,6 +45,9 @@ def build(config: Config, text_models: dict[str, Build]) -> tuple[ModelSpec, Nam
     whole = read_config(config.path.parent)
     text = whole.get_text_config()
     values = {**text.to_dict(), "tie_word_embeddings": whole.tie_word_embeddings}
+    family = FAMILIES[model_type]
+    if family.is_prompt_whole:
+        del values["use_bidirectional_attention"]  # true of prompts
     text_models = {**text_models, **_TEXT_MODELS}
     if text.model_type not in text_models:
         supported = ", ".join(sorted(text_models))
@@ -52,17 +55,17 @@ def build(config: Config, text_models: dict[str, Build]) -> tuple[ModelSpec, Nam
             f"its text model is of type {text.model_type!r}, which is not supported; supported: {supported}"
         )
     spec, names = text_models[text.model_type](Config(values, config.path))
-    family = FAMILIES[model_type]
     first, *others = (_moved(names, layout, family) for layout in family.layouts)
     if family.has_grid:
         axes = _axes(config, values["rope_parameters"])
         spec = replace(spec, layers=tuple(_with_axes(config, layer, axes) for layer in spec.layers))
-    if family.is_whole:
+    if family.is_whole or family.is_prompt_whole:
         spec = replace(spec, layers=tuple(map(_seeing_spans, spec.layers)))
     num_featured = len(getattr(whole.vision_config, "deepstack_visual_indexes", ()))
     if num_featured >= spec.num_layers:
         raise config.refuse(f"{num_featured} layers with features of images need more than {spec.num_layers} layers")
-    return replace(spec, architecture=model_type, reads_images=True), replace(first, alternatives=tuple(others))
+    spec = replace(spec, architecture=model_type, reads_images=True, num_featured_layers=num_featured)
+    return spec, replace(first, alternatives=tuple(others))
 
 
 def _axes(config: Config, rope: dict[str, Any]) -> tuple[int, ...]:

@@ -147,7 +147,7 @@ class ImageEncoder:
         """config: of transformers. Raises ConfigError if the tokenizer lacks the model's image token."""
         from tokenizers import Tokenizer
 
-        self._family = family
+        self.family = family
         self._tower = tower
         self._reader = ImageReader(folder, family.options(config))
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -176,16 +176,6 @@ class ImageEncoder:
         """What images that are kept or in use may take."""
         self.max_bytes = _KEPT_BYTES + _WORK_BYTES
         """What images may take in all."""
-
-    @property
-    def has_grid(self) -> bool:
-        """Whether image tokens have a position in each direction."""
-        return self._family.has_grid
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the tokens of an image attend to each other."""
-        return self._family.is_whole
 
     @property
     def weight_bytes(self) -> int:
@@ -289,16 +279,16 @@ class ImageEncoder:
         return self._expanded(embeddings, arrays)
 
     def _expanded(self, embeddings: Tensor, arrays: Arrays) -> EncodedImage:
-        text = self._family.expand(self._image_token, len(embeddings), arrays)
+        text = self.family.expand(self._image_token, len(embeddings), arrays)
         token_ids = np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
         is_image = token_ids == self.image_token_id
         before = np.concatenate(([0], np.cumsum(is_image)))
         assert before[-1] == len(embeddings), "an image token for each embedding"
-        ends = _run_ends(is_image) if self.is_whole else None
+        ends = _run_ends(is_image) if self.family.is_whole else None
         return EncodedImage(token_ids, before, embeddings, self._grid(len(embeddings), arrays), ends)
 
     def _grid(self, num_embeddings: int, arrays: Arrays) -> tuple[int, int] | None:
-        if not self._family.has_grid:
+        if not self.family.has_grid:
             return None
         _, rows, columns = arrays["image_grid_thw"][0].tolist()
         merged = isqrt(rows * columns // num_embeddings)  # patches that become one embedding, in each direction

@@ -37,6 +37,11 @@ class ImageFamily:
     # Image tokens have positions of their own: a row and a column (M-RoPE, https://arxiv.org/abs/2409.12191).
     has_grid: bool = False
     is_whole: bool = False  # the image tokens that follow each other attend to each other
+    is_prompt_whole: bool = False  # all tokens of a prompt attend to each other
+    # In prompts without a chat template: text after the last image, which then replaces what the tokenizer adds, and
+    # text at the end.
+    text_prefix: str = ""
+    text_suffix: str = ""
     # What chat templates write for an image, if it is not `placeholder`, which replaces it. If it is also in
     # `placeholder`, it is the token that stands for the image; otherwise the image token is.
     template_text: str = ""
@@ -155,6 +160,16 @@ FAMILIES: dict[str, ImageFamily] = {
         options=lambda config: {},
     ),
     "mistral3": _LLAVA,
+    # COMPAT: its positions begin at 1 in transformers; attention by rope depends on their differences only.
+    "paligemma": replace(
+        _LLAVA,
+        expand=_repeated,
+        inputs=("pixel_values",),
+        options=lambda config: {},
+        is_prompt_whole=True,
+        text_prefix="<bos>",
+        text_suffix="\n",
+    ),
     "qwen2_5_vl": _QWEN_VL,
     "qwen2_vl": _QWEN_VL,
     "qwen3_vl": _QWEN_VL,

@@ -18,14 +18,24 @@ import torch
 from torch import Tensor
 
 from penstock_server.errors import ConfigError
+from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.folder import ADAPTER_CONFIG as CONFIG_NAME
 from penstock_server.weights.folder import ADAPTER_WEIGHTS as WEIGHTS_NAME
-from penstock_server.weights.loader import shortened
+from penstock_server.weights.format import open_checkpoint
+from penstock_server.weights.loader import Parameter, shortened
+from penstock_server.weights.location import Location, Locator
+from penstock_server.weights.memory import PIECE_BYTES
 from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
 
 PREFIX = "base_model.model."  # of tensor names: PEFT's two wrappers around the base model
-DOWN, UP = ".lora_A.weight", ".lora_B.weight"
+OF_LINEAR = (".lora_A.weight", ".lora_B.weight")
+OF_EMBEDDING = (".lora_embedding_A", ".lora_embedding_B")
+COPY = ".base_layer.weight"
 MAX_CONFIG_BYTES = 1 << 20
+# How far a row of a quantized base may be from the same row of the copy that PEFT saves, relative to its length.
+# Rows that were initialized again are farther away.
+MAX_ROW_ERROR = 0.5
+MERGE = "merge the adapter into its base with peft (merge_and_unload), and serve the result"
 # Keys that say how an adapter was trained or initialized. Every other key that is set must be one that is read here.
 _OF_TRAINING = frozenset(
     {
@@ -61,25 +71,60 @@ _READ = frozenset(
         "use_rslora",
     }
 )
+# What an adapter can hold that is no product of A and B of a module.
+_NOT_LOW_RANK = {
+    "modules_to_save": "whole modules",
+    "target_parameters": "changes of parameters, as of all experts of a layer,",
+    "trainable_token_indices": "tokens with embeddings of their own",
+}
 # Initializations that take a part of the base's weights into the adapter, so it fits the changed base only.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """A weight in the base's checkpoint."""
+
+    folder: Path
+    location: Location
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, folder: Path, locator: Locator, parameters: Mapping[str, Parameter], layer: str) -> StoredWeight:
+        """The weight of a layer, in the checkpoint of a prepared folder."""
+        num_rows, num_columns = parameters[f"{layer}.weight"].shape
+        return cls(folder, locator.locate(f"{layer}.weight"), (num_rows, num_columns))
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A module of the base that adapters can change."""
+
+    name: str
+    out_features: int
+    in_features: int  # of an embedding: the number of tokens
+    is_embedding: bool = False
+    stored: StoredWeight | None = None  # of embedding and head, whose weight PEFT saves with the adapter
+
+    @property
+    def suffixes(self) -> tuple[str, str]:
+        """Of the names of its tensors A and B."""
+        return OF_EMBEDDING if self.is_embedding else OF_LINEAR
+
+
+@dataclass(frozen=True, slots=True)
 class Change:
-    """What an adapter adds to a module's output: scale · up(down(x))."""
+    """What an adapter adds to a module's output: scale · up(down(x)). An embedding's x has a 1 at the token."""
 
     down: Tensor  # [rank, in_features]
     up: Tensor  # [out_features, rank]
     scale: float
 
 
-def read_adapter(
-    folder: Path, modules: Mapping[str, tuple[int, int]], max_rank: int, dtype: torch.dtype
-) -> dict[str, Change]:
-    """The changes of an adapter, by module. modules: the modules that adapters can change, with their output and input
-    features. Raises ConfigError if the adapter is damaged, was made for another base, or needs what is not
-    supported."""
+def read_adapter(folder: Path, modules: Mapping[str, Module], max_rank: int, dtype: torch.dtype) -> dict[str, Change]:
+    """The changes of an adapter, by the names of their modules. modules: those that adapters can change, by the names
+    that adapters may give them. Raises ConfigError if the adapter is damaged, was made for another base, or needs what
+    is not supported."""
     config = _Config.read(folder)
     path = folder / WEIGHTS_NAME
     if not path.is_file():
@@ -89,21 +134,23 @@ def read_adapter(
     try:
         names = _changed_modules(checkpoint, path, modules)
         config.check_complete(names, modules)
-        return {name: _change(checkpoint, config, path, name, modules[name], max_rank, dtype) for name in names}
+        return {
+            modules[name].name: _change(checkpoint, config, path, name, modules[name], max_rank, dtype)
+            for name in names
+        }
     finally:
         checkpoint.close()
 
 
-def _changed_modules(
-    checkpoint: SafetensorsCheckpoint, path: Path, modules: Mapping[str, tuple[int, int]]
-) -> list[str]:
+def _changed_modules(checkpoint: SafetensorsCheckpoint, path: Path, modules: Mapping[str, Module]) -> list[str]:
     """The modules that the tensors belong to, each with both of its tensors."""
     found: dict[str, set[str]] = {}
     for tensor in checkpoint.names():
-        suffix = next((suffix for suffix in (DOWN, UP) if tensor.endswith(suffix)), None)
+        suffix = next((suffix for suffix in (*OF_LINEAR, *OF_EMBEDDING, COPY) if tensor.endswith(suffix)), None)
         if suffix is None or not tensor.startswith(PREFIX):
             raise ConfigError(
-                f"{path}: tensor {tensor} is not supported; LoRA's {DOWN[1:]} and {UP[1:]} of a module are"
+                f"{path}: tensor {tensor} is not supported; A and B of LoRA are, and copies of the base's embedding "
+                f"and head beside them; {MERGE}"
             )
         found.setdefault(tensor.removeprefix(PREFIX).removesuffix(suffix), set()).add(suffix)
     if not found:
@@ -111,12 +158,42 @@ def _changed_modules(
     if unknown := found.keys() - modules.keys():
         raise ConfigError(
             f"{path} changes {len(unknown)} modules that the base model does not have, or that adapters cannot change "
-            f"here: {shortened(unknown)}"
+            f"here: {shortened(unknown)}; they change linear layers of the text model, its embedding and its head"
         )
     for name, suffixes in found.items():
-        for missing in {DOWN, UP} - suffixes:
+        module = modules[name]
+        for missing in set(module.suffixes) - suffixes:
             raise ConfigError(f"{path} lacks the tensor {PREFIX}{name}{missing}")
+        for other in suffixes - {*module.suffixes, *([COPY] if module.stored else [])}:
+            raise ConfigError(f"{path}: tensor {PREFIX}{name}{other} does not belong to a module of this kind")
+        if COPY in suffixes and module.stored is not None:
+            _check_copy(checkpoint, f"{PREFIX}{name}{COPY}", path, module.stored)
     return list(found)
+
+
+def _check_copy(checkpoint: SafetensorsCheckpoint, tensor: str, path: Path, stored: StoredWeight) -> None:
+    """Refuses a copy of a weight of the base that is not this base's."""
+    num_rows, num_columns = stored.shape
+    other = f"{path}: tensor {tensor} is not the weight of this base"
+    if checkpoint.shape(tensor) != stored.shape:
+        raise ConfigError(
+            f"{other}: its shape is {list(checkpoint.shape(tensor))}, not {list(stored.shape)}; if the vocabulary was "
+            f"changed, {MERGE}"
+        )
+    base, _ = open_checkpoint(stored.folder)
+    try:
+        step = max(1, PIECE_BYTES // (4 * num_columns)) if stored.location.has_independent_rows(base) else num_rows
+        for first in range(0, num_rows, step):
+            rows = range(first, min(num_rows, first + step))
+            copied, expected = (torch.empty(len(rows), num_columns) for _ in range(2))
+            Location(tensor).read(checkpoint, stored.shape, Part(0, rows), copied)
+            stored.location.read(base, stored.shape, Part(0, rows), expected)
+            wrong = (copied - expected).norm(dim=1) > MAX_ROW_ERROR * expected.norm(dim=1)
+            if wrong.any():
+                row = first + int(wrong.nonzero()[0])
+                raise ConfigError(f"{other}: the row of token {row} differs; {MERGE}")
+    finally:
+        base.close()
 
 
 def _change(
@@ -124,18 +201,18 @@ def _change(
     config: _Config,
     path: Path,
     name: str,
-    features: tuple[int, int],
+    module: Module,
     max_rank: int,
     dtype: torch.dtype,
 ) -> Change:
-    down_name, up_name = f"{PREFIX}{name}{DOWN}", f"{PREFIX}{name}{UP}"
+    down_name, up_name = (f"{PREFIX}{name}{suffix}" for suffix in module.suffixes)
     down_shape, up_shape = checkpoint.shape(down_name), checkpoint.shape(up_name)
-    rank, (out_features, in_features) = config.rank(name), features
+    rank = config.rank(name)
     if rank > max_rank:
         raise ConfigError(f"{path}: the rank of {name} is {rank}, at most {max_rank} is allowed; raise --max-lora-rank")
     for tensor, shape, expected in (
-        (down_name, down_shape, (rank, in_features)),
-        (up_name, up_shape, (out_features, rank)),
+        (down_name, down_shape, (rank, module.in_features)),
+        (up_name, up_shape, (module.out_features, rank)),
     ):
         if shape != expected:
             raise ConfigError(
@@ -158,8 +235,9 @@ class _Config:
             raise self._refuse(f"peft_type is {values.get('peft_type')!r}, must be 'LORA'")
         if values.get("use_dora"):
             raise self._refuse("use_dora is set: DoRA adapters are not supported")
-        if values.get("modules_to_save"):
-            raise self._refuse(f"modules_to_save is {values['modules_to_save']!r}: whole modules are not supported")
+        for key, what in _NOT_LOW_RANK.items():
+            if values.get(key):
+                raise self._refuse(f"{key} is {values[key]!r}: {what} are not supported; {MERGE}")
         if values.get("bias", "none") != "none":
             raise self._refuse(f"bias is {values['bias']!r}, must be 'none': trained biases are not supported")
         for key in values.keys() - _OF_TRAINING - _READ:
@@ -200,13 +278,13 @@ class _Config:
         alpha = next((alpha for key, alpha in self._alphas.items() if _ends_with(module, key)), self._alpha)
         return alpha / (rank**0.5 if self._values.get("use_rslora") else rank)
 
-    def check_complete(self, found: list[str], modules: Mapping[str, tuple[int, int]]) -> None:
+    def check_complete(self, found: list[str], modules: Mapping[str, Module]) -> None:
         """Refuses an adapter that lacks a module which its config names."""
         targets, layers = self._values.get("target_modules"), self._values.get("layers_to_transform")
         if not isinstance(targets, list) or layers not in (None, []) or self._values.get("exclude_modules"):
             return  # a pattern, or a part of the layers: the tensors tell
-        named = {name for name in modules if any(_ends_with(name, str(target)) for target in targets)}
-        if missing := named - set(found):
+        named = {modules[name].name for name in modules if any(_ends_with(name, str(target)) for target in targets)}
+        if missing := named - {modules[name].name for name in found}:
             raise ConfigError(
                 f"{self._path.parent / WEIGHTS_NAME} lacks the tensors of {len(missing)} modules that {CONFIG_NAME} "
                 f"names: {shortened(missing)}"

@@ -13,7 +13,7 @@ from penstock_server.engine.engine import LoadModel
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import ImageSpan, NewSequence, Sampling
+from penstock_server.plan import Adapter, ImageSpan, NewSequence, Sampling
 from plans import Advance, plan, step
 from tested_device import DEVICE
 
@@ -42,16 +42,20 @@ class EngineRun:
         load: LoadModel = load_model,
         num_source: Callable[[list[int]], int] = lambda _: 0,
         kv_dtype: torch.dtype | None = None,
+        block_tokens: int = BLOCK_TOKENS,
+        max_step_tokens: int = MAX_STEP_TOKENS,
     ) -> None:
-        options = LoadOptions(folder, torch.float32, DEVICE, BLOCK_TOKENS, kv_dtype=kv_dtype)
-        self.engine = Engine(load(options, RankGroup()), RankGroup(), DEVICE, BLOCK_TOKENS)
-        self.engine.warm_up(WarmUpConfig(MAX_STEP_TOKENS, 4, max_sequence_tokens=160, num_blocks=128))
+        self.block_tokens = block_tokens
+        options = LoadOptions(folder, torch.float32, DEVICE, self.block_tokens, kv_dtype=kv_dtype)
+        self.engine = Engine(load(options, RankGroup()), RankGroup(), DEVICE, self.block_tokens)
+        self.engine.warm_up(WarmUpConfig(max_step_tokens, 4, max_sequence_tokens=160, num_blocks=128))
         self.free_blocks = list(range(128))
         self.num_source = num_source
         self.images: Callable[[list[int]], Sequence[ImageSpan]] = lambda prompt: ()
         # Where an advance of a prompt ends that would end there.
         self.end: Callable[[list[int], int], int] = lambda prompt, end: end
         self.sampling = Sampling()
+        self.adapter: Adapter | None = None
         self.step = 0
         self.next_id = 1
 
@@ -63,8 +67,8 @@ class EngineRun:
         while second.num_computed < len(second.prompt):
             self._step([first, second], num_tokens, chunk)
         third = self._sequence(prompts[2])
-        third.num_computed = shared_tokens // BLOCK_TOKENS * BLOCK_TOKENS
-        third.blocks = second.blocks[: third.num_computed // BLOCK_TOKENS]
+        third.num_computed = shared_tokens // self.block_tokens * self.block_tokens
+        third.blocks = second.blocks[: third.num_computed // self.block_tokens]
         kept = list(third.blocks)
         self._step([third, first, second], num_tokens, chunk, new=[third])
         while len(second.token_ids) - len(second.prompt) < num_tokens // 2:
@@ -102,6 +106,7 @@ class EngineRun:
                 sampling=self.sampling,
                 num_source_tokens=s.num_source,
                 images=self.images(s.prompt),
+                adapter=self.adapter,
             )
             for s in new or []
         ]
@@ -114,7 +119,7 @@ class EngineRun:
             count = self.end(sequence.prompt, sequence.num_computed + count) - sequence.num_computed
             sequence.num_computed += count
             added = []
-            while (len(sequence.blocks) + len(added)) * BLOCK_TOKENS < sequence.num_computed:
+            while (len(sequence.blocks) + len(added)) * self.block_tokens < sequence.num_computed:
                 added.append(self.free_blocks.pop())
             sequence.blocks += added
             is_sampled = sequence.num_computed == len(sequence.token_ids)

@@ -56,9 +56,11 @@ BY_PEFT = [
 ACCURATE = {"rtol": 2e-4, "atol": 2e-4}
 
 
-def make_adapter(folder: Path, base: Path, seed: int, **config: Any) -> tuple[Path, Any]:
-    """An adapter with random weights, saved, and the model that has it."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+def make_adapter(
+    folder: Path, base: Path, seed: int, kind: Any = transformers.AutoModelForCausalLM, **config: Any
+) -> tuple[Path, Any]:
+    """An adapter with random weights, saved, and the model that has it. kind: of the model."""
+    model = kind.from_pretrained(base, dtype=torch.float32)
     torch.manual_seed(seed)
     config = {"r": 8, "lora_alpha": 12, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **config}
     adapted = peft.get_peft_model(model, peft.LoraConfig(**config)).eval()
@@ -193,7 +195,17 @@ DAMAGES: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor | None], str]] =
     "dora": ({"use_dora": True}, {}, "DoRA adapters are not supported"),
     "bias": ({"bias": "all"}, {}, "bias is 'all', must be 'none'"),
     "lora bias": ({"lora_bias": True}, {}, "lora_bias is True, which is not supported"),
-    "modules": ({"modules_to_save": ["lm_head"]}, {}, "whole modules are not supported"),
+    "modules": (
+        {"modules_to_save": ["lm_head"]},
+        {},
+        "whole modules are not supported; merge the adapter",
+    ),
+    "parameters": (
+        {"target_parameters": ["mlp.experts.gate_up_proj"]},
+        {},
+        "changes of parameters, as of all experts of a layer, are not supported; merge the adapter",
+    ),
+    "tokens": ({"trainable_token_indices": [3]}, {}, "tokens with embeddings of their own are not supported; merge"),
     "pissa": ({"init_lora_weights": "pissa_niter_4"}, {}, "changes the base's weights"),
     "unknown": ({"new_kind": {"a": 1}}, {}, "new_kind is {'a': 1}, which is not supported"),
     "pattern": ({"rank_pattern": {".*q": 4}}, {}, "rank_pattern has the regular expression '.*q'"),
@@ -252,8 +264,6 @@ def test_an_adapter_of_pickles_or_of_no_module_is_refused(served: tuple[Path, Pa
 @pytest.mark.parametrize(
     ("name", "targets", "module"),
     [
-        ("llama", ["lm_head"], "lm_head"),
-        ("llama", ["embed_tokens"], "model.embed_tokens"),
         ("qwen2-moe", ["shared_expert_gate"], "layers.0.mlp.shared_expert_gate"),
     ],
 )

@@ -79,12 +79,31 @@ def test_logits_are_those_of_peft(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(logits, reference(expected, text), **ACCURATE)
 
 
+@pytest.mark.parametrize("is_tied", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_embedding_and_head_are_those_of_peft(is_tied: bool, tmp_path: Path) -> None:
+    case = CASES["llama"]
+    folder = save("llama", replace(case, values={**case.values, "tie_word_embeddings": is_tied}), tmp_path / "base")
+    both, head = ["embed_tokens", "lm_head", "q_proj"], ["lm_head"]
+    one, one_model = make_adapter(tmp_path / "one", folder, 1, target_modules=both)
+    other, other_model = make_adapter(tmp_path / "other", folder, 2, r=5, target_modules=head)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with triton_everywhere():
+        model = load(folder)
+        first, second = loaded(model, [one, other])
+        found = logits_of(model, texts(), [first, None, second])
+        plain = logits_of(model, texts(), [None] * 3)
+    for text, logits, expected in zip(texts(), found, (one_model, base, other_model), strict=True):
+        torch.testing.assert_close(logits, reference(expected, text), **ACCURATE)
+    assert torch.equal(found[1], plain[1])
+
+
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the ranks are threads, which would share a GPU's stream")
 @pytest.mark.parametrize("exact", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_two_ranks_compute_what_one_does(exact: bool, tmp_path: Path) -> None:
     """Where ranks gather, to the bit."""
     folder = save("llama", CASES["llama"], tmp_path / "base")
-    one, one_model = make_adapter(tmp_path / "one", folder, 1)
+    changed = r".*(_proj|embed_tokens|lm_head)"
+    one, one_model = make_adapter(tmp_path / "one", folder, 1, target_modules=changed)
 
     def logits(group: RankGroup) -> torch.Tensor:
         model = load(folder, group, exact)
@@ -142,8 +161,10 @@ def test_a_step_with_adapters_waits_for_nothing_and_two_launches_add_them_to_a_l
                 found = launched((engine, launches), plan)
                 assert (found.num_uploads, found.num_downloads) == (1, 1)
                 num_sites = sums_of_a_step(engine.model) if adapters[1] else 0
-                low_rank = Counter({key: found.kernels[key] for key in ("shrink_kernel", "expand_kernel")})
-                assert low_rank == Counter(shrink_kernel=num_sites, expand_kernel=num_sites)
+                # With the head, and with the embedding, whose A is looked up.
+                expected = Counter(shrink_kernel=num_sites + 1, expand_kernel=num_sites + 2, look_up_kernel=1)
+                low_rank = Counter({key: found.kernels[key] for key in expected})
+                assert low_rank == (expected if adapters[1] else Counter())
         engine.close()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from engine_run import EngineRun
+from engine_run import MAX_STEP_TOKENS, EngineRun
 from image_cases import IMAGE_CASES, file_of, make_image_model, picture
 from model_driver import DrivenSequence, ModelDriver
 from near_tie import assert_greedy
@@ -85,6 +85,8 @@ class Made:
             self.reference.model.rope_deltas = None  # it would be that of the last prompt
         if self.reference.config.model_type == "gemma3":
             inputs["token_type_ids"] = (ids == self.reference.config.image_token_id).int()
+        if self.reference.config.model_type == "paligemma":
+            inputs["token_type_ids"] = (torch.arange(ids.shape[1]) >= len(prompt.token_ids)).int()[None]
         logits = self.reference(input_ids=ids, use_cache=False, **inputs).logits[0]
         # COMPAT: since version 5, transformers leaves the scale of Aya Vision's text model out.
         is_scaled = self.reference.config.model_type == "aya_vision"
@@ -142,7 +144,7 @@ def prompts_of(encoder: ImageEncoder) -> list[Prompt]:
 
     return [
         prompt(text(1, 5), 0, text(2, 4)),
-        prompt(text(3, 3), 1, text(8, 1 if encoder.has_grid else 0), 2, text(4, 6)),
+        prompt(text(3, 3), 1, text(8, 1 if encoder.family.has_grid else 0), 2, text(4, 6)),
         prompt(text(5, 30)),
         prompt(2, text(6, 9)),
     ]
@@ -151,22 +153,28 @@ def prompts_of(encoder: ImageEncoder) -> list[Prompt]:
 def driven(driver: ModelDriver, encoder: ImageEncoder, prompt: Prompt) -> DrivenSequence:
     sequence = driver.sequence(prompt.token_ids)
     sequence.images = encoder.placed(prompt.spans)
+    sequence.num_whole = len(prompt.token_ids) if encoder.family.is_prompt_whole else 0
     return sequence
 
 
-def whole_end(images: Sequence[PlacedImage], end: int) -> int:
-    """Where a step ends that would end inside of an image whose tokens attend to each other."""
-    return next((placed.end for placed in images if placed.is_split_at(end)), end)
+def whole_end(images: Sequence[PlacedImage], num_whole: int, end: int) -> int:
+    """Where a step ends that would end inside of tokens that attend to each other: those of an image, or the first
+    `num_whole`."""
+    return max(num_whole, next((placed.end for placed in images if placed.is_split_at(end)), end))
 
 
-def logits_of(model: Decoder, encoder: ImageEncoder, batch: list[Prompt], chunk: int) -> list[torch.Tensor]:
-    """[tokens, vocab] of each prompt, computed together in chunks."""
+def logits_of(
+    model: Decoder, encoder: ImageEncoder, batch: list[Prompt], chunk: int, adapters: Sequence[Any] = ()
+) -> list[torch.Tensor]:
+    """[tokens, vocab] of each prompt, computed together in chunks. adapters: of the prompts; empty: none."""
     driver = ModelDriver(model, block_tokens=16)
     sequences = [driven(driver, encoder, prompt) for prompt in batch]
+    for sequence, adapter in zip(sequences, adapters, strict=False):
+        sequence.adapter = adapter
     found: list[list[torch.Tensor]] = [[] for _ in batch]
     while any(s.num_computed < len(s.token_ids) for s in sequences):
         advances = [
-            (index, whole_end(s.images, min(s.num_computed + chunk, len(s.token_ids))) - s.num_computed)
+            (index, whole_end(s.images, s.num_whole, min(s.num_computed + chunk, len(s.token_ids))) - s.num_computed)
             for index, s in enumerate(sequences)
             if s.num_computed < len(s.token_ids)
         ]
@@ -189,15 +197,19 @@ def test_logits_are_those_of_transformers_also_in_chunks_through_an_image(made: 
 
 def test_greedy_tokens_are_those_of_transformers(made: Made) -> None:
     """In chunks and batches, with a shared prefix and a preemption; see `test_parity`."""
-    run = EngineRun(made.folder)
+    # Whole prompts are not cut into chunks.
+    run = EngineRun(made.folder, max_step_tokens=160 if "paligemma" in made.name else MAX_STEP_TOKENS)
     assert run.engine.model.images is not None
     one, two, none, _ = prompts_of(run.engine.model.images)
     shared = len(two.token_ids) - 6
-    again = Prompt([*two.token_ids[:shared], *text(7, 4)], two.images, two.offsets)
+    is_whole = run.engine.model.images.family.is_prompt_whole  # only equal prompts share their blocks
+    again = two if is_whole else Prompt([*two.token_ids[:shared], *text(7, 4)], two.images, two.offsets)
     of_text = {tuple(prompt.token_ids): prompt.spans for prompt in (one, two, again, none)}
     run.images = lambda token_ids: of_text[tuple(token_ids)]
     encoder = run.engine.model.images
-    run.end = lambda token_ids, end: whole_end(encoder.placed(of_text[tuple(token_ids)]), end)
+    run.end = lambda token_ids, end: whole_end(
+        encoder.placed(of_text[tuple(token_ids)]), len(token_ids) if is_whole else 0, end
+    )
     image_token = encoder.image_token_id  # transformers cannot read it as text
     run.sampling = Sampling(logit_bias=[(image_token, -1e4)])
     texts = [one, two, again]
@@ -239,6 +251,7 @@ PROCESSORS = {
     "idefics2": ("Idefics2Processor", {"image_seq_len": 5}),
     "idefics3": ("Idefics3Processor", {"image_seq_len": 4}),
     "llava": ("LlavaProcessor", {"patch_size": 8, "vision_feature_select_strategy": "default"}),
+    "paligemma": ("PaliGemmaProcessor", {}),
     "llava-next": ("LlavaNextProcessor", {"patch_size": 8, "vision_feature_select_strategy": "default"}),
 }
 
@@ -380,5 +393,5 @@ def test_an_advance_that_ends_inside_of_an_image_whose_tokens_attend_to_each_oth
 
 
 def test_other_image_models_are_refused_by_name() -> None:
-    for config in (transformers.PaliGemmaConfig(), transformers.Glm4vConfig()):
+    for config in (transformers.MllamaConfig(), transformers.Glm4vConfig()):
         assert "supported: aya_vision, gemma3, idefics2, idefics3" in support_of(config.model_type, config.to_dict())

@@ -180,11 +180,9 @@ unsafe fn unpack<const KIND: usize>(block: &mut Block, panel: &Panel, units: Ran
                     }
                 }
                 let group = unit * UNIT / format.group + split;
-                for vector in 0..VECTORS {
-                    block.scales[place][vector] = tile::numbers(panel.scales, format.number, group, unit, vector);
-                    if format.has_mins {
-                        block.mins[place][vector] = tile::numbers(panel.mins, format.number, group, unit, vector);
-                    }
+                block.scales[place] = tile::numbers(panel.scales, group, unit);
+                if format.has_mins {
+                    block.mins[place] = tile::mins(panel, block.scales[place], group, unit);
                 }
             }
         }

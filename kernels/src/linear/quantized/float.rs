@@ -110,10 +110,11 @@ unsafe fn unpack(panel: &Panel, first: usize, num_features: usize, block: &mut B
             panel.prefetch(unit);
         }
         let base = panel.codes.wrapping_add(unit * format.unit_bytes());
-        for vector in 0..VECTORS {
+        // SAFETY: the caller vouches for the features.
+        let scales = unsafe { numbers(panel.scales, (first + start) / format.group, unit) };
+        for (vector, &scale) in scales.iter().enumerate() {
             // SAFETY: the caller vouches for the features; a unit has whole vectors.
             unsafe {
-                let scale = numbers(panel.scales, format.number, (first + start) / format.group, unit, vector);
                 let scale = scale * F32::splat(1.0 / float.shrinkage());
                 for quad in 0..HALF / 4 {
                     // Four features of each column.

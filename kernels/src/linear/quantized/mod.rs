@@ -1,5 +1,5 @@
 //! Linear layers with quantized weights and inputs of 16 or 8 bits: w = scale · (code - offset) + min, with a scale, and in some formats a
-//! min, for each group of consecutive input features of an output. Codes stay as small as in the checkpoint. Codes that are 8-bit floats
+//! min or a zero point in the place of the offset, for each group of consecutive input features of an output. Codes stay as small as in the checkpoint. Codes that are 8-bit floats
 //! are multiplied with inputs as they are, in `float`; the rest of this room is for integers.
 //!
 //! INVARIANT: every output element is one chain over ascending units of 32 input features: the unit's exact integer product, times
@@ -10,10 +10,12 @@ mod activation;
 #[cfg(target_feature = "avx512bf16")]
 mod amx;
 mod float;
+mod format;
 mod pack;
 mod tile;
 
-pub(crate) use pack::{Format, Number, QuantizedLinear, QuantizedRows, SUPER_GROUP, Segment};
+pub(crate) use format::{Format, Number, SUPER_GROUP};
+pub(crate) use pack::{QuantizedLinear, QuantizedRows, Segment};
 
 use super::epilogue::Outcome;
 use super::tile::Input as Factors;

@@ -1,6 +1,8 @@
 //! The packed form of a quantized weight: panels of 32 output columns. A panel has, for each unit of 32 input features, the codes in
 //! planes of bits, so that one vector load brings 4 features of 16 columns; then, by group, its scales and its mins.
 
+use super::format::{Format, Number, SUPER_GROUP};
+use super::tile::min_of;
 use super::{InputBits, UNIT};
 use crate::cpu::Amx;
 use crate::element::Element;
@@ -16,39 +18,8 @@ pub(super) const PANEL: usize = 32;
 /// How far ahead of its use a panel's memory is prefetched. PERF: a unit is soon multiplied, and the hardware does not look so far ahead.
 /// 8 rows of the embedded model's 8-bit head took 4.3 ms without, 1.3 ms with 8 KiB and 1.0 ms with 16 KiB (Zen 5, one thread).
 const AHEAD_BYTES: usize = 16 << 10;
-/// Input features that share a factor of their scales, and one of their mins, if those are integers (GGUF's K types).
-pub(crate) const SUPER_GROUP: usize = 256;
-
-/// How scales and mins are stored.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Number {
-    F16,
-    F32,
-    /// Times a float16 factor for each super-group.
-    I8,
-    /// A power of two, as its exponent + 128 in a byte: half of what the byte is as e8m0.
-    Power,
-}
-
 /// The kind of codes that stand for bytes of a table.
 pub(super) const TABLE: usize = 0;
-
-/// How the rows of a segment are quantized.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Format {
-    /// 2, 3, 4, 5, 6 or 8 bits of a code.
-    pub(crate) bits: usize,
-    /// Input features that share a scale: 16, or a multiple of 32.
-    pub(crate) group: usize,
-    /// What a code, or its byte in the table, is for a weight of zero, if there are no mins.
-    pub(crate) offset: i32,
-    /// What codes of 4 bits stand for, if not for themselves.
-    pub(crate) table: Option<[u8; 16]>,
-    /// What codes of 8 bits are, if not integers: finite numbers. Then there is no offset and no min.
-    pub(crate) float: Option<Float8>,
-    pub(crate) has_mins: bool,
-    pub(crate) number: Number,
-}
 
 /// Consecutive rows of a weight in one format.
 #[derive(Clone, Copy, Debug)]
@@ -57,21 +28,22 @@ pub(crate) struct Segment {
     pub(crate) format: Format,
 }
 
-/// Some rows of a weight: codes [rows, in_features], scales and mins [rows, groups], their factors [rows, super-groups]. What the format
-/// lacks is not read.
+/// Some rows of a weight: codes [rows, in_features], scales and mins or zero points [rows, groups], the factors of scales and mins
+/// [rows, super-groups]. What the format lacks is not read.
 #[derive(Clone, Copy)]
 pub(crate) struct QuantizedRows {
     pub(crate) codes: Source<u8>,
-    /// Scales and mins.
+    /// Scales, and mins or zero points.
     pub(crate) numbers: [Source<f32>; 2],
     /// The factors of scales, and of mins.
     pub(crate) factors: [Source<f32>; 2],
     pub(crate) num_rows: usize,
 }
 
-/// The addresses of scales or mins of a panel, by group, and of their factors, by super-group.
+/// The addresses of scales, or of mins or zero points, of a panel by group, and of their factors by super-group; null: there are none.
 #[derive(Clone, Copy)]
 pub(super) struct Numbers {
+    pub(super) number: Number,
     pub(super) numbers: *const u8,
     pub(super) factors: *const u16,
 }
@@ -118,59 +90,6 @@ unsafe impl Send for QuantizedLinear {}
 // SAFETY: as above.
 unsafe impl Sync for QuantizedLinear {}
 
-impl Format {
-    fn num_groups(self, in_features: usize) -> usize {
-        in_features.div_ceil(self.group)
-    }
-
-    fn num_super_groups(self, in_features: usize) -> usize {
-        if self.number == Number::I8 { in_features.div_ceil(SUPER_GROUP) } else { 0 }
-    }
-
-    fn number_bytes(self) -> usize {
-        match self.number {
-            Number::F16 => 2,
-            Number::F32 => 4,
-            Number::I8 | Number::Power => 1,
-        }
-    }
-
-    /// Bytes of a unit of a panel's codes.
-    pub(super) fn unit_bytes(self) -> usize {
-        self.bits * PANEL * UNIT / 8
-    }
-
-    /// 1, or 2 with mins.
-    fn num_kinds(self) -> usize {
-        if self.has_mins { 2 } else { 1 }
-    }
-
-    /// Bytes of a panel's codes; of its scales, or its mins; and of the factors of either.
-    fn panel_bytes(self, in_features: usize) -> [usize; 3] {
-        let codes = in_features.div_ceil(UNIT) * self.unit_bytes();
-        // Of whole units, because products read all groups of the last one. A whole number of cache lines, so that whatever follows is
-        // aligned.
-        let num_groups = self.num_groups(in_features).next_multiple_of(UNIT.div_ceil(self.group));
-        let numbers = (num_groups * PANEL * self.number_bytes()).next_multiple_of(64);
-        [codes, numbers, self.num_super_groups(in_features) * PANEL * 2]
-    }
-
-    fn all_bytes(self, in_features: usize) -> usize {
-        let [codes, numbers, factors] = self.panel_bytes(in_features);
-        codes + self.num_kinds() * (numbers + factors)
-    }
-
-    /// The planes of bits: for each, its bits and where it starts in a unit. A code has the first plane's bits lowest.
-    fn planes(self) -> impl Iterator<Item = (usize, usize)> {
-        let mut offset = 0;
-        [8, 4, 2, 1].into_iter().filter(move |bits| self.bits & bits != 0).map(move |bits| {
-            let place = (bits, offset);
-            offset += bits * PANEL * UNIT / 8;
-            place
-        })
-    }
-}
-
 impl QuantizedLinear {
     /// Allocates a weight of zeros for `fill`; many rows at a time are multiplied with AMX if it is given. The error says which segments cannot be packed.
     ///
@@ -216,7 +135,7 @@ impl QuantizedLinear {
         for index in 0..places.len() {
             let index = if gated { index % 2 * half + index / 2 } else { index };
             places[index].offset = offset;
-            offset += places[index].format.all_bytes(in_features);
+            offset += places[index].format.offsets(in_features).end;
         }
         let memory = arena.allocate(offset)?;
         // SAFETY: the caller vouches for the bias.
@@ -247,7 +166,7 @@ impl QuantizedLinear {
         let (format, column) = (place.format, row - place.first_row);
         let num_groups = format.num_groups(self.in_features);
         let num_super_groups = format.num_super_groups(self.in_features);
-        let [codes_bytes, number_bytes, factor_bytes] = format.panel_bytes(self.in_features);
+        let offsets = format.offsets(self.in_features);
         // SAFETY: the place lies in the memory.
         unsafe {
             let base = self.memory.as_ptr().add(place.offset);
@@ -256,14 +175,13 @@ impl QuantizedLinear {
                 write_code(base, format, feature, column, code);
             }
             for kind in 0..format.num_kinds() {
-                let numbers = base.add(codes_bytes + kind * (number_bytes + factor_bytes));
                 for group in 0..num_groups {
                     let number = rows.numbers[kind].at(from * num_groups + group).read();
-                    write_number(numbers, format.number, group * PANEL + column, number);
+                    format.number(kind).write(base.add(offsets.numbers[kind]), group, column, number);
                 }
                 for group in 0..num_super_groups {
                     let factor = rows.factors[kind].at(from * num_super_groups + group).read();
-                    write_number(numbers.add(number_bytes), Number::F16, group * PANEL + column, factor);
+                    Number::F16.write(base.add(offsets.factors[kind]), group, column, factor);
                 }
             }
         }
@@ -343,22 +261,27 @@ impl QuantizedLinear {
 
     fn panel(&self, index: usize) -> Panel {
         let place = &self.places[index];
-        let [codes, numbers, factors] = place.format.panel_bytes(self.in_features);
+        let (format, offsets) = (place.format, place.format.offsets(self.in_features));
         let address = self.memory.as_ptr().cast_const().wrapping_add(place.offset);
-        let numbers_at = |kind: usize| {
-            let first = address.wrapping_add(codes + kind * (numbers + factors));
-            Numbers { numbers: first, factors: first.wrapping_add(numbers).cast() }
+        let numbers_at = |kind: usize| Numbers {
+            number: format.number(kind),
+            numbers: address.wrapping_add(offsets.numbers[kind]),
+            factors: if format.has_factors() {
+                address.wrapping_add(offsets.factors[kind]).cast()
+            } else {
+                std::ptr::null()
+            },
         };
         Panel {
             codes: address,
             scales: numbers_at(0),
             mins: numbers_at(1),
             bias: if self.bias.is_empty() { std::ptr::null() } else { self.bias[index * PANEL..].as_ptr() },
-            format: place.format,
-            table: place.format.table.unwrap_or_default(),
+            format,
+            table: format.table.unwrap_or_default(),
             first_column: place.first_row,
             num_columns: place.num_rows,
-            lines_per_unit: place.format.all_bytes(self.in_features).div_ceil(self.in_features.div_ceil(UNIT) * LINE),
+            lines_per_unit: offsets.end.div_ceil(self.in_features.div_ceil(UNIT) * LINE),
         }
     }
 }
@@ -399,14 +322,32 @@ impl Panel {
             let code = read_code(self.codes, self.format, feature, column);
             if let Some(float) = self.format.float {
                 let [number, ..] = F32::from_float8::<0>(I32::splat(code.into()), float).to_array();
-                return number / float.shrinkage() * read_number(self.scales, self.format, feature, column);
+                return number / float.shrinkage() * self.scales.read(self.format, feature, column);
             }
             let code = i32::from(self.format.table.map_or(code, |table| table[usize::from(code)]));
-            let scale = read_number(self.scales, self.format, feature, column);
+            let scale = self.scales.read(self.format, feature, column);
             if self.format.has_mins {
-                return code as f32 * scale + read_number(self.mins, self.format, feature, column);
+                let min = self.mins.read(self.format, feature, column);
+                return code as f32 * scale + min_of(self.format, F32::splat(min), F32::splat(scale)).to_array()[0];
             }
             (code - self.format.offset) as f32 * scale
+        }
+    }
+}
+
+impl Numbers {
+    /// The number of one weight, times its factor.
+    ///
+    /// # Safety
+    /// As for `Panel::weight`.
+    unsafe fn read(self, format: Format, feature: usize, column: usize) -> f32 {
+        // SAFETY: the caller vouches for the feature and the column.
+        unsafe {
+            let number = self.number.read(self.numbers, feature / format.group, column);
+            if self.factors.is_null() {
+                return number;
+            }
+            number * Number::F16.read(self.factors.cast(), feature / SUPER_GROUP, column)
         }
     }
 }
@@ -450,32 +391,4 @@ unsafe fn read_code(base: *const u8, format: Format, feature: usize, column: usi
         shift += bits;
     }
     code as u8
-}
-
-unsafe fn write_number(base: *mut u8, kind: Number, index: usize, number: f32) {
-    // SAFETY: the caller vouches for the place.
-    unsafe {
-        match kind {
-            Number::F16 => base.cast::<u16>().add(index).write(simd::to_f16(number)),
-            Number::F32 => base.cast::<f32>().add(index).write(number),
-            Number::I8 => base.cast::<i8>().add(index).write(number as i8),
-            Number::Power => base.add(index).write(((number * 2.0).to_bits() >> 23) as u8),
-        }
-    }
-}
-
-unsafe fn read_number(of: Numbers, format: Format, feature: usize, column: usize) -> f32 {
-    let index = feature / format.group * PANEL + column;
-    // SAFETY: the caller vouches for the place.
-    unsafe {
-        match format.number {
-            Number::F16 => simd::from_f16(of.numbers.cast::<u16>().add(index).read()),
-            Number::F32 => of.numbers.cast::<f32>().add(index).read(),
-            Number::Power => f32::from_bits((u32::from(of.numbers.add(index).read()) << 23).max(1 << 22)) * 0.5,
-            Number::I8 => {
-                let factor = simd::from_f16(of.factors.add(feature / SUPER_GROUP * PANEL + column).read());
-                f32::from(of.numbers.cast::<i8>().add(index).read()) * factor
-            }
-        }
-    }
 }

@@ -1,10 +1,11 @@
+use super::pack::PANEL;
 use super::*;
 use crate::cpu::Amx;
 use crate::element::Element;
 use crate::linear::QuantizedRows;
 use crate::memory::Arena;
 use crate::pool::{Pool, Source};
-use crate::simd::{F32, from_f16, to_f16};
+use crate::simd::{F32, from_bf16, from_f16, to_bf16, to_f16};
 use crate::testing::{Random, spawning_pool};
 
 mod float;
@@ -13,7 +14,7 @@ struct Part {
     format: Format,
     num_rows: usize,
     codes: Vec<u8>,
-    /// Scales and mins as they are stored, and their factors.
+    /// Scales, and mins or zero points, as they are stored, and the factors of scales and mins.
     numbers: [Vec<f32>; 2],
     factors: [Vec<f32>; 2],
 }
@@ -21,17 +22,23 @@ struct Part {
 impl Part {
     fn random(random: &mut Random, format: Format, num_rows: usize, in_features: usize) -> Part {
         let (num_groups, num_super_groups) = (in_features.div_ceil(format.group), in_features.div_ceil(SUPER_GROUP));
-        let narrow = |number: f32| from_f16(to_f16(number));
         let mut numbers = |most: f32, count: usize| -> Vec<f32> {
-            (0..num_rows * count).map(|_| narrow(random.uniform() * most)).collect()
+            (0..num_rows * count).map(|_| from_f16(to_f16(random.uniform() * most))).collect()
         };
         let factors = [0.01, 0.1].map(|most| numbers(most, num_super_groups));
         let mut numbers = [0.1, 1.0].map(|most| numbers(most, num_groups));
-        if format.number == Number::I8 {
-            numbers = numbers.map(|kind| kind.into_iter().map(|number| (number * 63.0).round() + 0.0).collect());
-        }
-        if format.number == Number::Power {
-            numbers = numbers.map(|kind| kind.into_iter().map(|number| (number * 200.0).round().exp2()).collect());
+        for (kind, numbers) in numbers.iter_mut().enumerate() {
+            for number in numbers {
+                let size = number.abs();
+                *number = match if kind == 1 { format.zeros.unwrap_or(format.number) } else { format.number } {
+                    Number::F16 | Number::F32 => *number,
+                    Number::Bf16 => from_bf16(to_bf16(*number)),
+                    Number::I8 => (*number * 63.0).round() + 0.0,
+                    Number::U4 => (size * 150.0).round() % 16.0,
+                    Number::U8 => (size * 300.0).round() % 256.0,
+                    Number::Power => (*number * 200.0).round().exp2(),
+                };
+            }
         }
         // 8-bit floats are finite, and small.
         let mask = if format.float.is_some() { 0xbf } else { 0xff };
@@ -49,7 +56,13 @@ impl Part {
     fn number(&self, kind: usize, row: usize, feature: usize, in_features: usize) -> f32 {
         let number = self.numbers[kind][row * in_features.div_ceil(self.format.group) + feature / self.format.group];
         let factor = self.factors[kind][row * in_features.div_ceil(SUPER_GROUP) + feature / SUPER_GROUP];
-        if self.format.number == Number::I8 { number * factor } else { number }
+        let number = if matches!(self.format.number, Number::I8 | Number::U4) { number * factor } else { number };
+        match (kind, self.format.zeros) {
+            (0, _) => number,
+            (_, Some(_)) => -(number * self.number(0, row, feature, in_features)),
+            (_, None) if self.format.offset == 0 => number,
+            (_, None) => number - self.format.offset as f32 * self.number(0, row, feature, in_features),
+        }
     }
 }
 
@@ -60,7 +73,12 @@ struct Case {
 }
 
 fn format(bits: usize, group: usize, has_mins: bool, number: Number) -> Format {
-    Format { bits, group, offset: 1 << (bits - 1), has_mins, number, table: None, float: None }
+    let offset = if has_mins { 0 } else { 1 << (bits - 1) };
+    Format { bits, group, offset, has_mins, number, zeros: None, table: None, float: None }
+}
+
+fn format_with_zeros(bits: usize, group: usize, number: Number, zeros: Number) -> Format {
+    Format { zeros: Some(zeros), ..format(bits, group, true, number) }
 }
 
 /// Codes of 4 bits that stand for some signed bytes.
@@ -164,10 +182,23 @@ fn formats() -> Vec<Format> {
         (8, 16, true, Number::F32),
         (2, 32, true, Number::F16),
         (5, 16, false, Number::F16),
+        (4, 32, false, Number::Bf16),
+        (2, 16, true, Number::U4),
     ];
+    let with_zeros = [
+        (4, 128, Number::F16, Number::U4),
+        (4, 32, Number::Bf16, Number::U8),
+        (3, 16, Number::F16, Number::U4),
+        (8, 64, Number::F32, Number::F16),
+        (2, 32, Number::Bf16, Number::Bf16),
+        (6, 16, Number::F16, Number::F32),
+    ];
+    let with_zeros = with_zeros.map(|(bits, group, number, zeros)| format_with_zeros(bits, group, number, zeros));
+    let with_offset = Format { offset: 8, ..format(4, 64, true, Number::Bf16) };
     let with_tables = [(32, Number::F16), (32, Number::I8), (32, Number::Power), (64, Number::F32), (16, Number::F16)];
     let plain = plain.map(|(bits, group, has_mins, number)| format(bits, group, has_mins, number));
-    plain.into_iter().chain(with_tables.map(|(group, number)| table_format(group, number))).collect()
+    let with_tables = with_tables.map(|(group, number)| table_format(group, number));
+    plain.into_iter().chain(with_zeros).chain([with_offset]).chain(with_tables).collect()
 }
 
 #[test]
@@ -187,6 +218,19 @@ fn products_have_the_bits_of_the_stated_chain() {
                 }
             }
         }
+    }
+}
+
+#[test]
+fn a_panel_has_the_bits_of_its_codes_scales_and_zero_points() {
+    for (format, bits) in [
+        (format(4, 32, false, Number::Bf16), 4.5),
+        (format(2, 16, true, Number::U4), 2.0 + 8.0 / 16.0 + 32.0 / 256.0),
+        (format_with_zeros(4, 128, Number::F16, Number::U4), 4.0 + 20.0 / 128.0),
+        (format_with_zeros(4, 64, Number::F16, Number::F16), 4.5),
+        (format_with_zeros(8, 32, Number::Bf16, Number::U8), 8.0 + 24.0 / 32.0),
+    ] {
+        assert_eq!((format.offsets(4096).end * 8) as f64 / (4096 * PANEL) as f64, bits, "{format:?}");
     }
 }
 

@@ -3,9 +3,11 @@
 
 use super::UNIT;
 use super::activation::{Layout, Part};
-use super::pack::{Number, Numbers, PANEL, Panel, SUPER_GROUP, TABLE};
+use super::format::{Format, Number, SUPER_GROUP};
+use super::pack::{Numbers, PANEL, Panel, TABLE};
 use crate::linear::epilogue::{self, Outcome};
 use crate::simd::{F32, I32, LANES, U16, with_constant};
+use std::array::from_fn;
 use std::mem::MaybeUninit;
 
 /// Vectors per row of a panel.
@@ -222,10 +224,13 @@ impl<const COUNT: usize> Group<COUNT> {
                     unpacked.codes[vector][index] =
                         codes::<KIND>(panel, base, quad / (QUADS / 2), quad % (QUADS / 2), vector);
                 }
-                unpacked.scales[vector] = numbers(panel.scales, format.number, group, unit, vector);
-                if HAS_MINS {
-                    unpacked.mins[vector] = numbers(panel.mins, format.number, group, unit, vector);
-                }
+            }
+        }
+        // SAFETY: as above.
+        unsafe {
+            unpacked.scales = numbers(panel.scales, group, unit);
+            if HAS_MINS {
+                unpacked.mins = mins(panel, unpacked.scales, group, unit);
             }
         }
         unpacked
@@ -305,25 +310,56 @@ pub(super) unsafe fn codes<const KIND: usize>(
     if KIND == TABLE { codes.look_up(&panel.table) } else { codes }
 }
 
-/// The scales or mins of a group, which starts in this unit, for a vector of columns.
+/// The scales of a group, or its mins or zero points, which starts in this unit, for each vector of columns.
 ///
 /// # Safety
 /// The panel must have the group.
 #[inline(always)]
-pub(super) unsafe fn numbers(of: Numbers, kind: Number, group: usize, unit: usize, vector: usize) -> F32 {
-    let index = group * PANEL + vector * LANES;
+pub(super) unsafe fn numbers(of: Numbers, group: usize, unit: usize) -> [F32; VECTORS] {
+    let first = group * PANEL;
     // SAFETY: the caller vouches for the group.
     unsafe {
-        match kind {
-            Number::F16 => F32::from_f16(U16::load(of.numbers.cast::<u16>().add(index))),
-            Number::F32 => F32::load(of.numbers.cast::<f32>().add(index)),
-            Number::I8 => {
-                let factors = of.factors.add(unit / (SUPER_GROUP / UNIT) * PANEL + vector * LANES);
-                I32::load_bytes(of.numbers.add(index).cast()).to_f32() * F32::from_f16(U16::load(factors))
-            }
-            Number::Power => power_of_two(I32::load_bytes(of.numbers.add(index).cast())),
+        let bytes = |first: usize, vector: usize| I32::load_bytes(of.numbers.add(first + vector * LANES).cast());
+        let words = |vector: usize| U16::load(of.numbers.cast::<u16>().add(first + vector * LANES));
+        let factors = |vector: usize| {
+            F32::from_f16(U16::load(of.factors.add(unit / (SUPER_GROUP / UNIT) * PANEL + vector * LANES)))
+        };
+        let nibbles = |vector: usize| {
+            let both = bytes(group / 2 * PANEL, vector);
+            (both.shift_right(group as i32 % 2 * 4) & I32::splat(15)).to_f32()
+        };
+        // PERF: one branch for all vectors.
+        match of.number {
+            Number::F16 => from_fn(|vector| F32::from_f16(words(vector))),
+            Number::Bf16 => from_fn(|vector| F32::from_bf16(words(vector))),
+            Number::F32 => from_fn(|vector| F32::load(of.numbers.cast::<f32>().add(first + vector * LANES))),
+            Number::I8 => from_fn(|vector| bytes(first, vector).to_f32() * factors(vector)),
+            Number::U4 if of.factors.is_null() => from_fn(nibbles),
+            Number::U4 => from_fn(|vector| nibbles(vector) * factors(vector)),
+            Number::U8 => from_fn(|vector| (bytes(first, vector) & I32::splat(0xff)).to_f32()),
+            Number::Power => from_fn(|vector| power_of_two(bytes(first, vector))),
         }
     }
+}
+
+/// The mins of a group, as `numbers`, from its scales.
+///
+/// # Safety
+/// As for `numbers`.
+#[inline(always)]
+pub(super) unsafe fn mins(panel: &Panel, scales: [F32; VECTORS], group: usize, unit: usize) -> [F32; VECTORS] {
+    // SAFETY: guaranteed by the caller.
+    let numbers = unsafe { numbers(panel.mins, group, unit) };
+    from_fn(|vector| min_of(panel.format, numbers[vector], scales[vector]))
+}
+
+/// What is added to scale · code, from mins or zero points as they are stored.
+#[inline(always)]
+pub(super) fn min_of(format: Format, numbers: F32, scales: F32) -> F32 {
+    if format.zeros.is_some() {
+        return numbers * scales * F32::splat(-1.0);
+    }
+    if format.offset == 0 { numbers } else { numbers - scales * F32::splat(format.offset as f32) }
 }
 
 /// Exponents with a bias of 128 as powers of two. 2^-127, twice the least one, is a subnormal number.

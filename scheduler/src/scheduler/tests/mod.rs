@@ -37,6 +37,7 @@ fn limits(num_blocks: u32, max_steps_in_flight: u32) -> Limits {
         max_inter_token: None,
         max_overtaking: 0,
         window_tokens: None,
+        whole_prompts: false,
         max_draft_tokens: 0,
     }
 }

@@ -101,3 +101,23 @@ fn no_advance_of_random_traffic_ends_inside_of_a_span_and_all_sequences_end() {
         assert_eq!((scheduler.stats().num_queued, scheduler.stats().num_running), (0, 0), "round {round}");
     }
 }
+
+#[test]
+fn a_whole_prompt_is_computed_in_one_step_also_with_generated_tokens_behind_it() {
+    let mut scheduler = Scheduler::new(Limits { whole_prompts: true, ..limits(64, 1) });
+    let rejected = SubmitError::WholePrompt { num_prompt_tokens: 17, max_step_tokens: 16 };
+    assert_eq!(scheduler.submit(submission(1, 17, 3), Duration::ZERO), Err(rejected));
+    submit(&mut scheduler, submission(1, 10, 3));
+    submit(&mut scheduler, submission(2, 10, 3));
+    let shares: Vec<_> = (0..3).map(|_| advances(&step(&mut scheduler).0)).collect();
+    assert_eq!(shares, [vec![(1, 10)], vec![(1, 1), (2, 10)], vec![(1, 1), (2, 1)]]);
+    let continued = Submission { generated_token_ids: vec![TOKEN; 12], ..submission(3, 10, 20) };
+    submit(&mut scheduler, continued);
+    let (mut computed, mut ends) = (0, Vec::new());
+    while computed < 22 {
+        let share = advances(&step(&mut scheduler).0).into_iter().find(|(id, _)| *id == 3);
+        computed += share.map_or(0, |(_, num_tokens)| num_tokens);
+        ends.extend(share.map(|_| computed));
+    }
+    assert!(ends.iter().all(|end| *end >= 10), "{ends:?}");
+}

@@ -11,16 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
 from penstock_server.attention.interface import StepBatch
-from penstock_server.engine.batch import text_batch
-from penstock_server.engine.drafting.pooled import PooledDrafter
-from penstock_server.engine.host_batch import HostBatch, Rows
-from penstock_server.engine.sequence import SequenceTable
+from penstock_server.engine.host_batch import HostBatch
 from penstock_server.errors import ConfigError
 from penstock_server.layers.rope import rope_tables
 from penstock_server.models.config import Config
@@ -35,7 +31,7 @@ _IGNORED = {"t2d", "d2t", "embed_tokens.weight"}  # the model has the embeddings
 
 
 class EagleHead:
-    """The head, its KV pool, and a pool of what it reads of the model. Implements `PooledModel` and `Observer`."""
+    """The head, its KV pool, and a pool of what it reads of the model. Implements `Head` and `Observer`."""
 
     def __init__(self, folder: Path, model: Decoder, dtype: torch.dtype, block_tokens: int) -> None:
         """Raises ConfigError if the folder's head is damaged, or was made for another model."""
@@ -99,9 +95,6 @@ class EagleHead:
         columns[slots, self.layers.index(layer)] = residual.to(self._dtype)
 
     def forward(self, batch: HostBatch, following: Tensor, outputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        """following [tokens]: the token behind each. outputs [tokens, hidden]: of this head, in place of what the model
-        computes there. Returns the most probable tokens [rows] of the model's vocabulary, and the outputs
-        [rows, hidden] that predict them."""
         step = batch.put(torch.from_numpy)
         residual = linear(self.caches[0][step.slots], self._fuse) if outputs is None else outputs
         x = torch.cat(
@@ -140,28 +133,6 @@ class EagleHead:
             )
             attended[start:end] = found[0].transpose(0, 1)
         return attended.flatten(1)
-
-
-class EagleDrafter(PooledDrafter):
-    """Greedy continuations by a head that reads the model."""
-
-    num_unread = 1  # the model has not computed the last token, so there is nothing to read
-    keeps_drafts = False  # what the model computes there takes the place of the head's own outputs
-
-    def __init__(self, head: EagleHead) -> None:
-        super().__init__(head)
-        self._head = head
-
-    def readable(self, table: SequenceTable, rows: Rows) -> Rows:
-        return np.minimum(super().readable(table, rows), table.computed[rows])
-
-    def next(
-        self, table: SequenceTable, rows: Rows, starts: Rows, counts: Rows, outputs: Tensor | None
-    ) -> tuple[Rows, Tensor]:
-        batch, token_rows = text_batch(table, rows, starts, counts)
-        following = table.token_ids[token_rows, batch.positions + 1]
-        ids, found = self._head.forward(batch, torch.from_numpy(following).long(), outputs)
-        return ids.numpy(), found
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

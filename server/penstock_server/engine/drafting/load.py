@@ -1,16 +1,19 @@
-"""Chooses and loads the drafter of `--speculative-model`."""
+"""Chooses and loads the drafter: of `--speculative-model`, or the checkpoint's own, or n-grams."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from penstock_server.engine.drafting import eagle
 from penstock_server.engine.drafting.draft_model import DraftModel
-from penstock_server.engine.drafting.eagle import EagleDrafter, EagleHead
+from penstock_server.engine.drafting.eagle import EagleHead
+from penstock_server.engine.drafting.head import HeadDrafter
 from penstock_server.engine.drafting.interface import Drafter, SentDrafter
 from penstock_server.engine.drafting.medusa import MedusaDrafter, read_heads
+from penstock_server.engine.drafting.mtp import MtpHead
 from penstock_server.engine.drafting.ngram import NgramDrafter
 from penstock_server.engine.drafting.vocabulary import check_vocabulary
 from penstock_server.errors import ConfigError
@@ -19,6 +22,8 @@ from penstock_server.models.config import Config
 from penstock_server.models.decoder import Decoder
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
+
+logger = logging.getLogger(__name__)
 
 LoadModel = Callable[[LoadOptions, RankGroup], CausalModel]
 
@@ -32,10 +37,14 @@ def load_drafter(
     group: RankGroup,
 ) -> Drafter:
     """The drafter of one rank; all ranks call it together. folder: of a draft model, an EAGLE-3 head or Medusa heads;
-    None: n-gram lookup. options: those of the model. native: None if drafts of the model cannot be verified. Raises
-    ConfigError for a drafter that does not fit the model."""
+    None: the model's multi-token prediction layer if it was loaded with one, otherwise n-gram lookup. options: those of
+    the model. native: None if drafts of the model cannot be verified. Raises ConfigError for a drafter that does not
+    fit the model."""
     if folder is None:
-        return NgramDrafter()
+        if native is None or not isinstance(model, Decoder) or model.mtp is None:
+            return NgramDrafter()
+        logger.info("drafts come from the checkpoint's multi-token prediction layer")
+        return HeadDrafter(MtpHead(model, model.mtp))
     if native is None:
         raise ConfigError(
             f"--speculative-model {folder}: drafts are verified on CPUs only so far, by a native decoder and native "
@@ -65,7 +74,7 @@ def load_drafter(
     return DraftModel(drafting, model.vocab_size)
 
 
-def _eagle(folder: Path, model: CausalModel, options: LoadOptions) -> EagleDrafter:
+def _eagle(folder: Path, model: CausalModel, options: LoadOptions) -> HeadDrafter:
     if (
         not isinstance(model, Decoder)
         or model.embedding.tokens.group.size > 1
@@ -79,4 +88,4 @@ def _eagle(folder: Path, model: CausalModel, options: LoadOptions) -> EagleDraft
             "embeddings, or a sliding window in all layers; leave the flag out, or --num-shard and --lora-adapters"
         )
     model.observer = head = EagleHead(folder, model, options.dtype, options.block_tokens)
-    return EagleDrafter(head)
+    return HeadDrafter(head)

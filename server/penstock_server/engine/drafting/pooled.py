@@ -58,7 +58,7 @@ class PooledDrafter(ABC):
     keeps_drafts = True  # what was computed of a draft holds when it has become a token
 
     def __init__(self, model: PooledModel) -> None:
-        """model: loaded on this rank alone."""
+        """model: loaded on this rank alone, unless all ranks draft."""
         self.model = model
         self.num_bytes = model.weight_bytes
         self.kv_bytes_per_block = model.kv_bytes_per_block
@@ -121,11 +121,18 @@ class PooledDrafter(ABC):
         return drafts
 
     def rehearse(self, table: SequenceTable, plan: Plan) -> None:
-        """Drafts for the sequences of a plan, to touch the memory that this needs."""
+        """Drafts for the sequences of a plan, to touch the memory that this needs: for those that catch up on the most
+        tokens, then for all."""
         for new in plan.new_sequences:
             table.add(new)
         rows = table.rows(plan.advances.sequence_ids.tolist())
         rows = rows[(rows >= 0) & (table.known[rows] + 2 <= table.token_ids.shape[1])]
+        table.computed[rows] = table.known[rows] - 1
+        self.draft(table, rows, np.full(len(rows), 2))
+        for row in rows.tolist():
+            computed = max(0, int(table.known[row]) - 1 - self.num_unread)
+            num_blocks = computed // table.limits.block_tokens
+            self._progress[row] = _Progress(int(table.residency[row]), computed, num_blocks=num_blocks)
         self.draft(table, rows, np.full(len(rows), 2))
         self.clear()
         self._prefixes.clear()  # such plans name a block in several places
@@ -161,10 +168,12 @@ class PooledDrafter(ABC):
 
     def _blocks(self, table: SequenceTable, row: int, progress: _Progress, end: int) -> Sequence[tuple[int, int]]:
         """The blocks that the first `end` tokens fill behind those that `progress.prefix` covers: the hash of all
-        tokens up to the end of each, and its id."""
+        tokens up to the end of each, and of what else they stand for, and its id."""
         size, prefix, found = table.limits.block_tokens, progress.prefix, []
         for index in range(progress.num_blocks, end // size):
-            prefix = hash((prefix, table.token_ids[row, index * size : (index + 1) * size].tobytes()))
+            first, last = index * size, (index + 1) * size
+            tokens = table.token_ids[row, first:last].tobytes()
+            prefix = hash((prefix, tokens, table.salts(row, first, last)))
             found.append((prefix, int(table.block_ids[row, index])))
         return found
 

@@ -28,7 +28,7 @@ FORMATS: Mapping[Type, QuantFormat] = MappingProxyType(
         Type.Q5_0: QuantFormat(5, LEGACY, offset=16, number="float16"),
         Type.Q5_1: QuantFormat(5, LEGACY, has_mins=True, number="float16"),
         Type.Q8_0: QuantFormat(8, LEGACY, offset=128, number="float16"),
-        Type.Q2_K: QuantFormat(2, 16, has_mins=True, number="int8"),
+        Type.Q2_K: QuantFormat(2, 16, has_mins=True, number="uint4"),
         Type.Q3_K: QuantFormat(3, 16, offset=4, number="int8"),
         Type.Q4_K: QuantFormat(4, 32, has_mins=True, number="int8"),
         Type.Q5_K: QuantFormat(5, 32, has_mins=True, number="int8"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,12 @@ from penstock_server.weights.gguf.config import BUILDERS, unsupported
 from penstock_server.weights.gguf.decoder import head_dim
 from penstock_server.weights.gguf.derived import Constant, LatentExpansion, derived_tensors, stored_tensors
 from penstock_server.weights.gguf.header import TensorInfo, read_header
-from penstock_server.weights.gguf.matrix import MatrixReader, check_tensor
+from penstock_server.weights.gguf.matrix import MatrixReader, check_tensor, dequantized_types
 from penstock_server.weights.gguf.metadata import Metadata
 from penstock_server.weights.gguf.name import GgufLocator
 from penstock_server.weights.location import Locator
+
+logger = logging.getLogger(__name__)
 
 # For these architectures llama.cpp's converter interleaves the two halves of each head's q and k rows, because its rope
 # rotates neighbouring pairs.
@@ -42,6 +45,8 @@ class GgufCheckpoint:
         self.files = tuple(WeightFile(part) for part in header.paths)
         for info in header.tensors.values():
             check_tensor(info, self.files[info.file])
+        if dequantized := dequantized_types(header.tensors.values()):
+            logger.info("weights of type %s are dequantized: no kernel reads them", " and ".join(dequantized))
         self.matrices = MatrixReader(self.files)
         self.derived = derived_tensors(metadata)
         self.tensors: dict[str, TensorInfo] = stored_tensors(metadata)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -106,7 +106,7 @@ class MatrixReader:
             columns = part.range
         if format_ is None:
             return None
-        group = SUPER_GROUP if format_.number == "int8" else format_.group
+        group = SUPER_GROUP if format_.has_factors else format_.group
         if columns.start % group or len(columns) % group:
             return None
         step = max(1, PIECE_WEIGHTS * 8 // num_columns)
@@ -178,3 +178,9 @@ def num_bytes(info: TensorInfo) -> int:
 def _row_bytes(info: TensorInfo) -> int:
     block_weights, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(info.type_number)]
     return matrix_shape(info.shape)[1] // block_weights * block_bytes
+
+
+def dequantized_types(infos: Iterable[TensorInfo]) -> list[str]:
+    """The quantized types among these tensors that no kernel reads, by name."""
+    types = {GGMLQuantizationType(info.type_number) for info in infos}
+    return sorted(type_.name for type_ in types if type_ not in FORMATS and GGML_QUANT_SIZES[type_][0] > 1)

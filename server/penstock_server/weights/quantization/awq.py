@@ -26,10 +26,10 @@ from penstock_server.weights.quantization.stored import (
     Read,
     StoredWeight,
     affine_format,
-    affine_rows,
     complete,
     expect,
     group_size,
+    integer_zeros,
     matrix_shape,
     unpack_bits,
 )
@@ -48,7 +48,7 @@ class AwqWeight(Affine):
         codes = _outputs(read(f"{self.name}.qweight"), rows)
         zeros = _outputs(read(f"{self.name}.qzeros"), rows).int()
         scales = read(f"{self.name}.scales")[:, rows.start : rows.stop].T
-        return affine_rows(codes, scales, zeros, self.format)
+        return self.affine_rows(codes, scales, zeros)
 
 
 def _outputs(words: Tensor, rows: range) -> Tensor:
@@ -67,7 +67,7 @@ class GemvWeight(Affine):
         groups = self.shape[1] // self.format.group
         codes = unpack_bits(read(f"{self.name}.qweight", rows), BITS, self.shape[1])
         zeros = unpack_bits(read(f"{self.name}.qzeros", rows), BITS, groups).int()
-        return affine_rows(codes, read(f"{self.name}.scales", rows)[:, :groups], zeros, self.format)
+        return self.affine_rows(codes, read(f"{self.name}.scales", rows)[:, :groups], zeros)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +143,12 @@ def _gemv_fast(name: str, group: int, headers: Headers) -> StoredWeight:
     format_ = _format(name, group, in_features, headers)
     for numbers in tensors[1:]:
         expect(headers, numbers, (_words(in_features, format_.group) * 8, fours * 4), "F16")
-    return GemvFastWeight(name, (fours * 4, in_features), tensors, replace(format_, number="float16"))
+    return GemvFastWeight(name, (fours * 4, in_features), tensors, replace(format_, offset=0, zeros=None))
 
 
 def _format(name: str, group: int, in_features: int, headers: Headers) -> QuantFormat:
     scales = headers[f"{name}.scales"].dtype
-    return affine_format(name, BITS, group, in_features, symmetric=False, scale_dtype=scales)
+    return affine_format(name, BITS, group, in_features, zeros=integer_zeros(15), scale_dtype=scales)
 
 
 def _words(in_features: int, group: int) -> int:

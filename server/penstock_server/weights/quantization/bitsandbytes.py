@@ -142,7 +142,7 @@ class BitsAndBytes:
                 expect(headers, f"{name}.SCB", (out_features,), *FLOATS)
                 if f"{name}.weight_format" in headers:
                     tensors = (*tensors, f"{name}.weight_format")
-                format_ = affine_format(name, 8, -1, in_features, symmetric=True, scale_dtype="F32")
+                format_ = affine_format(name, 8, -1, in_features, zeros=None, scale_dtype="F32")
                 found[tensor] = Int8Weight(name, (out_features, in_features), tensors, format_)
         return found
 

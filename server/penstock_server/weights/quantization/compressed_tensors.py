@@ -32,11 +32,11 @@ from penstock_server.weights.quantization.stored import (
     Read,
     StoredWeight,
     affine_format,
-    affine_rows,
     complete,
     expect,
     feature_order,
     group_size,
+    integer_zeros,
     matrix_shape,
     pattern,
     unpack_bits,
@@ -84,7 +84,7 @@ class CompressedWeight(Affine):
             scales = scales.expand(out_features, -1)
             zeros = None if zeros is None else zeros.reshape(1, -1).expand(out_features, -1)
         mine = slice(rows.start, rows.stop)
-        return affine_rows(codes, scales[mine], None if zeros is None else zeros[mine], self.format)
+        return self.affine_rows(codes, scales[mine], None if zeros is None else zeros[mine])
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,9 +215,8 @@ def _integers(
     tensors += tuple(f"{name}.{each}" for each, is_there in extras.items() if is_there)
     has_zeros = extras["weight_zero_point"] and not options.is_symmetric
     scale = headers[f"{name}.weight_scale"]
-    format_ = affine_format(
-        name, options.bits, options.group, in_features, symmetric=not has_zeros, scale_dtype=scale.dtype
-    )
+    zeros = integer_zeros((1 << options.bits) - 1) if has_zeros else None
+    format_ = affine_format(name, options.bits, options.group, in_features, zeros=zeros, scale_dtype=scale.dtype)
     if options.has_narrow_inputs and options.bits == 8 and options.group < 0 and not has_zeros:
         format_ = replace(format_, has_narrow_inputs=True)
     if math.prod(scale.shape) != 1:

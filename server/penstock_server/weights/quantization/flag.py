@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from penstock_server.errors import ConfigError
 from penstock_server.kernels.quantized import QuantFormat
 from penstock_server.weights.folder import find_weights
 from penstock_server.weights.format import quantization_config
 from penstock_server.weights.gguf.header import read_header
-from penstock_server.weights.quantization.bitsandbytes import FP4, NF4, table_of
+from penstock_server.weights.quantization.bitsandbytes import FP4, NF4, STATE, table_of
 from penstock_server.weights.quantization.method import quantization_method
+from penstock_server.weights.quantization.stored import INSTEAD
+from penstock_server.weights.safetensors_header import read_header as read_safetensors_header
 
 # By value of the flag: the methods of checkpoints that it stands for. TGI's kernels for 8-bit floats and GPTQ's Marlin
 # serve checkpoints of several methods.
@@ -37,23 +41,29 @@ AT_LOAD = {
 _GGUF_FLOATS = (0, 1, 30)  # F32, F16, BF16
 
 
-def format_at_load(flag: str, folder: Path) -> QuantFormat | None:
+def format_at_load(flag: str, folder: Path, *, dequantize: bool = False) -> QuantFormat | None:
     """The format in AT_LOAD to which the weights of an unquantized checkpoint are to be quantized; None: they stay as
-    they are. Raises ConfigError if the flag contradicts the checkpoint, or is not supported."""
+    they are. Raises ConfigError if the flag contradicts the checkpoint or --dequantize, or is not supported."""
     if not flag:
         return None
     if flag not in _METHODS:
-        raise ConfigError(f"--quantize {flag} is not supported; supported are {', '.join(_METHODS)}")
+        raise ConfigError(f"--quantize {flag} is not supported; supported are {', '.join(_METHODS)}; {INSTEAD}")
     method = _method_of(folder)
     if method is None and flag in AT_LOAD:
+        if dequantize:
+            raise ConfigError(
+                f"--quantize {flag} quantizes this unquantized checkpoint at load, and --dequantize asks for weights "
+                "that are not quantized; remove one of them"
+            )
         return AT_LOAD[flag]
     if method is None:
         raise ConfigError(
             f"--quantize {flag} needs a checkpoint that is quantized, and this one is not; {', '.join(AT_LOAD)} "
             "quantize one at load"
         )
-    if method not in _METHODS[flag]:
-        raise ConfigError(f"--quantize is {flag}, but the checkpoint is quantized as {method}; remove the flag")
+    found = method if method not in _METHODS[flag] else _contradiction(flag, method, folder)
+    if found:
+        raise ConfigError(f"--quantize is {flag}, but the checkpoint is quantized as {found}; remove the flag")
     return None
 
 
@@ -64,3 +74,32 @@ def _method_of(folder: Path) -> str | None:
         return quantization_method(quantization_config(folder))
     types = {info.type_number for info in read_header(files.paths[0]).tensors.values()}
     return "gguf" if types - set(_GGUF_FLOATS) else None
+
+
+def _contradiction(flag: str, method: str, folder: Path) -> str:
+    """What the checkpoint is, if the flag names another format of the same method; else empty."""
+    if method == "bitsandbytes" and flag != "bitsandbytes":
+        names = {name for path in find_weights(folder).paths for name in read_safetensors_header(path)}
+        kind = _bitsandbytes_kind(names)
+        return "" if flag == f"bitsandbytes-{kind}" else f"bitsandbytes {kind}"
+    if method == "compressed-tensors" and flag == "fp8":
+        options = quantization_config(folder)
+        integers = _integer_bits(options) if isinstance(options, dict) else ()
+        return f"compressed-tensors with integers of {' and '.join(map(str, integers))} bits" if integers else ""
+    return ""
+
+
+def _bitsandbytes_kind(tensors: Collection[str]) -> str:
+    return next((kind for kind in ("nf4", "fp4") if any(name.endswith(STATE + kind) for name in tensors)), "int8")
+
+
+def _integer_bits(options: Mapping[str, Any]) -> list[int]:
+    """The bits of weights that are integers, by `config_groups` of compressed-tensors."""
+    groups = options.get("config_groups")
+    weights = (
+        [group.get("weights") for group in groups.values() if isinstance(group, dict)]
+        if isinstance(groups, dict)
+        else []
+    )
+    found = [each for each in weights if isinstance(each, dict) and each.get("type") != "float"]
+    return sorted({each.get("num_bits", 8) for each in found})

@@ -25,11 +25,11 @@ from penstock_server.weights.quantization.stored import (
     Read,
     StoredWeight,
     affine_format,
-    affine_rows,
     complete,
     expect,
     feature_order,
     group_size,
+    integer_zeros,
     matrix_shape,
     pattern,
     unpack_bits,
@@ -63,7 +63,7 @@ class GptqWeight(Affine):
         if not self.format.has_mins and not bool((zeros == self.format.offset).all()):
             raise ConfigError(f"{self.name} has zero points of its own, but the checkpoint says that it is symmetric")
         codes = codes if order is None else codes[:, order]
-        return affine_rows(codes, read(f"{self.name}.scales")[:, mine].T, zeros, self.format)
+        return self.affine_rows(codes, read(f"{self.name}.scales")[:, mine].T, zeros)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +125,8 @@ class Gptq:
         rows, out_features = matrix_shape(headers, tensors[0], "I32")
         in_features = rows * 32 // options.bits
         scales = headers[f"{name}.scales"].dtype
-        format_ = affine_format(
-            name, options.bits, options.group, in_features, symmetric=options.is_symmetric, scale_dtype=scales
-        )
+        zeros = None if options.is_symmetric else integer_zeros((1 << options.bits) - 1 + self.zero_offset)
+        format_ = affine_format(name, options.bits, options.group, in_features, zeros=zeros, scale_dtype=scales)
         groups = -(-in_features // format_.group)
         expect(headers, f"{name}.scales", (groups, out_features), *FLOATS)
         expect(headers, f"{name}.qzeros", (groups, out_features * options.bits // 32), "I32")

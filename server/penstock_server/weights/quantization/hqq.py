@@ -19,13 +19,13 @@ from penstock_server.kernels.quantized import QuantizedRows
 from penstock_server.weights.quantization.stored import (
     FLOATS,
     INSTEAD,
+    NUMBERS,
     Affine,
     Headers,
     Kind,
     Read,
     StoredWeight,
     affine_format,
-    affine_rows,
     checked_codes,
     complete,
     expect,
@@ -81,7 +81,7 @@ class GroupedWeight(Affine):
     def rows(self, read: Read, rows: range) -> QuantizedRows:
         groups = range(rows.start * self.num_groups, rows.stop * self.num_groups)
         scales, zeros = (read(tensor, groups).view(len(rows), self.num_groups).float() for tensor in self.tensors[1:3])
-        return affine_rows(self.codes.read(read, groups).view(len(rows), self.shape[1]), scales, zeros, self.format)
+        return self.affine_rows(self.codes.read(read, groups).view(len(rows), self.shape[1]), scales, zeros)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,8 @@ class Hqq:
         codes, in_features = Codes(tensors[0], bits), shape[1]
         if axis == 0 or in_features % group or (group not in (16, in_features) and group % 32):
             return DenseWeight(shape, tensors, codes, rows)
-        format_ = affine_format(name, max(2, bits), group, in_features, symmetric=False, scale_dtype="F32")
+        scale_dtype, zeros = headers[tensors[1]].dtype, NUMBERS[headers[tensors[2]].dtype]
+        format_ = affine_format(name, max(2, bits), group, in_features, zeros=zeros, scale_dtype=scale_dtype)
         return GroupedWeight(name, shape, tensors, format_, codes, in_features // group)
 
     def _scalar(self, tensor: str, headers: Headers) -> float:

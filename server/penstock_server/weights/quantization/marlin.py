@@ -20,7 +20,6 @@ from penstock_server.weights.quantization.stored import (
     Read,
     StoredWeight,
     affine_format,
-    affine_rows,
     complete,
     expect,
     group_size,
@@ -53,7 +52,7 @@ class MarlinWeight(Affine):
             numbers = numbers.view(-1, out_features // 32, 4, 4, 2).transpose(2, 3)
         mine = slice(rows.start - first * 64, rows.stop - first * 64)
         numbers = numbers.reshape(-1, out_features)[:, rows.start : rows.stop].T
-        return affine_rows(codes[mine], numbers, None, self.format)
+        return self.affine_rows(codes[mine], numbers, None)
 
 
 def is_marlin(options: Mapping[str, Any]) -> bool:
@@ -90,9 +89,7 @@ class Marlin:
         out_features, in_features = columns // 2, rows * 16
         if columns % 128:
             raise ConfigError(f"tensor {tensors[0]} has {columns} columns, must be a multiple of 128")
-        format_ = affine_format(
-            name, BITS, self.group, in_features, symmetric=True, scale_dtype=headers[tensors[1]].dtype
-        )
+        format_ = affine_format(name, BITS, self.group, in_features, zeros=None, scale_dtype=headers[tensors[1]].dtype)
         expect(headers, tensors[1], (-(-in_features // format_.group), out_features), "F16")
         if f"{name}.workspace" in headers:
             tensors = (*tensors, f"{name}.workspace")

@@ -7,16 +7,20 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.quantized import QuantFormat, QuantizedRows
+from penstock_server.kernels.quantized import Number, QuantFormat, QuantizedRows
 
 CODE_BITS = (2, 3, 4, 5, 6, 8)
-FLOATS = ("F16", "BF16", "F32")
+# The names of `QuantFormat` for the types of scales.
+NUMBERS: Mapping[str, Number] = MappingProxyType({"F16": "float16", "BF16": "bfloat16", "F32": "float32"})
+FLOATS = tuple(NUMBERS)
+_GREATEST = {"uint4": 15, "uint8": 255}
 # What to do with a checkpoint that is refused.
 INSTEAD = "serve the original model with --quantize eetq, or a GPTQ, AWQ or GGUF version of it"
 
@@ -109,6 +113,18 @@ class Affine(ABC):
     def rows(self, read: Read, rows: range) -> QuantizedRows:
         """These rows, quantized."""
 
+    def affine_rows(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> QuantizedRows:
+        """codes [rows, in_features] uint8; scales, zeros [rows, groups]; zeros count if the format has them. Raises
+        ConfigError if a zero point is not of the format's type."""
+        kept = None if zeros is None or self.format.zeros is None else zeros.float().contiguous()
+        most = _GREATEST.get(self.format.zeros or "")
+        if kept is not None and most is not None and kept.numel() and (kept.min() < 0 or kept.max() > most):
+            raise ConfigError(
+                f"{self.name} is damaged: it has zero points from {kept.min():g} to {kept.max():g}, must be from 0 to "
+                f"{most}"
+            )
+        return QuantizedRows(codes.contiguous(), scales.float().contiguous(), kept)
+
     def dense(self, read: Read) -> Tensor:
         rows = self.rows(read, range(self.shape[0]))
         dense, order = rows.dequantized(self.format), self.order(read)
@@ -133,17 +149,16 @@ def checked_codes(codes: Tensor, bits: int, tensor: str) -> Tensor:
     return codes
 
 
-def affine_rows(codes: Tensor, scales: Tensor, zeros: Tensor | None, format_: QuantFormat) -> QuantizedRows:
-    """codes [rows, in_features] uint8; scales, zeros [rows, groups]. zeros: None if all are the offset."""
-    scales = scales.float().contiguous()
-    mins = None if zeros is None or not format_.has_mins else -(zeros.float() * scales).contiguous()
-    return QuantizedRows(codes.contiguous(), scales, mins)
+def integer_zeros(greatest: int) -> Number:
+    """The type of zero points from 0 to `greatest`, at most 2048."""
+    return "uint4" if greatest < 16 else "uint8" if greatest < 256 else "float16"
 
 
 def affine_format(
-    name: str, bits: int, group: int, in_features: int, *, symmetric: bool, scale_dtype: str
+    name: str, bits: int, group: int, in_features: int, *, zeros: Number | None, scale_dtype: str
 ) -> QuantFormat:
-    """Of the weight `name`. group: as of `group_size`. Raises ConfigError for groups that do not fit."""
+    """Of the weight `name`. group: as of `group_size`; zeros: the type of zero points, None if all are the offset;
+    scale_dtype: one of FLOATS. Raises ConfigError for groups that do not fit."""
     if group < 0 or group >= in_features:
         group = math.ceil(in_features / 32) * 32
     elif in_features % group:
@@ -153,8 +168,8 @@ def affine_format(
             f"{name}: weights of {bits} bits in groups of {group} are not supported; supported are 2 to 6 and 8 bits "
             "in groups of 16 or of a multiple of 32"
         )
-    is_half = symmetric and scale_dtype == "F16"
-    return QuantFormat(bits, group, 1 << (bits - 1), not symmetric, "float16" if is_half else "float32")
+    number = NUMBERS.get(scale_dtype, "float32")  # another type is refused with the tensor's name
+    return QuantFormat(bits, group, 1 << (bits - 1), zeros is not None, number, zeros)
 
 
 def group_size(value: object) -> int:

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.quantized import QuantFormat, QuantizedRows
+from penstock_server.kernels.quantized import Number, QuantFormat, QuantizedRows
 from penstock_server.weights.quantization.fp8 import CODES, ScaledWeight, block_size
 from penstock_server.weights.quantization.stored import (
     FLOATS,
     INSTEAD,
+    NUMBERS,
     Affine,
     Headers,
     Kind,
@@ -31,7 +32,6 @@ from penstock_server.weights.quantization.stored import (
     ReadMetadata,
     StoredWeight,
     affine_format,
-    affine_rows,
     checked_codes,
     complete,
     expect,
@@ -66,7 +66,7 @@ class IntegerWeight(Affine):
             scales = scales.expand(self.shape[0], -1)
             zeros = None if zeros is None else zeros.expand(self.shape[0], -1)
         zeros = None if zeros is None else zeros[mine] + self.format.offset
-        return affine_rows(checked_codes(codes, self.format.bits, self.tensors[0]), scales[mine], zeros, self.format)
+        return self.affine_rows(checked_codes(codes, self.format.bits, self.tensors[0]), scales[mine], zeros)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class PlainWeight(Affine):
         packed = read(self.tensors[0], rows).view(torch.uint8)
         codes = torch.stack([packed & 15, packed >> 4], -1).flatten(1) ^ 8
         scales, zeros = (read(tensor)[:, rows.start : rows.stop].T.float() for tensor in self.tensors[1:3])
-        return QuantizedRows(codes, scales.contiguous(), (zeros - 8 * scales).contiguous())
+        return QuantizedRows(codes, scales.contiguous(), zeros.contiguous())
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +181,11 @@ class Torchao:
             tensors, has_zeros = (*tensors, zero_point), self._has_zeros(zero_point)
         of_inputs = (f"{entry.prefix}act_quant_{numbers}" for numbers in ("scale", "zero_point"))
         tensors += tuple(tensor for tensor in of_inputs if tensor in headers)
+        zeros: Number | None = None
+        if has_zeros:
+            zeros = "uint8" if headers[zero_point].dtype == "I8" else "float32"
         format_ = affine_format(
-            entry.name, entry.bits(), group, shape[1], symmetric=not has_zeros, scale_dtype=headers[scale].dtype
+            entry.name, entry.bits(), group, shape[1], zeros=zeros, scale_dtype=headers[scale].dtype
         )
         is_narrow = entry.has_narrow_inputs() and not has_zeros and group == shape[1]
         return IntegerWeight(entry.name, shape, tensors, replace(format_, has_narrow_inputs=is_narrow), has_zeros)
@@ -199,10 +202,12 @@ def _plain(entry: Entry, headers: Headers) -> StoredWeight:
     tensors = complete(headers, entry.prefix, ("qdata", "scale", "zero_point"))
     out_features, columns = matrix_shape(headers, tensors[0], "U8", "I8")
     shape = out_features, columns * 2
-    format_ = affine_format(entry.name, 4, entry.block(shape)[1], shape[1], symmetric=False, scale_dtype="F32")
+    format_ = affine_format(entry.name, 4, entry.block(shape)[1], shape[1], zeros=None, scale_dtype="F32")
     for numbers in tensors[1:]:
         expect(headers, numbers, (-(-shape[1] // format_.group), out_features), *FLOATS)
-    return PlainWeight(entry.name, shape, tensors, format_)
+    dtypes = {headers[numbers].dtype for numbers in tensors[1:]}
+    number = NUMBERS[dtypes.pop()] if len(dtypes) == 1 else "float32"
+    return PlainWeight(entry.name, shape, tensors, replace(format_, has_mins=True, number=number))
 
 
 def _floats(entry: Entry, headers: Headers) -> StoredWeight:

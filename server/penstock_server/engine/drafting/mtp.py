@@ -1,0 +1,44 @@
+"""Drafts from the multi-token prediction layer of a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from penstock_server.engine.host_batch import HostBatch
+from penstock_server.layers.step import StepContext
+from penstock_server.models.decoder import Decoder
+from penstock_server.models.mtp import MtpLayer
+
+
+class MtpHead:
+    """The layer with the model's embedding and head, a KV pool, and a pool of the model's outputs. Each further draft
+    applies the layer again, to its own output. Implements `Head`."""
+
+    weight_bytes = 0  # counted with the model's
+
+    def __init__(self, model: Decoder, layer: MtpLayer) -> None:
+        self._model, self._layer = model, layer
+        self._block_tokens = layer.attention.shape.block_tokens
+        self.max_position_tokens = model.max_position_tokens
+        output_bytes = self._block_tokens * model.hidden_size * model.dtype.itemsize
+        self.kv_bytes_per_block = output_bytes + layer.attention.bytes_per_block()
+        self.caches: list[Tensor] = []
+
+    def allocate_cache(self, num_blocks: int) -> None:
+        self.caches, self._model.output_pool = [], None  # first: the old and the new pool may not fit together
+        size = num_blocks * self._block_tokens, self._model.hidden_size
+        self._model.output_pool = torch.zeros(size, dtype=self._model.dtype)
+        self.caches = [self._model.output_pool, self._layer.attention.allocate(num_blocks)]
+
+    def serve_up_to(self, max_sequence_tokens: int) -> None:
+        pass  # the rope tables are the model's
+
+    def forward(self, batch: HostBatch, following: Tensor, outputs: Tensor | None) -> tuple[Tensor, Tensor]:
+        outputs_of_model, cache = self.caches
+        step = StepContext.of(replace(batch.put(torch.from_numpy), token_ids=following), self._model.attention)
+        tokens = self._model.embedding(step)
+        found = self._layer(tokens, outputs_of_model[step.batch.slots] if outputs is None else outputs, cache, step)
+        return self._model.logits(found).argmax(1), found
