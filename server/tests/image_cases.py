@@ -128,8 +128,7 @@ IMAGE_CASES: dict[str, ImageCase] = {
         "PaliGemmaConfig",
         "SiglipImageProcessorPil",
         values={"projection_dim": 48},
-        # The window is shorter than a prompt.
-        text={"model_type": "gemma2", "head_dim": 16, "sliding_window": 7},
+        text={"model_type": "gemma2", "head_dim": 16, "sliding_window": 240},
         vision={**SIGLIP, "image_size": 24},
         processor_values={"size": {"height": 24, "width": 24}},
     ),

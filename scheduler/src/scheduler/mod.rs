@@ -93,7 +93,7 @@ impl Scheduler {
     /// when the sequence is admitted.
     pub fn submit(&mut self, mut submission: Submission, arrived_at: Duration) -> Result<(), SubmitError> {
         if self.limits.whole_prompts {
-            submission.whole_spans = [0..submission.prompt_token_ids.len() as u32].into();
+            submission.whole_spans = std::iter::once(0..submission.prompt_token_ids.len() as u32).collect();
         }
         self.check(&submission)?;
         let Submission { id, priority, .. } = submission;

@@ -61,6 +61,10 @@ def build(config: Config, text_models: dict[str, Build]) -> tuple[ModelSpec, Nam
         spec = replace(spec, layers=tuple(_with_axes(config, layer, axes) for layer in spec.layers))
     if family.is_whole or family.is_prompt_whole:
         spec = replace(spec, layers=tuple(map(_seeing_spans, spec.layers)))
+    if family.is_prompt_whole:
+        # Tokens of a prompt attend to all of it in every layer, so a sequence is no longer than a layer's window.
+        windows = [layer.attention.mask.window for layer in spec.layers if layer.attention.mask.window is not None]
+        spec = replace(spec, max_position_tokens=min([spec.max_position_tokens, *windows]))
     num_featured = len(getattr(whole.vision_config, "deepstack_visual_indexes", ()))
     if num_featured >= spec.num_layers:
         raise config.refuse(f"{num_featured} layers with features of images need more than {spec.num_layers} layers")

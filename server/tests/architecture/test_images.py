@@ -265,7 +265,7 @@ def test_an_image_becomes_the_tokens_of_transformers(made: Made) -> None:
     if class_name.startswith("Llava"):
         values = {**values, "num_additional_image_tokens": 1}
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(made.folder / "tokenizer.json"), pad_token="<global-img>"
+        tokenizer_file=str(made.folder / "tokenizer.json"), pad_token="<global-img>", bos_token="<bos>"
     )
     images = transformers.AutoImageProcessor.from_pretrained(made.folder, backend="pil")
     processor = getattr(transformers, class_name)(images, tokenizer, **values)
@@ -273,7 +273,9 @@ def test_an_image_becomes_the_tokens_of_transformers(made: Made) -> None:
         expected = processor(text=[f"a{encoder.template_text or encoder.placeholder} b"], images=[image])["input_ids"][
             0
         ]
-        assert list(expected)[1:-2] == encoded.token_ids.tolist()
+        # PaliGemma's puts a token after the images, and a line break at the end.
+        num_behind = 4 if class_name == "PaliGemmaProcessor" else 2
+        assert list(expected)[1:-num_behind] == encoded.token_ids.tolist()
 
 
 def test_the_images_that_were_used_last_are_kept(made: Made) -> None:
@@ -393,5 +395,5 @@ def test_an_advance_that_ends_inside_of_an_image_whose_tokens_attend_to_each_oth
 
 
 def test_other_image_models_are_refused_by_name() -> None:
-    for config in (transformers.MllamaConfig(), transformers.Glm4vConfig()):
-        assert "supported: aya_vision, gemma3, idefics2, idefics3" in support_of(config.model_type, config.to_dict())
+    config = transformers.Glm4vConfig()
+    assert "supported: aya_vision, gemma3, idefics2, idefics3" in support_of(config.model_type, config.to_dict())
