@@ -57,7 +57,7 @@ class NullModel:
     def forward(self, batch: Any) -> torch.Tensor:
         return torch.empty(len(batch.sample_rows), 1)
 
-    def logits(self, outputs: torch.Tensor) -> torch.Tensor:
+    def logits(self, outputs: torch.Tensor, adapters: object = None) -> torch.Tensor:
         return self._logits[: len(outputs)]
 
 

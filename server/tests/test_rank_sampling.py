@@ -43,7 +43,7 @@ def test_every_rank_chooses_the_same_tokens(computes_alike: bool) -> None:
     if not computes_alike:
         other = drivers[1].engine.model
         logits = other.logits
-        other.logits = lambda outputs: logits(outputs).roll(1, -1)
+        other.logits = lambda outputs, adapters: logits(outputs, adapters).roll(1, -1)
     prompts = {1: prompt_of(1, 5), 2: [*prompt_of(2, 4), POISON], 3: prompt_of(3, 5), 4: prompt_of(4, 5)}
     samplings = {
         1: Sampling(prompt_logprobs=True),

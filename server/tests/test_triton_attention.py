@@ -569,7 +569,7 @@ NUM_KERNELS = {  # of these cases
     "operators": 6,
     "summand": 1,
     **dict.fromkeys(("latent", "float32-latent", "fp8-latent"), 4),
-    **dict.fromkeys(("adapters-bfloat16", "adapters-float16", "adapters-float32"), 2),
+    **dict.fromkeys(("adapters-bfloat16", "adapters-float16", "adapters-float32"), 3),
     "deterministic": 2,
     "deterministic-float32": 2,
     "deterministic-heads": 1,

@@ -336,7 +336,8 @@ fn every_eight_bit_float_becomes_the_same_element_by_tables() {
         }
         for (code, element) in codes.into_iter().zip(elements) {
             // SAFETY: the array has 16 bytes.
-            let expected = lane(unsafe { format.load([code; LANES].as_ptr()) });
+            let number = lane(unsafe { format.load([code; LANES].as_ptr()) });
+            let expected = Element::from_f32(number).to_f32(); // codes that are not stored may be too great for float16
             let (found, is_same) = (element.to_f32(), element.to_f32().to_bits() == expected.to_bits());
             assert!(is_same || found.is_nan() && expected.is_nan(), "{format:?} {code:#x}: {found}, not {expected}");
         }

@@ -274,7 +274,7 @@ ENCODERS: dict[str, dict[str, object]] = {
 def test_encoders_compute_the_bits_of_their_layers_in_one_call(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Decoder, "logits", lambda _, outputs: outputs.clone())  # they have no output head
+    monkeypatch.setattr(Decoder, "logits", lambda _, outputs, adapters: outputs.clone())  # they have no output head
     torch.manual_seed(5)
     values = getattr(transformers, config)(**ENCODER, **ENCODERS[config])
     transformers.AutoModel.from_config(values, dtype=torch.float32).save_pretrained(tmp_path)
