@@ -10,7 +10,7 @@ use crate::linear::bias_of;
 use crate::memory::{Arena, Piece};
 use crate::pool::{Executor, Source, Target};
 use crate::product::LINE;
-use crate::simd::{self, F32, Float8, I32, LANES};
+use crate::simd::{self, F32, I32, LANES};
 use std::io;
 
 /// Output columns per panel.
