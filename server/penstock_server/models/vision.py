@@ -63,7 +63,8 @@ def build(config: Config, text_models: dict[str, Build]) -> tuple[ModelSpec, Nam
         spec = replace(spec, layers=tuple(map(_seeing_spans, spec.layers)))
     if family.is_prompt_whole:
         # Tokens of a prompt attend to all of it in every layer, so a sequence is no longer than a layer's window.
-        windows = [layer.attention.mask.window for layer in spec.layers if layer.attention.mask.window is not None]
+        masks = [layer.attention.mask for layer in spec.layers if isinstance(layer.attention, AttentionSpec)]
+        windows = [mask.window for mask in masks if mask.window is not None]
         spec = replace(spec, max_position_tokens=min([spec.max_position_tokens, *windows]))
     num_featured = len(getattr(whole.vision_config, "deepstack_visual_indexes", ()))
     if num_featured >= spec.num_layers:
