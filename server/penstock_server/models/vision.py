@@ -63,7 +63,7 @@ def build(config: Config, text_models: dict[str, Build]) -> tuple[ModelSpec, Nam
         spec = replace(spec, layers=tuple(map(_seeing_spans, spec.layers)))
     if family.is_prompt_whole:
         # Tokens of a prompt attend to all of it in every layer, so a sequence is no longer than a layer's window.
-        masks = [layer.attention.mask for layer in spec.layers if isinstance(layer.attention, AttentionSpec)]
+        masks = [layer.plain_attention.mask for layer in spec.layers]
         windows = [mask.window for mask in masks if mask.window is not None]
         spec = replace(spec, max_position_tokens=min([spec.max_position_tokens, *windows]))
     num_featured = len(getattr(whole.vision_config, "deepstack_visual_indexes", ()))
