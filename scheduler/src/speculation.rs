@@ -67,6 +67,12 @@ mod tests {
     }
 
     #[test]
+    fn a_right_draft_closes_an_eighth_of_the_distance_to_certainty() {
+        assert!((after(&[(1, 1)]).0 - 0.7375).abs() < 1e-12);
+        assert!((after(&[(1, 2)]).0 - 0.7375 * 7.0 / 8.0).abs() < 1e-12);
+    }
+
+    #[test]
     fn free_drafts_are_always_worthwhile() {
         assert_eq!(after(&[(0, 1); 1000]).num_worthwhile(0.0, 5), 5);
     }

@@ -155,23 +155,35 @@ fn a_sliding_window_has_no_drafts() {
 
 #[test]
 fn wrong_drafts_end_when_their_rows_cost_as_much_as_tokens() {
-    let cheap = drafts_after_wrong_ones(Duration::from_millis(100), Duration::from_micros(10));
-    let dear = drafts_after_wrong_ones(Duration::from_micros(10), Duration::from_millis(100));
+    let sum = |drafts: Vec<u32>| drafts.iter().sum::<u32>();
+    let cheap = sum(drafts_after_wrong_ones(1, 30, Duration::from_millis(100), Duration::from_micros(10)));
+    let dear = sum(drafts_after_wrong_ones(1, 30, Duration::from_micros(10), Duration::from_millis(100)));
     assert!(cheap > 30 * 3 / 2 && dear < 30, "{cheap} and {dear} drafts");
+    let of_four = sum(drafts_after_wrong_ones(4, 30, Duration::from_millis(10), Duration::from_millis(100)));
+    assert!(of_four < 60, "{of_four} drafts: a row of four takes nearly a fourth of the step, as a token does");
 }
 
-/// Drafts in 30 steps of a decode, all wrong, if a step takes `fixed` and `per_row`.
-fn drafts_after_wrong_ones(fixed: Duration, per_row: Duration) -> u32 {
-    let mut scheduler = scheduler(drafting(3, limits(60, 1)), &[(1, 4, 90)]);
-    (0..31)
+#[test]
+fn a_sequence_whose_drafts_were_wrong_tries_again() {
+    let drafts = drafts_after_wrong_ones(1, 80, Duration::from_millis(100), Duration::from_millis(100));
+    let first_without = drafts.iter().skip(1).position(|num_drafts| *num_drafts == 0).expect("drafts end");
+    assert!(drafts[1 + first_without..].iter().any(|num_drafts| *num_drafts > 0), "{drafts:?}");
+}
+
+/// Drafts by step of some decodes, all wrong, if a step takes `fixed` and `per_row`. The first step is the prompts'.
+fn drafts_after_wrong_ones(num_decodes: u64, num_steps: u32, fixed: Duration, per_row: Duration) -> Vec<u32> {
+    let wide = Limits { max_step_tokens: 64, max_step_sequences: 32, ..limits(200, 1) };
+    let sequences: Vec<_> = (1..=num_decodes).map(|id| (id, 4, 90)).collect();
+    let mut scheduler = scheduler(drafting(3, wide), &sequences);
+    (0..=num_steps)
         .map(|_| {
             let plan = plan(&mut scheduler);
-            let num_drafts = drafts(&plan)[0];
-            scheduler.observe(plan.step, fixed + per_row * (1 + num_drafts), num_drafts);
+            let num_drafts = drafts(&plan).iter().sum();
+            scheduler.observe(plan.step, fixed + per_row * (num_decodes as u32 + num_drafts), num_drafts);
             scheduler.apply(&verified(&plan, 0)).unwrap();
             num_drafts
         })
-        .sum()
+        .collect()
 }
 
 #[test]
