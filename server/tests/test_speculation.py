@@ -130,13 +130,21 @@ class Allowing:
         return [7, 8, 9, 10][: most - 1]
 
 
-class Sending(NgramDrafter):
+class Reading(NgramDrafter):
+    """Stands for a drafter of heads, which all ranks run."""
+
+    is_lookup = False
+
+
+class Sending(Reading):
     """Stands for a drafter that only the first rank has."""
 
     is_sent = True
 
 
-@pytest.mark.parametrize(("drafter", "expected"), [(NgramDrafter(), []), (Sending(), [3, 1, 2])])
+@pytest.mark.parametrize(
+    ("drafter", "expected"), [(NgramDrafter(), []), (Reading(), [3, 1, 2]), (Sending(), [3, 1, 2])]
+)
 def test_the_first_rank_sends_the_drafts_that_grammars_allow(drafter: Drafter, expected: list[int]) -> None:
     """Grammars know what a drafter expects; n-grams they look up themselves."""
     sent: deque[torch.Tensor] = deque()

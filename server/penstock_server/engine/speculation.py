@@ -35,8 +35,7 @@ def with_drafts(
     drafts = np.full((len(chosen.rows), int(chosen.max_drafts.max())), _NO_TOKEN, np.int32)
     has_grammar, may_draft = table.sampling["has_grammar"][chosen.rows], chosen.max_drafts > 0
     is_constrained = has_grammar & may_draft
-    # A grammar looks n-grams up itself, at the places where it needs a guess.
-    asked = np.flatnonzero(may_draft & (drafter.is_sent | ~has_grammar))
+    asked = np.flatnonzero(may_draft & ~(has_grammar & drafter.is_lookup))
     proposed = drafter.draft(table, chosen.rows[asked], chosen.max_drafts[asked])
     for place, draft in zip(asked.tolist(), proposed, strict=True):
         drafts[place, : len(draft)] = draft

@@ -47,7 +47,7 @@ def build(config: Config, text_models: dict[str, Build]) -> tuple[ModelSpec, Nam
     values = {**text.to_dict(), "tie_word_embeddings": whole.tie_word_embeddings}
     family = FAMILIES[model_type]
     if family.is_prompt_whole:
-        del values["use_bidirectional_attention"]  # true of prompts
+        values.pop("use_bidirectional_attention", None)  # true of prompts
     text_models = {**text_models, **_TEXT_MODELS}
     if text.model_type not in text_models:
         supported = ", ".join(sorted(text_models))

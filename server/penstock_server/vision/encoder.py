@@ -216,15 +216,17 @@ class ImageEncoder:
 
     def _found(self, number: int, image: Image, *, is_urgent: bool = False) -> EncodedImage:
         """Image `number` of a request, encoded now unless it is kept. Raises ImageError."""
-        found = self._alive.get(image.hash)
-        if found is None:
+        if (found := self._kept_image(image.hash)) is not None:
+            num_bytes = self._keep(image.hash, found)
+        else:
             with self._turn(is_urgent=is_urgent):
                 try:
                     # Another request may have had it encoded meanwhile.
-                    found = self._alive.get(image.hash) or self._encode(image.data)
+                    found = self._kept_image(image.hash) or self._encode(image.data)
                 except ImageError as error:
                     raise ImageError(f"image {number} {error}") from error
-        if (num_bytes := self._keep(image.hash, found)) > self.kept_bytes:
+                num_bytes = self._keep(image.hash, found)
+        if num_bytes > self.kept_bytes:
             raise ImageError(
                 f"image {number} does not fit: the embeddings of the images in use take {num_bytes} bytes, at most "
                 f"{self.kept_bytes} are allowed; try again later, or send fewer or smaller ones"
@@ -246,6 +248,10 @@ class ImageEncoder:
             with self._turns:
                 self._is_encoding = False
                 self._turns.notify_all()
+
+    def _kept_image(self, hash_: bytes) -> EncodedImage | None:
+        with self._lock:
+            return self._alive.get(hash_)
 
     def _keep(self, hash_: bytes, image: EncodedImage) -> int:
         """Forgets the images that were used longest ago, until the others fit. Returns the bytes of those in use."""

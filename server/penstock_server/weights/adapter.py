@@ -133,6 +133,8 @@ def read_adapter(folder: Path, modules: Mapping[str, Module], max_rank: int, dty
     checkpoint = SafetensorsCheckpoint((path,))
     try:
         names = _changed_modules(checkpoint, path, modules)
+        if len({modules[name].name for name in names}) < len(names):
+            raise ConfigError(f"{path} changes a module under two names: {shortened(names)}")
         config.check_complete(names, modules)
         return {
             modules[name].name: _change(checkpoint, config, path, name, modules[name], max_rank, dtype)

@@ -19,6 +19,7 @@ class Drafter(Protocol):
     """Proposes what follows the known tokens of sequences."""
 
     is_sent: bool  # the first rank sends its drafts to the others; otherwise all ranks make the same
+    is_lookup: bool  # in the sequence's text, which grammars look up themselves
     reads_outputs: bool
     num_bytes: int  # of weights
 
@@ -41,6 +42,7 @@ class SentDrafter:
     """Stands for the first rank's drafter on the others. Implements `Drafter`."""
 
     is_sent = True
+    is_lookup = False
     reads_outputs = False
     num_bytes = 0
 

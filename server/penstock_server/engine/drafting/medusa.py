@@ -169,6 +169,7 @@ class MedusaDrafter:
     heads. Implements `Drafter`."""
 
     is_sent = True
+    is_lookup = False
     reads_outputs = True
 
     def __init__(self, heads: Heads) -> None:

@@ -39,6 +39,7 @@ class NgramDrafter:
     """Looks each draft up in the sequence's tokens. Implements `Drafter`."""
 
     is_sent = False
+    is_lookup = True
     reads_outputs = False
     num_bytes = 0
 

@@ -53,6 +53,7 @@ class PooledDrafter(ABC):
     """Greedy continuations of the tokens that the pool holds. Implements `Drafter`."""
 
     is_sent = True
+    is_lookup = False
     reads_outputs = False
     num_unread = 0  # last known tokens that are not computed yet when a draft begins
     keeps_drafts = True  # what was computed of a draft holds when it has become a token
