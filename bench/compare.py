@@ -67,8 +67,8 @@ def penstock_server(extra: Sequence[str], *, dequantize: bool = True) -> Server:
 def llama_server(
     name: str, gguf: Path, max_streams: int, extra: Sequence[str], isa: str = "", slot_tokens: int = 1024
 ) -> Server:
-    """llama.cpp with its defaults (continuous batching, flash attention where it helps) and a slot of
-    `slot_tokens` for every stream, built for an instruction set of `peers.LLAMA_ISAS`.
+    """llama.cpp with its defaults (continuous batching, flash attention where it helps), without its products for AMX,
+    which crash, and with a slot of `slot_tokens` for every stream, built for an instruction set of `peers.LLAMA_ISAS`.
 
     Its prompt cache is off, because no prompt is repeated.
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import random
 import shutil
 import subprocess
@@ -35,10 +36,10 @@ LLAMA_OPTIONS = {
     "LLAMA_BUILD_UI": "OFF",
     "LLAMA_USE_PREBUILT_UI": "OFF",
     "LLAMA_OPENSSL": "OFF",
-    # Its products for AMX crash on the embedded model's quantized matrices (ggml 0.25.3, Sapphire Rapids).
-    "CMAKE_C_FLAGS": "-mno-amx-int8",
-    "CMAKE_CXX_FLAGS": "-mno-amx-int8",
 }
+if platform.machine() == "x86_64":
+    # Its products for AMX crash on the embedded model's quantized matrices (ggml 0.25.3, Sapphire Rapids).
+    LLAMA_OPTIONS |= {"CMAKE_C_FLAGS": "-mno-amx-int8", "CMAKE_CXX_FLAGS": "-mno-amx-int8"}
 LLAMA_ISAS = {
     "": {"GGML_NATIVE": "ON"},
     "avx2": {"GGML_NATIVE": "OFF"} | {f"GGML_{name}": "ON" for name in ("AVX", "AVX2", "FMA", "F16C", "BMI2")},

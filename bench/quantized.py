@@ -1,5 +1,6 @@
 """Compares quantized weights: Penstock and llama.cpp on the same GGUF file under the loads of compare.py and prompts of
 2,000 tokens, Penstock in bf16 beside them, and what quantization costs in quality, with inputs of 8 and of 16 bits.
+llama.cpp is built without its products for AMX, which crash on these files.
 
 llama.cpp's own tool makes the files of the other types from the embedded model's bf16 weights. Quality is measured on
 real text, the topics of Python's manual, against the same weights dequantized: perplexity, the Kullback-Leibler

@@ -93,6 +93,7 @@ CASES = [
     pytest.param(name, kind, marks=pytest.mark.slow if kind in {*MORE_FORMATS, *MORE_GGUF} else ())
     for name, architecture in ARCHITECTURES.items()
     for kind in (*FORMATS, *MORE_FORMATS, *FLAGS, *((*GGUF, *MORE_GGUF) if architecture.gguf else ()))
+    if (name, kind) != ("deepseek-v2", "awq gemv_fast")  # its groups of 64 are wider than the latent
 ]
 
 
