@@ -176,7 +176,8 @@ def main() -> None:
     record: dict[str, Any] = {**heading(), "machine": machine(), "speculate": SPECULATE, "weights": options.weights}
     record["repeats"] = repeats
     ports: dict[str, dict[str, int]] = {}
-    small = str(gguf_of("Q4_0"))
+    # llama.cpp makes the draft model.
+    small = str(gguf_of("Q4_0")) if "llama.cpp" in options.only else str(peers.embedded_gguf())
     with contextlib.ExitStack() as stack:
         for name in options.only:
             modes, ask = SERVERS[name]

@@ -296,7 +296,7 @@ fn load_options() -> LoadOptions {
         max_adapters: 4,
         max_adapter_rank: 16,
         speculative_model: Some("/heads".into()),
-        drafts_with_mtp: false,
+        drafts_with_mtp: true,
     }
 }
 

@@ -246,7 +246,7 @@ impl GenerationService {
         let vocabulary = model.vocabulary_size();
         let mut token_ids = match &text {
             Some(text) => {
-                let adds_special_tokens = checked.add_special_tokens.unwrap_or(answer.is_none() && !is_framed);
+                let adds_special_tokens = !is_framed && checked.add_special_tokens.unwrap_or(answer.is_none());
                 let encode = model.encode(Arc::clone(text), adds_special_tokens);
                 self.in_time(deadlines, async { Ok(encode.await?) }).await?
             }

@@ -8,11 +8,11 @@ use crate::cost::Work;
 use crate::plan::{Forecast, SequenceId};
 
 /// Default target duration of a step with decodes, as a multiple of what its decodes take alone. A little less than
-/// two: a prompt of any length at most doubles the gap between tokens, and there is some room for errors of the
-/// forecast.
+/// two, so that there is some room for errors of the forecast: above `LEAST_TARGET_SECONDS`, a prompt of any length at
+/// most doubles the gap between tokens.
 const STRETCH: f64 = 1.75;
 /// Least default target. 25 tokens a second are several times as fast as people read, and small chunks compute a prompt
-/// slowly: where decodes take 9 ms, `STRETCH` alone would cut prompts into single blocks.
+/// slowly: where decodes take a few milliseconds, `STRETCH` alone would cut prompts into single blocks.
 const LEAST_TARGET_SECONDS: f64 = 0.04;
 
 impl Scheduler {
@@ -37,8 +37,8 @@ impl Scheduler {
     ///
     /// The default is `STRETCH` times what the decodes take together with the decodes that are about to join them. Many
     /// prompts at once soon become many streams: steps will be that long anyway, and until then all of them wait less.
-    /// One of these prompts is not counted: it is the one that `STRETCH` makes room for. It is never less than
-    /// `LEAST_TARGET_SECONDS`.
+    /// One of these prompts is not counted: it is the one that `STRETCH` makes room for. The default is never
+    /// less than `LEAST_TARGET_SECONDS`.
     pub(super) fn target_seconds(&self, decodes: &Work, num_prefills: usize) -> Option<f64> {
         (decodes.has_decodes() && self.cost.is_informed()).then(|| match self.limits.max_inter_token {
             Some(max_inter_token) => max_inter_token.as_secs_f64(),

@@ -108,6 +108,12 @@ fn a_short_step_without_a_target_takes_prompts_for_40_ms() {
 }
 
 #[test]
+fn a_target_may_be_shorter_than_the_default() {
+    let mut scheduler = trained(wide(Some(Duration::from_millis(10)), 0));
+    assert_eq!(timed_step(&mut scheduler, &[1]).1.target, Some(Duration::from_millis(10)));
+}
+
+#[test]
 fn without_a_target_concurrent_prompts_get_the_time_of_the_decodes_that_they_become() {
     let mut scheduler = trained(wide(None, 0));
     for id in 2..18 {
