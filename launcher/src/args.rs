@@ -177,7 +177,7 @@ pub(crate) struct Args {
     pub(crate) max_total_tokens: Option<u32>,
 
     /// Maximum number of tokens computed in one step; while streams run, --max-inter-token-ms limits it further
-    /// [default: 512 on a CPU, 4096 on a GPU, or what an encoder's prompt needs]
+    /// [default: 512 on a CPU, 4096 on a GPU, or what a prompt that is read in one step needs]
     #[arg(long, env)]
     pub(crate) max_batch_prefill_tokens: Option<u32>,
 
@@ -190,7 +190,8 @@ pub(crate) struct Args {
     pub(crate) max_batch_size: Option<u32>,
 
     /// Maximum duration in milliseconds of a step while streams run: prompt tokens that would exceed it wait for later
-    /// steps, except one block of one prompt per step. Lower values make streams steadier and prompts slower
+    /// steps, except one block of one prompt per step, or what must be read in one step. Lower values make streams
+    /// steadier and prompts slower
     /// [default: 1.75 times the measured duration of a step without prompts, and at least 40]
     #[arg(long, env)]
     pub(crate) max_inter_token_ms: Option<u64>,
@@ -199,9 +200,10 @@ pub(crate) struct Args {
     #[arg(long, env, default_value_t = 2, value_parser = RangedU64ValueParser::<u32>::new().range(1..=16))]
     pub(crate) max_steps_in_flight: u32,
 
-    /// Maximum number of draft tokens that a step verifies for one sequence; 0 is off. Drafts are what
-    /// --speculative-model proposes, or else the multi-token prediction (MTP) layer of the checkpoint, or else what followed the last
-    /// tokens of a sequence where they occurred in it before (n-grams), or what its grammar forces; they change no token, logprob or stop. A step with prompts or with as many sequences as --max-batch-size has none
+    /// Maximum number of draft tokens that a step verifies for one sequence; 0 is off. Drafts are what --speculative-model
+    /// proposes, or else the multi-token prediction (MTP) layer of the checkpoint, or else what followed the last tokens of
+    /// a sequence where they occurred in it before (n-grams), or what its grammar forces; they change no token, logprob or
+    /// stop. A step with prompts or with as many sequences as --max-batch-size has none
     #[arg(long, env, default_value_t = 0, value_parser = RangedU64ValueParser::<u32>::new().range(0..=16))]
     pub(crate) speculate: u32,
 

@@ -25,6 +25,8 @@ const DEFAULT_STEP_TOKENS_GPU: u32 = 4096;
 /// Limits the source of an encoder, which is computed in one step: the 8192 and more tokens that a T5 accepts would take
 /// too long.
 const DEFAULT_SOURCE_TOKENS_CPU: u32 = 1024;
+/// An image in a prompt that is read in one step has up to 1,024 tokens.
+const DEFAULT_WHOLE_PROMPT_TOKENS_CPU: u32 = 2048;
 const DEFAULT_SOURCE_TOKENS_GPU: u32 = 4096;
 
 /// Default limit on queued tokens, in sequences of maximum length: the default of `--max-concurrent-requests`, so that by
@@ -180,17 +182,17 @@ impl Settings {
         if let Some(tokens) = args.max_batch_prefill_tokens {
             return (tokens, None);
         }
-        let (wanted, longest_source, device) = if model.device.starts_with("cpu") {
-            (DEFAULT_STEP_TOKENS_CPU, DEFAULT_SOURCE_TOKENS_CPU, "CPU")
-        } else {
-            (DEFAULT_STEP_TOKENS_GPU, DEFAULT_SOURCE_TOKENS_GPU, "GPU")
+        let (wanted, longest, device) = match (model.device.starts_with("cpu"), model.is_prompt_whole()) {
+            (true, false) => (DEFAULT_STEP_TOKENS_CPU, DEFAULT_SOURCE_TOKENS_CPU, "CPU"),
+            (true, true) => (DEFAULT_STEP_TOKENS_CPU, DEFAULT_WHOLE_PROMPT_TOKENS_CPU, "CPU"),
+            (false, _) => (DEFAULT_STEP_TOKENS_GPU, DEFAULT_SOURCE_TOKENS_GPU, "GPU"),
         };
-        let longest_source = self.max_input_tokens.unwrap_or(longest_source);
-        let source_tokens = model.max_source_tokens.min(longest_source).min(args.max_total_tokens.unwrap_or(u32::MAX));
+        let longest = self.max_input_tokens.unwrap_or(longest);
+        let whole_tokens = model.max_whole_tokens().min(longest).min(args.max_total_tokens.unwrap_or(u32::MAX));
         // Each running sequence advances in every step by at least one token.
         // A sequence that is pooled has one step, or few, so steps are shared by many sequences.
         let wanted = if model.pooling.is_some() { wanted } else { wanted.min(model.max_position_tokens) };
-        let tokens = wanted.max(source_tokens.saturating_add(self.max_step_sequences));
+        let tokens = wanted.max(whole_tokens.saturating_add(self.max_step_sequences));
         let reason = format!("the default on a {device}, adjusted to the model and max-batch-size");
         (tokens, Some(Choice::new("max-batch-prefill-tokens", tokens, reason)))
     }
@@ -284,12 +286,13 @@ impl SequenceLimits {
 
 /// Checks `--max-input-tokens` against an encoder, which reads its source in one step.
 fn check_source(given: u32, model: &Description, step_tokens: u32) -> Result<u32, ResolveError> {
-    let (allowed, reason) = if model.max_source_tokens <= step_tokens {
-        (model.max_source_tokens, "the model's maximum source length")
+    let longest = model.max_whole_tokens();
+    let (allowed, reason) = if longest <= step_tokens {
+        (longest, "the model's maximum length of an input")
     } else {
-        (step_tokens, "max-batch-prefill-tokens: an encoder reads its source in one step")
+        (step_tokens, "max-batch-prefill-tokens: this model reads an input in one step")
     };
-    if model.max_source_tokens > 0 && given > allowed {
+    if longest > 0 && given > allowed {
         return Err(ResolveError::InputBeyondSource { given, allowed, reason });
     }
     Ok(given)
@@ -303,15 +306,15 @@ fn default_input(
     max_total_tokens: u32,
 ) -> (u32, &'static str) {
     let total = (max_total_tokens.saturating_sub(1), "max-total-tokens - 1");
-    if model.max_source_tokens == 0 {
+    if model.max_whole_tokens() == 0 {
         return total;
     }
     let remaining = match model.pooling {
         Some(_) => step_tokens,
         None => step_tokens.saturating_sub(settings.max_step_sequences).max(step_tokens / 2),
     };
-    let step = (remaining, "what an encoder can read in one step along with the other sequences' tokens");
-    let source = (model.max_source_tokens, "the model's maximum source length");
+    let step = (remaining, "what one step can read along with the other sequences' tokens");
+    let source = (model.max_whole_tokens(), "the model's maximum length of an input");
     [source, step, total].into_iter().min_by_key(|(tokens, _)| *tokens).unwrap_or(total)
 }
 

@@ -1,6 +1,7 @@
 //! Resolved settings and limits, and what they refuse.
 
 use clap::Parser;
+use penstock_router::sequence::ImageInput;
 
 use super::*;
 
@@ -178,6 +179,32 @@ fn with_a_sliding_window_a_sequence_may_exceed_the_kv_cache() {
 }
 
 #[test]
+fn a_whole_prompt_fits_into_one_step() {
+    let input = ImageInput {
+        placeholder_id: 1,
+        placeholder: String::new(),
+        template_text: String::new(),
+        is_whole: false,
+        is_prompt_whole: true,
+        text_prefix: String::new(),
+        text_suffix: String::new(),
+    };
+    let model = Description { image_input: Some(input), ..model("cpu") };
+    for (flags, step_tokens, input_tokens) in [
+        ("", 2048 + 128, 2048),
+        ("--max-input-tokens 3000", 3000 + 128, 3000),
+        ("--max-batch-prefill-tokens 1000", 1000, 872),
+        ("--max-total-tokens 100", 512, 99),
+    ] {
+        let limits = limits_of(&model, flags, 10_000).unwrap();
+        assert_eq!(settings(flags).unwrap().step_tokens(&args(flags), &model).0, step_tokens, "{flags}");
+        assert_eq!(limits.max_input_tokens, input_tokens, "{flags}");
+    }
+    let refused = limits_of(&model, "--max-input-tokens 2000 --max-batch-prefill-tokens 1000", 10_000).unwrap_err();
+    assert!(refused.to_string().contains("this model reads an input in one step"), "{refused}");
+}
+
+#[test]
 fn an_encoder_reads_its_source_in_one_step() {
     let model = encoder_decoder();
     let step_tokens = |flags: &str| settings(flags).unwrap().step_tokens(&args(flags), &model).0;
@@ -204,11 +231,11 @@ fn an_encoder_reads_its_source_in_one_step() {
     let refusal = |flags: &str| limits_of(&model, flags, 1000).unwrap_err().to_string();
     assert_eq!(
         refusal("--max-input-tokens 601"),
-        "--max-input-tokens is 601, but this model's inputs can have at most 600 tokens (the model's maximum source length)"
+        "--max-input-tokens is 601, but this model's inputs can have at most 600 tokens (the model's maximum length of an input)"
     );
     assert!(
         refusal("--max-input-tokens 301 --max-batch-prefill-tokens 300")
-            .contains("at most 300 tokens (max-batch-prefill-tokens: an encoder reads its source in one step)")
+            .contains("at most 300 tokens (max-batch-prefill-tokens: this model reads an input in one step)")
     );
     assert!(refusal("--max-total-tokens 700").contains("sequences of at most 699 tokens"));
 }

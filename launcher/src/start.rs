@@ -129,7 +129,7 @@ pub(crate) async fn start(
         max_inter_token: settings.max_inter_token,
         max_overtaking: MAX_OVERTAKING,
         window_tokens: loaded.model.window_tokens,
-        whole_prompts: loaded.model.image_input.as_ref().is_some_and(|input| input.is_prompt_whole),
+        whole_prompts: loaded.model.is_prompt_whole(),
         max_draft_tokens,
     };
     let options = EngineOptions {

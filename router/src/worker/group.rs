@@ -173,6 +173,16 @@ impl Description {
         u32::from(self.pooling.is_some())
     }
 
+    /// Whether all tokens of a prompt attend to each other.
+    pub fn is_prompt_whole(&self) -> bool {
+        self.image_input.as_ref().is_some_and(|input| input.is_prompt_whole)
+    }
+
+    /// Most tokens of an input that is read in one step: an encoder's source, or a whole prompt. 0: inputs are cut into chunks.
+    pub fn max_whole_tokens(&self) -> u32 {
+        if self.is_prompt_whole() { self.max_position_tokens } else { self.max_source_tokens }
+    }
+
     /// Length of `decoder_prefix`.
     pub fn num_prefix_tokens(&self) -> u32 {
         self.decoder_prefix.len() as u32
