@@ -104,3 +104,32 @@ fn a_thread_that_is_late_for_everything_runs_the_same_kernels() {
         assert_eq!(run(&stack, &Pool::new(num_threads, one_after_the_other)), expected);
     }
 }
+
+#[test]
+fn columns_are_reordered() {
+    let order: Arc<[u32]> = (0..HIDDEN as u32).rev().collect();
+    let norm = Arc::new(Norm::new(Kind::Rms, 1e-6, HIDDEN, vec![1.0; HIDDEN], Vec::new()).unwrap());
+    let mut program = Program::new(HIDDEN);
+    let beyond: Arc<[u32]> = (1..=HIDDEN as u32).collect();
+    assert!(program.reorder(beyond, Register::Residual, Register::Ordered).is_err());
+    assert!(program.reorder(order[1..].into(), Register::Residual, Register::Ordered).is_err());
+    assert!(program.reorder(Arc::clone(&order), Register::Residual, Register::Residual).is_err());
+    program.reorder(order, Register::Residual, Register::Ordered).unwrap();
+    program.add(Register::Ordered, Register::Residual).unwrap();
+    program.select(&[Register::Residual]).unwrap();
+    program.norm(norm, Register::Residual, Register::Output).unwrap();
+    let stack = program.finish().unwrap();
+    // What is added to its own mirror image is symmetric; nothing else here makes it so.
+    let inputs = Random::new(2).elements(NUM_ROWS * HIDDEN);
+    for num_threads in [1, 2] {
+        let found = run(&stack, &Pool::new(num_threads, one_after_the_other));
+        for (row, input) in found.chunks(HIDDEN).zip(inputs.chunks(HIDDEN)) {
+            let sums: Vec<_> =
+                input.iter().zip(input.iter().rev()).map(|(one, other)| one.to_f32() + other.to_f32()).collect();
+            let length = (sums.iter().map(|sum| sum * sum).sum::<f32>() / HIDDEN as f32).sqrt();
+            for (number, sum) in row.iter().zip(&sums) {
+                assert!((number - sum / length).abs() < 0.03, "{number}, not {}", sum / length);
+            }
+        }
+    }
+}

@@ -46,8 +46,9 @@ def build(config: Config, text_models: dict[str, Build]) -> tuple[ModelSpec, Nam
     text = whole.get_text_config()
     values = {**text.to_dict(), "tie_word_embeddings": whole.tie_word_embeddings}
     family = FAMILIES[model_type]
-    if family.is_prompt_whole:
-        values.pop("use_bidirectional_attention", None)  # true of prompts
+    # What is true of prompts is not of the text model as it generates.
+    if family.is_prompt_whole and values.pop("use_bidirectional_attention", True) is False:
+        raise config.refuse("use_bidirectional_attention is false; prompts of this type are seen as a whole here")
     text_models = {**text_models, **_TEXT_MODELS}
     if text.model_type not in text_models:
         supported = ", ".join(sorted(text_models))

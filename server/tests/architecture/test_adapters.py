@@ -147,9 +147,13 @@ def test_two_ranks_compute_the_bits_of_one(name: str, tmp_path: Path) -> None:
     one, _ = make_adapter(tmp_path / "one", folder, 1, **targets(name))
     other, _ = make_adapter(tmp_path / "other", folder, 2, r=3, **targets(name))
 
+    assert_two_ranks_compute_the_bits_of_one(folder, [one, other])
+
+
+def assert_two_ranks_compute_the_bits_of_one(folder: Path, adapters: list[Path]) -> None:
     def logits(group: RankGroup) -> list[torch.Tensor]:
         model = load(folder, group, torch.bfloat16)
-        first, second = loaded(model, [one, other])
+        first, second = loaded(model, adapters)
         return logits_of(model, texts(), [first, None, second, first])
 
     alone = logits(RankGroup())

@@ -19,9 +19,19 @@ from penstock_server.models.decoder import Decoder
 from penstock_server.parallel import RankGroup
 from penstock_server.plan import Adapter, NewSequence, Sampling
 from plans import Advance, plan, step
-from rank_threads import run_native_ranks
 from safetensors.torch import load_file, save_file
-from test_adapters import ACCURATE, MAX_RANK, load, loaded, logits_of, make_adapter, reference, save, texts
+from test_adapters import (
+    ACCURATE,
+    MAX_RANK,
+    assert_two_ranks_compute_the_bits_of_one,
+    load,
+    loaded,
+    logits_of,
+    make_adapter,
+    reference,
+    save,
+    texts,
+)
 from test_native_stack import BLOCK_TOKENS, widened
 
 pytest.importorskip("peft")
@@ -95,16 +105,7 @@ def test_two_ranks_compute_the_bits_of_one(name: str, tmp_path: Path) -> None:
     folder = save_base(name, tmp_path / "base")
     one, _ = make_adapter(tmp_path / "one", folder, 1, target_modules=DEFAULT)
     other, _ = make_adapter(tmp_path / "other", folder, 2, r=3, target_modules=["lm_head"])
-
-    def logits(group: RankGroup) -> list[torch.Tensor]:
-        model = load(folder, group, torch.bfloat16)
-        first, second = loaded(model, [one, other])
-        return logits_of(model, texts(), [first, None, second, first])
-
-    alone = logits(RankGroup())
-    for of_rank in run_native_ranks(2, logits):
-        for found, expected in zip(of_rank, alone, strict=True):
-            assert torch.equal(found, expected)
+    assert_two_ranks_compute_the_bits_of_one(folder, [one, other])
 
 
 def test_embedding_and_head_of_a_quantized_base_are_changed(tmp_path: Path) -> None:
