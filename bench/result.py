@@ -91,7 +91,7 @@ def new_path(record: Mapping[str, Any], name: str, out: Path) -> Path:
 
 def write(record: Mapping[str, Any], text: str, path: Path) -> None:
     """Writes the raw result, and its table next to it."""
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(record) + "\n", encoding="utf-8")  # every gap on a line of its own would be megabytes
     path.with_suffix(".md").write_text(text, encoding="utf-8")
 
 
