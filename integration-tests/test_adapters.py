@@ -100,13 +100,19 @@ def adapted(folder: Path, hub: Any, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> list[tuple]:
-    """The answers of a server that verifies no drafts."""
+def plain(folder: Path) -> tuple[list[tuple], int]:
+    """The answers of a server that verifies no drafts and has two adapters only, and the bytes of its router."""
     names = ",".join(f"{name}={folder / name}" for name in ADAPTERS if name)
     server = start("--lora-adapters", names, "--max-batch-total-tokens", "20000")
     answers = [Stream(server, each).result() for each in REQUESTS]
+    router_bytes, _ = memory_bytes(server.process.pid)
     assert server.stop() == 0, server.last_lines()
-    return answers
+    return answers, router_bytes
+
+
+@pytest.fixture(scope="module")
+def alone(plain: tuple[list[tuple], int]) -> list[tuple]:
+    return plain[0]
 
 
 def test_adapters_and_base_answer_in_one_batch_as_they_do_alone(adapted: Server, alone: list[tuple]) -> None:
@@ -148,11 +154,13 @@ def test_adapters_are_models_of_openai_s_routes(adapted: Server) -> None:
 
 
 def test_registered_adapters_cost_no_memory_until_they_are_used(
-    adapted: Server, alone: list[tuple], folder: Path
+    adapted: Server, plain: tuple[list[tuple], int], folder: Path
 ) -> None:
-    file = folder / "one" / "adapter_model.safetensors"
+    file_bytes = (folder / "one" / "adapter_model.safetensors").stat().st_size
     used = sum(memory_bytes(pid)[1] for pid in [adapted.process.pid, *adapted.processes()])
-    assert used < NUM_SPARE * file.stat().st_size / 2
+    assert used < NUM_SPARE * file_bytes / 2
+    router_bytes, _ = memory_bytes(adapted.process.pid)
+    assert router_bytes < plain[1] + NUM_SPARE * 16 * 1024  # their names and paths, beside what varies
 
 
 def test_an_adapter_is_added_and_removed_while_it_answers(

@@ -1,11 +1,10 @@
 """Adapters that `peft` makes give the logits of `peft`, merged and not, in one batch with other adapters and the base,
-whose bits they leave alone; on one rank and on two, beside plain and quantized weights."""
+whose bits they leave alone, on one rank and on two. `test_quantized_adapters.py` has quantized weights."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,23 +159,6 @@ def assert_two_ranks_compute_the_bits_of_one(folder: Path, adapters: list[Path])
     for of_rank in run_native_ranks(2, logits):
         for found, expected in zip(of_rank, alone, strict=True):
             assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("quantize", ["eetq", "bitsandbytes-nf4"])
-def test_adapters_are_added_to_quantized_weights(quantize: str, tmp_path: Path) -> None:
-    case = widened(CASES["llama"])
-    folder = save("llama", replace(case, values={**case.values, "intermediate_size": 128}), tmp_path / "base")
-    one, one_model = make_adapter(tmp_path / "one", folder, 1)
-    model = load(folder, dtype=torch.bfloat16, quantize=quantize, activation_bits=16)
-    (adapter,) = loaded(model, [one])
-    text = texts()[0]
-    with_adapter, plain = (logits_of(model, [text], [each])[0] for each in (adapter, None))
-    assert torch.equal(logits_of(model, [text, text], [None, adapter])[0], plain)
-    assert torch.equal(logits_of(model, [text, text], [None, adapter])[1], with_adapter)
-    expected, base = reference(one_model, text), reference(one_model.unload(), text)
-    # The error of the quantized base, which is as large without the adapter.
-    error = (plain.float() - base).norm() / base.norm()
-    assert (with_adapter.float() - expected).norm() / expected.norm() < 2 * error + 0.02
 
 
 def damage(folder: Path, values: dict[str, Any] | None = None, **tensors: torch.Tensor | None) -> None:
