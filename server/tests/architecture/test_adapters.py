@@ -52,6 +52,7 @@ BY_PEFT = [
     for name in (*SUPPORTED, *EXPERTS_WITH_ADAPTERS)
     if CASES[name].published is None  # transformers does not have these layouts, so peft has no adapters for them
 ]
+DENSE_PARTS = r".*(self_attn\.\w+_proj(_with_mqa)?|shared_mlp\.\w+_linear)"
 ACCURATE = {"rtol": 2e-4, "atol": 2e-4}
 
 
@@ -77,7 +78,7 @@ def targets(name: str) -> dict[str, Any]:
     if name == "opt-350m":
         return {"target_modules": r".*layers.*(_proj|fc1|fc2)"}
     is_mixture = "moe" in name or name.startswith(("deepseek", "mixtral"))
-    return {"target_modules": r".*self_attn\.\w+_proj(_with_mqa)?"} if is_mixture else {}
+    return {"target_modules": DENSE_PARTS} if is_mixture else {}
 
 
 def save(name: str, case: Case, folder: Path) -> Path:
