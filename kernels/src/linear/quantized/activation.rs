@@ -6,6 +6,7 @@ use crate::element::Element;
 use crate::linear::Rows;
 use crate::pool::{Executor, Target};
 use crate::simd::{F32, I32, LANES};
+use std::array::from_fn;
 
 /// Where the parts of quantized rows are. Rows are in groups, padded to whole ones. First come planes i8 [groups][planes][units][rows of a
 /// group][32], the high one first; then numbers of 4 bytes [groups][units][7][rows of a group]: the scale f32, the sums of the integers of
@@ -107,7 +108,9 @@ impl Part {
     }
 }
 
-/// Quantizes rows to `target`, which has the layout's bytes, and clears the rows that pad the last group. A unit that contains NaN or an infinity has the scale NaN.
+/// Quantizes rows to `target`, which has the layout's bytes. A unit that contains NaN or an infinity has the scale NaN.
+///
+/// PERF: threads share the units of a group of rows, not its rows, whose numbers are in the same cache lines.
 ///
 /// # Safety
 /// The rows must be readable, and the target have room for them.
@@ -118,58 +121,56 @@ pub(super) unsafe fn quantize(
     layout: Layout,
     target: Target<u8>,
 ) {
-    executor.for_ranges(layout.num_rows(), 1, |range| {
-        for row in range {
+    let least = PART_UNITS.div_ceil(layout.group_rows);
+    executor.for_ranges(layout.num_groups * layout.num_units, least, |range| {
+        for index in range {
             // SAFETY: the caller vouches for the rows and their places.
             unsafe {
-                if row < rows.num_rows {
-                    quantize_row(rows.address.at(row * rows.stride), in_features, layout, row, target.at(0));
-                } else {
-                    clear_row(layout, row, target.at(0));
-                }
+                quantize_unit(rows, in_features, layout, index / layout.num_units, index % layout.num_units, target);
             }
         }
     });
 }
 
-/// Writes the numbers of a row that pads a group. PERF: what the scratch held before may be subnormal, and each sum of subnormal numbers
-/// takes a hundred cycles: 17 rows took twice as long as 32.
+/// Units of rows that are worth another thread.
+const PART_UNITS: usize = 64;
+
+/// Quantizes a unit of a group's rows. Rows that pad the group have numbers 0. PERF: without them the scratch would hold what was there
+/// before, which may be subnormal, and each sum of subnormal numbers takes a hundred cycles: 17 rows took twice as long as 32.
 ///
 /// # Safety
-/// As for `quantize`, for one row.
-unsafe fn clear_row(layout: Layout, row: usize, target: *mut u8) {
-    for unit in 0..layout.num_units {
-        for index in 0..NUMBERS {
-            // SAFETY: the target has room for the row's numbers.
-            unsafe { target.add(layout.number(row, unit, index)).cast::<u32>().write_unaligned(0) };
-        }
+/// As for `quantize`.
+unsafe fn quantize_unit(rows: Rows, in_features: usize, layout: Layout, group: usize, unit: usize, target: Target<u8>) {
+    let first_row = group * layout.group_rows;
+    let group_rows = layout.group_rows.min(rows.num_rows - first_row);
+    let left = in_features - unit * UNIT;
+    // The order of features inside a unit is that of the codes of a panel: the first 16, then the last 16.
+    let halves = |row: usize| {
+        let x = rows.address.at((first_row + row) * rows.stride + unit * UNIT);
+        // SAFETY: the features are the row's.
+        [0, LANES].map(|half| unsafe { Element::load_first(x.wrapping_add(half), left.saturating_sub(half)) })
+    };
+    let (magnitude, most) = (I32::splat(0x7fff_ffff), layout.most());
+    let mut greatest = [0.0; GROUP_ROWS];
+    for (row, greatest) in greatest[..group_rows].iter_mut().enumerate() {
+        // As integers, magnitudes are ordered like the floats, and NaN is above infinity.
+        let [first, second] = halves(row).map(|half| half.to_bits() & magnitude);
+        *greatest = f32::from_bits(first.max(second).reduce_max() as u32);
     }
-}
-
-/// # Safety
-/// As for `quantize`, for one row.
-unsafe fn quantize_row(x: *const Element, in_features: usize, layout: Layout, row: usize, target: *mut u8) {
-    let magnitude = I32::splat(0x7fff_ffff);
-    for unit in 0..layout.num_units {
-        let first = unit * UNIT;
-        let left = in_features - first;
-        // SAFETY: the features are the row's; the target has room for the unit.
-        unsafe {
-            // The order of features inside a unit is that of the codes of a panel: the first 16, then the last 16.
-            let halves =
-                [0, LANES].map(|half| Element::load_first(x.wrapping_add(first + half), left.saturating_sub(half)));
-            // As integers, magnitudes are ordered like the floats, and NaN is above infinity.
-            let [greatest, other] = halves.map(|half| half.to_bits() & magnitude);
-            let greatest = f32::from_bits(greatest.max(other).reduce_max() as u32);
-            let most = layout.most();
-            let scale = if greatest.is_finite() { greatest / most } else { f32::NAN };
-            // Of a subnormal magnitude, the inverse may be infinite: such a unit counts as zeros.
-            let inverse = if greatest > 0.0 && greatest.is_finite() { most / greatest } else { 0.0 };
-            let inverse = F32::splat(if inverse.is_finite() { inverse } else { 0.0 });
-            let mut sums = [0; 3];
-            for (half, numbers) in halves.into_iter().enumerate() {
-                let codes = (numbers * inverse).to_i32();
-                let place = target.add(layout.place(row, unit) + half * LANES);
+    let scales = greatest.map(|greatest| if greatest.is_finite() { greatest / most } else { f32::NAN });
+    let inverses = greatest.map(|greatest: f32| {
+        let inverse = if greatest > 0.0 && greatest.is_finite() { most / greatest } else { 0.0 };
+        // Of a subnormal magnitude, the inverse may be infinite: such a unit counts as zeros.
+        if inverse.is_finite() { inverse } else { 0.0 }
+    });
+    let mut sums = [[0; GROUP_ROWS]; 3];
+    for row in 0..group_rows {
+        let place = target.at(layout.place(first_row + row, unit));
+        for (half, numbers) in halves(row).into_iter().enumerate() {
+            let codes = (numbers * F32::splat(inverses[row])).to_i32();
+            // SAFETY: the target has room for the unit.
+            unsafe {
+                let place = place.add(half * LANES);
                 if layout.num_planes == 1 {
                     codes.store_bytes(place);
                 } else {
@@ -177,14 +178,37 @@ unsafe fn quantize_row(x: *const Element, in_features: usize, layout: Layout, ro
                     (codes + I32::splat(128)).shift_right(8).store_bytes(place);
                     codes.store_bytes(place.add(layout.plane_bytes()));
                 }
-                sums[1 + half] = codes.reduce_sum();
             }
-            sums[0] = sums[1] + sums[2];
-            target.add(layout.scale(row, unit)).cast::<f32>().write_unaligned(scale);
-            for (part, sum) in [Part::Whole, Part::FirstHalf, Part::SecondHalf].into_iter().zip(sums) {
-                target.add(layout.sum(row, unit, part)).cast::<i32>().write_unaligned(sum);
-                target.add(layout.total(row, unit, part)).cast::<f32>().write_unaligned(scale * sum as f32);
-            }
+            sums[1 + half][row] = codes.reduce_sum();
+        }
+        sums[0][row] = sums[1][row] + sums[2][row];
+    }
+    let totals = sums.map(|sums| from_fn(|row| scales[row] * sums[row] as f32));
+    // SAFETY: the target has room for the numbers of the group.
+    unsafe {
+        let store = |place: usize, numbers: [u32; GROUP_ROWS]| store(target.at(place), numbers, layout.group_rows);
+        store(layout.scale(first_row, unit), scales.map(f32::to_bits));
+        for (index, part) in [Part::Whole, Part::FirstHalf, Part::SecondHalf].into_iter().enumerate() {
+            store(layout.sum(first_row, unit, part), sums[index].map(i32::cast_unsigned));
+            store(layout.total(first_row, unit, part), totals[index].map(f32::to_bits));
+        }
+    }
+}
+
+/// Stores the first numbers of some.
+///
+/// # Safety
+/// `target` must have room for them.
+#[inline(always)]
+unsafe fn store(target: *mut u8, numbers: [u32; GROUP_ROWS], count: usize) {
+    // SAFETY: guaranteed by the caller.
+    unsafe {
+        if count == GROUP_ROWS {
+            target.cast::<[u32; GROUP_ROWS]>().write_unaligned(numbers);
+        } else {
+            numbers[..count].iter().enumerate().for_each(|(row, number)| {
+                target.cast::<u32>().add(row).write_unaligned(*number);
+            });
         }
     }
 }
