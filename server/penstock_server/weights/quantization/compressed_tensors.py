@@ -77,7 +77,7 @@ class CompressedWeight(Affine):
         zeros = None
         if self.has_zeros:
             zeros = read(f"{self.name}.weight_zero_point")
-            if zeros.dtype == torch.int32 and zeros.shape[0] != out_features:
+            if self.is_packed and zeros.dtype == torch.int32 and zeros.shape[0] == _words(out_features, bits):
                 zeros = unpack_bits(zeros.T, bits, out_features).T.int()
             else:
                 zeros = zeros.int() + self.format.offset
@@ -186,7 +186,7 @@ class CompressedTensors:
             out_features, in_features = map(int, self.read_tensor(stored))
         except NotDownloadedError:
             out_features, in_features = rows, words * 32 // bits
-        if out_features != rows or in_features < 1 or -(-in_features * bits // 32) != words:
+        if out_features != rows or in_features < 1 or _words(in_features, bits) != words:
             raise TensorError(
                 stored,
                 f"tensor {stored} says [{out_features}, {in_features}], but {packed} has {rows} rows of {words} words "
@@ -207,6 +207,11 @@ def find_integers(headers: Headers, options_of: Callable[[str], GroupOptions]) -
         if suffix == "weight" and header.dtype == "I8":
             found[tensor] = _integers(name, suffix, options_of(name), headers, matrix_shape(headers, tensor, "I8"))
     return found
+
+
+def _words(count: int, bits: int) -> int:
+    """Of 32 bits, that hold `count` numbers of `bits` bits."""
+    return -(-count * bits // 32)
 
 
 def _integers(
@@ -233,9 +238,10 @@ def _integers(
     expect(headers, f"{name}.weight_scale", stored, *FLOATS)
     if has_zeros:
         zero_point = f"{name}.weight_zero_point"
-        is_plain = headers[zero_point].dtype == "I8" or headers[zero_point].shape == stored
-        words = -(-out_features * options.bits // 32), groups
-        expect(headers, zero_point, stored if is_plain else words, *(("I8", "I32") if is_plain else ("I32",)))
+        words = _words(out_features, options.bits), groups
+        if is_packed and headers[zero_point].shape == words and headers[zero_point].dtype == "I32":
+            stored = words
+        expect(headers, zero_point, stored, "I8", "I32")
     if extras["weight_g_idx"]:
         expect(headers, f"{name}.weight_g_idx", (in_features,), "I32", "I64")
     return CompressedWeight(name, shape, tensors, format_, is_packed, has_zeros, extras["weight_g_idx"])

@@ -141,11 +141,18 @@ class Affine(ABC):
 
 def unpack_bits(words: Tensor, bits: int, count: int) -> Tensor:
     """[rows, n] int32, each row a stream of little-endian numbers of `bits` bits → [rows, count] uint8."""
+    # A column of one word may count as contiguous with strides that no view of its bytes allows.
+    as_bytes = (
+        words.clone(memory_format=torch.contiguous_format)
+        .view(-1)
+        .view(torch.uint8)
+        .view(len(words), words.shape[1] * words.itemsize)
+    )
     if 8 % bits == 0:
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-        parts = words.contiguous().view(torch.uint8)[:, :, None] >> shifts & (1 << bits) - 1
+        parts = as_bytes[:, :, None] >> shifts & (1 << bits) - 1
         return parts.flatten(1)[:, :count].contiguous()
-    stream = words.contiguous().view(torch.uint8)[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1
+    stream = as_bytes[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1
     each = stream.flatten(1)[:, : count * bits].unflatten(1, (count, bits))
     return (each << torch.arange(bits, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
 
