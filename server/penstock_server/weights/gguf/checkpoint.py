@@ -42,7 +42,8 @@ class GgufCheckpoint:
             raise unsupported(metadata)
         self.metadata = metadata
         self.head_dim = head_dim(metadata)
-        self.files = tuple(WeightFile(part) for part in header.paths)
+        # Errors name the user's files, not the links of `gguf_folder` to them.
+        self.files = tuple(WeightFile(part.resolve()) for part in header.paths)
         for info in header.tensors.values():
             check_tensor(info, self.files[info.file])
         if dequantized := dequantized_types(header.tensors.values()):

@@ -15,8 +15,8 @@ def num_layers(metadata: Metadata) -> int:
 
 def head_dim(metadata: Metadata) -> int:
     """The size of an attention head."""
-    hidden_size, num_heads = metadata.integer("embedding_length"), metadata.integer("attention.head_count")
-    return metadata.integer("attention.key_length", hidden_size // num_heads)
+    hidden_size, num_heads = metadata.size("embedding_length"), metadata.size("attention.head_count")
+    return metadata.size("attention.key_length", hidden_size // num_heads)
 
 
 def has_qkv_bias(metadata: Metadata) -> bool:

@@ -112,7 +112,9 @@ class _Cursor:
             if info.name in tensors:
                 raise ConfigError(f"{self.path} holds tensor {info.name} twice")
             tensors[info.name] = info
-        alignment = int(metadata.get("general.alignment", DEFAULT_ALIGNMENT))
+        alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ConfigError(f"{self.path} is damaged: general.alignment is {alignment!r}, must be at least 1")
         start = -(-self.offset // alignment) * alignment
         placed = {
             name: TensorInfo(name, info.shape, info.type_number, start + info.offset) for name, info in tensors.items()

@@ -144,14 +144,14 @@ def check_tensor(info: TensorInfo, file: WeightFile) -> None:
         type_ = GGMLQuantizationType(info.type_number)
     except ValueError as error:
         raise ConfigError(f"{file.path}: tensor {info.name} is of unknown type {info.type_number}") from error
-    block_weights, _ = GGML_QUANT_SIZES[type_]
+    block_weights, block_bytes = GGML_QUANT_SIZES[type_]
     rows, columns = matrix_shape(info.shape)
     if not rows * columns or columns % block_weights:
         raise ConfigError(
             f"{file.path} is damaged: tensor {info.name} has shape {list(info.shape)} in type {type_.name}"
         )
     try:
-        dequantize(np.zeros((1, _row_bytes(info)), dtype=np.uint8), type_)
+        dequantize(np.zeros((1, block_bytes), dtype=np.uint8), type_)
     except NotImplementedError as error:
         raise ConfigError(
             f"{file.path}: tensor {info.name} is quantized as {type_.name}, which is not supported"

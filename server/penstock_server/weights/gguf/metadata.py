@@ -49,11 +49,23 @@ class Metadata:
             if len(set(value)) != 1:
                 raise self.error(f"{self.architecture}.{key} differs between layers, which is not supported")
             value = value[0]
+        if not isinstance(value, int):
+            raise self.error(f"{self.architecture}.{key} is {value!r}, must be an integer")
         return int(value)
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """As `integer`, at least 1."""
+        value = self.integer(key, default)
+        if value < 1:
+            raise self.error(f"{self.architecture}.{key} is {value}, must be at least 1")
+        return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """A float of the architecture's section; required without a default."""
-        return shortest_float32(self.require_model(key) if default is None else self.model(key, default))
+        value = self.require_model(key) if default is None else self.model(key, default)
+        if not isinstance(value, int | float):
+            raise self.error(f"{self.architecture}.{key} is {value!r}, must be a number")
+        return shortest_float32(value)
 
     def has(self, tensor: str) -> bool:
         """Whether the model has a tensor of this name."""

@@ -159,6 +159,6 @@ def _token(metadata: Metadata, tokens: list[str], role: str) -> AddedToken | Non
     token_id = metadata.get(key)
     if token_id is None:
         return None
-    if not 0 <= token_id < len(tokens):
+    if not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
         raise metadata.error(f"{key} is {token_id}, but the vocabulary has {len(tokens)} tokens")
     return AddedToken(token_id, tokens[token_id], special=True)

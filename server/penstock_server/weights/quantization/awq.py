@@ -25,6 +25,7 @@ from penstock_server.weights.quantization.stored import (
     Kind,
     Read,
     StoredWeight,
+    TensorError,
     affine_format,
     complete,
     expect,
@@ -139,7 +140,7 @@ def _gemv_fast(name: str, group: int, headers: Headers) -> StoredWeight:
     tensors = complete(headers, name, (".qweight", ".scales", ".scaled_zeros"))
     fours, in_features = matrix_shape(headers, tensors[0], "I16")
     if in_features % 64:
-        raise ConfigError(f"tensor {tensors[0]} has {in_features} columns, must be a multiple of 64")
+        raise TensorError(tensors[0], f"tensor {tensors[0]} has {in_features} columns, must be a multiple of 64")
     format_ = _format(name, group, in_features, headers)
     for numbers in tensors[1:]:
         expect(headers, numbers, (_words(in_features, format_.group) * 8, fours * 4), "F16")

@@ -18,7 +18,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock_server.errors import ConfigError
 from penstock_server.kernels.quantized import QuantFormat, QuantizedRows
 from penstock_server.weights.quantization.stored import (
     FLOATS,
@@ -27,6 +26,7 @@ from penstock_server.weights.quantization.stored import (
     Kind,
     Read,
     StoredWeight,
+    TensorError,
     affine_format,
     complete,
     expect,
@@ -147,7 +147,7 @@ class BitsAndBytes:
         return found
 
     def _four_bits(self, tensor: str, state_name: str, headers: Headers) -> StoredWeight:
-        absmax, quant_map = complete(headers, tensor, (".absmax", ".quant_map"))
+        _, absmax, quant_map = complete(headers, tensor, ("", ".absmax", ".quant_map"))
         is_nested = headers[absmax].dtype == "U8"
         state = _state(state_name, self.read_state, is_nested)
         tensors: tuple[str, ...] = (tensor, state_name, absmax, quant_map)
@@ -156,14 +156,17 @@ class BitsAndBytes:
         expect(headers, absmax, (blocks,), "F32", "U8")
         expect(headers, quant_map, (16,), "F32")
         if is_nested:
-            nested, nested_map = complete(headers, tensor, (".nested_absmax", ".nested_quant_map"))
+            _, nested, nested_map = complete(headers, tensor, ("", ".nested_absmax", ".nested_quant_map"))
             expect(headers, nested, (-(-blocks // state["nested_blocksize"]),), "F32")
             expect(headers, nested_map, (256,), "F32")
             tensors = (*tensors, nested, nested_map)
         shape, block = tuple(state["shape"]), state["blocksize"]
         if len(shape) != 2 or block % 32 or shape[1] % block:
             return FourBitWeight(shape, tensors)
-        table, step = table_of(self.read_state(quant_map))
+        values = self.read_state(quant_map)
+        if not bool((values.abs() <= 1).all()):
+            raise TensorError(quant_map, f"tensor {quant_map} is damaged: it has values other than -1 to 1")
+        table, step = table_of(values)
         return TableWeight(tensor, shape, tensors, QuantFormat(4, block, table=table), step)
 
 
@@ -177,7 +180,7 @@ def _state(name: str, read: Read, is_nested: bool) -> dict[str, Any]:
             float(state["nested_offset"])
         is_valid = all(type(size) is int and size > 0 for size in sizes)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ConfigError(f"tensor {name} is damaged: {error}") from error
+        raise TensorError(name, f"tensor {name} is damaged: {error}") from error
     if not is_valid:
-        raise ConfigError(f"tensor {name} is damaged: its sizes are {sizes}")
+        raise TensorError(name, f"tensor {name} is damaged: its sizes are {sizes}")
     return state

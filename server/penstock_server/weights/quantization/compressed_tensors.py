@@ -31,6 +31,7 @@ from penstock_server.weights.quantization.stored import (
     NotDownloadedError,
     Read,
     StoredWeight,
+    TensorError,
     affine_format,
     complete,
     expect,
@@ -76,7 +77,7 @@ class CompressedWeight(Affine):
         zeros = None
         if self.has_zeros:
             zeros = read(f"{self.name}.weight_zero_point")
-            if zeros.dtype == torch.int32 and zeros.shape[0] != out_features:
+            if self.is_packed and zeros.dtype == torch.int32 and zeros.shape[0] == _words(out_features, bits):
                 zeros = unpack_bits(zeros.T, bits, out_features).T.int()
             else:
                 zeros = zeros.int() + self.format.offset
@@ -107,11 +108,16 @@ class GroupOptions:
                 f"{', '.join(FORMATS)}; {INSTEAD}"
             )
         weights = options["weights"]
-        is_float, strategy = weights.get("type") == "float", weights.get("strategy")
-        if is_float and weights.get("num_bits", 8) != 8:
-            raise ConfigError(f"floating-point weights of {weights['num_bits']} bits are not supported; {INSTEAD}")
+        is_float, strategy, bits = weights.get("type") == "float", weights.get("strategy"), weights.get("num_bits", 8)
+        if is_float and bits != 8:
+            raise ConfigError(f"floating-point weights of {bits} bits are not supported; {INSTEAD}")
+        if type(bits) is not int or bits not in CODE_BITS:
+            raise ConfigError(
+                f"quantization_config has weights of num_bits {bits!r}, must be one of "
+                f"{', '.join(map(str, CODE_BITS))}; {INSTEAD}"
+            )
         return cls(
-            8 if is_float else weights.get("num_bits", 8),
+            bits,
             group_size(weights.get("group_size") or -1) if strategy == "group" else -1,
             weights.get("symmetric", True),
             (options.get("input_activations") or {}).get("num_bits") == 8,
@@ -180,10 +186,11 @@ class CompressedTensors:
             out_features, in_features = map(int, self.read_tensor(stored))
         except NotDownloadedError:
             out_features, in_features = rows, words * 32 // bits
-        if out_features != rows or in_features < 1 or -(-in_features * bits // 32) != words:
-            raise ConfigError(
+        if out_features != rows or in_features < 1 or _words(in_features, bits) != words:
+            raise TensorError(
+                stored,
                 f"tensor {stored} says [{out_features}, {in_features}], but {packed} has {rows} rows of {words} words "
-                f"of 32 bits, and a weight has {bits} bits"
+                f"of 32 bits, and a weight has {bits} bits",
             )
         return out_features, in_features
 
@@ -202,25 +209,39 @@ def find_integers(headers: Headers, options_of: Callable[[str], GroupOptions]) -
     return found
 
 
+def _words(count: int, bits: int) -> int:
+    """Of 32 bits, that hold `count` numbers of `bits` bits."""
+    return -(-count * bits // 32)
+
+
 def _integers(
     name: str, suffix: str, options: GroupOptions, headers: Headers, shape: tuple[int, int]
 ) -> CompressedWeight:
     """The weight of this shape whose codes are in the tensor `name.suffix`."""
     is_packed, (out_features, in_features) = suffix == "weight_packed", shape
-    tensors = complete(headers, name, (f".{suffix}", ".weight_scale", *([".weight_shape"] if is_packed else [])))
+    required = {".weight_shape": is_packed, ".weight_zero_point": not options.is_symmetric}
+    optional = [suffix for suffix, is_there in required.items() if is_there]
+    tensors = complete(headers, name, (f".{suffix}", ".weight_scale", *optional))
     extras = {
         each: f"{name}.{each}" in headers
         for each in ("weight_zero_point", "weight_g_idx", "input_scale", "input_zero_point")
     }
     tensors += tuple(f"{name}.{each}" for each, is_there in extras.items() if is_there)
-    has_zeros = extras["weight_zero_point"] and not options.is_symmetric
-    scale = headers[f"{name}.weight_scale"]
+    scale, has_zeros = headers[f"{name}.weight_scale"], not options.is_symmetric
     zeros = integer_zeros((1 << options.bits) - 1) if has_zeros else None
     format_ = affine_format(name, options.bits, options.group, in_features, zeros=zeros, scale_dtype=scale.dtype)
     if options.has_narrow_inputs and options.bits == 8 and options.group < 0 and not has_zeros:
         format_ = replace(format_, has_narrow_inputs=True)
-    if math.prod(scale.shape) != 1:
-        groups = -(-in_features // format_.group)
-        stored = (out_features,) if groups == 1 and len(scale.shape) == 1 else (out_features, groups)
-        expect(headers, f"{name}.weight_scale", stored, *FLOATS)
+    groups, stored = -(-in_features // format_.group), scale.shape
+    if groups > 1 or math.prod(stored) != 1:
+        stored = (out_features,) if groups == 1 and len(stored) == 1 else (out_features, groups)
+    expect(headers, f"{name}.weight_scale", stored, *FLOATS)
+    if has_zeros:
+        zero_point = f"{name}.weight_zero_point"
+        words = _words(out_features, options.bits), groups
+        if is_packed and headers[zero_point].shape == words and headers[zero_point].dtype == "I32":
+            stored = words
+        expect(headers, zero_point, stored, "I8", "I32")
+    if extras["weight_g_idx"]:
+        expect(headers, f"{name}.weight_g_idx", (in_features,), "I32", "I64")
     return CompressedWeight(name, shape, tensors, format_, is_packed, has_zeros, extras["weight_g_idx"])

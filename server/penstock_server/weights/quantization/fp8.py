@@ -22,6 +22,7 @@ from penstock_server.weights.quantization.stored import (
     Kind,
     Read,
     StoredWeight,
+    TensorError,
     expect,
     matrix_shape,
 )
@@ -57,7 +58,7 @@ def find_scaled(headers: Headers, options_of: Callable[[str], tuple[Block | None
             continue
         scales = [f"{tensor}_scale{end}" for end in ("_inv", "") if f"{tensor}_scale{end}" in headers]
         if not scales:
-            raise ConfigError(f"the checkpoint is damaged: {tensor} is {header.dtype}, but has no weight_scale")
+            raise TensorError(tensor, f"the checkpoint is damaged: {tensor} is {header.dtype}, but has no weight_scale")
         shape, scale = matrix_shape(headers, tensor, *CODES), scales[0]
         of_inputs = [f"{name}.{key}" for key in ("input_scale", "input_scale_ub") if f"{name}.{key}" in headers]
         (block, has_narrow_inputs), stored = options_of(name), headers[scale].shape

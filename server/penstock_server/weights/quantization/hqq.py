@@ -25,6 +25,7 @@ from penstock_server.weights.quantization.stored import (
     Kind,
     Read,
     StoredWeight,
+    TensorError,
     affine_format,
     checked_codes,
     complete,
@@ -143,11 +144,14 @@ class Hqq:
 
     def _scalar(self, tensor: str, headers: Headers) -> float:
         expect(headers, tensor, (), "I32", "I64", "F32", "U8")
-        return float(self.read_tensor(tensor))
+        value = float(self.read_tensor(tensor))
+        if not math.isfinite(value):
+            raise TensorError(tensor, f"tensor {tensor} is damaged: it is {value}")
+        return value
 
     def _shape(self, tensor: str, headers: Headers) -> tuple[int, int]:
         expect(headers, tensor, (2,), "I64", "I32")
         out_features, in_features = map(int, self.read_tensor(tensor))
         if min(out_features, in_features) < 1:
-            raise ConfigError(f"tensor {tensor} says [{out_features}, {in_features}], must be at least 1 by 1")
+            raise TensorError(tensor, f"tensor {tensor} says [{out_features}, {in_features}], must be at least 1 by 1")
         return out_features, in_features

@@ -19,6 +19,7 @@ from penstock_server.weights.quantization.stored import (
     Kind,
     Read,
     StoredWeight,
+    TensorError,
     affine_format,
     complete,
     expect,
@@ -88,7 +89,7 @@ class Marlin:
         rows, columns = matrix_shape(headers, tensors[0], "I32")
         out_features, in_features = columns // 2, rows * 16
         if columns % 128:
-            raise ConfigError(f"tensor {tensors[0]} has {columns} columns, must be a multiple of 128")
+            raise TensorError(tensors[0], f"tensor {tensors[0]} has {columns} columns, must be a multiple of 128")
         format_ = affine_format(name, BITS, self.group, in_features, zeros=None, scale_dtype=headers[tensors[1]].dtype)
         expect(headers, tensors[1], (-(-in_features // format_.group), out_features), "F16")
         if f"{name}.workspace" in headers:

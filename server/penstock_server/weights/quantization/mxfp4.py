@@ -11,10 +11,18 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock_server.errors import ConfigError
 from penstock_server.kernels.quantized import QuantFormat, QuantizedRows
 from penstock_server.weights.gguf.block import MXFP4, half_powers
-from penstock_server.weights.quantization.stored import Affine, Headers, Kind, Read, StoredWeight, complete, expect
+from penstock_server.weights.quantization.stored import (
+    Affine,
+    Headers,
+    Kind,
+    Read,
+    StoredWeight,
+    TensorError,
+    complete,
+    expect,
+)
 
 GROUP = 32  # input features
 FORMAT = QuantFormat(4, GROUP, number="e8m0", table=MXFP4)
@@ -49,7 +57,7 @@ class Mxfp4:
                 continue
             blocks, scales = complete(headers, name, (BLOCKS, SCALES))
             if len(header.shape) != 4:
-                raise ConfigError(f"tensor {blocks} has shape {list(header.shape)}, must have four dimensions")
+                raise TensorError(blocks, f"tensor {blocks} has shape {list(header.shape)}, must have four dimensions")
             num_experts, out_features, groups, _ = header.shape
             expect(headers, blocks, (num_experts, out_features, groups, GROUP // 2), "U8")
             expect(headers, scales, (num_experts, out_features, groups), "U8")

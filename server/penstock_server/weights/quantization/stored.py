@@ -57,6 +57,14 @@ class NotDownloadedError(ConfigError):
     """Only the headers of the tensors are known."""
 
 
+class TensorError(ConfigError):
+    """A tensor of the checkpoint is damaged. `QuantizedCheckpoint` adds its file to the message."""
+
+    def __init__(self, tensor: str, message: str) -> None:
+        super().__init__(message)
+        self.tensor = tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """Weights that a method can read, for docs/quantization.md."""
@@ -133,11 +141,18 @@ class Affine(ABC):
 
 def unpack_bits(words: Tensor, bits: int, count: int) -> Tensor:
     """[rows, n] int32, each row a stream of little-endian numbers of `bits` bits → [rows, count] uint8."""
+    # A column of one word may count as contiguous with strides that no view of its bytes allows.
+    as_bytes = (
+        words.clone(memory_format=torch.contiguous_format)
+        .view(-1)
+        .view(torch.uint8)
+        .view(len(words), words.shape[1] * words.itemsize)
+    )
     if 8 % bits == 0:
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-        parts = words.contiguous().view(torch.uint8)[:, :, None] >> shifts & (1 << bits) - 1
+        parts = as_bytes[:, :, None] >> shifts & (1 << bits) - 1
         return parts.flatten(1)[:, :count].contiguous()
-    stream = words.contiguous().view(torch.uint8)[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1
+    stream = as_bytes[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1
     each = stream.flatten(1)[:, : count * bits].unflatten(1, (count, bits))
     return (each << torch.arange(bits, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
 
@@ -145,7 +160,7 @@ def unpack_bits(words: Tensor, bits: int, count: int) -> Tensor:
 def checked_codes(codes: Tensor, bits: int, tensor: str) -> Tensor:
     """The codes [rows, columns] uint8. Raises ConfigError if one has more bits."""
     if bits < 8 and codes.numel() and int(codes.max()) >> bits:
-        raise ConfigError(f"tensor {tensor} is damaged: it has codes of more than {bits} bits")
+        raise TensorError(tensor, f"tensor {tensor} is damaged: it has codes of more than {bits} bits")
     return codes
 
 
@@ -192,9 +207,10 @@ def feature_order(tensor: str, group: int, read: Read) -> Tensor | None:
     Raises ConfigError if the groups are not of this size."""
     groups, order = read(tensor).long().sort(stable=True)
     if not torch.equal(groups, torch.arange(len(groups)) // group):
-        raise ConfigError(
+        raise TensorError(
+            tensor,
             f"tensor {tensor} is damaged: it does not say for every feature which of {-(-len(groups) // group)} groups "
-            f"of {group} it belongs to"
+            f"of {group} it belongs to",
         )
     return None if torch.equal(order, torch.arange(len(order))) else order
 
@@ -204,7 +220,7 @@ def complete(headers: Headers, name: str, suffixes: tuple[str, ...]) -> tuple[st
     tensors = tuple(f"{name}{suffix}" for suffix in suffixes)
     for tensor in tensors:
         if tensor not in headers:
-            raise ConfigError(f"the checkpoint is damaged: it has {tensors[0]}, but not {tensor}")
+            raise TensorError(tensors[0], f"the checkpoint is damaged: it has {tensors[0]}, but not {tensor}")
     return tensors
 
 
@@ -212,15 +228,15 @@ def expect(headers: Headers, tensor: str, shape: tuple[int, ...], *dtypes: str) 
     """Raises ConfigError if the tensor has another shape, or none of these types."""
     header = headers[tensor]
     if header.shape != shape:
-        raise ConfigError(f"tensor {tensor} has shape {list(header.shape)}, its weight implies {list(shape)}")
+        raise TensorError(tensor, f"tensor {tensor} has shape {list(header.shape)}, its weight implies {list(shape)}")
     if header.dtype not in dtypes:
-        raise ConfigError(f"tensor {tensor} is of type {header.dtype}, must be {' or '.join(dtypes)}")
+        raise TensorError(tensor, f"tensor {tensor} is of type {header.dtype}, must be {' or '.join(dtypes)}")
 
 
 def matrix_shape(headers: Headers, tensor: str, *dtypes: str) -> tuple[int, int]:
     """The shape of a tensor that must be a matrix of one of these types. Raises ConfigError if it is not, or empty."""
     shape = headers[tensor].shape
     if len(shape) != 2 or not math.prod(shape):
-        raise ConfigError(f"tensor {tensor} has shape {list(shape)}, must be a matrix")
+        raise TensorError(tensor, f"tensor {tensor} has shape {list(shape)}, must be a matrix")
     expect(headers, tensor, shape, *dtypes)
     return shape[0], shape[1]
