@@ -35,7 +35,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from penstock_server import log
+from penstock_server import log, nvidia
 from penstock_server.config import WorkerConfig
 from penstock_server.errors import ConfigError
 from penstock_server.heap import return_free_pages
@@ -205,13 +205,15 @@ def _prctl(option: int, argument: object) -> None:
 
 def _import_all() -> Callable[[WorkerConfig], int]:
     """Import everything that a worker needs. Returns what a worker runs."""
+    has_gpu = nvidia.DRIVER.exists()
+    if not has_gpu:
+        # Torch imports them if it can. They call the driver, and take 9 MiB.
+        sys.modules["cuda.bindings"] = None  # type: ignore[assignment]
     import torch
 
     from penstock_server import worker
-    from penstock_server.engine import device
     from penstock_server.kernels import native_build
 
-    has_gpu = device.NVIDIA_DRIVER.exists()
     for package in _PACKAGES:
         path = Path(__file__).parent / package
         for module in pkgutil.walk_packages([str(path)], f"{__package__}.{package}."):

@@ -251,9 +251,9 @@ for name in ("_lazy_init", "is_available", "device_count", "_device_count_nvml",
     assert hasattr(torch.cuda, name), name
     setattr(torch.cuda, name, refuse)
 
-from penstock_server.engine import device
+from penstock_server import nvidia
 from penstock_server.fork_server import _import_all
-device.NVIDIA_DRIVER = pathlib.Path({str(driver)!r})
+nvidia.DRIVER = pathlib.Path({str(driver)!r})
 _import_all()
 mapped = pathlib.Path("/proc/self/maps").read_text()
 print(
