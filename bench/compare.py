@@ -103,6 +103,7 @@ class Running:
     pid: int
     healthy_s: float  # since its start
     wait_for: Callable[[str], float]  # waits until its log contains a text; seconds since its start
+    logged: Callable[[], str]  # its log so far
 
 
 @contextlib.contextmanager
@@ -132,7 +133,7 @@ def running(server: Server, port: int, *, in_own_session: bool = True) -> Iterat
                 return wait_until(lambda: text in logged(), f'so far as to log "{text}"')
 
             wait_for(server.settled)
-            yield Running(process.pid, healthy_s, wait_for)
+            yield Running(process.pid, healthy_s, wait_for, logged)
         finally:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):

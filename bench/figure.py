@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from memory import beyond_torch, columns, parts
 from table import figures, floors, markdown
 
 Record = dict[str, Any]
@@ -293,9 +294,11 @@ def start(record: Record) -> Iterator[Figure]:
                 costs = [one["programs"][program][clock] for one in repeats]
                 yield Figure(f"{name}: {of} of {what} in a new process", "", costs, " s")
         for when in ("without a standby group", "with the standby group"):
-            shares = [resident_share(one, when, record["model"]["file_bytes"]) for one in repeats]
+            shares = [beyond_torch(one, when) / record["model"]["file_bytes"] for one in repeats]
             target = "≤ 1.2" if when == "without a standby group" else ""
             yield Figure(f"{name}: memory beyond torch and the KV cache, to the file, {when}", target, shares)
+            for part, sizes in columns(dict(parts(one, when)) for one in repeats).items():
+                yield Figure(f"{name}: of it {part}, {when}", "", [size / 2**20 for size in sizes], " MiB", 0)
         rates = [one["tokens_per_s"]["at ready"] / one["tokens_per_s"]["later"] for one in repeats]
         yield Figure(f"{name}: speed of a stream while the standby group loads, to later", "≥ 0.9", rates)
     ours, *others = results
@@ -306,13 +309,6 @@ def start(record: Record) -> Iterator[Figure]:
             if not any("error" in repeat[each] for each in (ours, name))
         ]
         yield Figure(f"start to ready, to {name}", "≤ 0.5", pairs)
-
-
-def resident_share(result: Record, when: str, file_bytes: int) -> float:
-    """Bytes of all processes beyond one that has only imported torch, and beyond the whole KV cache, relative to the
-    file's."""
-    resident = sum(process["pss_bytes"] for process in result["memory"][when])
-    return float(resident - result["torch_pss_bytes"] - result["kv_bytes"]) / file_bytes
 
 
 def contention(record: Record) -> Iterator[Figure]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -96,9 +97,9 @@ def cost_of(installation: Installation, arguments: Sequence[str]) -> dict[str, f
     return {"wall_s": time.perf_counter() - wall_start, "cpu_s": cpu_s() - cpu_start}
 
 
-def torch_bytes(installation: Installation) -> int:
-    """Proportional bytes of an idle process that has only imported torch. They are all of its bytes only if no process
-    outside of this benchmark has torch loaded."""
+def torch_memory(installation: Installation) -> dict[str, Any]:
+    """Memory of an idle process that has only imported torch. Its proportional bytes are all of its bytes
+    only if no process outside of this benchmark has torch loaded."""
     code = "import sys, torch; print(flush=True); sys.stdin.read()"
     command = [installation.python, "-c", code]
     with subprocess.Popen(
@@ -109,7 +110,7 @@ def torch_bytes(installation: Installation) -> int:
         process.stdout.readline()
         (memory,) = memory_of(process.pid)
         process.stdin.close()
-    return int(memory["pss_bytes"])
+    return memory
 
 
 def idle_memory(installation: Installation) -> list[dict[str, Any]]:
@@ -136,21 +137,24 @@ def stream_rate(port: int, words: Sequence[str], seed: str) -> float:
 
 def measure(installation: Installation, words: Sequence[str], seed: str) -> dict[str, Any]:
     costs = {name: cost_of(installation, arguments) for name, arguments in PROGRAMS.items()}
-    torch_pss, idle = torch_bytes(installation), idle_memory(installation)
+    torch, idle = torch_memory(installation), idle_memory(installation)
     port = free_port()
     with running(installation.server, port) as started:
         result: dict[str, Any] = {
             "ready_s": started.healthy_s,
             "ready_cpu_s": cpu_s_of(started.pid),
             "programs": costs,
-            "torch_pss_bytes": torch_pss,
+            "torch": torch,
+            "torch_pss_bytes": torch["pss_bytes"],
             "memory": {"without a standby group": idle},
             "tokens_per_s": {"at ready": stream_rate(port, words, f"{seed}/first")},
             "standby_ready_s": started.wait_for(STANDBY_READY),
         }
         result["tokens_per_s"]["later"] = stream_rate(port, words, f"{seed}/later")
         result["memory"]["with the standby group"] = memory_of(started.pid)
+        (weights_mib,) = map(int, re.findall(r"(\d+) MiB of weights", started.logged()))
         pool_tokens = metrics_of(port)["tgi_batch_max_total_tokens"]
+    result["weight_bytes"] = weights_mib << 20
     result["kv_bytes"] = pool_tokens * peers.model_shape()["kv_bytes_per_token"]
     rates = result["tokens_per_s"]
     print(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -21,6 +22,7 @@ from pathlib import Path
 import pytest
 from binary import PENSTOCK, Server, launch, reserved_port, start
 from client import ask, events
+from fault.probe import wait_until
 
 SHUTTING_DOWN = {"error": "the server is shutting down", "error_type": "shutting_down"}
 
@@ -154,6 +156,17 @@ def test_repeated_worker_failures_end_streams_with_an_error_and_the_server_with_
     assert received[-1]["error_type"] == "generation"
     assert "5 failures in a row" in received[-1]["error"]
     assert server.process.returncode == 1
+
+
+@pytest.mark.native
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="each group of a GPU has weights of its own")
+def test_a_standby_group_shares_the_weights(server: Server) -> None:
+    wait_until(lambda: any("the standby group is ready" in line for line in server.lines))
+    standby = server.worker_groups()[-1][0]
+    fields = re.findall(r"^Private_\w+: +(\d+) kB", Path(f"/proc/{standby}/smaps_rollup").read_text(), re.MULTILINE)
+    (loaded,) = [line for line in server.lines if "MiB of weights" in line]
+    (weights_mib,) = re.findall(r"(\d+) MiB of weights", loaded)
+    assert sum(map(int, fields)) / 1024 < int(weights_mib) / 2
 
 
 def refused(*arguments: str, env: dict[str, str] | None = None) -> str:

@@ -42,6 +42,27 @@ def test_figures_of_an_installation_and_against_another() -> None:
     assert values["start to ready, to before"] == [0.5, 0.4]
 
 
+def test_the_parts_of_a_servers_memory_are_all_of_it() -> None:
+    mib = 1 << 20
+    processes = [("penstock", 30, 12), ("chat-renderer", 7, 6), ("python", 400, 150), ("worker-0.0", 1300, 60)]
+    rows = [{"name": name, "pss_bytes": pss * mib, "pss_file_bytes": file * mib} for name, pss, file in processes]
+    one = {
+        **result(4.0, 0),
+        "torch": {"pss_bytes": 500 * mib, "pss_file_bytes": 200 * mib},
+        "torch_pss_bytes": 500 * mib,
+        "kv_bytes": 1000 * mib,
+        "weight_bytes": 90 * mib,
+        "memory": dict.fromkeys(("without a standby group", "with the standby group"), rows),
+    }
+    record = {"model": {"file_bytes": FILE_BYTES}, "servers": {"penstock": {}}, "repeats": [{"penstock": one}]}
+    found = {figure.name: figure.values for figure in BENCHMARKS["start"](record)}
+    sizes = [
+        values[0] for name, values in found.items() if "of it" in name and name.endswith("without a standby group")
+    ]
+    assert sizes == [30, 7, 90, 100, 10]
+    assert sum(sizes) == sum(pss for _, pss, _ in processes) - 500 - 1000
+
+
 @pytest.mark.parametrize("text", ["/usr/bin/penstock", "penstock=/bin/sh", "before=/nowhere/penstock"])
 def test_another_installation_needs_a_name_a_binary_and_a_python(text: str) -> None:
     with pytest.raises(SystemExit, match="must be NAME=BINARY"):

@@ -51,8 +51,18 @@ impl WorkerEvents {
 
 /// What the fork server is asked to do.
 pub(crate) enum Command {
-    Start { flags: WorkerFlags, events: WorkerEventSender },
-    Signal { name: String, signal: Signal },
+    Start {
+        flags: WorkerFlags,
+        events: WorkerEventSender,
+    },
+    Signal {
+        name: String,
+        signal: Signal,
+    },
+    /// A serialized LoadRequest in hexadecimal.
+    Load {
+        request: String,
+    },
 }
 
 #[derive(Serialize)]
@@ -60,13 +70,15 @@ pub(crate) enum Command {
 enum Request<'a> {
     Start(&'a WorkerFlags),
     Signal { name: &'a str, number: i32 },
+    Load { request: &'a str },
 }
 
 /// A line that the fork server sends.
-#[derive(Debug, Deserialize, PartialEq, Eq)]
+#[derive(Debug, Deserialize, PartialEq)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Report {
     Ready {},
+    Loaded { seconds: f64 },
     Started { name: String, pid: i32 },
     Refused { name: String, reason: String },
     Ended { name: String, status: i32 },
@@ -84,6 +96,7 @@ impl WorkerTable {
             Command::Signal { name, signal } => {
                 line(Request::Signal { name: &name, number: signal as i32 }).unwrap_or_default()
             }
+            Command::Load { request } => line(Request::Load { request: &request }).unwrap_or_default(),
             Command::Start { flags, events } => match line(Request::Start(&flags)) {
                 Ok(request) => {
                     self.0.insert(flags.name, events);
@@ -100,7 +113,7 @@ impl WorkerTable {
     /// Passes a report on to the worker's events.
     pub(crate) fn dispatch(&mut self, report: Report) {
         match report {
-            Report::Ready {} => {}
+            Report::Ready {} | Report::Loaded { .. } => {}
             Report::Started { name, pid } => {
                 tracing::debug!(target: "worker", pid, "{name} has started");
                 if let Some(started) = self.0.get_mut(&name).and_then(|events| events.started.take()) {
@@ -158,6 +171,8 @@ mod tests {
         );
         let signal = Command::Signal { name: "a".to_owned(), signal: Signal::SIGTERM };
         assert_eq!(workers.request(signal), "{\"signal\":{\"name\":\"a\",\"number\":15}}\n");
+        let load = Command::Load { request: "0aff".to_owned() };
+        assert_eq!(workers.request(load), "{\"load\":{\"request\":\"0aff\"}}\n");
     }
 
     #[test]

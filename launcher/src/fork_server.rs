@@ -7,6 +7,7 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
+use penstock_router::worker::LoadOptions;
 use tokio::io::AsyncWriteExt;
 use tokio::process::Child;
 use tokio::sync::{mpsc, watch};
@@ -23,9 +24,11 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Polls of a waiting thread of libgomp before it sleeps.
 const GOMP_SPINS: &str = "4000";
 
-/// Starts its process with the first worker, and again when a worker is requested after the process has ended.
+/// Starts its process again when a worker is requested after the process has ended.
 pub(crate) struct ForkServer {
     options: ForkServerOptions,
+    /// The model that each process loads before it forks workers, as in `Command::Load`.
+    preload: Option<String>,
     process: Option<Process>,
 }
 
@@ -53,7 +56,17 @@ type ImportTime = watch::Receiver<Option<Duration>>;
 struct Process {
     commands: mpsc::UnboundedSender<Command>,
     import_time: ImportTime,
+    preload_time: watch::Receiver<Option<Duration>>,
+    /// Why the process has ended.
+    end: watch::Receiver<Option<String>>,
     task: JoinHandle<()>,
+}
+
+/// The sending side of what a `Process` tells.
+struct ProcessEvents {
+    import_time: watch::Sender<Option<Duration>>,
+    preload_time: watch::Sender<Option<Duration>>,
+    end: watch::Sender<Option<String>>,
 }
 
 /// A worker that was requested. It may still fail to start, which `events` tells.
@@ -84,18 +97,42 @@ impl WorkerHandle {
 
 impl ForkServer {
     pub(crate) fn new(options: ForkServerOptions) -> Self {
-        Self { options, process: None }
+        Self { options, preload: None, process: None }
+    }
+
+    /// Starts the process unless it runs. Call it on the main thread (see `process::python_module`).
+    pub(crate) fn start(&mut self) -> Result<(), SpawnError> {
+        if self.process.as_ref().is_none_or(|process| process.import_time.has_changed().is_err()) {
+            let process =
+                self.options.spawn().map_err(|source| SpawnError { python: self.options.python.clone(), source })?;
+            let load = self.preload.clone().map(|request| Command::Load { request });
+            // If the process has just ended, the next worker is reported as lost.
+            load.into_iter().for_each(|load| drop(process.commands.send(load)));
+            self.process = Some(process);
+        }
+        Ok(())
+    }
+
+    /// Loads a model for all workers that are requested from now on, so that they share the pages of its weights.
+    pub(crate) fn preload(&mut self, load: &LoadOptions) {
+        let request: String = load.message().iter().map(|byte| format!("{byte:02x}")).collect();
+        if let Some(process) = &self.process {
+            let _ = process.commands.send(Command::Load { request: request.clone() });
+        }
+        self.preload = Some(request);
+    }
+
+    /// How long the load took; `None` if each worker loads the model itself.
+    pub(crate) fn preload_time(&self) -> Option<Duration> {
+        self.process.as_ref().and_then(|process| *process.preload_time.borrow())
     }
 
     /// Requests a worker. Call it on the main thread (see `process::python_module`).
     pub(crate) fn start_worker(&mut self, flags: WorkerFlags) -> Result<Forked, SpawnError> {
-        let process = match self.process.take().filter(|process| process.import_time.has_changed().is_ok()) {
-            Some(process) => process,
-            None => {
-                self.options.spawn().map_err(|source| SpawnError { python: self.options.python.clone(), source })?
-            }
+        self.start()?;
+        let Some(Process { commands, import_time, .. }) = &self.process else {
+            unreachable!("invariant: it was started")
         };
-        let Process { commands, import_time, .. } = self.process.insert(process);
         let (sender, events) = WorkerEvents::channel();
         let handle =
             WorkerHandle { name: flags.name.clone(), commands: commands.clone(), import_time: import_time.clone() };
@@ -116,6 +153,16 @@ impl ForkServer {
             }
             std::future::pending().await
         }
+    }
+
+    /// Resolves when the process ends, with a sentence that says why.
+    pub(crate) async fn end(&self) -> String {
+        if let Some(process) = &self.process
+            && let Ok(reason) = process.end.clone().wait_for(Option::is_some).await
+        {
+            return reason.clone().unwrap_or_default();
+        }
+        std::future::pending().await
     }
 
     /// Kills a process that does not respond, and its workers with it.
@@ -167,18 +214,18 @@ impl ForkServerOptions {
         }
         let (commands, received) = mpsc::unbounded_channel();
         let (import_sender, import_time) = watch::channel(None);
-        let task = tokio::spawn(drive(command.spawn()?, received, import_sender));
-        Ok(Process { commands, import_time, task })
+        let (preload_sender, preload_time) = watch::channel(None);
+        let (end_sender, end) = watch::channel(None);
+        let events = ProcessEvents { import_time: import_sender, preload_time: preload_sender, end: end_sender };
+        let task = tokio::spawn(drive(command.spawn()?, received, events));
+        Ok(Process { commands, import_time, preload_time, end, task })
     }
 }
 
 /// Exchanges commands and reports until the process ends or every command sender is dropped. Then it ends the process and
 /// reports its workers, and any that are requested later, as lost.
-async fn drive(
-    mut child: Child,
-    mut commands: mpsc::UnboundedReceiver<Command>,
-    import_time: watch::Sender<Option<Duration>>,
-) {
+async fn drive(mut child: Child, mut commands: mpsc::UnboundedReceiver<Command>, events: ProcessEvents) {
+    let ProcessEvents { import_time, preload_time, end } = events;
     let began = Instant::now();
     let (Some(mut stdin), Some(stdout), Some(stderr)) = (child.stdin.take(), child.stdout.take(), child.stderr.take())
     else {
@@ -203,6 +250,9 @@ async fn drive(
                 Some(Ok(Report::Ready {})) => {
                     import_time.send_replace(Some(began.elapsed()));
                 }
+                Some(Ok(Report::Loaded { seconds })) => {
+                    preload_time.send_replace(Duration::try_from_secs_f64(seconds).ok());
+                }
                 Some(Ok(report)) => workers.dispatch(report),
                 // Printed by code that Python runs at startup.
                 Some(Err(_)) => tracing::info!(target: "worker", "{}", line.unwrap_or_default()),
@@ -222,6 +272,7 @@ async fn drive(
         Ok(status) => tail.exit_reason("the fork server", status),
         Err(error) => format!("the fork server cannot be watched: {error}"),
     };
+    end.send_replace(Some(reason.clone()));
     workers.remove_all(&reason);
     while let Some(command) = commands.recv().await {
         workers.request(command);

@@ -134,6 +134,11 @@ pub(crate) enum ResolveError {
 }
 
 impl Settings {
+    /// Whether the fork server loads the model: on CPUs, where one rank has all of it.
+    pub(crate) fn preloads(&self) -> bool {
+        self.num_devices == 0 && self.num_ranks == 1
+    }
+
     /// Checks the flags and fills in defaults.
     pub(crate) fn resolve(args: &Args, machine: Machine) -> Result<Self, ResolveError> {
         check_ranges(args)?;

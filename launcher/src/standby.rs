@@ -25,8 +25,8 @@ pub(crate) enum Standby {
 }
 
 impl Standby {
-    /// Host memory of a group. The error says why there is none. `weight_bytes` are those of all ranks, `room_bytes` as
-    /// in `Pool`.
+    /// Host memory of a group. The error says why there is none. `weight_bytes` are those of all ranks that are not shared
+    /// with other groups, `room_bytes` as in `Pool`.
     pub(crate) fn host_bytes(
         self,
         weight_bytes: u64,

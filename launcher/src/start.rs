@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use futures::future::try_join_all;
+use futures::future::{select_all, try_join_all};
 use penstock_router::engine::{EngineOptions, RestartGroup};
 use penstock_router::remote::ServerDescription;
 use penstock_router::replica::Replicas;
@@ -26,7 +26,7 @@ use crate::route::RouteError;
 use crate::standby::Standby;
 use crate::supervise::Supervisor;
 use crate::weights::{self, PrepareError, Prepared};
-use crate::workers::{WorkerOptions, Workers};
+use crate::workers::{WorkerOptions, Workers, WorkersError};
 
 /// Waiting this long raises a request's rank by one priority, so that no request starves while urgent ones still go first.
 const PRIORITY_AGEING: Duration = Duration::from_secs(10);
@@ -71,12 +71,9 @@ pub(crate) enum StartError {
     Fingerprint(std::io::Error),
 }
 
-/// The parts of a server before its engine starts.
+/// The first group before its engine starts.
 struct Loaded {
     group: Group,
-    prepared: Prepared,
-    folder: ModelFolder,
-    text: TextModel,
     model: Description,
     pool: Pool,
     load: LoadOptions,
@@ -96,19 +93,40 @@ pub(crate) async fn start(
     let visible_devices = std::env::var("CUDA_VISIBLE_DEVICES").ok();
     let shares =
         MachineShare::of_each(args.replicas, settings.num_ranks, settings.num_devices, visible_devices.as_deref());
-    let mut spawned = Vec::new();
+    let mut starting = Vec::new();
     for (replica, share) in shares.into_iter().enumerate() {
-        spawned.push(Spawned::new(args, settings, python, replica, share)?);
+        starting.push(Starting::new(args, settings, python, replica, share)?);
+    }
+    // The fork servers import meanwhile.
+    let (began, mut phases) = (Instant::now(), Vec::new());
+    let (prepared, folder, text) = tokio::select! {
+        prepared = prepare(args, adapters, python, &mut phases) => prepared?,
+        (reason, ..) = select_all(starting.iter().map(|starting| Box::pin(starting.fork_server.end()))) => {
+            return Err(GroupError::Exited(reason).into());
+        }
+    };
+    let load = load_options(args, settings, adapters, &prepared, &folder);
+    let mut spawned = Vec::new();
+    for starting in starting {
+        spawned.push(starting.spawn(settings, &load)?);
     }
     let Spawned { worker_options, fork_server, mut workers } = spawned.remove(0);
+    let load = LoadOptions { rendezvous: workers.rendezvous(), ..load };
     let sockets = workers.sockets().to_vec();
-    let rendezvous = workers.rendezvous();
-    let connecting = async {
+    let loading = async {
         // Workers are forked once the imports are done.
         let import_time = async { Ok(fork_server.import_time().await) };
-        tokio::try_join!(import_time, group::connect(&sockets))
+        let (import_time, group) = tokio::try_join!(import_time, group::connect(&sockets))?;
+        let preload_time = fork_server.preload_time();
+        let start_time = began.elapsed().saturating_sub(import_time + preload_time.unwrap_or_default());
+        let spans = [
+            ("import", Some(import_time)),
+            ("load before the fork", preload_time),
+            ("start workers", Some(start_time)),
+        ];
+        phases.extend(spans.into_iter().filter_map(|(name, duration)| Some(phase(name, duration?))));
+        load_first(args, settings, group, load, phases).await
     };
-    let loading = load(args, settings, adapters, python, connecting, rendezvous);
     let loaded = match group::while_alive(&mut workers, loading).await? {
         Err(StartError::Group(error)) => return Err(error.explained(&mut workers).await.into()),
         result => result?,
@@ -142,7 +160,8 @@ pub(crate) async fn start(
     let num_blocks = Some(u64::from(loaded.pool.num_blocks));
     let warm_up = WarmUpOptions { num_blocks, proven: true, ..loaded.warm_up };
     let room = loaded.pool.standby_room_bytes;
-    let standby_bytes = settings.standby.host_bytes(loaded.model.weight_bytes, room, settings.num_ranks);
+    let unshared_bytes = if fork_server.preload_time().is_some() { 0 } else { loaded.model.weight_bytes };
+    let standby_bytes = settings.standby.host_bytes(unshared_bytes, room, settings.num_ranks);
     if let (Ok(_), Some(room)) = (&standby_bytes, room) {
         tracing::info!("a standby group is kept: the weights fit twice, and {} MiB of each GPU are left", room >> 20);
     }
@@ -166,7 +185,7 @@ pub(crate) async fn start(
     let mut started = vec![(recipe(worker_options), fork_server, workers, loaded.group)];
     started.extend(try_join_all(starting).await?);
     if started.len() > 1 {
-        phases.push(Phase { name: "start other replicas".to_owned(), duration: since.elapsed() });
+        phases.push(phase("start other replicas", since.elapsed()));
     }
     let num_blocks = started.len() * loaded.pool.num_blocks as usize;
     let (mut groups, mut supervisors) = (Vec::new(), Vec::new());
@@ -178,7 +197,7 @@ pub(crate) async fn start(
     let description = match args.engine_listen {
         None => None,
         Some(_) => Some(ServerDescription {
-            properties: fingerprint::properties(args, &loaded.model, &loaded.folder.path, &loaded.prepared.weights)
+            properties: fingerprint::properties(args, &loaded.model, &folder.path, &prepared.weights)
                 .map_err(StartError::Fingerprint)?,
             model: loaded.model.clone(),
             max_input_tokens: loaded.limits.max_input_tokens,
@@ -194,14 +213,20 @@ pub(crate) async fn start(
         replicas: Replicas::start(groups, options),
         description,
         supervisors,
-        prepared: loaded.prepared,
-        folder: loaded.folder,
-        text: loaded.text,
+        prepared,
+        folder,
+        text,
         model: loaded.model,
         limits: loaded.limits,
         num_blocks,
         phases,
     })
+}
+
+/// A replica whose fork server imports.
+struct Starting {
+    worker_options: WorkerOptions,
+    fork_server: ForkServer,
 }
 
 /// The processes of a replica.
@@ -211,7 +236,7 @@ struct Spawned {
     workers: Workers,
 }
 
-impl Spawned {
+impl Starting {
     fn new(
         args: &Args,
         settings: &Settings,
@@ -225,14 +250,23 @@ impl Spawned {
             share,
             hub_cache: args.huggingface_hub_cache.clone(),
         });
+        fork_server.start().map_err(WorkersError::from)?;
         let worker_options = WorkerOptions {
             replica,
             num_replicas: args.replicas,
             num_ranks: settings.num_ranks,
             socket_prefix: args.shard_uds_path.clone(),
         };
+        Ok(Self { worker_options, fork_server })
+    }
+
+    fn spawn(self, settings: &Settings, load: &LoadOptions) -> Result<Spawned, GroupError> {
+        let Self { worker_options, mut fork_server } = self;
+        if settings.preloads() {
+            fork_server.preload(load);
+        }
         let workers = Workers::spawn(&worker_options, &mut fork_server, 0)?;
-        Ok(Self { worker_options, fork_server, workers })
+        Ok(Spawned { worker_options, fork_server, workers })
     }
 }
 
@@ -245,7 +279,7 @@ pub(crate) async fn prepare(
 ) -> Result<(Prepared, ModelFolder, TextModel), StartError> {
     let began = Instant::now();
     let prepared = weights::prepare(python, args, adapters).await?;
-    phases.push(Phase { name: "prepare model".to_owned(), duration: began.elapsed() });
+    phases.push(phase("prepare model", began.elapsed()));
     tracing::info!("model {} is in {}", prepared.model_id, prepared.folder.display());
     prefetch::begin([&prepared.weights[..], &prepared.drafter_weights].concat());
     let folder = ModelFolder::new(&prepared.folder, args)?;
@@ -256,37 +290,24 @@ pub(crate) async fn prepare(
     let text = tokio::task::spawn_blocking(move || TextModel::load(&path, num_threads, chat_template, renderer))
         .await?
         .map_err(StartError::Tokenizer)?;
-    phases.push(Phase { name: "load tokenizer".to_owned(), duration: since.elapsed() });
+    phases.push(phase("load tokenizer", since.elapsed()));
     Ok((prepared, folder, text))
 }
 
-async fn load(
+/// What flags and model say of a load. Each group has a rendezvous of its own.
+fn load_options(
     args: &Args,
     settings: &Settings,
     adapters: &AdapterFlags,
-    python: &Path,
-    connecting: impl Future<Output = Result<(Duration, Group), GroupError>>,
-    rendezvous: String,
-) -> Result<Loaded, StartError> {
-    let mut phases = Vec::new();
-    let began = Instant::now();
-    let timed = |name: &str, since: Instant| Phase { name: name.to_owned(), duration: since.elapsed() };
-    let prepare = prepare(args, adapters, python, &mut phases);
-    let connect = async {
-        let (import_time, group) = connecting.await?;
-        let start_time = began.elapsed().saturating_sub(import_time);
-        Ok::<_, StartError>((group, [("import", import_time), ("start workers", start_time)]))
-    };
-    let ((prepared, folder, text), (mut group, spans)) = tokio::try_join!(prepare, connect)?;
-    phases.extend(spans.map(|(name, duration)| Phase { name: name.to_owned(), duration }));
-
-    let since = Instant::now();
-    let load = LoadOptions {
+    prepared: &Prepared,
+    folder: &ModelFolder,
+) -> LoadOptions {
+    LoadOptions {
         model_folder: folder.path.clone(),
         dtype: args.dtype.map(|dtype| dtype.name().to_owned()),
         kv_cache_dtype: args.kv_cache_dtype.name().map(str::to_owned),
         block_tokens: None,
-        rendezvous,
+        rendezvous: String::new(),
         trust_remote_code: args.trust_remote_code,
         num_threads: u32::try_from(settings.num_threads).ok(),
         watermark_gamma: args.watermark_gamma,
@@ -302,9 +323,20 @@ async fn load(
         watermark_delta: args.watermark_delta,
         attention: args.attention.name().map(str::to_owned),
         cpu_isa: args.cpu_isa.name().map(str::to_owned),
-    };
+    }
+}
+
+/// Loads and warms up the first group, whose limits and memory hold for all others.
+async fn load_first(
+    args: &Args,
+    settings: &Settings,
+    mut group: Group,
+    load: LoadOptions,
+    mut phases: Vec<Phase>,
+) -> Result<Loaded, StartError> {
+    let since = Instant::now();
     let model = group.load(&load).await.map_err(GroupError::from)?;
-    phases.push(timed("load", since));
+    phases.push(phase("load", since.elapsed()));
     phases.extend(model.phases.iter().map(|phase| part_of("load", phase)));
     tracing::info!(
         "loaded {} as {} on {} with {} attention: {} MiB of weights",
@@ -337,7 +369,7 @@ async fn load(
         tracing::info!("--cuda-graphs has no effect: the model runs on a CPU");
     }
     let pool = group.warm_up(&warm_up).await.map_err(GroupError::from)?;
-    phases.push(timed("warm up", since));
+    phases.push(phase("warm up", since.elapsed()));
     phases.extend(pool.phases.iter().map(|phase| part_of("warm up", phase)));
     let capacity_tokens = u64::from(pool.num_blocks) * u64::from(model.block_tokens);
     tracing::info!(
@@ -347,7 +379,11 @@ async fn load(
     );
     let limits = SequenceLimits::resolve(args, settings, &model, step_tokens, pool.num_blocks)?;
     limits.choices.iter().for_each(log_choice);
-    Ok(Loaded { group, prepared, folder, text, model, pool, load, warm_up, step_tokens, limits, phases })
+    Ok(Loaded { group, model, pool, load, warm_up, step_tokens, limits, phases })
+}
+
+fn phase(name: &str, duration: Duration) -> Phase {
+    Phase { name: name.to_owned(), duration }
 }
 
 /// A phase that the workers measured within `whole`.

@@ -3,6 +3,8 @@
 
 #![allow(clippy::all)]
 
+pub use prost::Message;
+
 tonic::include_proto!("penstock.worker.v1");
 
 /// Between `penstock route` and the servers behind it.

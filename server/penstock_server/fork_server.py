@@ -5,8 +5,10 @@ unique in this process.
 
     {"start": {"name", "socket", "rank", "world_size", "stdout", "stderr"}}     stdout and stderr are FIFOs
     {"signal": {"name", "number"}}      sent to the worker and its children; ignored if the worker has exited
+    {"load": {"request"}}               a LoadRequest in hexadecimal: loads its model for all workers that start later
 
     {"ready": {}}                       the imports are done
+    {"loaded": {"seconds"}}             answers a load, unless each worker must load the model itself
     {"started": {"name", "pid"}}        answers a start, or:
     {"refused": {"name", "reason"}}
     {"ended": {"name", "status"}}       a status as returned by waitpid
@@ -28,17 +30,23 @@ import pkgutil
 import select
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from penstock_server import log
+from penstock_server import log, nvidia
 from penstock_server.config import WorkerConfig
 from penstock_server.errors import ConfigError
 from penstock_server.heap import return_free_pages
+
+if TYPE_CHECKING:
+    from penstock_server.engine.load import LoadModel
+
+    Run = Callable[[WorkerConfig, LoadModel | None], int]
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +75,14 @@ class Signal:
     number: int
 
 
-def parse(line: bytes) -> Start | Signal:
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A model to load here, so that the workers that are forked later share the pages of its weights."""
+
+    request: bytes  # a LoadRequest
+
+
+def parse(line: bytes) -> Start | Signal | Load:
     """Parse a line of stdin. Raises ConfigError if it is not a request."""
     try:
         request = json.loads(line)
@@ -87,14 +102,21 @@ def parse(line: bytes) -> Start | Signal:
             return Start(name, WorkerConfig(Path(socket), rank, world_size), stdout, stderr)
         case {"signal": {"name": str(name), "number": int(number)}}:
             return Signal(name, number)
-    raise ConfigError(f"the request {line.decode(errors='replace')!r} is neither a start nor a signal of a worker")
+        case {"load": {"request": str(request)}}:
+            with suppress(ValueError):
+                return Load(bytes.fromhex(request))
+    raise ConfigError(
+        f"the request {line.decode(errors='replace')!r} is neither a start nor a signal of a worker, nor a load"
+    )
 
 
 class ForkServer:
     """Forks children that execute `run` with their own configuration and exit with the status that it returns."""
 
-    def __init__(self, run: Callable[[WorkerConfig], int]) -> None:
+    def __init__(self, run: Run, preload: Callable[[bytes], LoadModel | None]) -> None:
         self._run = run
+        self._preload = preload
+        self._load_model: LoadModel | None = None  # what the last load returned
         self._pids: dict[str, int] = {}
         self._pid = os.getpid()
         # The handler is empty. The wakeup byte in the pipe makes `serve` reap the child.
@@ -106,10 +128,7 @@ class ForkServer:
 
     def serve(self) -> None:
         """Answer requests until stdin ends. Raises ConfigError for an invalid request."""
-        # Objects that exist now are permanent. The collector must not touch them, so that children share their pages.
-        gc.collect()
-        return_free_pages()
-        gc.freeze()
+        _keep_pages_shared()
         _report("ready")
         unread = b""
         while True:
@@ -125,8 +144,10 @@ class ForkServer:
                 for line in lines:
                     self._answer(parse(line))
 
-    def _answer(self, request: Start | Signal) -> None:
-        if isinstance(request, Start):
+    def _answer(self, request: Start | Signal | Load) -> None:
+        if isinstance(request, Load):
+            self._load(request)
+        elif isinstance(request, Start):
             try:
                 pid = self._fork(request)
             except OSError as error:
@@ -138,6 +159,16 @@ class ForkServer:
             # Until the child is reaped its pid cannot be reused.
             with suppress(ProcessLookupError):
                 os.killpg(self._pids[request.name], request.number)
+
+    def _load(self, request: Load) -> None:
+        began = time.perf_counter()
+        try:
+            self._load_model = self._preload(request.request)
+        except Exception as error:  # noqa: BLE001 - each worker loads it itself, and reports why it cannot
+            logger.info("the model is not loaded before the workers start: %s", error)
+        _keep_pages_shared()
+        if self._load_model is not None:
+            _report("loaded", seconds=time.perf_counter() - began)
 
     def _reap(self) -> None:
         for name, pid in list(self._pids.items()):
@@ -183,14 +214,21 @@ class ForkServer:
             _prctl(_PR_SET_NAME, ctypes.c_char_p(start.name.encode()))
             if os.getppid() == self._pid:  # the parent may have exited before the calls above
                 gc.enable()
-                status = self._run(start.config)
+                status = self._run(start.config, self._load_model)
         except BaseException:
             logger.exception("the worker failed and exits")
         finally:
             os._exit(status)
 
 
-def _report(kind: str, **fields: str | int) -> None:
+def _keep_pages_shared() -> None:
+    """Objects that exist now are permanent. The collector must not touch them, so that children share their pages."""
+    gc.collect()
+    return_free_pages()
+    gc.freeze()
+
+
+def _report(kind: str, **fields: str | float) -> None:
     line = json.dumps({kind: fields}).encode() + b"\n"
     while line:
         line = line[os.write(_STDOUT, line) :]
@@ -203,15 +241,17 @@ def _prctl(option: int, argument: object) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
-def _import_all() -> Callable[[WorkerConfig], int]:
-    """Import everything that a worker needs. Returns what a worker runs."""
+def _import_all() -> tuple[Run, Callable[[bytes], LoadModel | None]]:
+    """Import everything that a worker needs. Returns what a worker runs, and what loads its model before."""
+    has_gpu = nvidia.DRIVER.exists()
+    if not has_gpu:
+        # Torch imports them if it can. They call the driver, and take 9 MiB.
+        sys.modules["cuda.bindings"] = None  # type: ignore[assignment]
     import torch
 
     from penstock_server import worker
-    from penstock_server.engine import device
     from penstock_server.kernels import native_build
 
-    has_gpu = device.NVIDIA_DRIVER.exists()
     for package in _PACKAGES:
         path = Path(__file__).parent / package
         for module in pkgutil.walk_packages([str(path)], f"{__package__}.{package}."):
@@ -221,7 +261,7 @@ def _import_all() -> Callable[[WorkerConfig], int]:
     # The native kernels of the default data type.
     native_build.find_build(torch.device("cpu"), torch.bfloat16)
     check_bytecode(torch)
-    return worker.run
+    return worker.run, worker.preload
 
 
 def check_bytecode(module: ModuleType) -> None:
@@ -250,7 +290,7 @@ def main() -> int:
     log.configure()
     gc.disable()  # until a worker starts, because a collection would touch the pages that workers share
     try:
-        ForkServer(_import_all()).serve()
+        ForkServer(*_import_all()).serve()
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

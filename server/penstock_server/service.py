@@ -27,7 +27,7 @@ import numpy.typing as npt
 from penstock_server.compute import ComputeThread
 from penstock_server.config import Description, ImageInput, LoadConfig, WarmUpConfig, WorkerConfig
 from penstock_server.engine import Engine
-from penstock_server.engine.engine import LoadModel
+from penstock_server.engine.load import LoadModel
 from penstock_server.errors import ConfigError, GrammarError, ImageError, PlanError
 from penstock_server.pb import worker_pb2 as pb
 from penstock_server.pb import worker_pb2_grpc as rpc
@@ -91,30 +91,8 @@ class Worker(rpc.WorkerServicer):
                 f"the router speaks protocol version {request.protocol_version}, this worker (penstock "
                 f"{_package_version()}) speaks version {PROTOCOL_VERSION}; install both from one release",
             )
-        config = LoadConfig(
-            model_path=Path(request.model_path),
-            block_tokens=request.block_tokens,
-            dtype=request.dtype,
-            rendezvous=request.rendezvous,
-            trust_remote_code=request.trust_remote_code,
-            num_threads=request.num_threads,
-            watermark_gamma=request.watermark_gamma,
-            watermark_delta=request.watermark_delta,
-            attention=request.attention,
-            cpu_isa=request.cpu_isa,
-            kv_cache_dtype=request.kv_cache_dtype,
-            dequantize=request.dequantize,
-            quantize=request.quantize,
-            activation_bits=request.activation_bits,
-            deterministic=request.deterministic,
-            background=request.background,
-            max_adapters=request.max_adapters,
-            max_adapter_rank=request.max_adapter_rank,
-            speculative_model=Path(request.speculative_model) if request.speculative_model else None,
-            drafts_with_mtp=request.drafts_with_mtp,
-        )
         try:
-            description = self._compute.call(partial(self._load, config))
+            description = self._compute.call(partial(self._load, _load_config(request)))
         except ConfigError as error:
             _refuse(context, str(error))
         except Exception as error:  # noqa: BLE001 - the service's boundary
@@ -340,6 +318,37 @@ def _abort(context: grpc.ServicerContext, abort: _Abort) -> NoReturn:
     raise AssertionError("invariant: abort raises")
 
 
+def load_config(message: bytes) -> LoadConfig | None:
+    """What a serialized LoadRequest says; None if it is of another version of the protocol."""
+    request = pb.LoadRequest.FromString(message)
+    return _load_config(request) if request.protocol_version == PROTOCOL_VERSION else None
+
+
+def _load_config(request: pb.LoadRequest) -> LoadConfig:
+    return LoadConfig(
+        model_path=Path(request.model_path),
+        block_tokens=request.block_tokens,
+        dtype=request.dtype,
+        rendezvous=request.rendezvous,
+        trust_remote_code=request.trust_remote_code,
+        num_threads=request.num_threads,
+        watermark_gamma=request.watermark_gamma,
+        watermark_delta=request.watermark_delta,
+        attention=request.attention,
+        cpu_isa=request.cpu_isa,
+        kv_cache_dtype=request.kv_cache_dtype,
+        dequantize=request.dequantize,
+        quantize=request.quantize,
+        activation_bits=request.activation_bits,
+        deterministic=request.deterministic,
+        background=request.background,
+        max_adapters=request.max_adapters,
+        max_adapter_rank=request.max_adapter_rank,
+        speculative_model=Path(request.speculative_model) if request.speculative_model else None,
+        drafts_with_mtp=request.drafts_with_mtp,
+    )
+
+
 def _refuse(context: grpc.ServicerContext, message: str) -> NoReturn:
     _abort(context, _Abort(grpc.StatusCode.FAILED_PRECONDITION, message))
 
@@ -459,10 +468,7 @@ def _result_message(result: StepResult) -> pb.StepResult:
         num_draft_tokens=result.num_draft_tokens.astype("<u4").tobytes(),
         sampled=_tokens(result.sampled),
         vectors=result.vectors.astype("<f4").tobytes(),
-        prompts=[
-            pb.PromptTokens(sequence_id=sequence_id, tokens=_tokens(tokens))
-            for sequence_id, tokens in result.prompts.items()
-        ],
+        prompts=[pb.PromptTokens(sequence_id=each, tokens=_tokens(tokens)) for each, tokens in result.prompts.items()],
         errors=[
             pb.SequenceError(
                 sequence_id=failure.sequence_id,

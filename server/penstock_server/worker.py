@@ -12,15 +12,23 @@ import sys
 from types import FrameType
 
 from penstock_server.config import WorkerConfig
+from penstock_server.engine.load import LoadModel, Preloaded
 from penstock_server.errors import ConfigError
-from penstock_server.service import Worker, start_server
+from penstock_server.service import Worker, load_config, start_server
 
 _PARENT_CHECK_S = 1.0  # for kernels that do not kill it when its parent dies
 _LAST_REPLIES_S = 1.0  # for replies that are on their way when the worker fails
 
 
-def run(config: WorkerConfig) -> int:
-    """Serve until SIGTERM, the parent's death or a fault. Returns the exit status."""
+def preload(message: bytes) -> LoadModel | None:
+    """Load the model of a LoadRequest for all workers that are forked from this process. None: each loads it itself."""
+    config = load_config(message)
+    preloaded = None if config is None else Preloaded.of(config)
+    return None if preloaded is None else preloaded.load_model
+
+
+def run(config: WorkerConfig, load_model: LoadModel | None = None) -> int:
+    """Serve until SIGTERM, the parent's death or a fault. Returns the exit status. load_model: as `preload` returns."""
     parent = os.getppid()
 
     def terminate(signum: int, frame: FrameType | None) -> None:
@@ -32,7 +40,7 @@ def run(config: WorkerConfig) -> int:
     signal.signal(signal.SIGTERM, terminate)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        worker = Worker(config)
+        worker = Worker(config, load_model)
         server = start_server(worker, config.socket)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -28,14 +28,15 @@ PROGRAM = """
 import os, signal, sys
 from penstock_server.fork_server import ForkServer
 
-def run(config):
+def run(config, load_model):
     if config.rank == 7:
         raise ValueError("rank 7")
-    print(config.rank, config.world_size, config.socket, os.getpgrp() == os.getpid(), flush=True)
+    own_group = os.getpgrp() == os.getpid()
+    print(*filter(None, [load_model]), config.rank, config.world_size, config.socket, own_group, flush=True)
     print(*sorted(os.listdir("/proc/self/fd")), file=sys.stderr, flush=True)
     signal.pause()
 
-ForkServer(run).serve()
+ForkServer(run, preload=bytes.decode).serve()
 """
 
 
@@ -205,7 +206,9 @@ def test_real_workers_ignore_sigint_and_exit_0_on_sigterm_and_what_is_no_request
         assert launcher.hear("ended") == {"name": name, "status": 0}
         assert not (tmp_path / name).exists()
     launcher.send(begin={"name": "worker"})
-    reason = 'error: the request \'{"begin": {"name": "worker"}}\' is neither a start nor a signal of a worker'
+    reason = (
+        'error: the request \'{"begin": {"name": "worker"}}\' is neither a start nor a signal of a worker, nor a load'
+    )
     status, said = launcher.last_words()
     assert (status, said.splitlines()[-1]) == (1, reason)
 
@@ -251,9 +254,9 @@ for name in ("_lazy_init", "is_available", "device_count", "_device_count_nvml",
     assert hasattr(torch.cuda, name), name
     setattr(torch.cuda, name, refuse)
 
-from penstock_server.engine import device
+from penstock_server import nvidia
 from penstock_server.fork_server import _import_all
-device.NVIDIA_DRIVER = pathlib.Path({str(driver)!r})
+nvidia.DRIVER = pathlib.Path({str(driver)!r})
 _import_all()
 mapped = pathlib.Path("/proc/self/maps").read_text()
 print(
@@ -267,6 +270,18 @@ print(
     environment = {**os.environ, **threads, "PYTHONPATH": str(Path(__file__).parents[1]), "TRITON_INTERPRET": "0"}
     printed = subprocess.check_output([sys.executable, "-c", program], env=environment, text=True)
     assert printed.split() == [str(has_gpu), "False", "False", "1"]
+
+
+def test_workers_get_the_model_that_was_loaded_before_their_fork(launcher: Launcher) -> None:
+    launcher.send(load={"request": b"the-model".hex()})
+    assert launcher.hear("loaded")["seconds"] >= 0
+    for name in ("first", "second"):
+        assert launcher.start(name).stdout.line().startswith("the-model 0 8 ")
+
+
+def test_without_a_model_that_could_be_loaded_workers_start_and_load_it_themselves(launcher: Launcher) -> None:
+    launcher.send(load={"request": "ff"})  # not a text
+    assert launcher.start("worker").stdout.line().startswith("0 8 ")
 
 
 def test_imports_without_bytecode_on_disk_are_warned_of(tmp_path: Path) -> None:

@@ -222,12 +222,23 @@ def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
         gguf_folder(path)
 
 
+@pytest.mark.parametrize("with_vocabulary", [False, True])
 @pytest.mark.parametrize("size", [0, 3, 20, 300, 5000])
-def test_a_file_truncated_in_its_header_is_refused(size: int, tmp_path: Path) -> None:
+def test_a_file_truncated_in_its_header_is_refused(size: int, with_vocabulary: bool, tmp_path: Path) -> None:
     path = save_gguf(make_model("llama"), tmp_path / "tiny.gguf")
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(ConfigError, match=r"tiny\.gguf is (truncated|not a GGUF file)"):
-        read_header(path)
+        read_header(path, with_vocabulary=with_vocabulary)
+
+
+def test_a_header_without_its_vocabulary_lacks_only_the_tokenizers_arrays(tmp_path: Path) -> None:
+    path = save_gguf(make_model("llama"), tmp_path / "tiny.gguf")
+    whole, small = read_header(path), read_header(path, with_vocabulary=False)
+    assert whole.tensors == small.tensors
+    left_out = whole.metadata.keys() - small.metadata.keys()
+    assert {"tokenizer.ggml.tokens", "tokenizer.ggml.token_type"} <= left_out
+    assert small.metadata == {key: value for key, value in whole.metadata.items() if key not in left_out}
+    assert all(key.startswith("tokenizer.ggml.") and isinstance(whole.metadata[key], list) for key in left_out)
 
 
 def test_a_file_truncated_in_its_tensors_is_refused_on_opening(tmp_path: Path) -> None:

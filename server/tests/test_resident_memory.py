@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from penstock_server import nvidia
 
 PRIVATE = """
 import re
@@ -20,7 +21,7 @@ def private():
 
 """
 LOADED = f"""
-import gc
+import gc, sys
 {PRIVATE}
 from penstock_server import fork_server
 from penstock_server.prepare import prepare
@@ -37,7 +38,8 @@ engine.warm_up(WarmUpConfig(max_step_tokens=16, max_step_sequences=2, max_sequen
 num_vocabularies = sum(isinstance(each, Vocabulary) for each in gc.get_objects())
 num_processes = sum(trial._process is not None for trial in engine._compiler._trials.queue)
 is_mapped = ".gguf" in Path("/proc/self/maps").read_text()
-print(taken, description.weight_bytes, is_mapped, num_vocabularies, num_processes)
+has_bindings = "cuda.bindings.driver" in sys.modules
+print(taken, description.weight_bytes, is_mapped, num_vocabularies, num_processes, has_bindings)
 """
 VOCABULARY = f"""
 {PRIVATE}
@@ -63,8 +65,11 @@ def output_of(code: str) -> str:
 @pytest.mark.native
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_a_ready_worker_holds_its_weights_once_and_nothing_that_only_grammars_need() -> None:
-    taken, weights, is_mapped, num_vocabularies, num_processes = output_of(LOADED).splitlines()[-1].split()
+    taken, weights, is_mapped, num_vocabularies, num_processes, has_bindings = (
+        output_of(LOADED).splitlines()[-1].split()
+    )
     assert (is_mapped, num_vocabularies, num_processes) == ("False", "0", "0")
+    assert has_bindings == "False" or nvidia.DRIVER.exists()
     assert int(weights) < int(taken) < 1.5 * int(weights)
 
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::future::{join_all, try_join_all};
-use penstock_proto as proto;
+use penstock_proto::{self as proto, Message as _};
 
 use super::adapter::AdapterLoader;
 use super::grammar::GrammarCompiler;
@@ -67,6 +67,43 @@ pub struct LoadOptions {
     /// Whether the checkpoint's multi-token prediction layer proposes them, if it has one and there is no
     /// `speculative_model`; otherwise they come from n-grams.
     pub drafts_with_mtp: bool,
+}
+
+impl LoadOptions {
+    /// The message that asks a worker for this load, serialized.
+    pub fn message(&self) -> Vec<u8> {
+        self.request().encode_to_vec()
+    }
+
+    fn request(&self) -> proto::LoadRequest {
+        proto::LoadRequest {
+            protocol_version: PROTOCOL_VERSION,
+            model_path: self.model_folder.to_string_lossy().into_owned(),
+            dtype: self.dtype.clone().unwrap_or_default(),
+            kv_cache_dtype: self.kv_cache_dtype.clone().unwrap_or_default(),
+            block_tokens: self.block_tokens.unwrap_or(0),
+            rendezvous: self.rendezvous.clone(),
+            trust_remote_code: self.trust_remote_code,
+            num_threads: self.num_threads.unwrap_or(0),
+            watermark_gamma: self.watermark_gamma.unwrap_or(0.0),
+            watermark_delta: self.watermark_delta.unwrap_or(0.0),
+            attention: self.attention.clone().unwrap_or_default(),
+            cpu_isa: self.cpu_isa.clone().unwrap_or_default(),
+            dequantize: self.dequantize,
+            quantize: self.quantize.clone().unwrap_or_default(),
+            activation_bits: self.activation_bits.unwrap_or(0),
+            deterministic: self.deterministic,
+            background: self.background,
+            max_adapters: self.max_adapters,
+            max_adapter_rank: self.max_adapter_rank,
+            speculative_model: self
+                .speculative_model
+                .as_ref()
+                .map(|folder| folder.to_string_lossy().into_owned())
+                .unwrap_or_default(),
+            drafts_with_mtp: self.drafts_with_mtp,
+        }
+    }
 }
 
 /// The model that was loaded.
@@ -208,33 +245,7 @@ impl Group {
 
     /// Loads the model on all ranks. Without a deadline, because reading a large model can take arbitrarily long.
     pub async fn load(&mut self, options: &LoadOptions) -> Result<Description, WorkerError> {
-        let request = proto::LoadRequest {
-            protocol_version: PROTOCOL_VERSION,
-            model_path: options.model_folder.to_string_lossy().into_owned(),
-            dtype: options.dtype.clone().unwrap_or_default(),
-            kv_cache_dtype: options.kv_cache_dtype.clone().unwrap_or_default(),
-            block_tokens: options.block_tokens.unwrap_or(0),
-            rendezvous: options.rendezvous.clone(),
-            trust_remote_code: options.trust_remote_code,
-            num_threads: options.num_threads.unwrap_or(0),
-            watermark_gamma: options.watermark_gamma.unwrap_or(0.0),
-            watermark_delta: options.watermark_delta.unwrap_or(0.0),
-            attention: options.attention.clone().unwrap_or_default(),
-            cpu_isa: options.cpu_isa.clone().unwrap_or_default(),
-            dequantize: options.dequantize,
-            quantize: options.quantize.clone().unwrap_or_default(),
-            activation_bits: options.activation_bits.unwrap_or(0),
-            deterministic: options.deterministic,
-            background: options.background,
-            max_adapters: options.max_adapters,
-            max_adapter_rank: options.max_adapter_rank,
-            speculative_model: options
-                .speculative_model
-                .as_ref()
-                .map(|folder| folder.to_string_lossy().into_owned())
-                .unwrap_or_default(),
-            drafts_with_mtp: options.drafts_with_mtp,
-        };
+        let request = options.request();
         let answers = try_join_all(self.ranks.iter_mut().map(|rank| rank.load(request.clone()))).await?;
         agree("the vocabulary size", answers.iter().map(|answer| answer.vocab_size))?;
         agree("the tokens per KV block", answers.iter().map(|answer| answer.block_tokens))?;

@@ -17,10 +17,10 @@ from penstock_server.config import LoadConfig
 from penstock_server.engine.memory import mib
 from penstock_server.errors import ConfigError
 from penstock_server.kernels.native_build import find_build
+from penstock_server.nvidia import DRIVER as NVIDIA_DRIVER
 
 logger = logging.getLogger(__name__)
 
-NVIDIA_DRIVER = Path("/dev/nvidiactl")
 BFLOAT16_CAPABILITY = (8, 0)  # Ampere; Volta and Turing lack it
 _CUDA_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _SERVE_ON_CPU = 'To serve on the CPU, set CUDA_VISIBLE_DEVICES=""'

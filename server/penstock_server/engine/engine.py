@@ -9,11 +9,10 @@ from concurrent.futures import wait
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from penstock_server.attention import preferred_block_tokens
 from penstock_server.background import run_in_background
 from penstock_server.config import Capacity, Description, ImageInput, LoadConfig, WarmUpConfig
 from penstock_server.engine import memory, warmup
@@ -21,8 +20,6 @@ from penstock_server.engine.capacity import CapacityProbe, Measured
 from penstock_server.engine.device import (
     DTYPES,
     choose_device,
-    choose_dtype,
-    choose_kv_dtype,
     choose_num_threads,
     naming_full_memory,
     open_device,
@@ -34,6 +31,7 @@ from penstock_server.engine.drafting.load import load_drafter
 from penstock_server.engine.drafting.ngram import NgramDrafter
 from penstock_server.engine.drafting.pooled import PooledDrafter
 from penstock_server.engine.graphs import Bucket, CudaRecorder, StepGraphs, buckets, needed_bytes
+from penstock_server.engine.load import LoadModel, load_model, load_options
 from penstock_server.engine.pooling import PoolingRunner
 from penstock_server.engine.sampler import SampledTime, Sampler
 from penstock_server.engine.sequence import SequenceTable, TableLimits
@@ -45,9 +43,8 @@ from penstock_server.errors import ConfigError, GrammarError, ImageError
 from penstock_server.grammar.compiler import GrammarCompiler
 from penstock_server.grammar.state import GrammarStates
 from penstock_server.heap import return_free_pages
-from penstock_server.kernels import ACTIVATION_BITS
 from penstock_server.kernels.native_build import find_build
-from penstock_server.models.interface import CausalModel, LoadOptions
+from penstock_server.models.interface import CausalModel
 from penstock_server.parallel import RankGroup
 from penstock_server.phase import PhaseClock
 from penstock_server.plan import Adapter, Advances, Grammar, Image, NewSequence, Plan, StepResult, StepTiming
@@ -56,18 +53,6 @@ from penstock_server.vision.encoder import EncodedImage, ImageEncoder
 logger = logging.getLogger(__name__)
 
 _MAX_MASK_THREADS = 8
-
-
-class LoadModel(Protocol):
-    """Loads a prepared model folder; `penstock_server.models.load_model` outside of tests."""
-
-    def __call__(self, options: LoadOptions, group: RankGroup) -> CausalModel: ...
-
-
-def _load_model(options: LoadOptions, group: RankGroup) -> CausalModel:
-    from penstock_server.models import load_model
-
-    return load_model(options, group)
 
 
 def _can_draft(model: CausalModel, device: torch.device) -> bool:
@@ -118,7 +103,7 @@ class Engine:
 
     @classmethod
     def load(
-        cls, config: LoadConfig, rank: int = 0, world_size: int = 1, load_model: LoadModel = _load_model
+        cls, config: LoadConfig, rank: int = 0, world_size: int = 1, load_model: LoadModel = load_model
     ) -> tuple[Engine, Description]:
         """Choose device, dtype and block size, connect to the other ranks, and load the model. Raises ConfigError for a
         model or an option that cannot be served."""
@@ -126,34 +111,14 @@ class Engine:
         if world_size > 1 and not config.rendezvous:
             raise ConfigError(f"{world_size} ranks need a rendezvous, none was given")
         device = choose_device(config.device, rank)
-        dtype = choose_dtype(config.dtype, device)
-        kv_dtype = choose_kv_dtype(config.kv_cache_dtype)
-        block_tokens = config.block_tokens or preferred_block_tokens(
-            device, dtype, kv_dtype, config.attention, deterministic=config.deterministic
-        )
+        options = load_options(config, device)
+        dtype, block_tokens = options.dtype, options.block_tokens
         native = find_build(device, dtype, config.cpu_isa)
         torch.set_num_threads(choose_num_threads(config, world_size))
         open_device(device)
         with clock.phase("meet ranks"):
             backend = "nccl" if device.type == "cuda" else "gloo"
             group = RankGroup.join(rank, world_size, config.rendezvous, backend, native)
-        options = LoadOptions(
-            config.model_path,
-            dtype,
-            device,
-            block_tokens,
-            trust_remote_code=config.trust_remote_code,
-            attention=config.attention,
-            deterministic=config.deterministic,
-            cpu_isa=config.cpu_isa,
-            kv_dtype=kv_dtype,
-            dequantize=config.dequantize,
-            quantize=config.quantize,
-            activation_bits=config.activation_bits or ACTIVATION_BITS,
-            max_adapters=config.max_adapters,
-            max_adapter_rank=config.max_adapter_rank,
-            drafts_with_mtp=config.drafts_with_mtp and config.speculative_model is None and native is not None,
-        )
         advice = "use a larger GPU, or more shards (--num-shard), or end the other processes"
 
         def read() -> CausalModel:

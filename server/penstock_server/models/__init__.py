@@ -8,11 +8,22 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from penstock_server.layers.linear import SchemeOf
     from penstock_server.models.interface import CausalModel, LoadOptions
     from penstock_server.parallel import RankGroup
 
 logger = logging.getLogger(__name__)
+
+
+def is_described(folder: Path) -> bool:
+    """Whether a prepared folder's model is built here. Otherwise it runs on transformers. Raises ConfigError."""
+    from penstock_server.models.config import Config
+    from penstock_server.models.registry import ARCHITECTURES, ENCODERS
+    from penstock_server.vision.family import FAMILIES
+
+    return Config.read(folder).require("model_type", str) in {*ARCHITECTURES, *ENCODERS, *FAMILIES}
 
 
 def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None) -> CausalModel:
@@ -31,14 +42,12 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     from penstock_server.layers.quantized import quantized_in_layers, stored_everywhere
     from penstock_server.layers.shard import Shard
     from penstock_server.models.adapter import refusal
-    from penstock_server.models.config import Config
     from penstock_server.models.decoder import Decoder
     from penstock_server.models.fallback import load_fallback
     from penstock_server.models.parameters import parameters
     from penstock_server.models.pooling import read_pooling
-    from penstock_server.models.registry import ARCHITECTURES, ENCODERS, read_spec
+    from penstock_server.models.registry import read_spec
     from penstock_server.models.vision import load_images
-    from penstock_server.vision.family import FAMILIES
     from penstock_server.weights import kv_scale
     from penstock_server.weights.adapter import StoredWeight
     from penstock_server.weights.format import open_checkpoint
@@ -46,7 +55,7 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     from penstock_server.weights.quantization.flag import format_at_load
 
     begin = time.perf_counter()
-    if Config.read(options.folder).require("model_type", str) not in {*ARCHITECTURES, *ENCODERS, *FAMILIES}:
+    if not is_described(options.folder):
         if read_pooling(options.folder) is not None:
             raise ConfigError(f"{options.folder}: embedding models and rerankers of this model type are not supported")
         if options.max_adapters:

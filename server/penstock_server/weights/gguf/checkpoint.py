@@ -36,7 +36,7 @@ class GgufCheckpoint:
     """The tensors of one GGUF model, by their GGUF names. Implements `Checkpoint`."""
 
     def __init__(self, path: Path) -> None:
-        header = read_header(path)
+        header = read_header(path, with_vocabulary=False)
         metadata = Metadata(header, path)
         if metadata.architecture not in BUILDERS:
             raise unsupported(metadata)

@@ -72,7 +72,7 @@ def _method_of(folder: Path) -> str | None:
     files = find_weights(folder)
     if files.kind != "gguf":
         return quantization_method(quantization_config(folder))
-    types = {info.type_number for info in read_header(files.paths[0]).tensors.values()}
+    types = {info.type_number for info in read_header(files.paths[0], with_vocabulary=False).tensors.values()}
     return "gguf" if types - set(_GGUF_FLOATS) else None
 
 
