@@ -33,6 +33,7 @@ fn model(device: &str) -> Description {
         image_input: None,
         max_source_tokens: 0,
         can_draft: true,
+        drafts_with_model: false,
         weight_bytes: 0,
         kv_bytes_per_block: 0,
         phases: Vec::new(),

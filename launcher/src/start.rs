@@ -149,6 +149,7 @@ pub(crate) async fn start(
         window_tokens: loaded.model.window_tokens,
         whole_prompts: loaded.model.is_prompt_whole(),
         max_draft_tokens,
+        drafts_with_model: loaded.model.drafts_with_model,
     };
     let options = EngineOptions {
         limits,

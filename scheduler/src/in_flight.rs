@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use crate::cost::Estimate;
 use crate::plan::{BlockId, SequenceId};
 use crate::resident::Residency;
+use crate::speculation::Drafting;
 
 /// A planned step without its result.
 #[derive(Debug)]
@@ -13,6 +14,7 @@ pub(crate) struct InFlightStep {
     /// In the order of the plan's advances.
     pub(crate) advances: Vec<InFlightAdvance>,
     pub(crate) estimate: Estimate,
+    pub(crate) drafting: Drafting,
 }
 
 #[derive(Clone, Debug)]
@@ -46,9 +48,9 @@ impl InFlightSteps {
     }
 
     /// Adds the step `next_step`.
-    pub(crate) fn push(&mut self, advances: Vec<InFlightAdvance>, estimate: Estimate) {
+    pub(crate) fn push(&mut self, advances: Vec<InFlightAdvance>, estimate: Estimate, drafting: Drafting) {
         self.last_step += 1;
-        self.steps.push_back(InFlightStep { step: self.last_step, advances, estimate });
+        self.steps.push_back(InFlightStep { step: self.last_step, advances, estimate, drafting });
     }
 
     pub(crate) fn oldest(&self) -> Option<&InFlightStep> {
@@ -66,6 +68,10 @@ impl InFlightSteps {
     /// Advances of all steps, oldest step first.
     pub(crate) fn advances(&self) -> impl Iterator<Item = &InFlightAdvance> {
         self.steps.iter().flat_map(|step| &step.advances)
+    }
+
+    pub(crate) fn has_probe(&self) -> bool {
+        self.steps.iter().any(|step| step.drafting == Drafting::Probe)
     }
 
     pub(crate) fn len(&self) -> usize {

@@ -23,7 +23,7 @@ mod speculation;
 pub use error::{ApplyError, SubmitError};
 pub use layout::BlockLayout;
 pub use plan::{
-    Advance, BlockHash, BlockId, ContentSalt, Event, FinishReason, Forecast, Limits, NewSequence, Plan, SequenceId,
-    SequenceOutput, Stats, StepResult, Submission, TokenId,
+    Advance, BlockHash, BlockId, ContentSalt, Drafted, Event, FinishReason, Forecast, Limits, NewSequence, Plan,
+    SequenceId, SequenceOutput, Stats, StepResult, Submission, TokenId,
 };
 pub use scheduler::Scheduler;

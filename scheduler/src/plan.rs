@@ -52,6 +52,8 @@ pub struct Limits {
     pub whole_prompts: bool,
     /// Draft tokens that a step verifies for one sequence at most (`--speculate`). 0: none.
     pub max_draft_tokens: u32,
+    /// Whether the worker can draft with a model or heads, which takes time, as well as by lookup, which takes none.
+    pub drafts_with_model: bool,
 }
 
 /// A sequence to generate.
@@ -107,6 +109,8 @@ pub struct Plan {
     pub new_sequences: Vec<NewSequence>,
     /// One for each sequence in the step's batch.
     pub advances: Vec<Advance>,
+    /// Whether drafts come from the sequences' texts and grammars alone, although the worker can draft with a model.
+    pub drafts_by_lookup: bool,
 }
 
 /// A sequence that the worker does not know, or has been told to forget.
@@ -161,6 +165,15 @@ pub struct SequenceOutput {
     pub token_ids: Option<Vec<TokenId>>,
     /// Draft tokens that the worker verified, right or not; at most `Advance::num_draft_tokens`.
     pub num_draft_tokens: u32,
+}
+
+/// What a step spent on drafts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Drafted {
+    /// Draft tokens that the step verified, over all sequences.
+    pub num_tokens: u32,
+    /// Time that the worker took to make them.
+    pub duration: Duration,
 }
 
 /// What a result means for one sequence.

@@ -18,7 +18,7 @@ use crate::plan::{Advance, BlockId, ContentSalt, FinishReason, Limits, NewSequen
 use crate::precedence::{Precedence, PrefillOrder};
 use crate::prefix::{Content, PendingPrefix, Root};
 use crate::resident::Residency;
-use crate::speculation::Acceptance;
+use crate::speculation::{Acceptance, Drafting};
 
 #[derive(Debug)]
 pub(crate) struct Sequence {
@@ -53,7 +53,8 @@ pub(crate) struct Sequence {
     /// Tokens of prompts of lower precedence that were computed before this one's.
     num_overtaken_tokens: u64,
     borrowed_budget: Option<BorrowedBudget>,
-    acceptance: Acceptance,
+    /// Of drafts by lookup, and of those of a model.
+    acceptance: [Acceptance; 2],
 }
 
 /// The overtaking budget of a sequence that waits for blocks of this one: this one is as urgent until it has computed
@@ -97,7 +98,7 @@ impl Sequence {
             served_at: arrived_at,
             num_overtaken_tokens: 0,
             borrowed_budget: None,
-            acceptance: Acceptance::default(),
+            acceptance: Default::default(),
         }
     }
 
@@ -141,8 +142,8 @@ impl Sequence {
         (self.max_tokens - self.num_known_tokens()).saturating_sub(1)
     }
 
-    pub(crate) fn acceptance(&mut self) -> &mut Acceptance {
-        &mut self.acceptance
+    pub(crate) fn acceptance(&mut self, drafting: Drafting) -> &mut Acceptance {
+        &mut self.acceptance[usize::from(drafting != Drafting::Lookup)]
     }
 
     /// Tokens that are computed after the steps in flight even if all their drafts are wrong.

@@ -1,6 +1,10 @@
 //! How likely a sequence's drafts are right, and how many are worth their rows.
 //!
+//! Drafts by lookup cost only the rows that verify them. A model that drafts also takes time before the step.
+//!
 //! Pure, and without influence on tokens: it decides only how fast they come.
+
+use std::time::Duration;
 
 /// What is assumed of a sequence that has verified no draft.
 const PRIOR: f64 = 0.7;
@@ -9,13 +13,82 @@ const LEARNING_RATE: f64 = 1.0 / 8.0;
 /// Share of the way back to `PRIOR` in a step without drafts, so that a sequence whose drafts were wrong tries again.
 const RECOVERY_RATE: f64 = 1.0 / 64.0;
 
-/// The moving average of a sequence's right drafts.
+/// Share of the time that steps may take which draft with a model only to measure it.
+const PROBE_SHARE: f64 = 0.02;
+/// Steps of a probe: in the first one, a draft model catches up on tokens.
+const NUM_PROBE_STEPS: u32 = 2;
+
+/// Where the drafts of a step come from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Drafting {
+    /// The sequences' own texts, and their grammars.
+    #[default]
+    Lookup,
+    /// A draft model or heads, besides.
+    Model,
+    /// As `Model`, but only to measure it.
+    Probe,
+}
+
+/// What it costs to draft with a model, which is measured again from time to time.
+#[derive(Debug, Default)]
+pub(crate) struct DraftingCost {
+    /// The time for a draft token of each sequence, as a share of a step without drafts. `None`: not measured yet.
+    share: Option<f64>,
+    /// Seconds that probes may take now. May be negative.
+    probe_seconds: f64,
+    /// Steps of the probe that are not planned yet.
+    num_probe_steps: u32,
+}
+
+impl DraftingCost {
+    /// Learns from a step of `seconds` without its drafts, which were made in `duration`, one after another.
+    pub(crate) fn observe(&mut self, drafting: Drafting, seconds: f64, num_drafts: u32, duration: Duration) {
+        self.probe_seconds += PROBE_SHARE * seconds;
+        if drafting == Drafting::Probe {
+            self.probe_seconds -= seconds + duration.as_secs_f64();
+        }
+        if drafting == Drafting::Lookup || num_drafts == 0 || seconds <= 0.0 {
+            return;
+        }
+        let share = duration.as_secs_f64() / (seconds * f64::from(num_drafts));
+        // Catching up makes single drafts slow, and nothing makes them fast.
+        self.share = Some(match self.share {
+            Some(known) if share > known => known + (share.min(2.0 * known) - known) * LEARNING_RATE,
+            _ => share,
+        });
+    }
+
+    pub(crate) fn share(&self) -> f64 {
+        self.share.unwrap_or(0.0)
+    }
+
+    /// Whether the next step, of `seconds`, is to be a probe. `is_probing`: one is in flight.
+    pub(crate) fn begins_probe(&mut self, seconds: f64, is_probing: bool) -> bool {
+        if self.num_probe_steps == 0 && !is_probing {
+            let needed = self.share.map(|share| f64::from(NUM_PROBE_STEPS) * (1.0 + share) * seconds);
+            if needed.is_none_or(|needed| self.probe_seconds >= needed) {
+                self.num_probe_steps = NUM_PROBE_STEPS;
+            }
+        }
+        let is_probe = self.num_probe_steps > 0;
+        self.num_probe_steps = self.num_probe_steps.saturating_sub(1);
+        is_probe
+    }
+}
+
+/// Moving averages of a sequence's drafts.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Acceptance(f64);
+pub(crate) struct Acceptance {
+    /// That a draft token is right if those before it are.
+    probability: f64,
+    /// Share of the steps that allowed drafts in which there was one.
+    found: f64,
+}
 
 impl Default for Acceptance {
     fn default() -> Self {
-        Self(PRIOR)
+        Self { probability: PRIOR, found: 1.0 }
     }
 }
 
@@ -24,23 +97,33 @@ impl Acceptance {
     /// the first wrong one tell nothing.
     pub(crate) fn observe(&mut self, num_right: u32, num_drafts: u32) {
         for _ in 0..num_right {
-            self.0 += (1.0 - self.0) * LEARNING_RATE;
+            self.probability += (1.0 - self.probability) * LEARNING_RATE;
         }
         if num_right < num_drafts {
-            self.0 -= self.0 * LEARNING_RATE;
+            self.probability -= self.probability * LEARNING_RATE;
         }
+        self.found += (f64::from(u8::from(num_drafts > 0)) - self.found) * LEARNING_RATE;
     }
 
-    /// Notes a step in which the sequence was given no drafts.
+    /// Notes a step in which the sequence was given no such drafts.
     pub(crate) fn recover(&mut self) {
-        self.0 += (PRIOR - self.0) * RECOVERY_RATE;
+        self.probability += (PRIOR - self.probability) * RECOVERY_RATE;
+        self.found += (1.0 - self.found) * RECOVERY_RATE;
+    }
+
+    /// Tokens that `num_drafts` draft tokens are expected to save, if a draft's row costs as much as `row_share` tokens,
+    /// and making the draft as much as `drafting_share`.
+    pub(crate) fn worth(&self, num_drafts: u32, row_share: f64, drafting_share: f64) -> f64 {
+        let num_right: f64 = (1..=num_drafts).map(|num| self.probability.powi(num as i32)).sum();
+        let num_drafts = f64::from(num_drafts);
+        self.found * (num_right - row_share * num_drafts) - drafting_share * num_drafts
     }
 
     /// The most draft tokens, up to `most`, of which the last is still right with at least this probability.
     pub(crate) fn num_worthwhile(&self, least_probability: f64, most: u32) -> u32 {
         let mut probability = 1.0;
         let is_worthwhile = |_: &u32| {
-            probability *= self.0;
+            probability *= self.probability;
             probability >= least_probability
         };
         (0..most).take_while(is_worthwhile).count() as u32
@@ -63,13 +146,13 @@ mod tests {
         assert_eq!(after(&[(8, 8), (8, 8)]).num_worthwhile(0.3, 8), 8);
         assert_eq!(after(&[(0, 8); 20]).num_worthwhile(0.3, 8), 0);
         // Drafts after the first wrong one do not count.
-        assert_eq!(after(&[(0, 8)]).0, after(&[(0, 1)]).0);
+        assert_eq!(after(&[(0, 8)]).probability, after(&[(0, 1)]).probability);
     }
 
     #[test]
     fn a_right_draft_closes_an_eighth_of_the_distance_to_certainty() {
-        assert!((after(&[(1, 1)]).0 - 0.7375).abs() < 1e-12);
-        assert!((after(&[(1, 2)]).0 - 0.7375 * 7.0 / 8.0).abs() < 1e-12);
+        assert!((after(&[(1, 1)]).probability - 0.7375).abs() < 1e-12);
+        assert!((after(&[(1, 2)]).probability - 0.7375 * 7.0 / 8.0).abs() < 1e-12);
     }
 
     #[test]

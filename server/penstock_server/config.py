@@ -103,6 +103,7 @@ class Description:
     pooling: Pooling | None = None  # None: the model generates tokens
     num_dimensions: int = 0  # of a pooled vector
     can_draft: bool = False  # plans may allow draft tokens
+    drafts_with_model: bool = False  # drafts come from a model or heads, and not only by lookup
     image_input: ImageInput | None = None  # None: the model reads no images
 
 

@@ -143,6 +143,7 @@ class Plan:
     freed_sequence_ids: Sequence[int] = ()
     new_sequences: Sequence[NewSequence] = ()
     advances: Advances = NO_ADVANCES
+    drafts_by_lookup: bool = False  # drafts come from the sequences' texts and grammars alone
 
 
 Top = Sequence[tuple[int, float]]  # alternatives to a token and their logprobs, best first
@@ -178,6 +179,7 @@ class StepTiming:
     forward_s: float = 0.0
     sample_s: float = 0.0
     idle_s: float = 0.0
+    draft_s: float = 0.0  # part of prepare_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,6 +114,7 @@ class Worker(rpc.WorkerServicer):
             max_source_tokens=description.max_source_tokens,
             pooling=_pooling(description),
             can_draft=description.can_draft,
+            drafts_with_model=description.drafts_with_model,
             image_input=_image_input(description.image_input),
         )
 
@@ -399,6 +400,7 @@ def _plan(message: pb.Plan) -> Plan:
         freed_sequence_ids=tuple(message.freed_sequence_ids),
         new_sequences=[_new_sequence(new) for new in message.new_sequences],
         advances=_advances(message.advances),
+        drafts_by_lookup=message.drafts_by_lookup,
     )
 
 
@@ -482,6 +484,7 @@ def _result_message(result: StepResult) -> pb.StepResult:
             forward_seconds=timing.forward_s,
             sample_seconds=timing.sample_s,
             idle_seconds=timing.idle_s,
+            draft_seconds=timing.draft_s,
         ),
     )
 

@@ -68,9 +68,11 @@ class Driver:
         advances: list[Advance] | None = None,
         new: list[NewSequence] | None = None,
         freed: list[int] | None = None,
+        drafts_by_lookup: bool = False,
     ) -> list[Output]:
         self.step += 1
-        outputs = step(self.engine, plan(self.step, freed or (), new or (), advances or ()))
+        planned = plan(self.step, freed or (), new or (), advances or ())
+        outputs = step(self.engine, replace(planned, drafts_by_lookup=drafts_by_lookup))
         for output in outputs:
             if output.error:
                 self.errors[output.sequence_id] = output.error

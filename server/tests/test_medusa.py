@@ -65,6 +65,19 @@ def test_right_drafts_of_heads_are_kept_on_both_ranks_and_others_change_nothing(
         assert torch.equal(models[0].caches[0], models[1].caches[0])
 
 
+def test_heads_do_not_run_in_a_step_that_drafts_by_lookup_and_read_its_outputs() -> None:
+    prompt = prompt_of(1, 5)
+    expected = continuation(prompt, 12)
+    engine = Engine(FakeModel(), RankGroup(), CPU, BLOCK_TOKENS, drafter=MedusaDrafter(knowing(expected, 3)))
+    engine.warm_up(LIMITS)
+    driver = Driver(engine)
+    driver.run([Advance(1, 5, range(8), sample=True)], [NewSequence(1, prompt, 5)])
+    for drafts_by_lookup, tokens in ((True, expected[1:2]), (False, expected[2:6])):
+        advance = Advance(1, 1, sample=True, num_draft_tokens=3)
+        (output,) = driver.run([advance], drafts_by_lookup=drafts_by_lookup)
+        assert [token.id for token in output.tokens] == tokens
+
+
 def test_a_sequence_that_returns_has_drafts_after_its_next_token() -> None:
     prompt = prompt_of(1, 5)
     expected = continuation(prompt, 12)

@@ -9,7 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use penstock_scheduler::{
-    self as scheduler, ApplyError, Event, Forecast, Limits, Plan, Scheduler, SequenceId, Stats, Submission, SubmitError,
+    self as scheduler, ApplyError, Drafted, Event, Forecast, Limits, Plan, Scheduler, SequenceId, Stats, Submission,
+    SubmitError,
 };
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::time::Instant;
@@ -145,7 +146,8 @@ impl OpenSequences {
 
     /// Teaches the scheduler how long a step took; returns what it had expected. To be called before `apply`.
     pub(super) fn observe(&mut self, report: &StepReport, duration: Duration) -> Option<Forecast> {
-        self.scheduler.observe(report.step, duration, report.num_draft_tokens())
+        let drafted = Drafted { num_tokens: report.num_draft_tokens(), duration: report.timing.draft };
+        self.scheduler.observe(report.step, duration, drafted)
     }
 
     /// Applies a step's report to the scheduler, and returns what to `deliver`. An error means that the report is wrong.

@@ -17,6 +17,7 @@ pub(super) fn plan<'a>(plan: Plan, constants: impl Fn(SequenceId) -> &'a Constan
         freed_sequence_ids: plan.freed_sequence_ids.into_iter().map(|id| id.0).collect(),
         new_sequences: plan.new_sequences.into_iter().map(|new| new_sequence(constants(new.id), new)).collect(),
         advances: Some(advances(&plan.advances)),
+        drafts_by_lookup: plan.drafts_by_lookup,
     }
 }
 
@@ -105,6 +106,7 @@ pub(crate) fn description(answer: proto::LoadResponse) -> Description {
         decoder_prefix: answer.decoder_prefix.into(),
         max_source_tokens: answer.max_source_tokens,
         can_draft: answer.can_draft,
+        drafts_with_model: answer.drafts_with_model,
         weight_bytes: answer.weight_bytes,
         kv_bytes_per_block: answer.kv_bytes_per_block,
         phases: phases(answer.phases),
@@ -220,6 +222,7 @@ fn worker_timing(timing: proto::StepTiming) -> Result<WorkerTiming, WorkerError>
         forward: duration(timing.forward_seconds)?,
         sample: duration(timing.sample_seconds)?,
         idle: duration(timing.idle_seconds)?,
+        draft: duration(timing.draft_seconds)?,
     })
 }
 

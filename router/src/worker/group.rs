@@ -129,6 +129,8 @@ pub struct Description {
     pub max_source_tokens: u32,
     /// Whether steps can verify draft tokens.
     pub can_draft: bool,
+    /// Whether drafts come from a model or heads, and not only by lookup.
+    pub drafts_with_model: bool,
     /// Size of the weights on all ranks together.
     pub weight_bytes: u64,
     /// Size of one KV block on all ranks together.

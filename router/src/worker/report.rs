@@ -69,4 +69,6 @@ pub(crate) struct WorkerTiming {
     pub(crate) sample: Duration,
     /// Waiting for the plan since the end of the previous step.
     pub(crate) idle: Duration,
+    /// Making drafts; part of `prepare`.
+    pub(crate) draft: Duration,
 }

@@ -27,6 +27,7 @@ pub const fn limits() -> Limits {
         window_tokens: None,
         whole_prompts: false,
         max_draft_tokens: 0,
+        drafts_with_model: false,
     }
 }
 

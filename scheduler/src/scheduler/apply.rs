@@ -12,15 +12,17 @@ use crate::error::ApplyError;
 use crate::in_flight::InFlightAdvance;
 use crate::plan::{Event, SequenceId, StepResult};
 use crate::resident::Residency;
+use crate::speculation::Drafting;
 
 impl Scheduler {
     /// Applies the result of the oldest step in flight. Returns the events in the order of the plan's advances.
     pub fn apply(&mut self, result: &StepResult) -> Result<Vec<Event>, ApplyError> {
         let matched = self.match_outputs(result)?;
         self.preempt_readers(self.failed_residencies(result));
+        let drafting = self.in_flight.oldest().map(|step| step.drafting).unwrap_or_default();
         self.in_flight.pop_oldest();
         self.num_finished_steps += 1;
-        let take = |(id, index, num_drafts)| self.take_output(result, id, index, num_drafts);
+        let take = |(id, index, num_drafts)| self.take_output(result, id, index, num_drafts, drafting);
         let events = matched.into_iter().map(take).collect();
         self.cache.retire(result.step);
         Ok(events)
@@ -80,6 +82,7 @@ impl Scheduler {
         id: SequenceId,
         output_index: usize,
         num_planned_drafts: u32,
+        drafting: Drafting,
     ) -> Event {
         let output = &result.outputs[output_index];
         let Some(token_ids) = &output.token_ids else {
@@ -90,7 +93,7 @@ impl Scheduler {
         let was_finishing = sequence.is_finishing();
         let (num_tokens, finish_reason) = sequence.accept(token_ids, num_planned_drafts);
         if num_planned_drafts > 0 {
-            sequence.acceptance().observe(token_ids.len() as u32 - 1, output.num_draft_tokens);
+            sequence.acceptance(drafting).observe(token_ids.len() as u32 - 1, output.num_draft_tokens);
         }
         if !was_finishing && sequence.is_finishing() {
             // Now it is certain that the last step is planned.

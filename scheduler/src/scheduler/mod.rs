@@ -36,6 +36,7 @@ use crate::prefix::Root;
 use crate::queue::Queue;
 use crate::resident::Residents;
 use crate::sequence::Sequence;
+use crate::speculation::DraftingCost;
 
 /// The state machine that plans steps. See the crate's documentation for the order of calls.
 pub struct Scheduler {
@@ -47,6 +48,7 @@ pub struct Scheduler {
     in_flight: InFlightSteps,
     cache: Cache,
     cost: CostModel,
+    drafting_cost: DraftingCost,
     /// While set, no other sequence advances.
     quarantined: Option<SequenceId>,
     num_submissions: u64,
@@ -80,6 +82,7 @@ impl Scheduler {
             in_flight: InFlightSteps::default(),
             cache: Cache::new(limits.num_blocks, layout, hash),
             cost: CostModel::default(),
+            drafting_cost: DraftingCost::default(),
             quarantined: None,
             num_submissions: 0,
             num_preemptions: 0,

@@ -4,13 +4,18 @@
 //! without it: if its probability to be right is at least the share of a decode's row in the time that the step spends on
 //! a token. That share is small while few sequences read all weights, and near 1 when the rows themselves take the time, so
 //! drafts fade out under load.
+//!
+//! A model that drafts takes time as well: a draft of a model must pay for its row and for being made. Each step takes the
+//! source that is expected to save most, by what each sequence has accepted of it.
 
 use super::Scheduler;
 use crate::cost::Work;
 use crate::plan::SequenceId;
+use crate::speculation::Drafting;
 
 impl Scheduler {
-    /// The most draft tokens of each of the step's decodes, whose work is `work`; empty: no decode has any.
+    /// Where the step's drafts come from, and the most draft tokens of each of its decodes, whose work is `work`; empty:
+    /// no decode has any.
     ///
     /// Drafts take what nothing else needs: rows up to `max_step_sequences`, which the worker has measured its memory for,
     /// and blocks that no decode of this step takes. Prompts come first: a step with one gives no drafts.
@@ -19,23 +24,31 @@ impl Scheduler {
         decodes: &[SequenceId],
         prefills: &[SequenceId],
         work: &Work,
-    ) -> Vec<u32> {
+    ) -> (Drafting, Vec<u32>) {
         let limits = self.limits;
         // Drafts would hold blocks beyond those of one window, which a sequence that is alone in the pool may lack.
         if limits.max_draft_tokens == 0 || limits.window_tokens.is_some() || decodes.is_empty() {
-            return Vec::new();
+            return (Drafting::Lookup, Vec::new());
         }
         let max_rows = limits.max_step_sequences.min(limits.max_step_tokens);
         let is_busy = !prefills.is_empty() || self.queue.num_ready() > 0;
         let mut num_rows_left = if is_busy { 0 } else { max_rows.saturating_sub(decodes.len() as u32) };
         let num_required: usize = decodes.iter().map(|id| self.sequence(*id).num_new_blocks(1)).sum();
         let mut num_blocks_left = self.cache.pool().num_allocatable() - num_required;
-        let least_probability = self.row_share(work);
+        let row_share = self.row_share(work);
+        let drafting = if num_rows_left > 0 { self.drafting(decodes, work, row_share) } else { Drafting::Lookup };
+        let (least_probability, least_drafts) = match drafting {
+            Drafting::Lookup => (row_share, 0),
+            Drafting::Model => (row_share + self.drafting_cost.share(), 0),
+            Drafting::Probe => (f64::INFINITY, 1),
+        };
+        let unused = if drafting == Drafting::Lookup { Drafting::Model } else { Drafting::Lookup };
         let mut num_drafts = Vec::with_capacity(decodes.len());
         for id in decodes {
             let sequence = self.sequence_mut(*id);
             let most = limits.max_draft_tokens.min(sequence.max_draft_tokens()).min(num_rows_left);
-            let mut num = sequence.acceptance().num_worthwhile(least_probability, most);
+            let num_worthwhile = sequence.acceptance(drafting).num_worthwhile(least_probability, most);
+            let mut num = num_worthwhile.max(least_drafts.min(most));
             let num_extra_blocks = |num| sequence.num_new_blocks(1 + num) - sequence.num_new_blocks(1);
             while num_extra_blocks(num) > num_blocks_left {
                 num -= 1;
@@ -43,11 +56,38 @@ impl Scheduler {
             num_blocks_left -= num_extra_blocks(num);
             num_rows_left -= num;
             if num == 0 {
-                sequence.acceptance().recover();
+                sequence.acceptance(drafting).recover();
             }
+            sequence.acceptance(unused).recover();
             num_drafts.push(num);
         }
-        num_drafts
+        (drafting, num_drafts)
+    }
+
+    /// The source of drafts that is expected to save most time, or a probe of the other one.
+    fn drafting(&mut self, decodes: &[SequenceId], work: &Work, row_share: f64) -> Drafting {
+        if !self.limits.drafts_with_model {
+            return Drafting::Lookup;
+        }
+        let share = self.drafting_cost.share();
+        let (mut by_lookup, mut by_model) = (0.0, 0.0);
+        for id in decodes {
+            let limit = self.limits.max_draft_tokens;
+            let sequence = self.sequence_mut(*id);
+            let most = limit.min(sequence.max_draft_tokens());
+            let mut worth = |drafting, drafting_share| {
+                let acceptance = sequence.acceptance(drafting);
+                let num_drafts = acceptance.num_worthwhile(row_share + drafting_share, most);
+                acceptance.worth(num_drafts, row_share, drafting_share)
+            };
+            by_lookup += worth(Drafting::Lookup, 0.0);
+            by_model += worth(Drafting::Model, share);
+        }
+        if by_model > by_lookup {
+            return Drafting::Model;
+        }
+        let (seconds, is_probing) = (self.cost.seconds(work), self.in_flight.has_probe());
+        if self.drafting_cost.begins_probe(seconds, is_probing) { Drafting::Probe } else { Drafting::Lookup }
     }
 
     /// Seconds of one more row as a share of the seconds per token of a step without drafts; 0 while nothing is known.

@@ -13,6 +13,7 @@ use super::draft::Draft;
 use crate::cost::Estimate;
 use crate::in_flight::InFlightAdvance;
 use crate::plan::{BlockId, Plan, SequenceId};
+use crate::speculation::Drafting;
 
 impl Scheduler {
     /// The next step, or `None` if there is nothing to do before the next `submit`, `abort` or `apply`.
@@ -28,7 +29,7 @@ impl Scheduler {
         for id in &decodes {
             draft.estimate.work.add_decode(self.sequence(*id).num_computed_tokens());
         }
-        let num_drafts = self.num_draft_tokens(&decodes, &prefills, &draft.estimate.work);
+        let (drafting, num_drafts) = self.num_draft_tokens(&decodes, &prefills, &draft.estimate.work);
         for (index, id) in decodes.into_iter().enumerate() {
             let num_draft_tokens = num_drafts.get(index).copied().unwrap_or(0);
             self.advance(&mut draft, id, 1, num_draft_tokens, Vec::new());
@@ -45,9 +46,10 @@ impl Scheduler {
                 self.release_before_window(in_flight.id);
             }
         }
+        draft.plan.drafts_by_lookup = self.limits.drafts_with_model && drafting == Drafting::Lookup;
         draft.plan.freed_sequence_ids = self.residents.take_freed();
         let estimate = Estimate { seconds: self.cost.seconds(&draft.estimate.work), ..draft.estimate };
-        self.in_flight.push(draft.in_flight, estimate);
+        self.in_flight.push(draft.in_flight, estimate, drafting);
         Some(draft.plan)
     }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::Scheduler;
 use super::draft::Draft;
 use crate::cost::Work;
-use crate::plan::{Forecast, SequenceId};
+use crate::plan::{Drafted, Forecast, SequenceId};
 
 /// Default target duration of a step with decodes, as a multiple of what its decodes take alone. A little less than
 /// two, so that there is some room for errors of the forecast: above `LEAST_TARGET_SECONDS`, a prompt of any length at
@@ -17,18 +17,25 @@ const LEAST_TARGET_SECONDS: f64 = 0.04;
 
 impl Scheduler {
     /// Learns how long a step in flight took, from when the worker could begin with it. Call it before `apply`.
-    /// `num_draft_tokens`: those that the step verified, over all sequences. Returns what was expected, or `None` if the
-    /// step is not in flight.
-    pub fn observe(&mut self, step: u64, duration: Duration, num_draft_tokens: u32) -> Option<Forecast> {
-        let mut estimate = self.in_flight.get(step)?.estimate;
-        if num_draft_tokens > 0 {
-            estimate.work.add_drafts(num_draft_tokens);
+    /// `drafted`: what the step spent on drafts, which is part of `duration`. Returns what was expected, with
+    /// the time that the drafts took, or `None` if the step is not in flight.
+    pub fn observe(&mut self, step: u64, duration: Duration, drafted: Drafted) -> Option<Forecast> {
+        let in_flight = self.in_flight.get(step)?;
+        let mut estimate = in_flight.estimate;
+        let duration = duration.saturating_sub(drafted.duration);
+        if self.limits.drafts_with_model {
+            let seconds = if estimate.seconds > 0.0 { estimate.seconds } else { duration.as_secs_f64() };
+            let num_passes = in_flight.advances.iter().map(|advance| advance.num_draft_tokens).max().unwrap_or(0);
+            self.drafting_cost.observe(in_flight.drafting, seconds, num_passes, drafted.duration);
+        }
+        if drafted.num_tokens > 0 {
+            estimate.work.add_drafts(drafted.num_tokens);
             estimate.seconds = self.cost.seconds(&estimate.work);
         }
         self.cost.observe(&estimate.work, duration);
         let seconds = |seconds: f64| Duration::try_from_secs_f64(seconds).ok();
         Some(Forecast {
-            duration: seconds(estimate.seconds).filter(|duration| !duration.is_zero()),
+            duration: seconds(estimate.seconds).filter(|duration| !duration.is_zero()).map(|it| it + drafted.duration),
             target: estimate.target_seconds.and_then(seconds),
         })
     }

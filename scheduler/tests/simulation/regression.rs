@@ -45,6 +45,7 @@ fn a_blocked_sequence_is_unblocked_when_a_second_copy_replaces_a_lost_block() {
         window_tokens: None,
         whole_prompts: false,
         max_draft_tokens: 0,
+        drafts_with_model: false,
     };
     let arrivals = vec![
         Arrival { tick: 7, id: 5, needs_prompt_outputs: true, ..ARRIVAL },

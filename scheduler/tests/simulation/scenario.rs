@@ -134,6 +134,7 @@ fn limits() -> impl Strategy<Value = Limits> {
                 window_tokens: turns.2,
                 whole_prompts: false,
                 max_draft_tokens: drafts,
+                drafts_with_model: drafts % 2 == 1,
             }
         },
     )

@@ -9,7 +9,9 @@ use std::hash::{DefaultHasher, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
-use penstock_scheduler::{Event, Limits, Plan, Scheduler, SequenceId, StepResult, Submission, SubmitError, TokenId};
+use penstock_scheduler::{
+    Drafted, Event, Limits, Plan, Scheduler, SequenceId, StepResult, Submission, SubmitError, TokenId,
+};
 
 use crate::ledger::{Ledger, Live};
 use crate::model::{self, End};
@@ -276,7 +278,8 @@ impl World {
                 let num_drafts = result.outputs.iter().map(|output| output.num_draft_tokens).sum();
                 let latencies = &self.scenario.latencies_ticks;
                 let duration = Duration::from_millis(latencies[result.step as usize % latencies.len()]);
-                self.scheduler.observe(result.step, duration, num_drafts).expect("a step in flight");
+                let drafted = Drafted { num_tokens: num_drafts, duration: duration / 3 };
+                self.scheduler.observe(result.step, duration, drafted).expect("a step in flight");
             }
             let events = self.scheduler.apply(&result).expect("a valid result");
             self.scheduler.audit();

@@ -161,6 +161,7 @@ class Engine:
             pooling=None if model.pooler is None else model.pooler.pooling,
             num_dimensions=0 if model.pooler is None else model.pooler.num_dimensions,
             can_draft=build is not None,
+            drafts_with_model=not drafter.is_lookup,
             image_input=_image_input(model.images),
         )
         return cls(model, group, device, block_tokens, watermark, compiler, config.cpu_isa, drafter), description

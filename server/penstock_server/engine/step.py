@@ -28,6 +28,7 @@ from penstock_server.engine import batch
 from penstock_server.engine.batch import Built, Selection
 from penstock_server.engine.device_progress import DeviceProgress
 from penstock_server.engine.drafting.interface import Drafter
+from penstock_server.engine.drafting.ngram import NgramDrafter
 from penstock_server.engine.graphs import StepGraphs
 from penstock_server.engine.logprob import Alternatives, tops_of
 from penstock_server.engine.prompt import PromptScores, prepare_prompt, score_prompt
@@ -99,6 +100,7 @@ class StepRunner:
         self._table = table
         self._grammars = grammars
         self._drafter = drafter
+        self._lookup = NgramDrafter()
         self._in_flight: deque[Pending] = deque()
         self._last_step = 0
         self._upload_bytes = 1024  # memory for the next step's upload
@@ -119,7 +121,7 @@ class StepRunner:
     def launch(self, plan: Plan) -> Pending:
         """Start one plan. Raises PlanError, before anything is done, when the plan as a whole breaks the protocol."""
         started = time.perf_counter()
-        idle_s = started - self._ended
+        idle_s, draft_s = started - self._ended, 0.0
         check_plan(plan, self._last_step, self._limits, can_draft=self._drafter is not None)
         self._last_step = plan.step
         table = self._table
@@ -130,7 +132,10 @@ class StepRunner:
         if self._drafter is not None and chosen.max_drafts.any():
             for earlier in self._in_flight:
                 self._settle(earlier)  # drafts continue the tokens that are known
-            chosen = with_drafts(table, chosen, self._drafter, self._grammars, self._group)
+            drafting = time.perf_counter()
+            drafter = self._lookup if plan.drafts_by_lookup else self._drafter
+            chosen = with_drafts(table, chosen, drafter, self._grammars, self._group)
+            draft_s = time.perf_counter() - drafting
         failures = {failure.sequence_id: failure for failure in chosen.failures}
         sampled_rows = chosen.rows[chosen.samples]
         residencies, positions = table.residency[chosen.rows], table.known[sampled_rows] + chosen.offsets()
@@ -138,7 +143,7 @@ class StepRunner:
         self._in_flight.append(pending)
         timing = self._run(pending, started) if len(chosen.rows) else StepTiming(time.perf_counter() - started)
         self._ended = time.perf_counter()
-        pending.timing = replace(timing, idle_s=idle_s)
+        pending.timing = replace(timing, idle_s=idle_s, draft_s=draft_s)
         return pending
 
     def _run(self, pending: Pending, started: float) -> StepTiming:
@@ -208,7 +213,7 @@ class StepRunner:
         self._in_flight.popleft()
         self._ended = time.perf_counter()
         timing = pending.timing
-        timing = StepTiming(timing.prepare_s, timing.forward_s, timing.sample_s + self._ended - started, timing.idle_s)
+        timing = replace(timing, sample_s=timing.sample_s + self._ended - started)
         if self._group.rank != 0:
             return StepResult(pending.step, timing)
         sequence_ids, sampled, num_draft_tokens = _sampled_tokens(pending)

@@ -30,7 +30,8 @@ fn true_duration(plan: &Plan, decodes: &[u64]) -> Duration {
 /// Runs a step in which `decodes` decode, and observes its duration.
 fn timed_step(scheduler: &mut Scheduler, decodes: &[u64]) -> (Plan, Forecast) {
     let plan = plan(scheduler);
-    let forecast = scheduler.observe(plan.step, true_duration(&plan, decodes), 0).expect("it is in flight");
+    let forecast =
+        scheduler.observe(plan.step, true_duration(&plan, decodes), Drafted::default()).expect("it is in flight");
     scheduler.apply(&answer(&plan, TOKEN)).unwrap();
     (plan, forecast)
 }
@@ -96,7 +97,7 @@ fn a_short_step_without_a_target_takes_prompts_for_40_ms() {
     let chunks: Vec<_> = (0..40)
         .map(|_| {
             let plan = plan(&mut scheduler);
-            let forecast = scheduler.observe(plan.step, fast(&plan), 0).expect("it is in flight");
+            let forecast = scheduler.observe(plan.step, fast(&plan), Drafted::default()).expect("it is in flight");
             scheduler.apply(&answer(&plan, TOKEN)).unwrap();
             (num_tokens_of(&plan, 2), forecast.target.unwrap())
         })
@@ -170,7 +171,7 @@ fn a_prompt_that_costs_nothing_takes_the_whole_token_budget() {
     let mut last = 0;
     for _ in 0..20 {
         let plan = plan(&mut scheduler);
-        scheduler.observe(plan.step, 2 * TICK, 0);
+        scheduler.observe(plan.step, 2 * TICK, Drafted::default());
         scheduler.apply(&answer(&plan, TOKEN)).unwrap();
         last = num_tokens_of(&plan, 2);
     }
@@ -180,10 +181,13 @@ fn a_prompt_that_costs_nothing_takes_the_whole_token_budget() {
 #[test]
 fn observing_a_step_that_is_not_in_flight_has_no_effect() {
     let mut scheduler = scheduler(wide(None, 0), &[(1, 4, 50)]);
-    assert_eq!(scheduler.observe(1, TICK, 0), None);
+    assert_eq!(scheduler.observe(1, TICK, Drafted::default()), None);
     let first = plan(&mut scheduler);
-    assert_eq!(scheduler.observe(first.step, TICK, 0), Some(Forecast { duration: None, target: None }));
-    assert_eq!(scheduler.observe(7, TICK, 0), None);
+    assert_eq!(
+        scheduler.observe(first.step, TICK, Drafted::default()),
+        Some(Forecast { duration: None, target: None })
+    );
+    assert_eq!(scheduler.observe(7, TICK, Drafted::default()), None);
 }
 
 #[test]
@@ -339,7 +343,9 @@ fn check_every_step(traffic: Traffic) {
         if in_flight.len() == limits.max_steps_in_flight as usize || step % 3 == 0 {
             let Some(plan) = in_flight.pop_front() else { continue };
             let duration_ms = durations_ms[plan.step as usize % durations_ms.len()];
-            scheduler.observe(plan.step, Duration::from_millis(duration_ms), 0).expect("it is in flight");
+            scheduler
+                .observe(plan.step, Duration::from_millis(duration_ms), Drafted::default())
+                .expect("it is in flight");
             scheduler.apply(&answer(&plan, TOKEN)).unwrap();
         }
     }

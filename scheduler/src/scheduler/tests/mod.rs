@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::{
-    ApplyError, ContentSalt, Event, FinishReason, Limits, Plan, Scheduler, SequenceId, SequenceOutput, Stats,
+    ApplyError, ContentSalt, Drafted, Event, FinishReason, Limits, Plan, Scheduler, SequenceId, SequenceOutput, Stats,
     StepResult, Submission, SubmitError, TokenId,
 };
 
@@ -39,6 +39,7 @@ fn limits(num_blocks: u32, max_steps_in_flight: u32) -> Limits {
         window_tokens: None,
         whole_prompts: false,
         max_draft_tokens: 0,
+        drafts_with_model: false,
     }
 }
 

@@ -179,7 +179,8 @@ fn drafts_after_wrong_ones(num_decodes: u64, num_steps: u32, fixed: Duration, pe
         .map(|_| {
             let plan = plan(&mut scheduler);
             let num_drafts = drafts(&plan).iter().sum();
-            scheduler.observe(plan.step, fixed + per_row * (num_decodes as u32 + num_drafts), num_drafts);
+            let drafted = Drafted { num_tokens: num_drafts, ..Drafted::default() };
+            scheduler.observe(plan.step, fixed + per_row * (num_decodes as u32 + num_drafts), drafted);
             scheduler.apply(&verified(&plan, 0)).unwrap();
             num_drafts
         })
@@ -211,4 +212,69 @@ fn a_preempted_sequence_samples_its_drafts_again() {
     let (again, _) = step(&mut scheduler);
     assert_eq!(again.new_sequences[0].token_ids.len(), 5);
     run_to_end(&mut scheduler);
+}
+
+/// Seconds in virtual time that `num_steps` steps took, for each token that came back, and how many steps drafted with the
+/// model. A step takes 10 ms and 1 ms a row, and a draft of the model `per_draft`. Lookups find nothing.
+fn drafting_with_model(per_draft: Duration, num_right: u32, num_steps: u32) -> (f64, u32) {
+    let wide = Limits { max_step_tokens: 64, max_step_sequences: 32, max_sequence_tokens: 10_000, ..limits(5000, 2) };
+    let mut scheduler = scheduler(Limits { drafts_with_model: true, ..drafting(4, wide) }, &[(1, 4, 9000)]);
+    step(&mut scheduler);
+    let (mut seconds, mut num_tokens, mut num_model_steps) = (0.0, 0, 0);
+    for _ in 0..num_steps {
+        let plan = plan(&mut scheduler);
+        let num_drafts = if plan.drafts_by_lookup { 0 } else { drafts(&plan)[0] };
+        num_model_steps += u32::from(num_drafts > 0);
+        let making = per_draft * num_drafts;
+        let duration = making + Duration::from_millis(11 + u64::from(num_drafts));
+        scheduler.observe(plan.step, duration, Drafted { num_tokens: num_drafts, duration: making });
+        let num_sampled = 1 + num_right.min(num_drafts);
+        let output = SequenceOutput {
+            id: SequenceId(1),
+            token_ids: Some(vec![TOKEN; num_sampled as usize]),
+            num_draft_tokens: num_drafts,
+        };
+        scheduler.apply(&StepResult { step: plan.step, outputs: vec![output] }).unwrap();
+        seconds += duration.as_secs_f64();
+        num_tokens += num_sampled;
+    }
+    (seconds / f64::from(num_tokens), num_model_steps)
+}
+
+#[test]
+fn a_draft_model_as_slow_as_the_model_costs_no_throughput() {
+    for num_right in [0, 2, 4] {
+        let (seconds, num_model_steps) = drafting_with_model(Duration::from_millis(11), num_right, 1000);
+        assert!(seconds < 0.011 / 0.98, "{seconds} s a token, {num_model_steps} steps with the model's drafts");
+        assert!((2..=20).contains(&num_model_steps), "{num_model_steps}: a probe now and then");
+    }
+}
+
+#[test]
+fn a_cheap_draft_model_drafts_as_long_as_it_is_right() {
+    let (seconds, num_model_steps) = drafting_with_model(Duration::from_micros(500), 4, 1000);
+    assert!(seconds < 0.011 / 2.0 && num_model_steps > 900, "{seconds} s a token, {num_model_steps} steps");
+    let (seconds, num_model_steps) = drafting_with_model(Duration::from_micros(500), 0, 1000);
+    assert!(seconds < 0.011 / 0.95, "{seconds} s a token, {num_model_steps} steps");
+}
+
+#[test]
+fn lookups_draft_where_they_are_right_more_often_than_the_model() {
+    let wide = Limits { max_step_tokens: 64, max_sequence_tokens: 10_000, ..limits(5000, 1) };
+    let mut scheduler = scheduler(Limits { drafts_with_model: true, ..drafting(4, wide) }, &[(1, 4, 9000)]);
+    step(&mut scheduler);
+    let mut num_lookups = 0;
+    for _ in 0..300 {
+        let plan = plan(&mut scheduler);
+        let num_tokens = drafts(&plan)[0];
+        scheduler.observe(
+            plan.step,
+            Duration::from_millis(10 + u64::from(num_tokens)),
+            Drafted { num_tokens, ..Drafted::default() },
+        );
+        num_lookups += u32::from(plan.drafts_by_lookup);
+        let num_right = if plan.drafts_by_lookup { 4 } else { 0 };
+        scheduler.apply(&verified(&plan, num_right)).unwrap();
+    }
+    assert!(num_lookups > 290, "{num_lookups} of 300 steps");
 }
