@@ -10,13 +10,19 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 
-def save(folder: Path, max_tokens: int, window: int | None) -> tuple[Any, Tokenizer]:
-    """Save a model for sequences of `max_tokens`, with a sliding window or without. Returns it with its tokenizer."""
+def save_tokenizer(folder: Path) -> Tokenizer:
+    """Save a tokenizer whose 256 tokens are the bytes, and return it."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # listed in another order in each process
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
+    return tokenizer
+
+
+def save(folder: Path, max_tokens: int, window: int | None) -> tuple[Any, Tokenizer]:
+    """Save a model for sequences of `max_tokens`, with a sliding window or without. Returns it with its tokenizer."""
+    tokenizer = save_tokenizer(folder)
     config = transformers.MistralConfig(
         vocab_size=256,
         hidden_size=48,

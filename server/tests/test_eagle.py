@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from eagle_checkpoint import HEAD_DIM, HEADS, Tensors, knowing_head, random_head, save_head
 from penstock_server.config import WarmUpConfig
 from penstock_server.engine import Engine
-from penstock_server.engine.drafting.eagle import ARCHITECTURE
 from penstock_server.engine.drafting.head import HeadDrafter
 from penstock_server.engine.drafting.load import load_drafter
 from penstock_server.engine.sequence import SequenceTable, TableLimits
@@ -24,18 +23,15 @@ from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
 from penstock_server.plan import NewSequence
 from plans import Advance, listed, plan
-from safetensors.torch import save_file
 from tiny_models import make_model, prompts, save_model
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
 pytestmark = pytest.mark.native
 
-HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB, DRAFT_VOCAB = 48, 80, 6, 2, 8, 131, 60
-OBSERVED = 2, 4, 5
+VOCAB, OBSERVED = 131, (2, 4, 5)
 CPU, BLOCK_TOKENS = torch.device("cpu"), 16
 LIMITS = WarmUpConfig(max_step_tokens=64, max_step_sequences=16, num_blocks=60, proven=True)
-Tensors = dict[str, Tensor]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -55,48 +51,6 @@ def reference() -> Any:
 @pytest.fixture(scope="module")
 def model_folder(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(reference, tmp_path_factory.mktemp("model"))
-
-
-def random_head() -> Tensors:
-    torch.manual_seed(1)
-    sizes = {
-        "fc": (HIDDEN, 3 * HIDDEN),
-        "midlayer.self_attn.q_proj": (HEADS * HEAD_DIM, 2 * HIDDEN),
-        "midlayer.self_attn.k_proj": (KV_HEADS * HEAD_DIM, 2 * HIDDEN),
-        "midlayer.self_attn.v_proj": (KV_HEADS * HEAD_DIM, 2 * HIDDEN),
-        "midlayer.self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM),
-        "midlayer.mlp.gate_proj": (INNER, HIDDEN),
-        "midlayer.mlp.up_proj": (INNER, HIDDEN),
-        "midlayer.mlp.down_proj": (HIDDEN, INNER),
-        "lm_head": (DRAFT_VOCAB, HIDDEN),
-    }
-    tensors = {f"{name}.weight": torch.randn(size) * 0.2 for name, size in sizes.items()}
-    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
-        tensors[f"midlayer.{name}.weight"] = torch.rand(HIDDEN) + 0.5
-    tensors["norm.weight"] = torch.rand(HIDDEN) + 0.5
-    of_model = torch.randperm(VOCAB)[:DRAFT_VOCAB].sort().values
-    tensors["d2t"] = of_model - torch.arange(DRAFT_VOCAB)
-    tensors["t2d"] = torch.isin(torch.arange(VOCAB), of_model)
-    return tensors
-
-
-def save_head(folder: Path, tensors: Tensors, **config: object) -> Path:
-    folder.mkdir(exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    values = {
-        "architectures": [ARCHITECTURE],
-        "model_type": "llama",
-        "hidden_size": HIDDEN,
-        "intermediate_size": INNER,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "draft_vocab_size": DRAFT_VOCAB,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 32,
-    }
-    (folder / "config.json").write_text(json.dumps(values | config))
-    return folder
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -201,7 +155,7 @@ def generate(engine: Engine, texts: list[list[int]], num_tokens: int, num_drafts
 def test_drafts_are_those_of_the_published_computation_and_change_no_bit(
     reference: Any, model_folder: Path, tmp_path: Path
 ) -> None:
-    head = random_head()
+    head = random_head(VOCAB)
     engine, drafter = drafting(model_folder, save_head(tmp_path / "head", head))
     plain = Engine(load(model_folder)[0], RankGroup(), CPU, BLOCK_TOKENS)
     plain.warm_up(LIMITS)
@@ -220,15 +174,7 @@ def test_a_head_that_knows_a_text_saves_steps(reference: Any, model_folder: Path
     plain.warm_up(LIMITS)
     (expected,), num_plain_steps = generate(plain, [prompt], 24, num_drafts=0)
     text = [*prompt, *(token.id for token in expected)]
-    head = {name: torch.zeros_like(tensor) for name, tensor in random_head().items() if "2" not in name}
-    head |= {name: torch.ones(HIDDEN) for name in head if "norm" in name}
-    # A fitted `fc` maps what is read at each position to the code of the token after the next one.
-    torch.manual_seed(2)
-    head["lm_head.weight"] = torch.nn.functional.normalize(torch.randn(VOCAB, HIDDEN))
-    with torch.inference_mode():
-        states = reference.model(torch.tensor([text]), output_hidden_states=True).hidden_states
-        read = torch.cat([states[layer][0] for layer in OBSERVED], 1)[:-2]
-        head["fc.weight"] = (torch.linalg.pinv(read) @ head["lm_head.weight"][text[2:]]).T
+    head = knowing_head(reference, text, OBSERVED)
     folder = save_head(tmp_path / "head", head, draft_vocab_size=VOCAB)
     (drafted,), num_steps = generate(drafting(model_folder, folder)[0], [prompt], 24, num_drafts=1)
     assert drafted == expected
@@ -261,7 +207,7 @@ def test_a_text_that_the_model_has_not_read_has_no_draft() -> None:
 def test_heads_of_another_model_are_refused(
     name: str, config: dict[str, object], message: str, model_folder: Path, tmp_path: Path
 ) -> None:
-    head = random_head()
+    head = random_head(VOCAB)
     head.pop(name, None)
     model, options = load(model_folder)
     folder = save_head(tmp_path / "head", head, **config)

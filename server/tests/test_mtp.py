@@ -148,23 +148,7 @@ def test_a_layer_that_knows_a_text_saves_steps(reference: Reference, folder: Pat
     (prompt,) = prompts(4, [9], VOCAB)
     (expected,), num_plain_steps = generate(plain(options_of(folder)), [prompt], 24, num_drafts=0)
     text = [*prompt, *(token.id for token in expected)]
-    tensors, layer = load_file(folder / "model.safetensors"), f"model.layers.{NUM_LAYERS}."
-    for name, tensor in tensors.items():
-        if name.startswith(layer) and "norm" in name:
-            tensor.fill_(1)
-        elif name.startswith(layer) and name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensor.zero_()  # the layer adds nothing to its input
-    # A fitted `eh_proj` maps what is read at each position to the row of the head of the token after the next one.
-    ones = torch.ones(VALUES["hidden_size"])
-    reader = Reference(reference.whole, {"enorm.weight": ones, "hnorm.weight": ones})
-    with torch.inference_mode():
-        outputs = reference.model.model(torch.tensor([text])).last_hidden_state[0, :-2]
-        tokens = reference.whole.model.embed_tokens(torch.tensor(text[1:-1]))
-        read = torch.cat((reader.norm("enorm", tokens), reader.norm("hnorm", outputs)), 1)
-        rows = torch.nn.functional.normalize(tensors["lm_head.weight"][text[2:]])
-        tensors[f"{layer}eh_proj.weight"] = (torch.linalg.pinv(read) @ rows).T.contiguous()
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    reference.save_knowing(text, folder, tmp_path)
     (drafted,), num_steps = generate(drafting(options_of(tmp_path))[0], [prompt], 24, num_drafts=1)
     assert drafted == expected
     assert num_steps <= num_plain_steps - 10

@@ -75,17 +75,18 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrammarCompil
 
 
 class Drafts:
-    """Stands for the search of a text: continuations of known texts, each token wrong with a probability."""
+    """Stands for the search of a text: continuations of known texts, each token wrong with a probability. The same text
+    has the same draft on every rank."""
 
     def __init__(self, texts: list[list[int]]) -> None:
         self.texts = texts
-        self.draw = random.Random(5)
 
     def __call__(self, history: np.ndarray, most: int, least_match: int = 2) -> np.ndarray:
         # A grammar's draft may have gone on with a token that was not generated.
         text = next((text for text in self.texts if text[: len(history)] == history.tolist()), [])
-        draft = text[len(history) :][: self.draw.randrange(most + 1)]
-        return np.array([(i + (self.draw.random() < 0.2)) % VOCAB for i in draft], np.int32)
+        draw = random.Random(history.tobytes())
+        draft = text[len(history) :][: draw.randrange(most + 1)]
+        return np.array([(i + (draw.random() < 0.2)) % VOCAB for i in draft], np.int32)
 
 
 def generate(engine: Engine, texts: list[list[int]], num_source: int, max_drafts: int) -> tuple[list[list[Token]], int]:
