@@ -207,7 +207,7 @@ ROWS: dict[str, Sequence[Panel]] = {
     "Replicas": [
         Panel(
             "Replicas",
-            "Replicas that take steps, and sequences that left one for another. With --replicas above 1, and penstock route.",
+            "Replicas that take steps, and sequences that moved. With --replicas above 1, and penstock route.",
             "short",
             [
                 (f"sum(penstock_replica_health{{{SERIES}}} == bool 1)", "take steps"),
@@ -242,7 +242,8 @@ ROWS: dict[str, Sequence[Panel]] = {
             "percentunit",
             [
                 (
-                    f"{rate('penstock_replica_cached_tokens', 'replica')} / {rate('penstock_replica_prompt_tokens', 'replica')}",
+                    f"{rate('penstock_replica_cached_tokens', 'replica')}"
+                    f" / {rate('penstock_replica_prompt_tokens', 'replica')}",
                     "{{replica}}",
                 )
             ],
