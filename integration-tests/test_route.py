@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from binary import Server, launch, start
@@ -132,6 +133,34 @@ def test_a_restart_and_a_kill_of_servers_stop_no_stream_and_change_no_token(
     wait_for_rest(router)
 
 
+def test_a_server_joins_and_the_other_leaves_while_streams_run(
+    servers: list[Server], undisturbed: list, tmp_path: Path
+) -> None:
+    replicas = tmp_path / "replicas"
+    first, second = (engine_url(server) for server in servers)
+
+    def change(text: str) -> None:
+        """Replaces the file at once, as Kubernetes replaces a ConfigMap."""
+        new = tmp_path / "new"
+        new.write_text(text)
+        new.rename(replicas)
+
+    change(f"{first}\nhttp://10.0.0.1:1  # is refused alone\n")
+    router = start("--replica-file", str(replicas), env=ENVIRONMENT, command=["route"])
+    num_blocks = metric(router, "penstock_kv_blocks")
+    chat, streams = ChatStream(router), [Stream(router, request) for request in MIXED]
+    wait_until(lambda: sum(len(stream.events) > 5 for stream in streams) >= 3)
+    change(f"{first}\n{second}\n")
+    wait_until(lambda: metric(router, "penstock_kv_blocks") == 2 * num_blocks, "the second server joins")
+    change(f"{second}\n")
+    assert [chat.result(), *(stream.result() for stream in streams)] == undisturbed
+    wait_until(lambda: metric(router, 'penstock_replica_health{replica="0"}') == -1, "the first one left")
+    assert metric(router, 'penstock_replica_health{replica="1"}') == 1
+    wait_until(lambda: metric(servers[0], "tgi_batch_current_size") == 0, "its sequences left")
+    assert router.stop() == 0, router.last_lines()
+    assert any("line 2" in line and "without TLS" in line for line in router.lines)
+
+
 def test_a_router_answers_as_a_server_does(router: Server, servers: list[Server]) -> None:
     body = {
         "inputs": "The capital of France is",
@@ -149,6 +178,8 @@ def test_a_router_answers_as_a_server_does(router: Server, servers: list[Server]
     [
         (["route"], [], "`penstock route` needs --replica"),
         ([], ["--replica", "http://127.0.0.1:1"], "--replica is only for `penstock route`"),
+        (["route"], ["--replica", "http://127.0.0.1:1", "--replica-file", "x"], "cannot be used together"),
+        (["route"], ["--replica-file", "/missing"], "cannot read it"),
         (["route"], ["--replica", "http://127.0.0.1:1", "--num-shard", "2"], "--num-shard has no effect"),
         (["route"], ["--replica", "http://10.0.0.1:1"], "leaves this machine without TLS"),
         ([], ["--engine-listen", "0.0.0.0:0"], "which other machines can reach, without TLS"),

@@ -204,6 +204,57 @@ ROWS: dict[str, Sequence[Panel]] = {
             ],
         ),
     ],
+    "Replicas": [
+        Panel(
+            "Replicas",
+            "Replicas that take steps, and sequences that moved. With --replicas above 1, and penstock route.",
+            "short",
+            [
+                (f"sum(penstock_replica_health{{{SERIES}}} == bool 1)", "take steps"),
+                (f"sum(penstock_replica_health{{{SERIES}}} == bool 0)", "take none"),
+                (increase("penstock_replica_handovers", "replica"), "left {{replica}}"),
+            ],
+        ),
+        Panel(
+            "Work of each replica",
+            "Tokens that it still has to compute, with those that its sequences are expected to generate.",
+            "short",
+            [(f"sum by (replica) (penstock_replica_work_tokens{{{SERIES}}})", "{{replica}}")],
+        ),
+        Panel(
+            "Sequences of each replica",
+            "Running and queued.",
+            "short",
+            [
+                (f"sum by (replica) (penstock_replica_running{{{SERIES}}})", "{{replica}} running"),
+                (f"sum by (replica) (penstock_replica_queued{{{SERIES}}})", "{{replica}} queued"),
+            ],
+        ),
+        Panel(
+            "Routed sequences",
+            "Sequences by the replica that they went to when they arrived.",
+            "ops",
+            [(rate("penstock_replica_sequences", "replica"), "{{replica}}")],
+        ),
+        Panel(
+            "Prompts routed to their prefix",
+            "Share of the prompt tokens that the chosen replica had computed before.",
+            "percentunit",
+            [
+                (
+                    f"{rate('penstock_replica_cached_tokens', 'replica')}"
+                    f" / {rate('penstock_replica_prompt_tokens', 'replica')}",
+                    "{{replica}}",
+                )
+            ],
+        ),
+        Panel(
+            "Time between tokens of each replica",
+            "What routing weights work with: a slower replica gets less.",
+            "s",
+            [(f"max by (replica) (penstock_replica_token_seconds{{{SERIES}}})", "{{replica}}")],
+        ),
+    ],
     "Workers": [
         Panel(
             "Restarts",

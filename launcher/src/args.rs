@@ -101,6 +101,11 @@ pub(crate) struct Args {
     #[arg(long, env, value_delimiter = ',', value_name = "URL")]
     pub(crate) replica: Vec<String>,
 
+    /// File with the servers of `penstock route`, a URL as in --replica on each line, instead of --replica. It is read again each second: a new
+    /// server joins, and the sequences of one that is no longer there move to the others
+    #[arg(long, env, value_name = "FILE")]
+    pub(crate) replica_file: Option<PathBuf>,
+
     /// Seconds without a sign of life after which a server of --replica counts as lost, and the others continue its streams
     #[arg(long, env, default_value_t = 10, value_parser = RangedU64ValueParser::<u64>::new().range(2..=3600))]
     pub(crate) replica_timeout: u64,

@@ -107,9 +107,15 @@ pub(crate) fn parse(
 fn check_route(command: &mut clap::Command, matches: &ArgMatches) -> Result<(), clap::Error> {
     let given =
         |id: &str| matches!(matches.value_source(id), Some(ValueSource::CommandLine | ValueSource::EnvVariable));
-    let refusal = match (matches.get_flag("route"), matches.contains_id("replica")) {
-        (true, false) => "`penstock route` needs --replica, the URL of a server's --engine-listen".to_owned(),
-        (false, true) => "--replica is only for `penstock route`".to_owned(),
+    let [has_urls, has_file] = ["replica", "replica_file"].map(|id| matches.contains_id(id));
+    let refusal = match (matches.get_flag("route"), has_urls || has_file) {
+        (true, false) => {
+            "`penstock route` needs --replica, the URL of a server's --engine-listen, or --replica-file".to_owned()
+        }
+        (false, true) => {
+            format!("--{} is only for `penstock route`", if has_urls { "replica" } else { "replica-file" })
+        }
+        (true, true) if has_urls && has_file => "--replica and --replica-file cannot be used together".to_owned(),
         (true, true) => match OF_MODELS.into_iter().find(|id| given(id)) {
             Some(id) => {
                 format!("--{} has no effect with `penstock route`: set it on the servers", id.replace('_', "-"))

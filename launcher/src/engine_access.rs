@@ -33,9 +33,9 @@ pub(crate) enum AccessError {
     NoCertificate,
 }
 
-/// `None`: neither `--engine-listen` nor `--replica` is given. `secret` is the variable's value.
+/// `None`: none of `--engine-listen`, `--replica` and `--replica-file` is given. `secret` is the variable's value.
 pub(crate) fn read(args: &Args, secret: Option<String>) -> Result<Option<Access>, AccessError> {
-    if args.engine_listen.is_none() && args.replica.is_empty() {
+    if args.engine_listen.is_none() && args.replica.is_empty() && args.replica_file.is_none() {
         return Ok(None);
     }
     let identity = match (&args.engine_tls_cert, &args.engine_tls_key) {

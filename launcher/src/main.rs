@@ -32,6 +32,7 @@ mod priority;
 mod process;
 mod quantize;
 mod reference;
+mod replica_file;
 mod resolve;
 mod route;
 mod signals;
@@ -44,6 +45,7 @@ mod variable;
 mod weights;
 mod workers;
 
+use std::convert::Infallible;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -66,6 +68,7 @@ use tokio_util::sync::CancellationToken;
 use crate::adapter::AdapterFlags;
 use crate::command_line::Parsed;
 use crate::listener::{Place, Reserved, ReservedPort};
+use crate::replica_file::Follower;
 use crate::resolve::Settings;
 use crate::start::{Started, log_choice};
 use crate::supervise::Supervisor;
@@ -190,7 +193,7 @@ async fn serve(setup: Setup<'_>, listener: Reserved, stop: CancellationToken) ->
     let start = async {
         match servers.is_empty() {
             true => start::start(args, settings, &adapters, python).await,
-            false => route::start(args, &adapters, python, servers).await,
+            false => route::start(args, &adapters, python, servers, access.clone()).await,
         }
     };
     let started = tokio::select! {
@@ -198,8 +201,19 @@ async fn serve(setup: Setup<'_>, listener: Reserved, stop: CancellationToken) ->
         () = stop.cancelled() => return Ok(()),
     };
     // `folder` is dropped, with its links, when serving ends.
-    let Started { replicas, mut supervisors, prepared, folder, text, model, limits, num_blocks, phases, description } =
-        started;
+    let Started {
+        replicas,
+        mut supervisors,
+        prepared,
+        folder,
+        text,
+        model,
+        limits,
+        num_blocks,
+        phases,
+        description,
+        follower,
+    } = started;
     let queue = QueueLimits { max_tokens: limits.max_queued_tokens, timeout: settings.queue_timeout };
     let limits = RequestLimits {
         max_concurrent_requests: args.max_concurrent_requests,
@@ -261,6 +275,7 @@ async fn serve(setup: Setup<'_>, listener: Reserved, stop: CancellationToken) ->
         let reason = tokio::select! {
             reason = failure(&replicas, &mut supervisors) => reason,
             never = adapter_download::run(asked, python, args) => match never {},
+            never = follow(follower) => match never {},
         };
         drain.cancel();
         reason
@@ -281,6 +296,14 @@ async fn serve(setup: Setup<'_>, listener: Reserved, stop: CancellationToken) ->
     join_all(supervisors.into_iter().map(|supervisor| supervisor.stop(WORKER_GRACE))).await;
     served?;
     failure.map_or(Ok(()), |reason| Err(anyhow::anyhow!(reason)))
+}
+
+/// Follows `--replica-file`, if it is given.
+async fn follow(follower: Option<Follower>) -> Infallible {
+    match follower {
+        Some(follower) => follower.run().await,
+        None => std::future::pending().await,
+    }
 }
 
 /// Opens `--engine-listen`, if it is given.

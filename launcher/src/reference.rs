@@ -58,6 +58,7 @@ const OURS: &[&str] = &[
     "max-lora-slots",
     "max-queued-tokens",
     "replica",
+    "replica-file",
     "replica-timeout",
     "replicas",
     "max-steps-in-flight",

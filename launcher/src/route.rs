@@ -1,6 +1,6 @@
 //! `penstock route`: from settings to engines on other servers. Nothing but the tokenizer and the configuration is prepared here.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use futures::future::join_all;
@@ -12,6 +12,7 @@ use penstock_router::worker::Phase;
 use crate::adapter::AdapterFlags;
 use crate::args::Args;
 use crate::fingerprint;
+use crate::replica_file::{self, Follower, Servers};
 use crate::resolve::{ResolveError, SequenceLimits};
 use crate::start::{self, StartError, Started};
 
@@ -35,10 +36,15 @@ pub(crate) enum RouteError {
     Tokenizer { ours: String, theirs: String },
     #[error("cannot read the tokenizer: {0}")]
     Read(#[from] std::io::Error),
+    #[error("--replica-file {}: {reason}", .path.display())]
+    File { path: PathBuf, reason: String },
 }
 
 /// Checks the URLs before anything is started.
 pub(crate) fn servers(args: &Args, access: &Access) -> Result<Vec<Remote>, RouteError> {
+    if let Some(path) = &args.replica_file {
+        return servers_of_file(path, access);
+    }
     if args.replica.len() > Replicas::MAX_ENGINES {
         return Err(RouteError::TooMany(args.replica.len()));
     }
@@ -49,24 +55,42 @@ pub(crate) fn servers(args: &Args, access: &Access) -> Result<Vec<Remote>, Route
     Ok(args.replica.iter().map(|url| Remote::new(url, access)).collect::<Result<_, _>>()?)
 }
 
+/// Refused lines are logged when the file is followed.
+fn servers_of_file(path: &Path, access: &Access) -> Result<Vec<Remote>, RouteError> {
+    let error = |reason| RouteError::File { path: path.to_owned(), reason };
+    let text = replica_file::read(path).map_err(|cause| error(format!("cannot read it: {cause}")))?;
+    let Servers { remotes, refusals } = replica_file::parse(&text, access);
+    match remotes.is_empty() {
+        true => Err(error(format!("it has no server that can be used; {}", refusals.join("; ")))),
+        false => Ok(remotes),
+    }
+}
+
 /// Waits until a server can be reached. Dropping the future stops that.
 pub(crate) async fn start(
     args: &Args,
     adapters: &AdapterFlags,
     python: &Path,
     servers: Vec<Remote>,
+    access: Option<Access>,
 ) -> Result<Started, StartError> {
     let mut phases = Vec::new();
     let timed = |name: &str, since: Instant| Phase { name: name.to_owned(), duration: since.elapsed() };
     let (prepared, folder, text) = start::prepare(args, adapters, python, &mut phases).await?;
     let since = Instant::now();
-    let described = describe(&servers).await?;
+    // A list that may change has servers that do not fit: they are refused alone, by their engines.
+    let is_fixed = args.replica_file.is_none();
+    let mut described = describe(&servers, is_fixed).await?;
     phases.push(timed("find servers", since));
-    let first = described.first().expect("invariant: there is a server");
+    let properties = described.first().expect("invariant: there is a server").1.properties.clone();
+    if !is_fixed {
+        described.retain(|(_, server)| properties.check(&server.properties).is_ok());
+    }
+    let first = &described[0];
     described.iter().try_for_each(|(url, server)| {
-        first.1.properties.check(&server.properties).map_err(|source| RouteError::Refused { url: url.clone(), source })
+        properties.check(&server.properties).map_err(|source| RouteError::Refused { url: url.clone(), source })
     })?;
-    let (ours, properties) = (fingerprint::tokenizer(&folder.path).map_err(RouteError::Read)?, &first.1.properties);
+    let ours = fingerprint::tokenizer(&folder.path).map_err(RouteError::Read)?;
     let theirs = properties.0.iter().find(|(name, _)| name == fingerprint::TOKENIZER);
     if let Some((_, theirs)) = theirs.filter(|(_, theirs)| *theirs != ours) {
         return Err(RouteError::Tokenizer { ours, theirs: theirs.clone() }.into());
@@ -86,10 +110,18 @@ pub(crate) async fn start(
     };
     let num_blocks = servers.len() * first.1.num_blocks as usize;
     let since = Instant::now();
-    let replicas = Replicas::connect(servers.into_iter().map(options).collect(), &first.1);
+    let servers: Vec<_> = servers.into_iter().map(options).collect();
+    let follower = args.replica_file.clone().zip(access).zip(servers.first().cloned());
+    let replicas = Replicas::connect(servers, &first.1);
     replicas.ready().await;
     phases.push(timed("connect", since));
     Ok(Started {
+        follower: follower.map(|((path, access), options)| Follower {
+            path,
+            access,
+            options,
+            replicas: replicas.clone(),
+        }),
         replicas,
         supervisors: Vec::new(),
         prepared,
@@ -103,8 +135,8 @@ pub(crate) async fn start(
     })
 }
 
-/// What the servers that can be reached serve; at least one. A server that refuses this router is an error.
-async fn describe(servers: &[Remote]) -> Result<Vec<(String, ServerDescription)>, RouteError> {
+/// What the servers that can be reached serve; at least one. With a fixed list, a server that refuses this router is an error.
+async fn describe(servers: &[Remote], is_fixed: bool) -> Result<Vec<(String, ServerDescription)>, RouteError> {
     loop {
         let ask = |remote: &Remote| {
             let remote = remote.clone();
@@ -115,7 +147,7 @@ async fn describe(servers: &[Remote]) -> Result<Vec<(String, ServerDescription)>
         for (url, answer) in join_all(servers.iter().map(ask)).await {
             match answer {
                 Ok(description) => described.push((url, description)),
-                Err(source) if !source.is_loss() => return Err(RouteError::Refused { url, source }),
+                Err(source) if is_fixed && !source.is_loss() => return Err(RouteError::Refused { url, source }),
                 Err(source) => reasons.push(format!("replica {url}: {source}")),
             }
         }

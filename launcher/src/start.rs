@@ -21,6 +21,7 @@ use crate::machine_share::MachineShare;
 use crate::model_folder::{FolderError, ModelFolder};
 use crate::prefetch;
 use crate::quantize::Quantize;
+use crate::replica_file::Follower;
 use crate::resolve::{Choice, ResolveError, SequenceLimits, Settings};
 use crate::route::RouteError;
 use crate::standby::Standby;
@@ -49,6 +50,8 @@ pub(crate) struct Started {
     pub(crate) phases: Vec<Phase>,
     /// For routers elsewhere; `None` without `--engine-listen`.
     pub(crate) description: Option<ServerDescription>,
+    /// `None` without `--replica-file`.
+    pub(crate) follower: Option<Follower>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -213,6 +216,7 @@ pub(crate) async fn start(
     Ok(Started {
         replicas: Replicas::start(groups, options),
         description,
+        follower: None,
         supervisors,
         prepared,
         folder,

@@ -22,6 +22,8 @@ pub(super) enum Command {
     Abort {
         id: SequenceId,
     },
+    /// Gives all sequences to other engines, and ends without them.
+    Leave,
     /// Ends the thread; `done` is sent after the last terminal event.
     ShutDown {
         done: oneshot::Sender<()>,
@@ -35,7 +37,7 @@ pub(super) fn refuse_all(commands: &mut UnboundedReceiver<Command>, failure: &Se
         match command {
             Command::Submit { events, .. } => refuse(&events, failure.clone()),
             Command::Adopt(moving) => moving.sequence.end(SequenceEvent::Failed(failure.clone())),
-            Command::Abort { .. } => {}
+            Command::Abort { .. } | Command::Leave => {}
             Command::ShutDown { done } => drop(done.send(())),
         }
     }

@@ -5,7 +5,23 @@ use penstock_scheduler::Stats;
 
 use super::health::Health;
 use super::stream::SequenceStream;
+use crate::replica::Routed;
 use crate::sequence::{Adapter, AdapterError, Grammar, GrammarError, Image, ImageError, SequenceRequest};
+
+/// One of several engines at this moment, and what went there.
+#[derive(Clone, Copy, Debug)]
+pub struct ReplicaReport {
+    /// Below `Replicas::MAX_ENGINES`.
+    pub number: usize,
+    /// Whether it takes steps; `None`: it has left, and no other engine has its number yet.
+    pub is_healthy: Option<bool>,
+    /// Its queue, running sequences and KV blocks.
+    pub stats: Stats,
+    /// Since the start.
+    pub routed: Routed,
+    /// Mean seconds between two tokens of a sequence there, if known.
+    pub seconds_per_token: Option<f64>,
+}
 
 /// Generates token sequences.
 pub trait Generator: Send + Sync + 'static {
@@ -21,4 +37,8 @@ pub trait Generator: Send + Sync + 'static {
     fn health(&self) -> Health;
     /// Queue length, running sequences and KV blocks at this moment.
     fn stats(&self) -> Stats;
+    /// Its engines, if there may be several.
+    fn replicas(&self) -> Vec<ReplicaReport> {
+        Vec::new()
+    }
 }

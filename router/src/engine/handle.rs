@@ -19,6 +19,7 @@ use super::options::{EngineOptions, RemoteOptions};
 use super::owner::Owner;
 use super::remote_loop::RemoteLoop;
 use super::restart::RestartGroup;
+use super::speed::Speed;
 use super::step_loop::StepLoop;
 use super::stream::SequenceStream;
 use crate::sequence::{
@@ -34,6 +35,7 @@ pub struct Engine {
     health: watch::Receiver<Health>,
     stats: watch::Receiver<Stats>,
     compiler: watch::Receiver<Compiler>,
+    speed: Speed,
 }
 
 impl Engine {
@@ -51,7 +53,7 @@ impl Engine {
         let (commands, receiver) = mpsc::unbounded_channel();
         let step_loop = StepLoop::new(options, restart, handover, receiver);
         let (health, stats) = step_loop.status().subscribe();
-        let compiler = step_loop.compilers().subscribe();
+        let (compiler, speed) = (step_loop.compilers().subscribe(), step_loop.status().speed().clone());
         let thread = std::thread::Builder::new().name("penstock-engine".to_owned());
         let run = move || match tokio::runtime::Builder::new_current_thread().enable_all().build() {
             Ok(runtime) => runtime.block_on(step_loop.run(group)),
@@ -60,7 +62,7 @@ impl Engine {
         if let Err(error) = thread.spawn(run) {
             tracing::error!("cannot start the engine's thread: {error}");
         }
-        Self { commands, next_id: Arc::new(AtomicU64::new(1)), health, stats, compiler }
+        Self { commands, next_id: Arc::new(AtomicU64::new(1)), health, stats, compiler, speed }
     }
 
     /// Uses the engine of another server, from the current runtime. It never fails for good: a server that is lost may return.
@@ -68,9 +70,9 @@ impl Engine {
         let (commands, receiver) = mpsc::unbounded_channel();
         let remote_loop = RemoteLoop::new(options, handover, receiver);
         let (health, stats) = remote_loop.status().subscribe();
-        let compiler = remote_loop.compilers().subscribe();
+        let (compiler, speed) = (remote_loop.compilers().subscribe(), remote_loop.status().speed().clone());
         tokio::spawn(remote_loop.run());
-        Self { commands, next_id: Arc::new(AtomicU64::new(1)), health, stats, compiler }
+        Self { commands, next_id: Arc::new(AtomicU64::new(1)), health, stats, compiler, speed }
     }
 
     /// Resolves when the engine takes steps, or never will.
@@ -82,6 +84,23 @@ impl Engine {
     /// Resolves when the engine takes no steps.
     pub(crate) async fn paused(&self) {
         let _ = self.health.clone().wait_for(|health| !health.is_healthy()).await;
+    }
+
+    /// Gives the sequences of an engine on another server to other engines, now and as soon as one takes them, and ends without them.
+    /// Nothing may be submitted afterwards.
+    pub(crate) fn leave(&self) {
+        // An error means that it has ended.
+        let _ = self.commands.send(Command::Leave);
+    }
+
+    /// Resolves when the engine has ended, with no sequence left.
+    pub(crate) async fn ended(&self) {
+        let _ = self.health.clone().wait_for(Health::is_permanent).await;
+    }
+
+    /// Mean time between two tokens of a sequence, if known.
+    pub(crate) fn seconds_per_token(&self) -> Option<f64> {
+        self.speed.seconds_per_token()
     }
 
     /// Resolves with the reason when the engine fails for good; never when it was shut down before.

@@ -23,13 +23,14 @@ mod recovery;
 mod remote_loop;
 mod restart;
 mod server_progress;
+mod speed;
 mod status;
 mod step_loop;
 mod stream;
 mod timelines;
 mod watchdog;
 
-pub use generator::Generator;
+pub use generator::{Generator, ReplicaReport};
 pub use handle::Engine;
 pub use health::Health;
 pub use moving::{Handover, MovingSequence};

@@ -38,6 +38,14 @@ pub(super) struct OpenSequences {
     epoch: Instant,
 }
 
+/// What a step gave.
+#[derive(Default)]
+pub(super) struct Delivered {
+    pub(super) num_tokens: usize,
+    /// Sequences that got a token and wait for the next one.
+    pub(super) num_decoding: usize,
+}
+
 impl OpenSequences {
     pub(super) fn new(limits: Limits) -> Self {
         Self {
@@ -164,14 +172,15 @@ impl OpenSequences {
         self.scheduler.apply(&scheduler::StepResult { step: report.step, outputs })
     }
 
-    /// Sends the events of a step that was reported at `reported_at` to their streams; returns whether any of them has a token.
-    pub(super) fn deliver(&mut self, events: Vec<Event>, outputs: &[Output], reported_at: Instant) -> bool {
-        let mut has_tokens = false;
+    /// Sends the events of a step that was reported at `reported_at` to their streams.
+    pub(super) fn deliver(&mut self, events: Vec<Event>, outputs: &[Output], reported_at: Instant) -> Delivered {
+        let mut delivered = Delivered::default();
         let mut gaps = Vec::new();
         for event in events {
             match event {
                 Event::Advanced { id, output_index, num_tokens, finish_reason } => {
-                    has_tokens |= num_tokens > 0;
+                    delivered.num_tokens += num_tokens;
+                    delivered.num_decoding += usize::from(num_tokens > 0 && finish_reason.is_none());
                     let Some(sequence) = self.open.get_mut(&id) else { continue };
                     let output = &outputs[output_index];
                     match &output.vector {
@@ -197,7 +206,7 @@ impl OpenSequences {
             }
         }
         metrics::next_tokens(&gaps);
-        has_tokens
+        delivered
     }
 
     /// Queues every sequence again after the group was lost for this reason. Sequences that were in flight get closer to quarantine; one that

@@ -24,6 +24,7 @@ use super::moving::{Handover, MovingSequence};
 use super::options::{MAX_LOSSES, RemoteOptions};
 use super::recovery::backoff;
 use super::server_progress::ServerProgress;
+use super::speed::{Decoding, Speed};
 use super::status::Status;
 use crate::remote::{Client, RemoteError, SequenceUpdate, ServerState, Totals};
 use crate::sequence::{InterruptionCause, SequenceEvent, SequenceFailure};
@@ -43,6 +44,8 @@ pub(super) struct RemoteLoop {
     sender: UnboundedSender<Update>,
     updates: UnboundedReceiver<Update>,
     num_runs: u64,
+    /// It gets no new sequences, and ends when it has none.
+    is_leaving: bool,
 }
 
 /// A sequence, the number of its run, and what the run sent.
@@ -63,6 +66,8 @@ struct Open {
 struct Run {
     number: u64,
     task: AbortHandle,
+    /// From the first token on.
+    decoding: Option<Decoding>,
     /// Whether the loss of this server is counted for the sequence. A token makes the next loss another one.
     is_loss_counted: bool,
 }
@@ -96,6 +101,7 @@ impl RemoteLoop {
             sender,
             updates,
             num_runs: 0,
+            is_leaving: false,
         }
     }
 
@@ -121,6 +127,7 @@ impl RemoteLoop {
     async fn run_connections(&mut self) -> Result<Infallible, ShutDown> {
         let mut num_failures = 0;
         loop {
+            self.end_if_left()?;
             let options = self.options.clone();
             let attempt = async move {
                 if num_failures > 0 {
@@ -151,6 +158,7 @@ impl RemoteLoop {
         let timeout = self.options.timeout;
         let mut heard_at = Instant::now();
         loop {
+            self.end_if_left()?;
             tokio::select! {
                 biased; // What has arrived counts before the deadline, also after this process was suspended.
                 state = states.next() => match state {
@@ -169,10 +177,17 @@ impl RemoteLoop {
         }
     }
 
+    fn end_if_left(&self) -> Result<(), ShutDown> {
+        if self.is_leaving && self.open.is_empty() { Err(None) } else { Ok(()) }
+    }
+
     /// The server has reported its state.
     fn observe(&mut self, state: ServerState) {
         let before = self.status.health();
-        let health = self.progress.judge(&state, Instant::now());
+        let health = match self.progress.judge(&state, Instant::now()) {
+            Health::Healthy if self.is_leaving => Health::Draining,
+            health => health,
+        };
         self.status.set_stats(self.totals.observe(state.stats));
         self.set_health(health.clone());
         if health.is_healthy() {
@@ -221,6 +236,13 @@ impl RemoteLoop {
                     has_new = true;
                 }
                 Some(Command::Abort { id }) => drop(self.open.remove(&id)),
+                Some(Command::Leave) => {
+                    self.is_leaving = true;
+                    if self.status.health().is_healthy() {
+                        self.set_health(Health::Draining);
+                    }
+                    self.offer_all(false);
+                }
             }
             match self.commands.try_recv() {
                 Ok(command) => next = Some(command),
@@ -239,6 +261,7 @@ impl RemoteLoop {
     async fn take_commands_until<T>(&mut self, future: impl Future<Output = T>) -> Result<T, ShutDown> {
         let mut future = pin!(future);
         loop {
+            self.end_if_left()?;
             tokio::select! {
                 done = &mut future => return Ok(done),
                 command = self.commands.recv() => self.take_commands(command)?,
@@ -275,7 +298,12 @@ impl RemoteLoop {
                     }
                 }
             };
-            open.run = Some(Run { number, task: tokio::spawn(forward).abort_handle(), is_loss_counted: false });
+            open.run = Some(Run {
+                number,
+                task: tokio::spawn(forward).abort_handle(),
+                decoding: None,
+                is_loss_counted: false,
+            });
         }
     }
 
@@ -294,7 +322,7 @@ impl RemoteLoop {
             match event {
                 SequenceEvent::Failed(SequenceFailure::Worker(reason)) => return self.lose_run(id, &reason),
                 SequenceEvent::Finished(_) | SequenceEvent::Failed(_) => return self.end(id, event),
-                event => open.relay(event),
+                event => open.relay(event, self.status.speed()),
             }
         }
     }
@@ -409,7 +437,7 @@ impl Drop for RemoteLoop {
 }
 
 impl Open {
-    fn relay(&mut self, event: SequenceEvent) {
+    fn relay(&mut self, event: SequenceEvent, speed: &Speed) {
         match event {
             SequenceEvent::Vector(_) => self.vector = Some(event),
             event => {
@@ -418,6 +446,10 @@ impl Open {
                         self.moving.token_ids.push(token.id);
                         if let Some(run) = &mut self.run {
                             run.is_loss_counted = false;
+                            match &run.decoding {
+                                Some(decoding) => decoding.token(),
+                                None => run.decoding = Some(speed.begin()),
+                            }
                         }
                     }
                     SequenceEvent::Started { .. } => {

@@ -4,6 +4,7 @@ use penstock_scheduler::Stats;
 use tokio::sync::watch;
 
 use super::health::Health;
+use super::speed::Speed;
 
 /// The publishing side.
 ///
@@ -12,15 +13,20 @@ use super::health::Health;
 pub(super) struct Status {
     health: watch::Sender<Health>,
     stats: watch::Sender<Stats>,
+    speed: Speed,
 }
 
 impl Status {
     pub(super) fn new(stats: Stats) -> Self {
-        Self { health: watch::Sender::new(Health::Healthy), stats: watch::Sender::new(stats) }
+        Self { health: watch::Sender::new(Health::Healthy), stats: watch::Sender::new(stats), speed: Speed::new() }
     }
 
     pub(super) fn subscribe(&self) -> (watch::Receiver<Health>, watch::Receiver<Stats>) {
         (self.health.subscribe(), self.stats.subscribe())
+    }
+
+    pub(super) fn speed(&self) -> &Speed {
+        &self.speed
     }
 
     pub(super) fn is_permanent(&self) -> bool {
@@ -48,6 +54,9 @@ impl Status {
         self.health.send_if_modified(|current| {
             let changes = may_change(current) && *current != health;
             if changes {
+                if health.is_healthy() {
+                    self.speed.forget();
+                }
                 *current = health;
             }
             changes

@@ -118,6 +118,7 @@ impl StepLoop {
             self.send_plans(&steps, woken_at);
             self.publish_stats();
             if self.in_flight.is_empty() {
+                self.status.speed().step(0, 0);
                 self.end_outage();
             }
             progress.set_waiting(!self.in_flight.is_empty());
@@ -153,6 +154,8 @@ impl StepLoop {
             Some(Command::Submit { id, request, owner, events }) => self.sequences.submit(id, *request, owner, events),
             Some(Command::Adopt(moving)) => self.sequences.adopt(*moving),
             Some(Command::Abort { id }) => self.sequences.abort(id),
+            // Only engines on other servers leave.
+            Some(Command::Leave) => {}
         }
         Ok(())
     }
@@ -181,9 +184,10 @@ impl StepLoop {
         metrics::drafts_verified(report.drafts());
         // Before the events: a reader of a terminal event finds the sequence's blocks free.
         self.publish_stats();
-        let has_tokens = self.sequences.deliver(events, &report.outputs, arrived_at);
+        let delivered = self.sequences.deliver(events, &report.outputs, arrived_at);
+        self.status.speed().step(delivered.num_tokens, delivered.num_decoding);
         self.budget.replenish();
-        if has_tokens {
+        if delivered.num_tokens > 0 {
             self.end_outage();
         }
         step.record(report.timing, forecast);
@@ -223,6 +227,7 @@ impl StepLoop {
 
     /// Lets other engines continue the sequences, if there are any.
     fn hand_over(&mut self) {
+        self.status.speed().step(0, 0);
         if let Some(handover) = &self.handover {
             self.sequences.hand_over(&**handover);
         }
@@ -283,7 +288,7 @@ impl StepLoop {
                 Command::Adopt(moving) => {
                     moving.sequence.end(SequenceEvent::Failed(SequenceFailure::Worker(reason.to_owned())))
                 }
-                Command::Abort { .. } => {}
+                Command::Abort { .. } | Command::Leave => {}
                 Command::ShutDown { done } => return Some(done),
             }
         }

@@ -21,7 +21,7 @@ use super::running::{Generations, Running, StartedPrompt};
 use super::text_stream::{SequenceOptions, ShownTokens, StopText, TextStream};
 use super::validation::ValidationError;
 use crate::config::{Config, PriorityOrder};
-use crate::engine::{Generator, Health};
+use crate::engine::{Generator, Health, ReplicaReport};
 use crate::fetch::Fetcher;
 use crate::sequence::{ContentSalt, Image, ImageInput, ImageSpan, Sampling, SequenceRequest};
 use crate::telemetry::{RequestRecord, metrics};
@@ -122,6 +122,10 @@ impl GenerationService {
 
     pub(crate) fn stats(&self) -> Stats {
         self.inner.generator.stats()
+    }
+
+    pub(crate) fn replicas(&self) -> Vec<ReplicaReport> {
+        self.inner.generator.replicas()
     }
 
     /// Tokens, prompt and new ones, of all generations that wait for their first step.

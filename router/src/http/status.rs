@@ -25,6 +25,7 @@ const ROUTER: &str = "text-generation-router";
 )]
 pub(super) async fn metrics(State(service): State<Service>) -> Response {
     metrics::load(&service.generation().stats(), service.generation().queued_tokens());
+    metrics::replicas(&service.generation().replicas());
     ([(header::CONTENT_TYPE, "text/plain; charset=utf-8")], service.metrics().render()).into_response()
 }
 

@@ -1,9 +1,13 @@
 //! Several engines with the same model as one, here or on other servers: each request goes to the engine that has the most of its prefix or the least
-//! work, and the sequences of an engine that loses its workers continue in the others (docs/adr/0073, 0085).
+//! work, and the sequences of an engine that loses its workers, or that leaves, continue in the others (docs/adr/0073, 0085, 0103).
 
 mod encoding;
+mod list;
 mod prefix;
 mod routing;
+#[cfg(test)]
+mod simulation;
+mod slowness;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -11,15 +15,19 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use futures::future::{BoxFuture, join_all, select_all, try_join_all};
 use futures::{FutureExt, TryFutureExt};
 use penstock_scheduler::{SequenceId, Stats};
+use tokio::sync::watch;
 
 use crate::engine::{
-    Engine, EngineOptions, Generator, Handover, Health, MovingSequence, RemoteOptions, RestartGroup, SequenceStream,
+    Engine, EngineOptions, Generator, Handover, Health, MovingSequence, RemoteOptions, ReplicaReport, RestartGroup,
+    SequenceStream,
 };
 use crate::remote::ServerDescription;
 use crate::sequence::{
     Adapter, AdapterError, Grammar, GrammarError, Image, ImageError, SequenceEvent, SequenceRequest,
 };
 use crate::worker::Group;
+use list::List;
+pub use routing::Routed;
 use routing::{CacheShape, Routing};
 
 /// What an engine is started with: its first worker group, and who starts the next ones.
@@ -30,7 +38,10 @@ pub type Start = (Group, Arc<dyn RestartGroup>);
 pub struct Replicas(Arc<Shared>);
 
 struct Shared {
-    engines: Vec<Engine>,
+    /// Reading it blocks changes, so a sequence is never submitted to an engine that has left.
+    list: watch::Sender<List>,
+    /// Whether there is one engine for ever. It needs no routing.
+    is_alone: bool,
     routing: Mutex<Routing>,
     /// Of all engines.
     next_id: AtomicU64,
@@ -51,58 +62,139 @@ impl Replicas {
         let limits = &options.limits;
         let cache = CacheShape {
             block_tokens: limits.block_tokens as usize,
-            num_blocks: groups.len() * limits.num_blocks as usize,
+            num_blocks: limits.num_blocks as usize,
             prefix_caching: limits.prefix_caching,
         };
-        let start = |(group, restart), handover| Engine::start(group, options, restart, handover);
-        Self::new(groups, cache, start)
+        let is_alone = groups.len() == 1;
+        let replicas = Self::empty(cache, is_alone);
+        replicas.0.list.send_modify(|list| {
+            for (group, restart) in groups {
+                let start = |handover| Engine::start(group, options, restart, (!is_alone).then_some(handover));
+                replicas.add(list, String::new(), start);
+            }
+        });
+        replicas
     }
 
     /// Connects to `servers`. `description` is that of any of them; it sizes the prefix index.
     pub fn connect(servers: Vec<RemoteOptions>, description: &ServerDescription) -> Self {
         let cache = CacheShape {
             block_tokens: description.model.block_tokens as usize,
-            num_blocks: servers.len() * description.num_blocks as usize,
+            num_blocks: description.num_blocks as usize,
             prefix_caching: description.prefix_caching,
         };
-        Self::new(servers, cache, Engine::connect)
+        let replicas = Self::empty(cache, false);
+        replicas.set_servers(&servers);
+        replicas
     }
 
-    /// `start` makes an engine of each origin.
-    fn new<T>(origins: Vec<T>, cache: CacheShape, start: impl Fn(T, Option<Arc<dyn Handover>>) -> Engine) -> Self {
-        let num_engines = origins.len();
-        Self(Arc::new_cyclic(|shared: &Weak<Shared>| {
-            let start = |(engine, origin)| {
-                let to_others = ToOthers { shared: shared.clone(), engine };
-                start(origin, (num_engines > 1).then(|| Arc::new(to_others) as Arc<dyn Handover>))
-            };
-            let engines = origins.into_iter().enumerate().map(start).collect();
-            let routing = Mutex::new(Routing::new(num_engines, cache));
-            Shared { engines, routing, next_id: AtomicU64::new(1) }
+    /// Makes `servers` the ones that are used: connects to new ones, and lets the sequences of the others move on before their connections end.
+    /// Returns the servers for which there is no place until others have left. An empty list changes nothing.
+    pub fn set_servers(&self, servers: &[RemoteOptions]) -> Vec<String> {
+        let mut refused = Vec::new();
+        if servers.is_empty() {
+            return refused;
+        }
+        self.0.list.send_if_modified(|list| {
+            let is_kept = |name: &str| servers.iter().any(|server| server.remote.url() == name);
+            let num_left = list.leave(|name| !is_kept(name));
+            let mut num_new = 0;
+            for server in servers.iter().filter(|server| !list.has(server.remote.url())).cloned().collect::<Vec<_>>() {
+                let name = server.remote.url().to_owned();
+                let number = self.add(list, name.clone(), |handover| Engine::connect(server, Some(handover)));
+                let Some(number) = number else {
+                    refused.push(name);
+                    continue;
+                };
+                tracing::info!("replica {number} is {name}");
+                list.get(number).into_iter().for_each(|new| self.remove_when_ended(number, new.engine.clone()));
+                num_new += 1;
+            }
+            num_left + num_new > 0
+        });
+        refused
+    }
+
+    fn empty(cache: CacheShape, is_alone: bool) -> Self {
+        let routing = Mutex::new(Routing::new(cache));
+        Self(Arc::new(Shared {
+            list: watch::Sender::new(List::default()),
+            is_alone,
+            routing,
+            next_id: AtomicU64::new(1),
         }))
+    }
+
+    /// Adds the engine that `start` makes, and returns its number. `None`: there is no place for it.
+    fn add(&self, list: &mut List, name: String, start: impl FnOnce(Arc<dyn Handover>) -> Engine) -> Option<usize> {
+        let number = list.free_number()?;
+        list.insert(number, name, start(Arc::new(ToOthers { shared: Arc::downgrade(&self.0), engine: number })));
+        self.0.routing().add_engine(number);
+        Some(number)
+    }
+
+    /// Frees the engine's number once it has left.
+    fn remove_when_ended(&self, number: usize, engine: Engine) {
+        let shared = Arc::downgrade(&self.0);
+        tokio::spawn(async move {
+            engine.ended().await;
+            if let Some(shared) = shared.upgrade() {
+                shared.list.send_modify(|list| list.remove(number));
+                shared.routing().remove_engine(number);
+            }
+        });
     }
 
     /// Resolves when an engine takes steps, or no engine ever will.
     pub async fn ready(&self) {
-        while !self.health().is_healthy() && !self.health().is_permanent() {
-            let changes = self.0.engines.iter().filter(|engine| !engine.health().is_permanent());
-            let changes: Vec<_> = changes.map(|engine| engine.settled().boxed()).collect();
-            if !changes.is_empty() {
-                select_all(changes).await;
+        let mut list = self.0.list.subscribe();
+        loop {
+            let engines = list.borrow_and_update().engines();
+            if self.health().is_healthy() || self.health().is_permanent() {
+                return;
+            }
+            let changes = engines.iter().filter(|engine| !engine.health().is_permanent());
+            let settled: Vec<_> = changes.map(|engine| engine.settled().boxed()).collect();
+            if settled.is_empty() {
+                // The sender is in `self`.
+                let _ = list.changed().await;
+                continue;
+            }
+            tokio::select! {
+                _ = select_all(settled) => {}
+                _ = list.changed() => {}
             }
         }
     }
 
     /// Resolves with the reasons when every engine has failed for good; never when they were shut down before.
     pub async fn failure(&self) -> String {
-        let mut reasons = join_all(self.0.engines.iter().map(Engine::failure)).await;
-        reasons.dedup();
-        reasons.join("; ")
+        let mut list = self.0.list.subscribe();
+        loop {
+            let engines = list.borrow_and_update().engines();
+            tokio::select! {
+                mut reasons = join_all(engines.iter().map(Engine::failure)) => {
+                    reasons.dedup();
+                    return reasons.join("; ");
+                }
+                _ = list.changed() => {}
+            }
+        }
     }
 
     /// Ends open sequences with `ShuttingDown`; returns when every engine has ended.
     pub async fn shut_down(&self) {
-        join_all(self.0.engines.iter().map(Engine::shut_down)).await;
+        let engines = self.engines();
+        join_all(engines.iter().map(Engine::shut_down)).await;
+    }
+
+    fn engines(&self) -> Vec<Engine> {
+        self.0.list.borrow().engines()
+    }
+
+    /// The only engine that there will ever be.
+    fn alone(&self) -> Option<Engine> {
+        self.0.is_alone.then(|| self.engines().pop()).flatten()
     }
 
     /// Does the same in every engine that takes steps, at least in one; waits until there is one. An engine that stops taking steps
@@ -113,12 +205,12 @@ impl Replicas {
     ) -> BoxFuture<'static, Result<Vec<T>, E>> {
         let replicas = self.clone();
         let all = async move {
-            let engines = &replicas.0.engines;
-            if let [engine] = &engines[..] {
-                return act(engine).await.map(|one| vec![one]);
+            if let Some(engine) = replicas.alone() {
+                return act(&engine).await.map(|one| vec![one]);
             }
             loop {
                 replicas.ready().await;
+                let engines = replicas.engines();
                 if replicas.health().is_permanent() {
                     return try_join_all(engines.iter().take(1).map(&act)).await;
                 }
@@ -144,8 +236,10 @@ impl Replicas {
 
 impl Generator for Replicas {
     fn submit(&self, request: SequenceRequest) -> SequenceStream {
-        let [engine] = &self.0.engines[..] else { return self.0.submit(request) };
-        engine.submit(request)
+        match self.alone() {
+            Some(engine) => engine.submit(request),
+            None => self.0.submit(request),
+        }
     }
 
     fn compile_grammar(&self, grammar: &Grammar) -> BoxFuture<'static, Result<(), GrammarError>> {
@@ -158,32 +252,56 @@ impl Generator for Replicas {
     }
 
     fn encode_images(&self, images: Vec<Image>) -> BoxFuture<'static, Result<Vec<Vec<u32>>, ImageError>> {
-        let [engine] = &self.0.engines[..] else { return encoding::encode(Arc::clone(&self.0), images).boxed() };
-        engine.encode_images(images)
+        match self.alone() {
+            Some(engine) => engine.encode_images(images),
+            None => encoding::encode(Arc::clone(&self.0), images).boxed(),
+        }
     }
 
     /// Healthy if any engine is; otherwise that of the engine that is closest to it.
     fn health(&self) -> Health {
-        let mut all: Vec<_> = self.0.engines.iter().map(Engine::health).collect();
+        let mut all: Vec<_> = self.engines().iter().map(Engine::health).collect();
         all.sort_by_key(|health| (!health.is_healthy(), health.is_permanent()));
         all.into_iter().next().unwrap_or(Health::ShutDown)
     }
 
     fn stats(&self) -> Stats {
-        self.0.engines.iter().map(Engine::stats).sum()
+        self.engines().iter().map(Engine::stats).sum()
+    }
+
+    fn replicas(&self) -> Vec<ReplicaReport> {
+        if self.0.is_alone {
+            return Vec::new();
+        }
+        let list = self.0.list.borrow();
+        let routing = self.0.routing();
+        let report = |(number, routed): (usize, Routed)| {
+            let engine = list.get(number).map(|replica| &replica.engine);
+            ReplicaReport {
+                number,
+                is_healthy: engine.map(|engine| engine.health().is_healthy()),
+                stats: engine.map(Engine::stats).unwrap_or_default(),
+                routed,
+                seconds_per_token: engine.and_then(Engine::seconds_per_token),
+            }
+        };
+        routing.routed().iter().copied().enumerate().map(report).collect()
     }
 }
 
 impl Shared {
     fn submit(self: &Arc<Self>, request: SequenceRequest) -> SequenceStream {
         let id = SequenceId(self.next_id.fetch_add(1, Ordering::Relaxed));
-        let engine = self.routing().place(id, &request, |engine| self.takes_steps(engine));
         let mut work = Work { shared: Arc::downgrade(self), id, num_tokens: 0, is_complete: false };
-        self.engines[engine].submit_as(id, request).observed(move |event| work.observe(event))
-    }
-
-    fn takes_steps(&self, engine: usize) -> bool {
-        self.engines[engine].health().is_healthy()
+        let list = self.list.borrow();
+        let candidates = list.candidates();
+        let engine = {
+            let mut routing = self.routing();
+            routing.observe_speed(&list.speeds(&candidates));
+            routing.place(id, &request, &candidates)
+        };
+        let replica = list.get(engine).expect("invariant: the list is never empty");
+        replica.engine.submit_as(id, request).observed(move |event| work.observe(event))
     }
 
     fn routing(&self) -> MutexGuard<'_, Routing> {
@@ -198,10 +316,13 @@ impl Handover for ToOthers {
         if has_lost_cache {
             shared.routing().forget_prefixes(self.engine);
         }
-        let is_open = |engine| engine != self.engine && shared.takes_steps(engine);
+        let list = shared.list.borrow();
+        let is_open = |number: &usize| *number != self.engine && list.takes_steps(*number);
         let adopt = |sequence: MovingSequence| {
-            let Some(engine) = shared.routing().replace(sequence.id(), is_open) else { return Some(sequence) };
-            shared.engines[engine].adopt(sequence);
+            let open: Vec<_> = list.candidates().into_iter().filter(is_open).collect();
+            let engine = shared.routing().replace(sequence.id(), &open);
+            let Some(replica) = engine.and_then(|engine| list.get(engine)) else { return Some(sequence) };
+            replica.engine.adopt(sequence);
             None
         };
         sequences.into_iter().filter_map(adopt).collect()

@@ -25,8 +25,13 @@ pub(super) struct PrefixIndex {
 }
 
 impl PrefixIndex {
-    pub(super) fn new(block_tokens: usize, max_blocks: usize) -> Self {
-        Self { block_tokens, max_blocks, new: HashMap::new(), old: HashMap::new() }
+    /// An index that remembers nothing until `set_max_blocks`.
+    pub(super) fn new(block_tokens: usize) -> Self {
+        Self { block_tokens, max_blocks: 0, new: HashMap::new(), old: HashMap::new() }
+    }
+
+    pub(super) fn set_max_blocks(&mut self, max_blocks: usize) {
+        self.max_blocks = max_blocks;
     }
 
     /// The hash of each full block of a prompt. Prompts with different salts share no block, and those with different content only
@@ -46,20 +51,25 @@ impl PrefixIndex {
     }
 
     /// How many leading tokens of the prompt with these blocks each engine has computed before.
-    pub(super) fn num_tokens(&self, blocks: &[u64], num_engines: usize) -> Vec<u64> {
-        let mut found = vec![0; num_engines];
+    pub(super) fn num_tokens(&self, blocks: &[u64]) -> [u64; MAX_ENGINES] {
+        let mut found = [0; MAX_ENGINES];
+        let mut note = |mut engines: Engines, num_blocks: usize| {
+            while engines != 0 {
+                found[engines.trailing_zeros() as usize] = (num_blocks * self.block_tokens) as u64;
+                engines &= engines - 1;
+            }
+        };
         let mut present = Engines::MAX;
-        for (index, block) in blocks.iter().enumerate() {
-            present &= self.new.get(block).or_else(|| self.old.get(block)).copied().unwrap_or(0);
+        let mut num_present = 0;
+        for block in blocks {
+            let still = present & self.new.get(block).or_else(|| self.old.get(block)).copied().unwrap_or(0);
+            note(present & !still, num_present);
+            (present, num_present) = (still, num_present + 1);
             if present == 0 {
                 break;
             }
-            for (engine, num_tokens) in found.iter_mut().enumerate() {
-                if present & (1 << engine) != 0 {
-                    *num_tokens = ((index + 1) * self.block_tokens) as u64;
-                }
-            }
         }
+        note(present, num_present);
         found
     }
 
@@ -74,6 +84,11 @@ impl PrefixIndex {
         }
     }
 
+    #[cfg(test)]
+    pub(super) fn num_blocks(&self) -> usize {
+        self.new.len() + self.old.len()
+    }
+
     /// The engine has lost its cache.
     pub(super) fn forget(&mut self, engine: usize) {
         for engines in self.new.values_mut().chain(self.old.values_mut()) {
@@ -86,37 +101,50 @@ impl PrefixIndex {
 mod tests {
     use super::*;
 
-    fn tokens(index: &PrefixIndex, prompt: &[u32]) -> Vec<u64> {
-        index.num_tokens(&index.blocks(prompt, None, &[]), 2)
+    fn index(block_tokens: usize, max_blocks: usize) -> PrefixIndex {
+        let mut index = PrefixIndex::new(block_tokens);
+        index.set_max_blocks(max_blocks);
+        index
+    }
+
+    /// Of the first two engines.
+    fn found(index: &PrefixIndex, blocks: &[u64]) -> [u64; 2] {
+        let [first, second, others @ ..] = index.num_tokens(blocks);
+        assert!(others.iter().all(|num_tokens| *num_tokens == 0));
+        [first, second]
+    }
+
+    fn tokens(index: &PrefixIndex, prompt: &[u32]) -> [u64; 2] {
+        found(index, &index.blocks(prompt, None, &[]))
     }
 
     #[test]
     fn an_engine_has_the_full_blocks_of_what_it_computed() {
-        let mut index = PrefixIndex::new(4, 100);
+        let mut index = index(4, 100);
         let prompt: Vec<u32> = (0..15).collect();
         index.insert(&index.blocks(&prompt, None, &[]), 0);
         index.insert(&index.blocks(&prompt[..5], None, &[]), 1);
         assert_eq!(tokens(&index, &prompt), [12, 4]);
         assert_eq!(tokens(&index, &[&prompt[..8], &[99; 8]].concat()), [8, 4]);
         assert_eq!(tokens(&index, &[99; 16]), [0, 0]);
-        assert_eq!(index.num_tokens(&index.blocks(&prompt, Some(1), &[]), 2), [0, 0], "another salt");
+        assert_eq!(found(&index, &index.blocks(&prompt, Some(1), &[])), [0, 0], "another salt");
         let with_image = |offset| index.blocks(&prompt, None, &[ContentSalt { offset, salt: 1 }]);
-        assert_eq!(index.num_tokens(&with_image(9), 2), [8, 4], "an image in the third block");
-        assert_eq!(index.num_tokens(&with_image(3), 2), [0, 0], "an image in the first block");
+        assert_eq!(found(&index, &with_image(9)), [8, 4], "an image in the third block");
+        assert_eq!(found(&index, &with_image(3)), [0, 0], "an image in the first block");
         index.forget(0);
         assert_eq!(tokens(&index, &prompt), [0, 4]);
     }
 
     #[test]
     fn the_same_block_after_another_prefix_is_another_one() {
-        let mut index = PrefixIndex::new(2, 100);
+        let mut index = index(2, 100);
         index.insert(&index.blocks(&[1, 2, 3, 4], None, &[]), 0);
         assert_eq!(tokens(&index, &[3, 4]), [0, 0]);
     }
 
     #[test]
     fn what_is_used_is_remembered_and_the_memory_is_bounded() {
-        let mut index = PrefixIndex::new(1, 8);
+        let mut index = index(1, 8);
         index.insert(&index.blocks(&[1, 2], None, &[]), 0);
         for other in 100..200 {
             index.insert(&index.blocks(&[other], None, &[]), 1);

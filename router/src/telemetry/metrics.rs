@@ -6,12 +6,13 @@ use std::time::Duration;
 use metrics_exporter_prometheus::{BuildError, Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 use penstock_scheduler::Stats;
 
-use super::label::DRAFT_POSITIONS;
+use super::label::{DRAFT_POSITIONS, REPLICAS};
 pub(crate) use super::label::{Failure, ImageFetch, Method, RefusalReason, RestartPhase, SpanLoss};
 use super::metric::{Kind, Metric};
 use super::summary::RequestSummary;
 use super::table::*;
 use crate::config::RequestLimits;
+use crate::engine::ReplicaReport;
 use crate::sequence::DraftCount;
 
 /// Renders what was recorded since [`Exporter::install`].
@@ -80,7 +81,11 @@ pub fn reference() -> String {
     let mut page = INTRODUCTION.to_owned();
     for Metric { name, kind, label, help, difference, .. } in METRICS {
         let kind = kind.describe();
-        let label = label.map_or(String::new(), |(label, values)| format!("`{label}`: {}", values.join(", ")));
+        let label = match label {
+            None => String::new(),
+            Some((label, [first, .., last])) if *label == REPLICA.0 => format!("`{label}`: {first} to {last}"),
+            Some((label, values)) => format!("`{label}`: {}", values.join(", ")),
+        };
         let difference = match name.split_once(['_', ':']) {
             Some(("tgi", _)) => difference,
             Some(("vllm", _)) => "vLLM's",
@@ -178,6 +183,23 @@ pub(crate) fn load(stats: &Stats, queued_tokens: u64) {
     PREFIX_QUERIED.set_total(stats.num_queried_tokens);
     PREFIX_HIT.set_total(stats.num_hit_tokens);
     PREEMPTIONS.set_total(stats.num_preemptions);
+}
+
+/// The replicas at this moment, and what went to each.
+pub(crate) fn replicas(reports: &[ReplicaReport]) {
+    for report in reports {
+        let number = REPLICAS[report.number];
+        let gauge = |metric: Metric, value: f64| metric.with(number).set(value);
+        gauge(REPLICA_HEALTH, report.is_healthy.map_or(-1.0, |is_healthy| f64::from(u8::from(is_healthy))));
+        gauge(REPLICA_RUNNING, report.stats.num_running as f64);
+        gauge(REPLICA_QUEUED, report.stats.num_queued as f64);
+        gauge(REPLICA_WORK, report.routed.num_work_tokens as f64);
+        gauge(REPLICA_SECONDS_PER_TOKEN, report.seconds_per_token.unwrap_or(f64::NAN));
+        REPLICA_SEQUENCES.with(number).set_total(report.routed.num_sequences);
+        REPLICA_HANDOVERS.with(number).set_total(report.routed.num_handovers);
+        REPLICA_PROMPT_TOKENS.with(number).set_total(report.routed.num_prompt_tokens);
+        REPLICA_CACHED_TOKENS.with(number).set_total(report.routed.num_cached_tokens);
+    }
 }
 
 /// Tokens that the KV pool can hold; known after warm-up.

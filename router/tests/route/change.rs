@@ -1,0 +1,95 @@
+//! Servers join and leave a router while streams run.
+
+use penstock_router::engine::{Generator, ReplicaReport};
+use penstock_router::replica::Replicas;
+
+use crate::fake_worker::Script;
+use crate::fake_worker::setting::{collect, request, streams_are_complete};
+use crate::server::{PATIENCE, Server, Setup, prompts, remotes, route, streams, wait_until};
+
+fn set_servers(replicas: &Replicas, servers: &[&Server]) {
+    let urls: Vec<_> = servers.iter().map(|server| server.url()).collect();
+    assert!(replicas.set_servers(&remotes(&urls, PATIENCE)).is_empty());
+}
+
+fn report(replicas: &Replicas, number: usize) -> ReplicaReport {
+    replicas.replicas()[number]
+}
+
+#[tokio::test]
+async fn a_server_that_joins_gets_sequences_and_one_that_leaves_gives_its_own_away() {
+    let (_gate, script) = Script::gated(5);
+    let (leaving, joining) = (Setup::of(script).start().await, Setup::default().start().await);
+    let replicas = route(&[&leaving], PATIENCE).await;
+    let running = streams(&replicas);
+    leaving.wait_for_plans(6).await;
+    set_servers(&replicas, &[&leaving, &joining]);
+    wait_until(|| replicas.stats().num_blocks == 2 * 256).await;
+    set_servers(&replicas, &[&joining]);
+    running.await.unwrap();
+    wait_until(|| report(&replicas, 0).is_healthy.is_none()).await;
+    assert_eq!(report(&replicas, 0).routed.num_handovers, 12);
+    let num_plans = leaving.num_plans().await;
+    streams_are_complete(&replicas, prompts(4), 5).await;
+    assert_eq!(leaving.num_plans().await, num_plans, "it gets no new sequence");
+    assert_eq!(replicas.stats().num_blocks, 256);
+}
+
+#[tokio::test]
+async fn the_last_server_that_takes_steps_finishes_its_sequences_while_it_leaves() {
+    let (gate, script) = Script::gated(5);
+    let leaving = Setup::of(script).start().await;
+    let mut unreachable = Setup::default().start().await;
+    unreachable.kill();
+    let replicas = route(&[&leaving], PATIENCE).await;
+    let running = streams(&replicas);
+    leaving.wait_for_plans(6).await;
+    set_servers(&replicas, &[&unreachable]);
+    gate.send_replace(u64::MAX);
+    running.await.unwrap();
+    wait_until(|| report(&replicas, 0).is_healthy.is_none()).await;
+}
+
+#[tokio::test]
+async fn sequences_of_a_leaving_server_wait_for_one_that_is_only_starting() {
+    let (_gate, script) = Script::gated(5);
+    let leaving = Setup::of(script).start().await;
+    let mut starting = Setup::default().start().await;
+    starting.kill();
+    let replicas = route(&[&leaving], PATIENCE).await;
+    let running = streams(&replicas);
+    leaving.wait_for_plans(6).await;
+    set_servers(&replicas, &[&starting]);
+    let _started = Setup { address: starting.address, ..Setup::default() }.start().await;
+    running.await.unwrap();
+    wait_until(|| report(&replicas, 0).is_healthy.is_none()).await;
+}
+
+#[tokio::test]
+async fn a_number_is_used_again_and_a_server_can_return() {
+    let servers = [Setup::default().start().await, Setup::default().start().await];
+    let replicas = route(&[&servers[0]], PATIENCE).await;
+    for round in 0..10 {
+        let (next, before) = (&servers[(round + 1) % 2], &servers[round % 2]);
+        let running = streams(&replicas);
+        set_servers(&replicas, &[before, next]);
+        set_servers(&replicas, &[next]);
+        running.await.unwrap();
+        collect(replicas.submit(request(&[1, 2], 3))).await;
+        let num_left = || replicas.replicas().iter().filter(|report| report.is_healthy.is_some()).count();
+        wait_until(|| num_left() == 1).await;
+    }
+    assert!(replicas.replicas().len() <= 3);
+}
+
+#[tokio::test]
+async fn servers_beyond_the_most_that_there_can_be_are_named_and_an_empty_list_changes_nothing() {
+    let server = Setup::default().start().await;
+    let replicas = route(&[&server], PATIENCE).await;
+    let others = (1..=Replicas::MAX_ENGINES).map(|port| format!("http://127.0.0.1:{port}"));
+    let urls: Vec<_> = std::iter::once(server.url()).chain(others).collect();
+    let refused = replicas.set_servers(&remotes(&urls, PATIENCE));
+    assert_eq!(refused, [format!("http://127.0.0.1:{}", Replicas::MAX_ENGINES)]);
+    replicas.set_servers(&[]);
+    streams_are_complete(&replicas, prompts(4), 5).await;
+}
