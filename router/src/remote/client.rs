@@ -6,14 +6,15 @@ use futures::stream::BoxStream;
 use futures::{Stream, StreamExt};
 use penstock_proto::engine as proto;
 use penstock_proto::engine::engine_client::EngineClient;
-use penstock_scheduler::Stats;
 use tonic::metadata::{Ascii, MetadataValue};
 use tonic::service::Interceptor;
 use tonic::service::interceptor::InterceptedService;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Request, Status};
 
-use super::{Access, CONNECTION_WINDOW_BYTES, MAX_MESSAGE_BYTES, RemoteError, ServerDescription, UrlError, convert};
+use super::{
+    Access, CONNECTION_WINDOW_BYTES, MAX_MESSAGE_BYTES, RemoteError, ServerDescription, ServerState, UrlError, convert,
+};
 use crate::sequence::{Grammar, Image, SequenceEvent, SequenceRequest};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -37,15 +38,6 @@ pub struct Remote {
 #[derive(Clone, Debug)]
 pub(crate) struct Client {
     engine: EngineClient<InterceptedService<Channel, Bearer>>,
-}
-
-/// What a server reports of itself.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) struct ServerState {
-    /// Why it takes no steps; `None`: it does.
-    pub(crate) unhealthy: Option<String>,
-    pub(crate) is_draining: bool,
-    pub(crate) stats: Stats,
 }
 
 /// What happened to a sequence on a server. An error is the last one.

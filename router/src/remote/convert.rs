@@ -6,8 +6,7 @@ use penstock_proto::engine as proto;
 use penstock_proto::engine::event::Kind;
 use penstock_scheduler::Stats;
 
-use super::client::ServerState;
-use super::{PROTOCOL_VERSION, Properties, RemoteError, STATUS_INTERVAL, ServerDescription};
+use super::{PROTOCOL_VERSION, Properties, RemoteError, STATUS_INTERVAL, ServerDescription, ServerState};
 use crate::engine::Health;
 use crate::sequence::{
     ContentSalt, DraftCount, FinishReason, Grammar, Image, ImageSpan, Matryoshka, Pooling, SequenceEvent,

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use penstock_scheduler::Stats;
+
 use super::RemoteError;
 use crate::worker::Description;
 
@@ -30,6 +32,15 @@ pub struct ServerDescription {
     pub prefix_caching: bool,
     /// With work and without a finished step for this long, the server counts as hung.
     pub step_deadline: Duration,
+}
+
+/// What a server reports of itself.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct ServerState {
+    /// Why it takes no steps; `None`: it does.
+    pub(crate) unhealthy: Option<String>,
+    pub(crate) is_draining: bool,
+    pub(crate) stats: Stats,
 }
 
 /// What a router accepts. Each of its servers must accept it, too.

@@ -12,7 +12,8 @@ mod totals;
 
 pub use access::{Access, Identity, UrlError};
 pub use client::Remote;
-pub(crate) use client::{Client, SequenceUpdate, ServerState};
+pub(crate) use client::{Client, SequenceUpdate};
+pub(crate) use description::ServerState;
 pub use description::{Properties, RequestLimits, ServerDescription};
 pub use error::RemoteError;
 pub use service::{EngineListener, serve};
