@@ -208,6 +208,24 @@ def test_a_checkpoint_without_the_layer_drafts_with_ngrams(reference: Reference,
     assert isinstance(drafter, NgramDrafter)
 
 
+def test_layers_behind_the_first_are_ignored_and_the_log_says_so(
+    reference: Reference, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    first, second = (f"model.layers.{NUM_LAYERS + index}." for index in range(2))
+    others = {name.replace(first, second): torch.zeros_like(part) for name, part in tensors.items() if first in name}
+    save_file({**tensors, **others}, tmp_path / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 2}))
+    with caplog.at_level("INFO"):
+        engine, drafter = drafting(options_of(tmp_path))
+    assert caplog.text.count("1 further multi-token prediction layers are ignored") == 1
+    generate(engine, prompts(4, [9], VOCAB), 8, num_drafts=3)
+    assert drafter.drafts
+    for text, draft in drafter.drafts:
+        assert draft == reference.draft(text, len(draft))[0]
+
+
 def test_a_layer_that_lacks_a_tensor_is_refused_if_it_drafts(folder: Path, tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     del tensors[f"model.layers.{NUM_LAYERS}.hnorm.weight"]

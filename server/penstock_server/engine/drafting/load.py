@@ -44,6 +44,9 @@ def load_drafter(
         if native is None or not isinstance(model, Decoder) or model.mtp is None:
             return NgramDrafter()
         logger.info("drafts come from the checkpoint's multi-token prediction layer")
+        num_layers = Config.read(options.folder).optional_int("num_nextn_predict_layers") or 1
+        if num_layers > 1:
+            logger.info("%d further multi-token prediction layers are ignored", num_layers - 1)
         return HeadDrafter(MtpHead(model, model.mtp))
     if native is None:
         raise ConfigError(
