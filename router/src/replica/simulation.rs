@@ -54,6 +54,9 @@ struct Outcome {
     num_remembered_blocks: usize,
 }
 
+/// Sequences with their first token and when they arrived, and those that ended.
+type StepResult = (Vec<(u64, f64)>, Vec<u64>);
+
 /// SplitMix64.
 struct Random(u64);
 
@@ -205,7 +208,7 @@ fn simulate(policy: Policy, setting: &Setting) -> Outcome {
     let (mut next_arrival, mut num_arrived) = (0.0, 0);
     // Virtual nanoseconds at which a replica's step ends, and what the step did.
     let mut steps: BinaryHeap<Reverse<(u64, usize)>> = BinaryHeap::new();
-    let mut results: HashMap<usize, (Vec<(u64, f64)>, Vec<u64>)> = HashMap::new();
+    let mut results: HashMap<usize, StepResult> = HashMap::new();
     loop {
         let step_ends = steps.peek().map(|Reverse((ends, _))| *ends as f64 * 1e-9);
         let arrives = num_arrived < setting.num_requests && step_ends.is_none_or(|ends| next_arrival <= ends);
@@ -248,7 +251,8 @@ fn simulate(policy: Policy, setting: &Setting) -> Outcome {
             break;
         };
         let replica = &mut replicas[number];
-        if !replica.is_stepping && !(replica.queue.is_empty() && replica.decoding.is_empty()) {
+        let has_work = !replica.queue.is_empty() || !replica.decoding.is_empty();
+        if has_work && !replica.is_stepping {
             let (seconds, started, ended) = replica.step(setting, if number == 0 { setting.slowness } else { 1.0 });
             replica.is_stepping = true;
             results.insert(number, (started, ended));
