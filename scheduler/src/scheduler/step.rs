@@ -65,6 +65,9 @@ impl Scheduler {
         while num_required > self.cache.pool().num_allocatable() + self.cache.pool().num_retiring()
             && let Some(last) = self.residents.running().next_back()
         {
+            if self.sequence(last).is_at_limit() {
+                return false; // If its drafts in flight are right, it ends and returns its blocks.
+            }
             num_required -= self.num_blocks_to_advance(last, first);
             self.preempt(last);
         }

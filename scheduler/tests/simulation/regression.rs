@@ -74,3 +74,41 @@ fn a_blocked_sequence_is_unblocked_when_a_second_copy_replaces_a_lost_block() {
     })
     .run();
 }
+
+/// A sequence was preempted while the step in flight computed its last tokens, which were lost: its drafts were right.
+#[test]
+fn a_sequence_that_may_end_with_its_drafts_in_flight_is_not_preempted() {
+    let limits = Limits {
+        max_step_tokens: 5,
+        max_step_sequences: 4,
+        max_sequence_tokens: 12,
+        num_blocks: 3,
+        block_tokens: 5,
+        max_steps_in_flight: 3,
+        prefix_caching: false,
+        priority_ageing: Duration::MAX,
+        max_inter_token: None,
+        max_overtaking: 0,
+        window_tokens: None,
+        whole_prompts: false,
+        max_draft_tokens: 3,
+        drafts_with_model: true,
+    };
+    let arrival = Arrival { num_text_tokens: 0, ..ARRIVAL };
+    let arrivals = vec![
+        Arrival { id: 0, num_prompt_tokens: 4, max_new_tokens: 3, priority: -1, ..arrival.clone() },
+        Arrival { num_prompt_tokens: 1, max_new_tokens: 6, ..arrival },
+    ];
+    World::new(Scenario {
+        limits,
+        arrivals,
+        latencies_ticks: vec![2],
+        ticks_per_plan: 1,
+        repeats_failures: false,
+        has_poor_hash: false,
+        observes_durations: false,
+        deaths: Vec::new(),
+        quarantines: false,
+    })
+    .run();
+}
