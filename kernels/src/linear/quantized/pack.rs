@@ -153,17 +153,28 @@ impl QuantizedLinear {
     /// # Safety
     /// `rows` must hold its rows, the weight must have them, and nothing may use the layer meanwhile.
     pub(crate) unsafe fn fill(&self, executor: &impl Executor, rows: QuantizedRows, first: usize) {
-        executor.for_ranges(rows.num_rows, PANEL, |range| {
-            for row in range {
-                // SAFETY: the caller vouches for the rows; no two rows share a byte of the memory.
-                unsafe { self.fill_row(rows, row, first + row) };
+        if rows.num_rows == 0 {
+            return;
+        }
+        let end = first + rows.num_rows;
+        let places = &self.places[self.place_of(first)..=self.place_of(end - 1)];
+        // A panel is one thread's: in a plane of single bits, a byte has bits of several rows.
+        executor.for_each(places.len(), |index| {
+            let place = &places[index];
+            for row in place.first_row.max(first)..(place.first_row + place.num_rows).min(end) {
+                // SAFETY: the caller vouches for the rows.
+                unsafe { self.fill_row(rows, row - first, place, row - place.first_row) };
             }
         });
     }
 
-    unsafe fn fill_row(&self, rows: QuantizedRows, from: usize, row: usize) {
-        let place = &self.places[self.places.partition_point(|place| place.first_row + place.num_rows <= row)];
-        let (format, column) = (place.format, row - place.first_row);
+    /// The number of the panel that has a row.
+    fn place_of(&self, row: usize) -> usize {
+        self.places.partition_point(|place| place.first_row + place.num_rows <= row)
+    }
+
+    unsafe fn fill_row(&self, rows: QuantizedRows, from: usize, place: &Place, column: usize) {
+        let format = place.format;
         let num_groups = format.num_groups(self.in_features);
         let num_super_groups = format.num_super_groups(self.in_features);
         let offsets = format.offsets(self.in_features);
@@ -203,7 +214,7 @@ impl QuantizedLinear {
             // SAFETY: the caller vouches for `rows` and `output`; a row below `out_features` is a column of a panel.
             unsafe {
                 let row = rows.at(index).read() as usize;
-                let panel = self.places.partition_point(|place| place.first_row + place.num_rows <= row);
+                let panel = self.place_of(row);
                 let column = row - self.places[panel].first_row;
                 let target = output.at(index * self.in_features);
                 let panel = self.panel(panel);
@@ -233,7 +244,7 @@ impl QuantizedLinear {
 
     /// The format of this row.
     pub(crate) fn format_of(&self, row: usize) -> Format {
-        self.places[self.places.partition_point(|place| place.first_row + place.num_rows <= row)].format
+        self.places[self.place_of(row)].format
     }
 
     /// Whether codes are floating-point numbers: then inputs are not quantized.
@@ -391,4 +402,85 @@ unsafe fn read_code(base: *const u8, format: Format, feature: usize, column: usi
         shift += bits;
     }
     code as u8
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::linear::quantized::format::Number;
+    use std::sync::Mutex;
+
+    /// Runs parts one after the other, and notes which bytes each of them changes.
+    struct Watched<'a> {
+        weight: &'a QuantizedLinear,
+        num_bytes: usize,
+        changed: Mutex<Vec<Vec<usize>>>,
+    }
+
+    impl Watched<'_> {
+        fn bytes(&self) -> Vec<u8> {
+            // SAFETY: the memory has the bytes, and nothing else uses it.
+            unsafe { std::slice::from_raw_parts(self.weight.memory.as_ptr(), self.num_bytes) }.to_vec()
+        }
+    }
+
+    impl Executor for Watched<'_> {
+        fn num_threads(&self) -> usize {
+            2
+        }
+
+        fn for_each<F: Fn(usize) + Sync>(&self, num_parts: usize, work: F) {
+            for part in 0..num_parts {
+                let before = self.bytes();
+                work(part);
+                let changes =
+                    before.iter().zip(self.bytes()).enumerate().filter(|(_, (before, after))| *before != after);
+                self.changed.lock().unwrap().push(changes.map(|(index, _)| index).collect());
+            }
+        }
+    }
+
+    #[test]
+    fn no_byte_is_written_by_two_threads() {
+        let (num_rows, in_features) = (4 * PANEL + 72, 2 * UNIT);
+        for bits in [2, 3, 4, 5, 6, 8] {
+            let format = Format {
+                bits,
+                group: 32,
+                offset: 0,
+                table: None,
+                float: None,
+                has_mins: false,
+                number: Number::F16,
+                zeros: None,
+            };
+            let segments = [Segment { num_rows, format }];
+            let arena = Arena::default();
+            // SAFETY: there is no bias.
+            let weight = unsafe {
+                QuantizedLinear::new(&arena, &segments, in_features, std::ptr::null(), false, InputBits::Eight, None)
+            };
+            let weight = weight.unwrap();
+            let last = weight.places.last().unwrap();
+            let num_bytes = last.offset + last.format.offsets(in_features).end;
+            let watched = Watched { weight: &weight, num_bytes, changed: Mutex::default() };
+            let codes = vec![u8::MAX >> (8 - bits); num_rows * in_features];
+            let numbers = vec![1.0f32; num_rows * in_features / 32];
+            for (first, end) in [(0, 40), (40, num_rows)] {
+                let rows = QuantizedRows {
+                    codes: Source::new(codes.as_ptr()),
+                    numbers: [Source::new(numbers.as_ptr()); 2],
+                    factors: [Source::new(numbers.as_ptr()); 2],
+                    num_rows: end - first,
+                };
+                // SAFETY: the vectors have the rows.
+                unsafe { weight.fill(&watched, rows, first) };
+                let mut changed = std::mem::take(&mut *watched.changed.lock().unwrap()).concat();
+                let num_changes = changed.len();
+                changed.sort_unstable();
+                changed.dedup();
+                assert!(num_changes > 0 && changed.len() == num_changes, "{bits} bits, rows {first} to {end}");
+            }
+        }
+    }
 }
