@@ -1,6 +1,5 @@
 //! A worker group from spawned processes to loaded weights: shared by the first start, restarts and the standby group.
 
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use futures::FutureExt;
@@ -9,7 +8,7 @@ use penstock_router::worker::{Group, LoadOptions, WarmUpOptions, WorkerError};
 
 use crate::workers::{WorkerOptions, Workers, WorkersError};
 
-/// Time limit for the workers to listen. Python's imports read hundreds of megabytes, perhaps from a cold disk.
+/// Time limit for forked workers to listen.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(300);
 /// After a lost connection: how long to wait for the exit that explains it.
 pub(crate) const EXIT_REASON_TIMEOUT: Duration = Duration::from_secs(2);
@@ -88,10 +87,10 @@ impl Recipe {
 
     /// Connects to spawned workers and loads the model; `background` as in `LoadOptions`.
     pub(crate) fn load(&self, workers: &Workers, background: bool) -> Loading {
-        let sockets = workers.sockets().to_vec();
+        let connecting = connect(workers);
         let load = LoadOptions { rendezvous: workers.rendezvous(), background, ..self.load.clone() };
         let loading = async move {
-            let mut group = connect(&sockets).await?;
+            let mut group = connecting.await?;
             let connected = Instant::now();
             group.load(&load).await?;
             Ok(Loaded { group, connected })
@@ -100,9 +99,13 @@ impl Recipe {
     }
 }
 
-/// Waits until the workers listen.
-pub(crate) async fn connect(sockets: &[PathBuf]) -> Result<Group, GroupError> {
-    Ok(Group::connect(sockets, CONNECT_TIMEOUT).await?)
+/// Waits until the workers listen. Until they are forked, the fork server may load a model of any size.
+pub(crate) fn connect(workers: &Workers) -> impl Future<Output = Result<Group, GroupError>> + use<> {
+    let (started, sockets) = (workers.started(), workers.sockets().to_vec());
+    async move {
+        started.await;
+        Ok(Group::connect(&sockets, CONNECT_TIMEOUT).await?)
+    }
 }
 
 /// Awaits `task`, unless a worker exits first.

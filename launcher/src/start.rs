@@ -115,13 +115,14 @@ pub(crate) async fn start(
     }
     let Spawned { worker_options, fork_server, mut workers } = spawned.remove(0);
     let load = LoadOptions { rendezvous: workers.rendezvous(), ..load };
-    let sockets = workers.sockets().to_vec();
+    let (connecting, forking_began) = (group::connect(&workers), Instant::now());
     let loading = async {
         // Workers are forked once the imports are done.
         let import_time = async { Ok(fork_server.import_time().await) };
-        let (import_time, group) = tokio::try_join!(import_time, group::connect(&sockets))?;
+        let (import_time, group) = tokio::try_join!(import_time, connecting)?;
         let preload_time = fork_server.preload_time();
-        let start_time = began.elapsed().saturating_sub(import_time + preload_time.unwrap_or_default());
+        let importing = import_time.saturating_sub(forking_began - began);
+        let start_time = forking_began.elapsed().saturating_sub(importing + preload_time.unwrap_or_default());
         let spans = [
             ("import", Some(import_time)),
             ("load before the fork", preload_time),
@@ -164,7 +165,9 @@ pub(crate) async fn start(
     let num_blocks = Some(u64::from(loaded.pool.num_blocks));
     let warm_up = WarmUpOptions { num_blocks, proven: true, ..loaded.warm_up };
     let room = loaded.pool.standby_room_bytes;
-    let unshared_bytes = if fork_server.preload_time().is_some() { 0 } else { loaded.model.weight_bytes };
+    // Each worker loads a draft model itself, whose bytes are part of the model's.
+    let is_shared = fork_server.preload_time().is_some() && args.drafting_model().is_none();
+    let unshared_bytes = if is_shared { 0 } else { loaded.model.weight_bytes };
     let standby_bytes = settings.standby.host_bytes(unshared_bytes, room, settings.num_ranks);
     if let (Ok(_), Some(room)) = (&standby_bytes, room) {
         tracing::info!("a standby group is kept: the weights fit twice, and {} MiB of each GPU are left", room >> 20);

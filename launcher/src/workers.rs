@@ -45,6 +45,7 @@ pub(crate) struct Workers {
 
 struct Rank {
     worker: WorkerHandle,
+    has_started: watch::Receiver<bool>,
     has_exited: watch::Receiver<bool>,
 }
 
@@ -91,15 +92,16 @@ impl Workers {
             let flags =
                 WorkerFlags { name, socket: socket.clone(), rank, world_size: options.num_ranks, stdout, stderr };
             let Forked { handle, events } = fork_server.start_worker(flags)?;
+            let (started_sender, has_started) = watch::channel(false);
             let (exited_sender, has_exited) = watch::channel(false);
-            let watching = watch_worker(rank, events, pipes, exited_sender, exit_sender.clone());
+            let watching = watch_worker(rank, events, pipes, started_sender, exited_sender, exit_sender.clone());
             let socket_file = socket.clone();
             tokio::spawn(async move {
                 watching.await;
                 // The worker may have created it after `drop` removed the files.
                 let _ = std::fs::remove_file(socket_file);
             });
-            workers.ranks.push(Rank { worker: handle, has_exited });
+            workers.ranks.push(Rank { worker: handle, has_started, has_exited });
             workers.sockets.push(socket);
         }
         Ok(workers)
@@ -113,6 +115,19 @@ impl Workers {
     /// Where the ranks meet: an init method of torch.distributed.
     pub(crate) fn rendezvous(&self) -> String {
         format!("file://{}", self.folder.path().join("rendezvous").display())
+    }
+
+    /// Resolves when all workers have been forked, which happens after the fork server has loaded the model; never if one
+    /// cannot be.
+    pub(crate) fn started(&self) -> impl Future<Output = ()> + use<> {
+        let ranks: Vec<_> = self.ranks.iter().map(|rank| rank.has_started.clone()).collect();
+        async move {
+            for mut has_started in ranks {
+                if has_started.wait_for(|started| *started).await.is_err() {
+                    std::future::pending::<()>().await;
+                }
+            }
+        }
     }
 
     /// Resolves when a worker exits, with a sentence that says which one and why. Cancel safe.
@@ -130,6 +145,9 @@ impl Workers {
 
     /// Asks the workers to exit, and kills those that have not after `grace`.
     pub(crate) async fn stop(self, grace: Duration) {
+        if !self.ranks.iter().all(|rank| *rank.has_started.borrow()) {
+            return; // The fork server is still loading. Dropping the workers kills those that it forks.
+        }
         self.signal(Signal::SIGTERM);
         if !self.have_exited(grace).await {
             tracing::warn!("a worker did not exit within {} s and is killed", grace.as_secs());
@@ -193,6 +211,7 @@ async fn watch_worker(
     rank: usize,
     events: WorkerEvents,
     (stdout, stderr): (pipe::Receiver, pipe::Receiver),
+    started_sender: watch::Sender<bool>,
     has_exited: watch::Sender<bool>,
     exits: mpsc::UnboundedSender<String>,
 ) {
@@ -200,6 +219,7 @@ async fn watch_worker(
     let tail = StderrTail::default();
     // A FIFO without a writer looks closed, so reading starts when the worker has opened it.
     let has_started = started.await.is_ok();
+    started_sender.send_replace(has_started);
     let mut stdout = tokio::spawn(async move {
         let mut lines = Lines::new(stdout);
         while has_started && let Some(line) = lines.next().await {

@@ -15,8 +15,12 @@ const RECOVERY_RATE: f64 = 1.0 / 64.0;
 
 /// Share of the time that steps may take which draft with a model only to measure it.
 const PROBE_SHARE: f64 = 0.02;
-/// Steps of a probe: in the first one, a draft model catches up on tokens.
+/// From which a share may double: below it, single measurements say little.
+const LEAST_SHARE: f64 = 0.01;
+/// Steps of a probe: in the first one, a draft model catches up on tokens. In a step that brings no draft it still does,
+/// and the probe goes on for a step more, up to `MAX_PROBE_STEPS`.
 const NUM_PROBE_STEPS: u32 = 2;
+const MAX_PROBE_STEPS: u32 = 16;
 
 /// Where the drafts of a step come from.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -24,7 +28,7 @@ pub(crate) enum Drafting {
     /// The sequences' own texts, and their grammars.
     #[default]
     Lookup,
-    /// A draft model or heads, besides.
+    /// A draft model or heads, in addition to lookup.
     Model,
     /// As `Model`, but only to measure it.
     Probe,
@@ -35,28 +39,44 @@ pub(crate) enum Drafting {
 pub(crate) struct DraftingCost {
     /// The time for a draft token of each sequence, as a share of a step without drafts. `None`: not measured yet.
     share: Option<f64>,
-    /// Seconds that probes may take now. May be negative.
+    /// Seconds that probes may take now: at most those of one probe. May be negative.
     probe_seconds: f64,
-    /// Steps of the probe that are not planned yet.
+    /// Steps of the probe that are not planned yet, and all that were planned.
     num_probe_steps: u32,
+    num_planned_probe_steps: u32,
 }
 
 impl DraftingCost {
-    /// Learns from a step of `seconds` without its drafts, which were made in `duration`, one after another.
-    pub(crate) fn observe(&mut self, drafting: Drafting, seconds: f64, num_drafts: u32, duration: Duration) {
-        self.probe_seconds += PROBE_SHARE * seconds;
+    /// Learns from a step of `seconds` without its drafts, which were made in `duration`, one after another. `num_drafts`:
+    /// the most for one sequence. `is_catching_up`: the model has not read all tokens yet, so that sequences got none.
+    pub(crate) fn observe(
+        &mut self,
+        drafting: Drafting,
+        seconds: f64,
+        num_drafts: u32,
+        duration: Duration,
+        is_catching_up: bool,
+    ) {
+        self.probe_seconds = (self.probe_seconds + PROBE_SHARE * seconds).min(self.seconds_of_probe(seconds));
         if drafting == Drafting::Probe {
             self.probe_seconds -= seconds + duration.as_secs_f64();
+            if is_catching_up && self.num_planned_probe_steps < MAX_PROBE_STEPS {
+                self.num_probe_steps += 1;
+            }
         }
-        if drafting == Drafting::Lookup || num_drafts == 0 || seconds <= 0.0 {
+        if drafting == Drafting::Lookup || num_drafts == 0 || is_catching_up || seconds <= 0.0 {
             return;
         }
         let share = duration.as_secs_f64() / (seconds * f64::from(num_drafts));
-        // Catching up makes single drafts slow, and nothing makes them fast.
+        // A step in which single sequences catch up counts for little.
         self.share = Some(match self.share {
-            Some(known) if share > known => known + (share.min(2.0 * known) - known) * LEARNING_RATE,
-            _ => share,
+            Some(known) => known + (share.min(2.0 * known.max(LEAST_SHARE)) - known) * LEARNING_RATE,
+            None => share,
         });
+    }
+
+    fn seconds_of_probe(&self, seconds: f64) -> f64 {
+        f64::from(NUM_PROBE_STEPS) * (1.0 + self.share()) * seconds
     }
 
     pub(crate) fn share(&self) -> f64 {
@@ -66,13 +86,14 @@ impl DraftingCost {
     /// Whether the next step, of `seconds`, is to be a probe. `is_probing`: one is in flight.
     pub(crate) fn begins_probe(&mut self, seconds: f64, is_probing: bool) -> bool {
         if self.num_probe_steps == 0 && !is_probing {
-            let needed = self.share.map(|share| f64::from(NUM_PROBE_STEPS) * (1.0 + share) * seconds);
-            if needed.is_none_or(|needed| self.probe_seconds >= needed) {
+            self.num_planned_probe_steps = 0;
+            if self.share.is_none() || self.probe_seconds >= self.seconds_of_probe(seconds) {
                 self.num_probe_steps = NUM_PROBE_STEPS;
             }
         }
         let is_probe = self.num_probe_steps > 0;
         self.num_probe_steps = self.num_probe_steps.saturating_sub(1);
+        self.num_planned_probe_steps += u32::from(is_probe);
         is_probe
     }
 }
@@ -103,6 +124,12 @@ impl Acceptance {
             self.probability -= self.probability * LEARNING_RATE;
         }
         self.found += (f64::from(u8::from(num_drafts > 0)) - self.found) * LEARNING_RATE;
+    }
+
+    /// Notes a step in which a model had no draft for the sequence: most often because it has to read a long text first,
+    /// so it says little.
+    pub(crate) fn miss(&mut self) {
+        self.found -= self.found * RECOVERY_RATE;
     }
 
     /// Notes a step in which the sequence was given no such drafts.

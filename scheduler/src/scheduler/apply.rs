@@ -93,7 +93,11 @@ impl Scheduler {
         let was_finishing = sequence.is_finishing();
         let (num_tokens, finish_reason) = sequence.accept(token_ids, num_planned_drafts);
         if num_planned_drafts > 0 {
-            sequence.acceptance(drafting).observe(token_ids.len() as u32 - 1, output.num_draft_tokens);
+            let acceptance = sequence.acceptance(drafting);
+            match output.num_draft_tokens {
+                0 if drafting != Drafting::Lookup => acceptance.miss(),
+                num_drafts => acceptance.observe(token_ids.len() as u32 - 1, num_drafts),
+            }
         }
         if !was_finishing && sequence.is_finishing() {
             // Now it is certain that the last step is planned.

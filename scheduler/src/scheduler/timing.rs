@@ -25,8 +25,10 @@ impl Scheduler {
         let duration = duration.saturating_sub(drafted.duration);
         if self.limits.drafts_with_model {
             let seconds = if estimate.seconds > 0.0 { estimate.seconds } else { duration.as_secs_f64() };
-            let num_passes = in_flight.advances.iter().map(|advance| advance.num_draft_tokens).max().unwrap_or(0);
-            self.drafting_cost.observe(in_flight.drafting, seconds, num_passes, drafted.duration);
+            let planned = in_flight.advances.iter().map(|advance| advance.num_draft_tokens).filter(|num| *num > 0);
+            let (num_sequences, num_passes) = (planned.clone().count(), planned.max().unwrap_or(0));
+            let is_catching_up = (drafted.num_tokens as usize) < num_sequences;
+            self.drafting_cost.observe(in_flight.drafting, seconds, num_passes, drafted.duration, is_catching_up);
         }
         if drafted.num_tokens > 0 {
             estimate.work.add_drafts(drafted.num_tokens);

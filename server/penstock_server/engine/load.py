@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from penstock_server.kernels import ACTIVATION_BITS
 from penstock_server.kernels.native_build import find_build
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
+
+logger = logging.getLogger(__name__)
 
 _TASKS = Path("/proc/self/task")
 _THREADS_END_S = 10.0  # OpenMP's threads end soon after the thread that started them
@@ -83,15 +86,28 @@ class Preloaded:
         if nvidia.DRIVER.exists() or not _TASKS.exists() or not is_described(config.model_path):
             return None
         options = load_options(config, choose_device(config.device, 0))
-        if options.device.type != "cpu" or choose_num_threads(config, 1) != torch.get_num_threads():
+        if options.device.type != "cpu":
+            return None
+        if (num_threads := choose_num_threads(config, 1)) != torch.get_num_threads():
+            logger.info(
+                "each worker loads the model: this process has %d threads (OMP_NUM_THREADS), a worker %d",
+                torch.get_num_threads(),
+                num_threads,
+            )
             return None
 
         def read() -> CausalModel:
             with torch.inference_mode():
                 return load_model(options, RankGroup.join(0, 1, "", "gloo", None))
 
-        model = _on_a_thread(read)
-        return cls(options, model) if _has_one_thread() else None
+        try:
+            model = _on_a_thread(read)
+        finally:
+            has_one_thread = _has_one_thread()
+        if not has_one_thread:
+            logger.warning("each worker loads the model: threads of this process stay after loading it")
+            return None
+        return cls(options, model)
 
     def load_model(self, options: LoadOptions, group: RankGroup) -> CausalModel:
         """This model, if these are its options. Implements `LoadModel`."""

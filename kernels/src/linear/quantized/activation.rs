@@ -195,7 +195,7 @@ unsafe fn quantize_unit(rows: Rows, in_features: usize, layout: Layout, group: u
     }
 }
 
-/// Stores the first numbers of some.
+/// Stores the first `count` of `numbers`.
 ///
 /// # Safety
 /// `target` must have room for them.

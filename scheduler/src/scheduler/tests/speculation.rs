@@ -217,15 +217,23 @@ fn a_preempted_sequence_samples_its_drafts_again() {
 /// Seconds in virtual time that `num_steps` steps took, for each token that came back, and how many steps drafted with the
 /// model. A step takes 10 ms and 1 ms a row, and a draft of the model `per_draft`. Lookups find nothing.
 fn drafting_with_model(per_draft: Duration, num_right: u32, num_steps: u32) -> (f64, u32) {
+    drafting_after_catch_up(per_draft, num_right, num_steps, 0)
+}
+
+/// The same for a model that reads the prompt in its first steps, for 20 ms each and without a draft.
+fn drafting_after_catch_up(per_draft: Duration, num_right: u32, num_steps: u32, mut num_unread: u32) -> (f64, u32) {
     let wide = Limits { max_step_tokens: 64, max_step_sequences: 32, max_sequence_tokens: 10_000, ..limits(5000, 2) };
     let mut scheduler = scheduler(Limits { drafts_with_model: true, ..drafting(4, wide) }, &[(1, 4, 9000)]);
     step(&mut scheduler);
     let (mut seconds, mut num_tokens, mut num_model_steps) = (0.0, 0, 0);
     for _ in 0..num_steps {
         let plan = plan(&mut scheduler);
-        let num_drafts = if plan.drafts_by_lookup { 0 } else { drafts(&plan)[0] };
+        let mut num_drafts = if plan.drafts_by_lookup { 0 } else { drafts(&plan)[0] };
         num_model_steps += u32::from(num_drafts > 0);
-        let making = per_draft * num_drafts;
+        let mut making = per_draft * num_drafts;
+        if num_drafts > 0 && num_unread > 0 {
+            (num_unread, num_drafts, making) = (num_unread - 1, 0, Duration::from_millis(20));
+        }
         let duration = making + Duration::from_millis(11 + u64::from(num_drafts));
         scheduler.observe(plan.step, duration, Drafted { num_tokens: num_drafts, duration: making });
         let num_sampled = 1 + num_right.min(num_drafts);
@@ -256,6 +264,23 @@ fn a_cheap_draft_model_drafts_as_long_as_it_is_right() {
     assert!(seconds < 0.011 / 2.0 && num_model_steps > 900, "{seconds} s a token, {num_model_steps} steps");
     let (seconds, num_model_steps) = drafting_with_model(Duration::from_micros(500), 0, 1000);
     assert!(seconds < 0.011 / 0.95, "{seconds} s a token, {num_model_steps} steps");
+}
+
+#[test]
+fn a_model_that_has_to_read_a_long_prompt_first_drafts_after_it() {
+    let (seconds, num_model_steps) = drafting_after_catch_up(Duration::from_micros(500), 4, 1000, 8);
+    assert!(seconds < 0.011 / 2.0 && num_model_steps > 900, "{seconds} s a token, {num_model_steps} steps");
+}
+
+#[test]
+fn one_draft_that_took_no_time_does_not_make_the_model_free() {
+    let mut cost = crate::speculation::DraftingCost::default();
+    for (duration, num_steps) in [(10, 8), (0, 1), (10, 8)] {
+        for _ in 0..num_steps {
+            cost.observe(crate::speculation::Drafting::Model, 0.01, 1, Duration::from_millis(duration), false);
+        }
+    }
+    assert!(cost.share() > 0.9, "{}", cost.share());
 }
 
 #[test]
