@@ -1,8 +1,7 @@
 //! How rows of a weight are quantized, and where a panel of them has its codes, scales and mins.
 
-use super::UNIT;
-use super::pack::PANEL;
-use crate::simd::{self, Float8};
+use super::{PANEL, UNIT};
+use crate::simd::{self, F32, Float8};
 
 /// Input features that share a factor of their scales, and one of their mins, if those are integers (GGUF's K types).
 pub(crate) const SUPER_GROUP: usize = 256;
@@ -111,6 +110,15 @@ impl Number {
 }
 
 impl Format {
+    /// What is added to scale · code, from mins or zero points as they are stored.
+    #[inline(always)]
+    pub(super) fn min_of(self, numbers: F32, scales: F32) -> F32 {
+        if self.zeros.is_some() {
+            return numbers * scales * F32::splat(-1.0);
+        }
+        if self.offset == 0 { numbers } else { numbers - scales * F32::splat(self.offset as f32) }
+    }
+
     pub(super) fn num_groups(self, in_features: usize) -> usize {
         in_features.div_ceil(self.group)
     }

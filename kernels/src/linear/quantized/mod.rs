@@ -30,6 +30,8 @@ use tile::{Input, TILE_ROWS};
 
 /// Input features that share a scale of the input; they are also the smallest group of a weight but one half.
 pub(super) const UNIT: usize = 32;
+/// Output columns per panel.
+const PANEL: usize = 32;
 
 /// The precision of inputs. PERF: 16 bits take twice the multiplications of 8, which memory hides in small batches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -2,8 +2,7 @@
 //! planes of bits, so that one vector load brings 4 features of 16 columns; then, by group, its scales and its mins.
 
 use super::format::{Format, Number, SUPER_GROUP};
-use super::tile::min_of;
-use super::{InputBits, UNIT};
+use super::{InputBits, PANEL, UNIT};
 use crate::cpu::Amx;
 use crate::element::Element;
 use crate::linear::bias_of;
@@ -13,8 +12,6 @@ use crate::product::LINE;
 use crate::simd::{self, F32, I32, LANES};
 use std::io;
 
-/// Output columns per panel.
-pub(super) const PANEL: usize = 32;
 /// How far ahead of its use a panel's memory is prefetched. PERF: a unit is soon multiplied, and the hardware does not look so far ahead.
 /// 8 rows of the embedded model's 8-bit head took 4.3 ms without, 1.3 ms with 8 KiB and 1.0 ms with 16 KiB (Zen 5, one thread).
 const AHEAD_BYTES: usize = 16 << 10;
@@ -339,7 +336,7 @@ impl Panel {
             let scale = self.scales.read(self.format, feature, column);
             if self.format.has_mins {
                 let min = self.mins.read(self.format, feature, column);
-                return code as f32 * scale + min_of(self.format, F32::splat(min), F32::splat(scale)).to_array()[0];
+                return code as f32 * scale + self.format.min_of(F32::splat(min), F32::splat(scale)).to_array()[0];
             }
             (code - self.format.offset) as f32 * scale
         }

@@ -1,4 +1,3 @@
-use super::pack::PANEL;
 use super::*;
 use crate::cpu::Amx;
 use crate::element::Element;

@@ -1,10 +1,11 @@
 //! Vectors: the rows of a tile by a panel of 32 columns. A unit's codes are unpacked into registers once for all rows of the tile, whose
 //! sums over all input features stay in the first-level cache.
 
+use super::PANEL;
 use super::UNIT;
 use super::activation::{Layout, Part};
 use super::format::{Format, Number, SUPER_GROUP};
-use super::pack::{Numbers, PANEL, Panel, TABLE};
+use super::pack::{Numbers, Panel, TABLE};
 use crate::linear::epilogue::{self, Outcome};
 use crate::simd::{F32, I32, LANES, U16, with_constant};
 use std::array::from_fn;
@@ -350,16 +351,7 @@ pub(super) unsafe fn numbers(of: Numbers, group: usize, unit: usize) -> [F32; VE
 pub(super) unsafe fn mins(panel: &Panel, scales: [F32; VECTORS], group: usize, unit: usize) -> [F32; VECTORS] {
     // SAFETY: guaranteed by the caller.
     let numbers = unsafe { numbers(panel.mins, group, unit) };
-    from_fn(|vector| min_of(panel.format, numbers[vector], scales[vector]))
-}
-
-/// What is added to scale · code, from mins or zero points as they are stored.
-#[inline(always)]
-pub(super) fn min_of(format: Format, numbers: F32, scales: F32) -> F32 {
-    if format.zeros.is_some() {
-        return numbers * scales * F32::splat(-1.0);
-    }
-    if format.offset == 0 { numbers } else { numbers - scales * F32::splat(format.offset as f32) }
+    from_fn(|vector| panel.format.min_of(numbers[vector], scales[vector]))
 }
 
 /// Exponents with a bias of 128 as powers of two. 2^-127, twice the least one, is a subnormal number.
