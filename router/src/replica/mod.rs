@@ -275,7 +275,7 @@ impl Generator for Replicas {
     /// Healthy if any engine is; otherwise that of the engine that is closest to it.
     fn health(&self) -> Health {
         let mut all: Vec<_> = self.engines().iter().map(Engine::health).collect();
-        all.sort_by_key(|health| (!health.is_healthy(), health.is_permanent()));
+        all.sort_by_key(|health| (!health.is_healthy(), health.is_permanent(), *health == Health::Leaving));
         all.into_iter().next().unwrap_or(Health::ShutDown)
     }
 

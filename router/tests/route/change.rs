@@ -1,6 +1,6 @@
 //! Servers join and leave a router while streams run.
 
-use penstock_router::engine::{Generator, ReplicaReport};
+use penstock_router::engine::{Generator, Health, ReplicaReport};
 use penstock_router::replica::Replicas;
 use penstock_router::sequence::Grammar;
 
@@ -53,6 +53,34 @@ async fn the_last_server_that_takes_steps_finishes_its_sequences_while_it_leaves
     leaving.wait_for_plans(6).await;
     set_servers(&replicas, &[&unreachable]);
     gate.send_replace(u64::MAX);
+    running.await.unwrap();
+    wait_until(|| report(&replicas, 0).is_healthy.is_none()).await;
+}
+
+#[tokio::test]
+async fn sequences_that_arrive_just_before_the_last_server_leaves_finish_there() {
+    let leaving = Setup::default().start().await;
+    let replicas = route(&[&leaving], PATIENCE).await;
+    // Nothing is awaited between the two, so the engine takes both at once.
+    let streams: Vec<_> = (1..9).map(|first| replicas.submit(request(&[first], 5))).collect();
+    assert!(replicas.set_servers(&remotes(&unreachable_urls(1), PATIENCE)).is_empty());
+    for stream in streams {
+        let (tokens, _) = tokio::time::timeout(PATIENCE, collect(stream)).await.unwrap();
+        assert_eq!(tokens.len(), 5);
+    }
+}
+
+#[tokio::test]
+async fn a_leaving_server_that_is_lost_and_returns_finishes_its_sequences() {
+    let (_gate, script) = Script::gated(5);
+    let mut leaving = Setup::of(script).start().await;
+    let replicas = route(&[&leaving], PATIENCE).await;
+    let running = streams(&replicas);
+    leaving.wait_for_plans(6).await;
+    assert!(replicas.set_servers(&remotes(&unreachable_urls(1), PATIENCE)).is_empty());
+    leaving.kill();
+    wait_until(|| matches!(replicas.health(), Health::Unreachable(_)) && replicas.stats().num_blocks == 0).await;
+    let _again = Setup { address: leaving.address, ..Setup::default() }.start().await;
     running.await.unwrap();
     wait_until(|| report(&replicas, 0).is_healthy.is_none()).await;
 }
