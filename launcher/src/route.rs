@@ -23,7 +23,7 @@ const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 /// Why the router cannot use its servers.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum RouteError {
-    #[error("--replica {0}")]
+    #[error("--replica: {0}")]
     Url(#[from] UrlError),
     #[error("--replica is given {0} times, must be at most 64 times")]
     TooMany(usize),
