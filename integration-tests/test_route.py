@@ -156,6 +156,7 @@ def test_a_server_joins_and_the_other_leaves_while_streams_run(
     assert [chat.result(), *(stream.result() for stream in streams)] == undisturbed
     wait_until(lambda: metric(router, 'penstock_replica_health{replica="0"}') == -1, "the first one left")
     assert metric(router, 'penstock_replica_health{replica="1"}') == 1
+    assert metric(router, 'penstock_replica_handovers{replica="0"}') > 0
     wait_until(lambda: metric(servers[0], "tgi_batch_current_size") == 0, "its sequences left")
     assert router.stop() == 0, router.last_lines()
     assert any("line 2" in line and "without TLS" in line for line in router.lines)

@@ -70,14 +70,18 @@ impl Follower {
     pub(crate) async fn run(self) -> Infallible {
         let mut applied = Ok(String::new());
         let mut waiting = Vec::new();
+        let mut read_before = None;
         loop {
             let path = self.path.clone();
             let text = tokio::task::spawn_blocking(move || read(&path)).await.unwrap_or_else(|error| Err(error.into()));
             let text = text.map_err(|error| error.to_string());
-            if text != applied || !waiting.is_empty() {
+            // A file that is being written in place changes between two reads.
+            let is_whole = read_before.as_ref() == Some(&text);
+            if is_whole && (text != applied || !waiting.is_empty()) {
                 waiting = self.apply(&text, text != applied);
-                applied = text;
+                applied.clone_from(&text);
             }
+            read_before = Some(text);
             tokio::time::sleep(INTERVAL).await;
         }
     }
@@ -119,7 +123,7 @@ mod tests {
 
     #[test]
     fn lines_are_urls_comments_or_empty_and_a_bad_one_is_refused_alone() {
-        let text = "# two servers\nhttp://127.0.0.1:1\n\nhttp://10.0.0.1:1\n http://127.0.0.1:2 # the second\nhttp://127.0.0.1:1\nx\n";
+        let text = "# two servers\nhttp://127.0.0.1:1\n\nhttp://10.0.0.1:1\n http://127.0.0.1:2 # the second\nHTTP://127.0.0.1:1/\nx\n";
         let servers = parse(text, &access());
         assert_eq!(
             servers.remotes.iter().map(Remote::url).collect::<Vec<_>>(),
@@ -127,7 +131,7 @@ mod tests {
         );
         let [plain, twice, no_url] = &servers.refusals[..] else { panic!("{:?}", servers.refusals) };
         assert!(plain.starts_with("line 4, \"http://10.0.0.1:1\": ") && plain.contains("without TLS"), "{plain}");
-        assert_eq!(twice, "line 6, \"http://127.0.0.1:1\": it is there twice");
+        assert_eq!(twice, "line 6, \"HTTP://127.0.0.1:1/\": it is there twice");
         assert!(no_url.starts_with("line 7, \"x\": "), "{no_url}");
     }
 

@@ -1,5 +1,6 @@
 //! `penstock route`: from settings to engines on other servers. Nothing but the tokenizer and the configuration is prepared here.
 
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -22,7 +23,7 @@ const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 /// Why the router cannot use its servers.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum RouteError {
-    #[error(transparent)]
+    #[error("--replica: {0}")]
     Url(#[from] UrlError),
     #[error("--replica is given {0} times, must be at most 64 times")]
     TooMany(usize),
@@ -43,26 +44,27 @@ pub(crate) enum RouteError {
 /// Checks the URLs before anything is started.
 pub(crate) fn servers(args: &Args, access: &Access) -> Result<Vec<Remote>, RouteError> {
     if let Some(path) = &args.replica_file {
-        return servers_of_file(path, access);
+        return Ok(servers_of_file(path, access)?.remotes);
     }
     if args.replica.len() > Replicas::MAX_ENGINES {
         return Err(RouteError::TooMany(args.replica.len()));
     }
-    let repeated = args.replica.iter().enumerate().find(|(index, url)| args.replica[..*index].contains(url));
-    if let Some((_, url)) = repeated {
-        return Err(RouteError::Twice(url.clone()));
+    let remotes: Vec<_> = args.replica.iter().map(|url| Remote::new(url, access)).collect::<Result<_, _>>()?;
+    let mut urls = HashSet::new();
+    match remotes.iter().find(|remote| !urls.insert(remote.url())) {
+        Some(repeated) => Err(RouteError::Twice(repeated.url().to_owned())),
+        None => Ok(remotes),
     }
-    Ok(args.replica.iter().map(|url| Remote::new(url, access)).collect::<Result<_, _>>()?)
 }
 
-/// Refused lines are logged when the file is followed.
-fn servers_of_file(path: &Path, access: &Access) -> Result<Vec<Remote>, RouteError> {
+/// Fails without a server that can be used.
+fn servers_of_file(path: &Path, access: &Access) -> Result<Servers, RouteError> {
     let error = |reason| RouteError::File { path: path.to_owned(), reason };
     let text = replica_file::read(path).map_err(|cause| error(format!("cannot read it: {cause}")))?;
-    let Servers { remotes, refusals } = replica_file::parse(&text, access);
-    match remotes.is_empty() {
-        true => Err(error(format!("it has no server that can be used; {}", refusals.join("; ")))),
-        false => Ok(remotes),
+    let servers = replica_file::parse(&text, access);
+    match servers.remotes.is_empty() {
+        true => Err(error(format!("it has no server that can be used; {}", servers.refusals.join("; ")))),
+        false => Ok(servers),
     }
 }
 
@@ -71,16 +73,20 @@ pub(crate) async fn start(
     args: &Args,
     adapters: &AdapterFlags,
     python: &Path,
-    servers: Vec<Remote>,
+    mut servers: Vec<Remote>,
     access: Option<Access>,
 ) -> Result<Started, StartError> {
     let mut phases = Vec::new();
     let timed = |name: &str, since: Instant| Phase { name: name.to_owned(), duration: since.elapsed() };
     let (prepared, folder, text) = start::prepare(args, adapters, python, &mut phases).await?;
     let since = Instant::now();
-    // A list that may change has servers that do not fit: they are refused alone, by their engines.
+    let ours = fingerprint::tokenizer(&folder.path).map_err(RouteError::Read)?;
+    // A list that may change has servers that do not fit: they are refused alone, here or by their engines.
     let is_fixed = args.replica_file.is_none();
-    let mut described = describe(&servers, is_fixed).await?;
+    let mut described = match args.replica_file.as_deref().zip(access.as_ref()) {
+        Some((path, access)) => describe_file(path, access, &mut servers, |server| check(args, &ours, server)).await,
+        None => describe(&servers).await?,
+    };
     phases.push(timed("find servers", since));
     let properties = described.first().expect("invariant: there is a server").1.properties.clone();
     if !is_fixed {
@@ -90,11 +96,7 @@ pub(crate) async fn start(
     described.iter().try_for_each(|(url, server)| {
         properties.check(&server.properties).map_err(|source| RouteError::Refused { url: url.clone(), source })
     })?;
-    let ours = fingerprint::tokenizer(&folder.path).map_err(RouteError::Read)?;
-    let theirs = properties.0.iter().find(|(name, _)| name == fingerprint::TOKENIZER);
-    if let Some((_, theirs)) = theirs.filter(|(_, theirs)| *theirs != ours) {
-        return Err(RouteError::Tokenizer { ours, theirs: theirs.clone() }.into());
-    }
+    check_tokenizer(&ours, &first.1)?;
     let limits = limits(args, &described, servers.len())?;
     let step_deadline = described.iter().map(|(_, server)| server.step_deadline).max().unwrap_or_default();
     let options = |remote| RemoteOptions {
@@ -135,28 +137,83 @@ pub(crate) async fn start(
     })
 }
 
-/// What the servers that can be reached serve; at least one. With a fixed list, a server that refuses this router is an error.
-async fn describe(servers: &[Remote], is_fixed: bool) -> Result<Vec<(String, ServerDescription)>, RouteError> {
+/// What the servers of a fixed list serve, as far as they can be reached; at least one. A server that refuses this router is an error.
+async fn describe(servers: &[Remote]) -> Result<Vec<(String, ServerDescription)>, RouteError> {
     loop {
-        let ask = |remote: &Remote| {
-            let remote = remote.clone();
-            async move { (remote.url().to_owned(), remote.describe().await) }
-        };
         let mut described = Vec::new();
-        let mut reasons = Vec::new();
-        for (url, answer) in join_all(servers.iter().map(ask)).await {
+        for (url, answer) in ask(servers).await {
             match answer {
                 Ok(description) => described.push((url, description)),
-                Err(source) if is_fixed && !source.is_loss() => return Err(RouteError::Refused { url, source }),
-                Err(source) => reasons.push(format!("replica {url}: {source}")),
+                Err(source) if !source.is_loss() => return Err(RouteError::Refused { url, source }),
+                Err(source) => tracing::warn!("replica {url}: {source}"),
             }
         }
-        reasons.iter().for_each(|reason| tracing::warn!("{reason}"));
         if !described.is_empty() {
             return Ok(described);
         }
         tracing::warn!("no replica can be reached yet; trying again");
         tokio::time::sleep(RETRY_INTERVAL).await;
+    }
+}
+
+/// What the servers of the file serve that can be reached and pass `check`; at least one. Until there is one, the file is read again, and
+/// `servers` is what it has.
+async fn describe_file(
+    path: &Path,
+    access: &Access,
+    servers: &mut Vec<Remote>,
+    check: impl Fn(&ServerDescription) -> Result<(), String>,
+) -> Vec<(String, ServerDescription)> {
+    let mut logged = Vec::new();
+    loop {
+        let refusals = match servers_of_file(path, access) {
+            Ok(read) => {
+                *servers = read.remotes;
+                read.refusals.iter().map(|refusal| format!("--replica-file {}: {refusal}", path.display())).collect()
+            }
+            Err(error) => vec![error.to_string()],
+        };
+        if refusals != logged {
+            refusals.iter().for_each(|refusal| tracing::warn!("{refusal}"));
+            logged = refusals;
+        }
+        let mut described = Vec::new();
+        for (url, answer) in ask(servers).await {
+            let checked = answer.map_err(|error| error.to_string()).and_then(|server| check(&server).map(|()| server));
+            match checked {
+                Ok(server) => described.push((url, server)),
+                Err(reason) => tracing::warn!("replica {url}: {reason}"),
+            }
+        }
+        if !described.is_empty() {
+            return described;
+        }
+        tracing::warn!("no replica can be used yet; trying again");
+        tokio::time::sleep(RETRY_INTERVAL).await;
+    }
+}
+
+/// Asks all servers at once.
+async fn ask(servers: &[Remote]) -> Vec<(String, Result<ServerDescription, RemoteError>)> {
+    join_all(servers.iter().map(|remote| async move { (remote.url().to_owned(), remote.describe().await) })).await
+}
+
+/// Fails if the server's tokenizer is another one than `tokenizer`, or if it accepts less than the flags say.
+fn check(args: &Args, tokenizer: &str, server: &ServerDescription) -> Result<(), String> {
+    check_tokenizer(tokenizer, server).map_err(|error| error.to_string())?;
+    let given = RequestLimits {
+        max_input_tokens: args.max_input_tokens.or(args.max_input_length).unwrap_or(0),
+        max_total_tokens: args.max_total_tokens.unwrap_or(0),
+        max_new_tokens: None,
+    };
+    given.check(server).map_err(|error| error.to_string())
+}
+
+fn check_tokenizer(ours: &str, server: &ServerDescription) -> Result<(), RouteError> {
+    let theirs = server.properties.0.iter().find(|(name, _)| name == fingerprint::TOKENIZER);
+    match theirs.filter(|(_, theirs)| theirs != ours) {
+        Some((_, theirs)) => Err(RouteError::Tokenizer { ours: ours.to_owned(), theirs: theirs.clone() }),
+        None => Ok(()),
     }
 }
 

@@ -67,6 +67,17 @@ async fn requests_are_spread_over_all_replicas() {
 }
 
 #[tokio::test]
+async fn first_tokens_say_nothing_about_the_speed_of_a_replica() {
+    let fleets = [(); 2].map(|()| Fleet::new([healthy()]));
+    let replicas = replicas(&fleets.each_ref(), options()).await;
+    let speeds = || replicas.replicas().into_iter().map(|report| report.seconds_per_token).collect::<Vec<_>>();
+    streams_are_complete(&replicas, prompts(60), 1).await;
+    assert_eq!(speeds(), [None, None]);
+    streams_are_complete(&replicas, prompts(60), 5).await;
+    assert!(speeds().iter().all(Option::is_some), "{:?}", speeds());
+}
+
+#[tokio::test]
 async fn streams_continue_in_other_replicas_without_waiting_for_a_restart() {
     for step in 1..=24 {
         let (lost, kept) = (Fleet::new([dies_at(step), healthy()]), Fleet::new([healthy()]));

@@ -21,6 +21,8 @@ pub enum Health {
     Restarting(String),
     /// The server that the engine is on takes no new sequences; it finishes those that it has.
     Draining,
+    /// The server that the engine is on was removed from the list of servers; it finishes the sequences that no other one takes.
+    Leaving,
     /// The server that the engine is on cannot be reached, for this reason.
     Unreachable(String),
     /// Permanent: the worker group failed, for this reason, and is not restarted.
@@ -53,6 +55,7 @@ impl Health {
             Self::Unresponsive { rank } => Some(format!("the model worker of rank {rank} does not answer")),
             Self::Restarting(_) => Some("the model workers are being restarted".to_owned()),
             Self::Draining => Some("the server with the model is being stopped".to_owned()),
+            Self::Leaving => Some("the server with the model was removed from the list of servers".to_owned()),
             Self::Unreachable(_) => Some("no server with the model can be reached".to_owned()),
             Self::Failed(_) => Some("the model workers stopped and are not restarted any more".to_owned()),
             Self::ShutDown => Some("the server is shutting down".to_owned()),

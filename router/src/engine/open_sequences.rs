@@ -42,6 +42,8 @@ pub(super) struct OpenSequences {
 #[derive(Default)]
 pub(super) struct Delivered {
     pub(super) num_tokens: usize,
+    /// Those that a sequence waited for after its first token.
+    pub(super) num_next_tokens: usize,
     /// Sequences that got a token and wait for the next one.
     pub(super) num_decoding: usize,
 }
@@ -189,7 +191,10 @@ impl OpenSequences {
                             sequence.send_prompt_tokens(&output.prompt_tokens);
                             let tokens = &output.tokens.as_deref().unwrap_or_default()[..num_tokens];
                             sequence.send_drafts(output.num_draft_tokens, tokens.len());
-                            gaps.extend(sequence.send_tokens(tokens, reported_at));
+                            let gap = sequence.send_tokens(tokens, reported_at);
+                            let num_first = usize::from(gap.is_none());
+                            delivered.num_next_tokens += tokens.len().saturating_sub(num_first);
+                            gaps.extend(gap);
                         }
                     }
                     if let Some(reason) = finish_reason {

@@ -44,7 +44,9 @@ pub(super) struct RemoteLoop {
     sender: UnboundedSender<Update>,
     updates: UnboundedReceiver<Update>,
     num_runs: u64,
-    /// It gets no new sequences, and ends when it has none.
+    /// Whether the server takes steps, also while this engine leaves.
+    takes_steps: bool,
+    /// The engine gets no new sequences, and the loop ends when no sequence is left.
     is_leaving: bool,
 }
 
@@ -101,6 +103,7 @@ impl RemoteLoop {
             sender,
             updates,
             num_runs: 0,
+            takes_steps: false,
             is_leaving: false,
         }
     }
@@ -184,10 +187,9 @@ impl RemoteLoop {
     /// The server has reported its state.
     fn observe(&mut self, state: ServerState) {
         let before = self.status.health();
-        let health = match self.progress.judge(&state, Instant::now()) {
-            Health::Healthy if self.is_leaving => Health::Draining,
-            health => health,
-        };
+        let judged = self.progress.judge(&state, Instant::now());
+        self.takes_steps = judged.is_healthy();
+        let health = if self.takes_steps && self.is_leaving { Health::Leaving } else { judged };
         self.status.set_stats(self.totals.observe(state.stats));
         self.set_health(health.clone());
         if health.is_healthy() {
@@ -195,12 +197,16 @@ impl RemoteLoop {
             return self.start_waiting();
         }
         // Only once: the server repeats its state each second.
-        if let Some(reason) = health.public_reason().filter(|_| before.is_healthy() && health != Health::Draining) {
+        let has_failed = before.is_healthy() && !matches!(health, Health::Draining | Health::Leaving);
+        if let Some(reason) = health.public_reason().filter(|_| has_failed) {
             self.apply_arrived();
             self.ids().into_iter().for_each(|id| self.note_loss(id, &reason));
         }
         let has_lost_workers = |health: &Health| matches!(health, Health::Restarting(_));
         self.offer_all(has_lost_workers(&health) && !has_lost_workers(&before));
+        if self.takes_steps {
+            self.start_waiting(); // Those that no other engine took.
+        }
     }
 
     /// Logs what is new.
@@ -211,7 +217,8 @@ impl RemoteLoop {
             _ => mem::discriminant(&health) != mem::discriminant(&before),
         };
         match (&health, health.public_reason()) {
-            _ if !is_new => {}
+            // That a server was removed from the list is logged where the list is.
+            _ if !is_new || health == Health::Leaving => {}
             (Health::Unreachable(reason), _) => tracing::warn!("replica {url} is not used: {reason}"),
             (_, Some(reason)) => tracing::warn!("replica {url} gets no sequences: {reason}"),
             (_, None) => tracing::info!("replica {url} takes steps"),
@@ -222,26 +229,27 @@ impl RemoteLoop {
     /// Takes a command and all others that have arrived.
     fn take_commands(&mut self, first: Option<Command>) -> Result<(), ShutDown> {
         let mut next = first;
-        let mut has_new = false;
+        // Whether sequences have no server yet, or have to leave theirs.
+        let mut must_place = false;
         loop {
             match next {
                 None => return Err(None),
                 Some(Command::ShutDown { done }) => return Err(Some(done)),
                 Some(Command::Submit { id, request, owner, events }) => {
                     self.insert(MovingSequence::new(id, *request, owner, events));
-                    has_new = true;
+                    must_place = true;
                 }
                 Some(Command::Adopt(moving)) => {
                     self.insert(*moving);
-                    has_new = true;
+                    must_place = true;
                 }
                 Some(Command::Abort { id }) => drop(self.open.remove(&id)),
                 Some(Command::Leave) => {
                     self.is_leaving = true;
-                    if self.status.health().is_healthy() {
-                        self.set_health(Health::Draining);
+                    if self.takes_steps {
+                        self.set_health(Health::Leaving);
                     }
-                    self.offer_all(false);
+                    must_place = true;
                 }
             }
             match self.commands.try_recv() {
@@ -249,10 +257,11 @@ impl RemoteLoop {
                 Err(_) => break,
             }
         }
-        if has_new && self.status.health().is_healthy() {
-            self.start_waiting();
-        } else if has_new {
+        if must_place && !self.status.health().is_healthy() {
             self.offer_all(false);
+        }
+        if must_place && self.takes_steps {
+            self.start_waiting();
         }
         Ok(())
     }
@@ -343,6 +352,7 @@ impl RemoteLoop {
     fn lose_server(&mut self, reason: &str) {
         self.apply_arrived();
         self.client = None;
+        self.takes_steps = false;
         self.compilers.close();
         self.status.set_stats(self.totals.get());
         self.set_health(Health::Unreachable(reason.to_owned()));

@@ -41,7 +41,7 @@ impl Speed {
         Decoding(self.clone())
     }
 
-    /// A step gave `num_tokens` tokens to sequences that had some before. `num_decoding` sequences wait for their next ones.
+    /// A step gave `num_tokens` tokens to sequences, without the first one of each. `num_decoding` sequences wait for their next ones.
     pub(super) fn step(&self, num_tokens: usize, num_decoding: usize) {
         let mut measured = self.now();
         measured.num_tokens += num_tokens as f64;

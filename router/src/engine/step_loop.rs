@@ -185,7 +185,7 @@ impl StepLoop {
         // Before the events: a reader of a terminal event finds the sequence's blocks free.
         self.publish_stats();
         let delivered = self.sequences.deliver(events, &report.outputs, arrived_at);
-        self.status.speed().step(delivered.num_tokens, delivered.num_decoding);
+        self.status.speed().step(delivered.num_next_tokens, delivered.num_decoding);
         self.budget.replenish();
         if delivered.num_tokens > 0 {
             self.end_outage();

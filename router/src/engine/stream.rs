@@ -4,9 +4,9 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use futures::Stream;
-use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::sync::mpsc::{self, UnboundedReceiver};
 
-use crate::sequence::SequenceEvent;
+use crate::sequence::{SequenceEvent, SequenceFailure};
 
 type Observer = Box<dyn FnMut(&SequenceEvent) + Send>;
 
@@ -23,6 +23,14 @@ impl SequenceStream {
     /// `abort` runs when the stream is dropped before its terminal event was read.
     pub fn new(events: UnboundedReceiver<SequenceEvent>, abort: impl FnOnce() + Send + 'static) -> Self {
         Self { events, abort: Some(Box::new(abort)), observer: None }
+    }
+
+    /// A stream whose only event is this failure.
+    pub(crate) fn failed(failure: SequenceFailure) -> Self {
+        let (events, receiver) = mpsc::unbounded_channel();
+        // The receiver is here.
+        let _ = events.send(SequenceEvent::Failed(failure));
+        Self::new(receiver, || {})
     }
 
     /// Shows every event to `observer`, which is dropped after the terminal one, or with the stream.

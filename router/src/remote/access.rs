@@ -42,14 +42,12 @@ impl std::fmt::Debug for Access {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs, reason = "the messages say it")]
 pub enum UrlError {
-    #[error(
-        "--replica is {0:?}, must be http://HOST:PORT or https://HOST:PORT, the address of a server's --engine-listen"
-    )]
+    #[error("{0:?} must be http://HOST:PORT or https://HOST:PORT, the address of a server's --engine-listen")]
     Form(String),
-    #[error("--replica is {0:?}, but https needs --engine-tls-ca: the authority that signed the server's certificate")]
+    #[error("{0:?} cannot be used: https needs --engine-tls-ca: the authority that signed the server's certificate")]
     NoAuthority(String),
     #[error(
-        "--replica is {0:?}, which leaves this machine without TLS: the network could read the secret, prompts and answers; \
+        "{0:?} leaves this machine without TLS: the network could read the secret, prompts and answers; \
          use https, or --engine-without-tls on a network that you trust"
     )]
     PlainText(String),

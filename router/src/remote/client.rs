@@ -58,6 +58,8 @@ impl Remote {
     /// Checks the URL of a server's `--engine-listen`.
     pub fn new(url: &str, access: &Access) -> Result<Self, UrlError> {
         let (uri, tls) = access.client(url)?;
+        let url =
+            format!("{}://{}", uri.scheme_str().unwrap_or_default(), uri.authority().map_or("", |it| it.as_str()));
         let tls_error = |error: tonic::transport::Error| UrlError::Tls(RemoteError::of_transport(&error).to_string());
         let endpoint = Endpoint::from(uri)
             .connect_timeout(CONNECT_TIMEOUT)
@@ -70,10 +72,10 @@ impl Remote {
         let mut bearer: MetadataValue<Ascii> =
             format!("Bearer {}", access.secret).parse().map_err(|_| UrlError::Tls("the secret".to_owned()))?;
         bearer.set_sensitive(true);
-        Ok(Self { url: url.to_owned(), endpoint, bearer: Bearer(bearer) })
+        Ok(Self { url: url.to_lowercase(), endpoint, bearer: Bearer(bearer) })
     }
 
-    /// As it was given.
+    /// Scheme, host and port, in lower case: equal for two spellings of one URL.
     pub fn url(&self) -> &str {
         &self.url
     }

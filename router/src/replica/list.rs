@@ -1,5 +1,7 @@
 //! The engines by number, and which of them are leaving.
 
+use std::collections::VecDeque;
+
 use super::prefix::MAX_ENGINES;
 use crate::engine::{Engine, Generator};
 
@@ -14,12 +16,17 @@ pub(super) struct Replica {
 
 /// INVARIANT: at most `MAX_ENGINES`. A number is used again only after its engine has ended, and thus has no sequence.
 #[derive(Default)]
-pub(super) struct List(Vec<Option<Replica>>);
+pub(super) struct List {
+    /// By number.
+    replicas: Vec<Option<Replica>>,
+    /// Numbers that were used and may be used again, the one that was freed first at the front.
+    free: VecDeque<usize>,
+}
 
 impl List {
     /// The engines with their numbers.
     pub(super) fn replicas(&self) -> impl Iterator<Item = (usize, &Replica)> {
-        self.0.iter().enumerate().filter_map(|(number, replica)| Some((number, replica.as_ref()?)))
+        self.replicas.iter().enumerate().filter_map(|(number, replica)| Some((number, replica.as_ref()?)))
     }
 
     pub(super) fn engines(&self) -> Vec<Engine> {
@@ -27,7 +34,7 @@ impl List {
     }
 
     pub(super) fn get(&self, number: usize) -> Option<&Replica> {
-        self.0.get(number)?.as_ref()
+        self.replicas.get(number)?.as_ref()
     }
 
     /// Whether sequences that need no particular engine may go there at this moment.
@@ -48,31 +55,46 @@ impl List {
         numbers.iter().map(|number| (*number, speed(*number))).collect()
     }
 
+    pub(super) fn is_leaving(&self, number: usize) -> bool {
+        self.get(number).is_some_and(|replica| replica.is_leaving)
+    }
+
     /// Whether an engine of this name stays.
     pub(super) fn has(&self, name: &str) -> bool {
         self.replicas().any(|(_, replica)| !replica.is_leaving && replica.name == name)
     }
 
+    /// The number that was freed longest ago: metrics of an engine that has just left stay readable for a while.
     pub(super) fn free_number(&self) -> Option<usize> {
-        (0..MAX_ENGINES).find(|number| self.get(*number).is_none())
+        self.free.front().copied().or_else(|| Some(self.replicas.len()).filter(|number| *number < MAX_ENGINES))
     }
 
     pub(super) fn insert(&mut self, number: usize, name: String, engine: Engine) {
-        self.0.resize_with(self.0.len().max(number + 1), || None);
-        self.0[number] = Some(Replica { name, engine, is_leaving: false });
+        self.free.retain(|free| *free != number);
+        self.replicas.resize_with(self.replicas.len().max(number + 1), || None);
+        self.replicas[number] = Some(Replica { name, engine, is_leaving: false });
     }
 
-    /// Lets the engines whose name `must_leave` accepts give their sequences to the others. Returns how many begin to leave.
-    pub(super) fn leave(&mut self, must_leave: impl Fn(&str) -> bool) -> usize {
-        let leaving = self.0.iter_mut().flatten().filter(|replica| !replica.is_leaving && must_leave(&replica.name));
-        let leave = |replica: &mut Replica| {
+    /// Lets the engines whose name `must_leave` accepts give their sequences to the others. If no engine would stay, the best candidate does.
+    /// Returns the numbers and names of those that begin to leave.
+    pub(super) fn leave(&mut self, must_leave: impl Fn(&str) -> bool) -> Vec<(usize, String)> {
+        let stays = |(_, replica): (usize, &Replica)| !replica.is_leaving && !must_leave(&replica.name);
+        let last = if self.replicas().any(stays) { None } else { self.candidates().first().copied() };
+        let mut left = Vec::new();
+        for (number, replica) in self.replicas.iter_mut().enumerate() {
+            let Some(replica) = replica else { continue };
+            if replica.is_leaving || !must_leave(&replica.name) || last == Some(number) {
+                continue;
+            }
             replica.is_leaving = true;
             replica.engine.leave();
-        };
-        leaving.map(leave).count()
+            left.push((number, replica.name.clone()));
+        }
+        left
     }
 
     pub(super) fn remove(&mut self, number: usize) {
-        self.0[number] = None;
+        self.replicas[number] = None;
+        self.free.push_back(number);
     }
 }

@@ -23,7 +23,7 @@ use crate::engine::{
 };
 use crate::remote::ServerDescription;
 use crate::sequence::{
-    Adapter, AdapterError, Grammar, GrammarError, Image, ImageError, SequenceEvent, SequenceRequest,
+    Adapter, AdapterError, Grammar, GrammarError, Image, ImageError, SequenceEvent, SequenceFailure, SequenceRequest,
 };
 use crate::worker::Group;
 use list::List;
@@ -89,7 +89,8 @@ impl Replicas {
     }
 
     /// Makes `servers` the ones that are used: connects to new ones, and lets the sequences of the others move on before their connections end.
-    /// Returns the servers for which there is no place until others have left. An empty list changes nothing.
+    /// Returns the servers for which there is no number until others have left; call it again for them. Until one of `servers` has a number,
+    /// one of the others stays. An empty list changes nothing.
     pub fn set_servers(&self, servers: &[RemoteOptions]) -> Vec<String> {
         let mut refused = Vec::new();
         if servers.is_empty() {
@@ -97,7 +98,6 @@ impl Replicas {
         }
         self.0.list.send_if_modified(|list| {
             let is_kept = |name: &str| servers.iter().any(|server| server.remote.url() == name);
-            let num_left = list.leave(|name| !is_kept(name));
             let mut num_new = 0;
             for server in servers.iter().filter(|server| !list.has(server.remote.url())).cloned().collect::<Vec<_>>() {
                 let name = server.remote.url().to_owned();
@@ -107,10 +107,19 @@ impl Replicas {
                     continue;
                 };
                 tracing::info!("replica {number} is {name}");
-                list.get(number).into_iter().for_each(|new| self.remove_when_ended(number, new.engine.clone()));
+                if let Some(new) = list.get(number) {
+                    self.remove_when_left(number, name, new.engine.clone());
+                }
                 num_new += 1;
             }
-            num_left + num_new > 0
+            let left = list.leave(|name| !is_kept(name));
+            for (number, name) in &left {
+                let num_sequences = self.0.routing().num_sequences(*number);
+                tracing::info!(
+                    "replica {number} ({name}) was removed from the list; its {num_sequences} sequences move"
+                );
+            }
+            num_new + left.len() > 0
         });
         refused
     }
@@ -133,14 +142,19 @@ impl Replicas {
         Some(number)
     }
 
-    /// Frees the engine's number once it has left.
-    fn remove_when_ended(&self, number: usize, engine: Engine) {
-        let shared = Arc::downgrade(&self.0);
+    /// Frees the engine's number once it has left. An engine that ended by itself stays in the list, which thus is never empty.
+    fn remove_when_left(&self, number: usize, name: String, engine: Engine) {
+        let (shared, mut list) = (Arc::downgrade(&self.0), self.0.list.subscribe());
         tokio::spawn(async move {
             engine.ended().await;
+            if list.wait_for(|list| list.is_leaving(number)).await.is_err() {
+                return;
+            }
             if let Some(shared) = shared.upgrade() {
-                shared.list.send_modify(|list| list.remove(number));
+                // First, because the number may be used again as soon as it is free.
                 shared.routing().remove_engine(number);
+                shared.list.send_modify(|list| list.remove(number));
+                tracing::info!("replica {number} ({name}) has left");
             }
         });
     }
@@ -173,7 +187,7 @@ impl Replicas {
         loop {
             let engines = list.borrow_and_update().engines();
             tokio::select! {
-                mut reasons = join_all(engines.iter().map(Engine::failure)) => {
+                mut reasons = join_all(engines.iter().map(Engine::failure)), if !engines.is_empty() => {
                     reasons.dedup();
                     return reasons.join("; ");
                 }
@@ -261,7 +275,7 @@ impl Generator for Replicas {
     /// Healthy if any engine is; otherwise that of the engine that is closest to it.
     fn health(&self) -> Health {
         let mut all: Vec<_> = self.engines().iter().map(Engine::health).collect();
-        all.sort_by_key(|health| (!health.is_healthy(), health.is_permanent()));
+        all.sort_by_key(|health| (!health.is_healthy(), health.is_permanent(), *health == Health::Leaving));
         all.into_iter().next().unwrap_or(Health::ShutDown)
     }
 
@@ -295,12 +309,14 @@ impl Shared {
         let mut work = Work { shared: Arc::downgrade(self), id, num_tokens: 0, is_complete: false };
         let list = self.list.borrow();
         let candidates = list.candidates();
-        let engine = {
+        let engine = (!candidates.is_empty()).then(|| {
             let mut routing = self.routing();
             routing.observe_speed(&list.speeds(&candidates));
             routing.place(id, &request, &candidates)
+        });
+        let Some(replica) = engine.and_then(|engine| list.get(engine)) else {
+            return SequenceStream::failed(SequenceFailure::Worker("there is no replica".to_owned()));
         };
-        let replica = list.get(engine).expect("invariant: the list is never empty");
         replica.engine.submit_as(id, request).observed(move |event| work.observe(event))
     }
 

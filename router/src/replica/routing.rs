@@ -101,6 +101,11 @@ impl Routing {
         self.images.set_max_blocks(num_engines * MAX_IMAGES);
     }
 
+    /// Open sequences of the engine.
+    pub(super) fn num_sequences(&self, engine: usize) -> usize {
+        self.places.values().filter(|place| place.engine == engine).count()
+    }
+
     #[cfg(test)]
     pub(super) fn num_remembered_blocks(&self) -> usize {
         self.prefixes.num_blocks()

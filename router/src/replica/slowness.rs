@@ -29,15 +29,16 @@ impl Slowness {
         known.sort_by(f64::total_cmp);
         let median = known.get(known.len().saturating_sub(1) / 2).copied().unwrap_or(0.0);
         for (engine, seconds) in seconds_per_token {
-            let measured = seconds.filter(|_| median > 0.0).map_or(1.0, |seconds| seconds / median);
-            let measured = match measured {
-                measured if (1.0 / HYSTERESIS..=HYSTERESIS).contains(&measured) => 1.0,
-                measured => measured.clamp(1.0 / MAX_SLOWNESS, MAX_SLOWNESS),
-            };
             let factor = &mut self.0[*engine];
-            if measured == 1.0 || !(1.0 / HYSTERESIS..=HYSTERESIS).contains(&(measured / *factor)) {
-                *factor = measured;
+            let Some(seconds) = seconds.filter(|_| median > 0.0) else {
+                *factor = 1.0;
+                continue;
+            };
+            let measured = (seconds / median).clamp(1.0 / MAX_SLOWNESS, MAX_SLOWNESS);
+            if is_close(measured, *factor) {
+                continue;
             }
+            *factor = if is_close(measured, 1.0) { 1.0 } else { measured };
         }
     }
 
@@ -45,6 +46,10 @@ impl Slowness {
     pub(super) fn forget(&mut self, engine: usize) {
         self.0[engine] = 1.0;
     }
+}
+
+fn is_close(one: f64, other: f64) -> bool {
+    (1.0 / HYSTERESIS..=HYSTERESIS).contains(&(one / other))
 }
 
 #[cfg(test)]
@@ -68,6 +73,14 @@ mod tests {
         let mut slowness = Slowness::default();
         let mut first = |seconds| factors(&mut slowness, &[Some(seconds), Some(0.01), Some(0.01)])[0];
         assert_eq!([first(0.04), first(0.045), first(0.035), first(0.06), first(0.01)], [4.0, 4.0, 4.0, 6.0, 1.0]);
+    }
+
+    #[test]
+    fn a_factor_near_one_stays_too_until_the_speed_differs_from_it() {
+        let mut slowness = Slowness::default();
+        let mut first = |seconds| factors(&mut slowness, &[Some(seconds), Some(0.01), Some(0.01)])[0];
+        let observed = [first(0.0124), first(0.013), first(0.0124), first(0.0105), first(0.01), first(0.0124)];
+        assert_eq!(observed.map(|factor| (10.0 * factor).round()), [10.0, 13.0, 13.0, 13.0, 10.0, 10.0]);
     }
 
     #[test]

@@ -108,7 +108,7 @@ impl Metric {
             Kind::Histogram(_) => describe_histogram!(self.name, self.help),
         }
         if self.label.is_some_and(|label| label == super::table::REPLICA) {
-            return; // Its series begin with their replicas.
+            return; // A series is created when its replica joins.
         }
         let values = self.label.map_or(vec![None], |(_, values)| values.iter().copied().map(Some).collect());
         for series in values.into_iter().map(|value| Self { value, ..*self }) {

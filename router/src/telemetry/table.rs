@@ -9,7 +9,7 @@ use super::metric::Buckets::{Duration, InputTokens, Latency, Sequences, SkippedT
 use super::metric::{Label, Metric};
 
 const METHOD: Label = ("method", Method::VALUES);
-/// Series begin with their replica.
+/// A series is created when its replica joins.
 pub(super) const REPLICA: Label = ("replica", REPLICAS);
 const PHASE: Label = ("phase", RestartPhase::VALUES);
 
@@ -152,17 +152,17 @@ metrics! {
     WORKER_RESTART = Metric::histogram("penstock_worker_restart_seconds", Duration,
         "Seconds of that downtime, by phase").by(PHASE);
     REPLICA_HEALTH = Metric::gauge("penstock_replica_health",
-        "1: the replica takes steps; 0: it does not; -1: it has left. For this metric and the next ones, with `--replicas` above 1 and `penstock route`")
+        "1: the replica takes steps; 0: it does not; -1: it has left. Present with `--replicas` above 1 or `penstock route`")
         .by(REPLICA);
-    REPLICA_RUNNING = Metric::gauge("penstock_replica_running", "Running sequences of the replica").by(REPLICA);
-    REPLICA_QUEUED = Metric::gauge("penstock_replica_queued", "Sequences that wait in the replica's queue").by(REPLICA);
+    REPLICA_RUNNING = Metric::gauge("penstock_replica_running", "Running sequences of the replica. Present with `--replicas` above 1 or `penstock route`").by(REPLICA);
+    REPLICA_QUEUED = Metric::gauge("penstock_replica_queued", "Sequences that wait in the replica's queue. Present with `--replicas` above 1 or `penstock route`").by(REPLICA);
     REPLICA_WORK = Metric::gauge("penstock_replica_work_tokens",
-        "Tokens that the replica still has to compute for sequences from here, with those it is expected to generate").by(REPLICA);
+        "Tokens that the replica still has to compute for sequences from here, with those it is expected to generate. Present with `--replicas` above 1 or `penstock route`").by(REPLICA);
     REPLICA_SECONDS_PER_TOKEN = Metric::gauge("penstock_replica_token_seconds",
-        "Mean seconds between two tokens of a sequence in the replica, lately; NaN: unknown").by(REPLICA);
-    REPLICA_SEQUENCES = Metric::counter("penstock_replica_sequences", "Sequences that were routed to the replica when they arrived").by(REPLICA);
-    REPLICA_HANDOVERS = Metric::counter("penstock_replica_handovers", "Sequences that moved from the replica to another one").by(REPLICA);
-    REPLICA_PROMPT_TOKENS = Metric::counter("penstock_replica_prompt_tokens", "Prompt tokens of the routed sequences").by(REPLICA);
+        "Mean seconds between two tokens of a sequence in the replica, lately; NaN: unknown. Present with `--replicas` above 1 or `penstock route`").by(REPLICA);
+    REPLICA_SEQUENCES = Metric::counter("penstock_replica_sequences", "Sequences that were routed to the replica when they arrived. Present with `--replicas` above 1 or `penstock route`").by(REPLICA);
+    REPLICA_HANDOVERS = Metric::counter("penstock_replica_handovers", "Sequences that moved from the replica to another one. Present with `--replicas` above 1 or `penstock route`").by(REPLICA);
+    REPLICA_PROMPT_TOKENS = Metric::counter("penstock_replica_prompt_tokens", "Prompt tokens of the routed sequences. Present with `--replicas` above 1 or `penstock route`").by(REPLICA);
     REPLICA_CACHED_TOKENS = Metric::counter("penstock_replica_cached_tokens",
-        "Prompt tokens of the routed sequences that the replica had computed before, as far as the router knows").by(REPLICA);
+        "Prompt tokens of the routed sequences that the replica had computed before, as far as the router knows. Present with `--replicas` above 1 or `penstock route`").by(REPLICA);
 }
