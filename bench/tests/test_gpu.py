@@ -31,7 +31,7 @@ def test_every_load_of_the_tiny_model_is_measured(tmp_path: Path) -> None:
     assert set(repeat["batches"]) == {"4 × 16 / 4"}
     assert set(repeat["beside_long_prompt"]) == {"without", "with"}
     assert model["transformers_tokens_per_s"] > 0
-    assert set(repeat["streams"]["1"]["phases_s"]) == {"prepare_s", "forward_s", "sample_s", "idle_s"}
+    assert set(repeat["streams"]["1"]["phases_s"]) == {"prepare_s", "forward_s", "sample_s", "idle_s", "draft_s"}
     loads = {"decode, 1 streams", "decode, 4 streams", "prompt, 16 tokens", "prompt, 100 tokens"}
     assert all(set(each["predicted"]) == loads for each in models.values())
 
