@@ -4,7 +4,7 @@
 use super::PANEL;
 use super::UNIT;
 use super::activation::{Layout, Part};
-use super::format::{Format, Number, SUPER_GROUP};
+use super::format::{Number, SUPER_GROUP};
 use super::pack::{Numbers, Panel, TABLE};
 use crate::linear::epilogue::{self, Outcome};
 use crate::simd::{F32, I32, LANES, U16, with_constant};
