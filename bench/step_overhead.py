@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine
+from penstock_server.message import plan_of, result_message
 from penstock_server.pb import worker_pb2 as pb
-from penstock_server.service import _plan, _result_message
 from result import heading, keep, machine, option_parser
 from table import markdown
 
@@ -92,11 +92,11 @@ def measure(num_sequences: int, num_steps: int, sampling: dict[str, Any]) -> dic
 
     def run(messages: list[bytes]) -> list[float]:
         times = [time.thread_time()]
-        plans = [_plan(pb.Plan.FromString(message)) for message in messages]
+        plans = [plan_of(pb.Plan.FromString(message)) for message in messages]
         times.append(time.thread_time())
         results = [engine.step(plan) for plan in plans]
         times.append(time.thread_time())
-        answers = [_result_message(result).SerializeToString() for result in results]
+        answers = [result_message(result).SerializeToString() for result in results]
         times.append(time.thread_time())
         assert min(map(len, answers)) > 4 * num_sequences
         return [(end - start) / len(messages) for start, end in itertools.pairwise(times)]

@@ -1,4 +1,4 @@
-"""The worker's gRPC face, and the only importer of the generated protobuf code.
+"""The worker's gRPC face. `message` converts what it receives and sends.
 
 RPC threads convert messages; the compute thread runs steps. Plans are read ahead as they arrive, so plan n+1 is ready
 when step n ends, and on an asynchronous device before; results are converted while the next step runs.
@@ -21,34 +21,29 @@ from queue import SimpleQueue
 from typing import Any, NoReturn
 
 import grpc
-import numpy as np
-import numpy.typing as npt
 
 from penstock_server.compute import ComputeThread
-from penstock_server.config import Description, ImageInput, LoadConfig, WarmUpConfig, WorkerConfig
+from penstock_server.config import Description, LoadConfig, WarmUpConfig, WorkerConfig
 from penstock_server.engine import Engine
 from penstock_server.engine.load import LoadModel
 from penstock_server.errors import ConfigError, GrammarError, ImageError, PlanError
+from penstock_server.message import (
+    PROTOCOL_VERSION,
+    adapter_of,
+    grammar_of,
+    image_input_message,
+    load_config,
+    phases_message,
+    plan_of,
+    pooling_message,
+    result_message,
+)
 from penstock_server.pb import worker_pb2 as pb
 from penstock_server.pb import worker_pb2_grpc as rpc
-from penstock_server.phase import Phase
-from penstock_server.plan import (
-    Adapter,
-    Advances,
-    Grammar,
-    Image,
-    ImageSpan,
-    NewSequence,
-    Plan,
-    Sampling,
-    StepResult,
-    Tokens,
-    Top,
-)
+from penstock_server.plan import Image, Plan, StepResult
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL_VERSION: int = pb.PROTOCOL_VERSION_CURRENT
 _RPC_THREADS = 64  # started when needed; enough for Health while many calls wait for grammars and images
 _MAX_LAUNCHED_STEPS = 2  # on an asynchronous device: one runs while the next one is prepared
 _MAX_SOCKET_PATH_BYTES = 107  # of sockaddr_un, without its final zero
@@ -92,7 +87,7 @@ class Worker(rpc.WorkerServicer):
                 f"{_package_version()}) speaks version {PROTOCOL_VERSION}; install both from one release",
             )
         try:
-            description = self._compute.call(partial(self._load, _load_config(request)))
+            description = self._compute.call(partial(self._load, load_config(request)))
         except ConfigError as error:
             _refuse(context, str(error))
         except Exception as error:  # noqa: BLE001 - the service's boundary
@@ -108,14 +103,14 @@ class Worker(rpc.WorkerServicer):
             max_position_tokens=description.max_position_tokens,
             weight_bytes=description.weight_bytes,
             kv_bytes_per_block=description.kv_bytes_per_block,
-            phases=_phases(description.phases),
+            phases=phases_message(description.phases),
             window_tokens=description.window_tokens,
             decoder_prefix=description.decoder_prefix,
             max_source_tokens=description.max_source_tokens,
-            pooling=_pooling(description),
+            pooling=pooling_message(description),
             can_draft=description.can_draft,
             drafts_with_model=description.drafts_with_model,
-            image_input=_image_input(description.image_input),
+            image_input=image_input_message(description.image_input),
         )
 
     def WarmUp(self, request: pb.WarmUpRequest, context: grpc.ServicerContext) -> pb.WarmUpResponse:  # noqa: N802
@@ -143,7 +138,7 @@ class Worker(rpc.WorkerServicer):
         self._ready = True
         return pb.WarmUpResponse(
             num_blocks=capacity.num_blocks,
-            phases=_phases(capacity.phases),
+            phases=phases_message(capacity.phases),
             worst_step_seconds=capacity.worst_step_s,
             standby_room_bytes=capacity.standby_room_bytes,
         )
@@ -151,7 +146,7 @@ class Worker(rpc.WorkerServicer):
     def CompileGrammar(  # noqa: N802
         self, request: pb.CompileGrammarRequest, context: grpc.ServicerContext
     ) -> pb.CompileGrammarResponse:
-        engine, grammar = self._engine, _grammar(request.grammar)
+        engine, grammar = self._engine, grammar_of(request.grammar)
         if engine is None:
             _refuse(context, "no model is loaded; Load comes before CompileGrammar")
         if grammar is None:
@@ -167,7 +162,7 @@ class Worker(rpc.WorkerServicer):
     def LoadAdapter(  # noqa: N802
         self, request: pb.LoadAdapterRequest, context: grpc.ServicerContext
     ) -> pb.LoadAdapterResponse:
-        engine, adapter = self._engine, _adapter(request.adapter)
+        engine, adapter = self._engine, adapter_of(request.adapter)
         if engine is None or adapter is None:
             _refuse(context, "LoadAdapter needs a loaded model, and an adapter with an id")
         try:
@@ -217,13 +212,13 @@ class Worker(rpc.WorkerServicer):
         while (result := stream.results.get()) is not None:
             if isinstance(result, _Abort):
                 _abort(context, result)
-            yield _result_message(result)
+            yield result_message(result)
 
     def _read(self, requests: Iterator[pb.Plan], stream: _Stream) -> None:
         """Reader thread: post plans as they arrive, however far ahead the router sends them."""
         try:
             for request in requests:
-                self._compute.post(partial(self._step, stream, _plan(request)))
+                self._compute.post(partial(self._step, stream, plan_of(request)))
         except PlanError as error:
             self._compute.post(partial(self._refuse_plan, stream, error))
             return
@@ -319,37 +314,6 @@ def _abort(context: grpc.ServicerContext, abort: _Abort) -> NoReturn:
     raise AssertionError("invariant: abort raises")
 
 
-def load_config(message: bytes) -> LoadConfig | None:
-    """What a serialized LoadRequest says; None if it is of another version of the protocol."""
-    request = pb.LoadRequest.FromString(message)
-    return _load_config(request) if request.protocol_version == PROTOCOL_VERSION else None
-
-
-def _load_config(request: pb.LoadRequest) -> LoadConfig:
-    return LoadConfig(
-        model_path=Path(request.model_path),
-        block_tokens=request.block_tokens,
-        dtype=request.dtype,
-        rendezvous=request.rendezvous,
-        trust_remote_code=request.trust_remote_code,
-        num_threads=request.num_threads,
-        watermark_gamma=request.watermark_gamma,
-        watermark_delta=request.watermark_delta,
-        attention=request.attention,
-        cpu_isa=request.cpu_isa,
-        kv_cache_dtype=request.kv_cache_dtype,
-        dequantize=request.dequantize,
-        quantize=request.quantize,
-        activation_bits=request.activation_bits,
-        deterministic=request.deterministic,
-        background=request.background,
-        max_adapters=request.max_adapters,
-        max_adapter_rank=request.max_adapter_rank,
-        speculative_model=Path(request.speculative_model) if request.speculative_model else None,
-        drafts_with_mtp=request.drafts_with_mtp,
-    )
-
-
 def _refuse(context: grpc.ServicerContext, message: str) -> NoReturn:
     _abort(context, _Abort(grpc.StatusCode.FAILED_PRECONDITION, message))
 
@@ -359,144 +323,3 @@ def _package_version() -> str:
         return version("penstock")
     except PackageNotFoundError:
         return "unknown"
-
-
-def _phases(phases: tuple[Phase, ...]) -> list[pb.Phase]:
-    return [pb.Phase(name=phase.name, seconds=phase.seconds) for phase in phases]
-
-
-def _pooling(description: Description) -> pb.Pooling | None:
-    pooling = description.pooling
-    if pooling is None:
-        return None
-    return pb.Pooling(
-        task=pb.TASK_RERANK if pooling.task == "rerank" else pb.TASK_EMBED,
-        num_dimensions=description.num_dimensions,
-        is_normalized=pooling.is_normalized,
-        reads_all_outputs=pooling.outputs == "mean",
-        is_matryoshka=pooling.is_matryoshka,
-        matryoshka_dimensions=pooling.matryoshka_dimensions,
-        has_token_types=pooling.has_token_types,
-    )
-
-
-def _image_input(image_input: ImageInput | None) -> pb.ImageInput | None:
-    if image_input is None:
-        return None
-    return pb.ImageInput(
-        placeholder_id=image_input.placeholder_id,
-        placeholder=image_input.placeholder,
-        template_text=image_input.template_text,
-        is_whole=image_input.is_whole,
-        is_prompt_whole=image_input.is_prompt_whole,
-        text_prefix=image_input.text_prefix,
-        text_suffix=image_input.text_suffix,
-    )
-
-
-def _plan(message: pb.Plan) -> Plan:
-    return Plan(
-        step=message.step,
-        freed_sequence_ids=tuple(message.freed_sequence_ids),
-        new_sequences=[_new_sequence(new) for new in message.new_sequences],
-        advances=_advances(message.advances),
-        drafts_by_lookup=message.drafts_by_lookup,
-    )
-
-
-def _advances(message: pb.Advances) -> Advances:
-    return Advances(
-        sequence_ids=_column(message.sequence_ids, "<u8"),
-        num_tokens=_column(message.num_tokens, "<u4"),
-        sample=_column(message.sample, "u1") != 0,
-        num_new_blocks=_column(message.num_new_blocks, "<u4"),
-        new_block_ids=_column(message.new_block_ids, "<u4"),
-        num_draft_tokens=_column(message.num_draft_tokens, "<u4"),
-    )
-
-
-def _column(packed: bytes, kind: str) -> npt.NDArray[Any]:
-    """A column of the protocol as an array over the same memory."""
-    width = np.dtype(kind).itemsize
-    if len(packed) % width:
-        raise PlanError(f"a column has {len(packed)} bytes, which is not a multiple of {width}")
-    return np.frombuffer(packed, kind)
-
-
-def _new_sequence(message: pb.NewSequence) -> NewSequence:
-    return NewSequence(
-        sequence_id=message.sequence_id,
-        token_ids=list(message.token_ids),
-        num_prompt_tokens=message.num_prompt_tokens,
-        num_computed_tokens=message.num_computed_tokens,
-        block_ids=list(message.block_ids),
-        sampling=_sampling(message.sampling, message.grammar),
-        num_source_tokens=message.num_source_tokens,
-        num_second_text_tokens=message.num_second_text_tokens,
-        adapter=_adapter(message.adapter),
-        images=tuple(ImageSpan(Image(span.hash, span.data), span.offset) for span in message.images),
-    )
-
-
-def _adapter(message: pb.Adapter) -> Adapter | None:
-    return Adapter(message.id, Path(message.path)) if message.id else None
-
-
-_LISTS = {"logit_bias", "stop_token_ids", "bad_words"}
-_SCALARS = tuple(name for name in pb.Sampling.DESCRIPTOR.fields_by_name if name not in _LISTS)
-
-
-def _sampling(message: pb.Sampling, grammar: pb.Grammar) -> Sampling:
-    """Fields have the same names on both sides."""
-    return Sampling(
-        **{name: getattr(message, name) for name in _SCALARS},
-        logit_bias=tuple((entry.token_id, entry.bias) for entry in message.logit_bias),
-        stop_token_ids=tuple(message.stop_token_ids),
-        bad_words=tuple(tuple(word.token_ids) for word in message.bad_words),
-        grammar=_grammar(grammar),
-    )
-
-
-def _grammar(message: pb.Grammar) -> Grammar | None:
-    kind = message.WhichOneof("kind")
-    return None if kind is None else Grammar(kind, getattr(message, kind))
-
-
-def _result_message(result: StepResult) -> pb.StepResult:
-    timing = result.timing
-    return pb.StepResult(
-        step=result.step,
-        sequence_ids=result.sequence_ids.astype("<u8").tobytes(),
-        num_draft_tokens=result.num_draft_tokens.astype("<u4").tobytes(),
-        sampled=_tokens(result.sampled),
-        vectors=result.vectors.astype("<f4").tobytes(),
-        prompts=[pb.PromptTokens(sequence_id=each, tokens=_tokens(tokens)) for each, tokens in result.prompts.items()],
-        errors=[
-            pb.SequenceError(
-                sequence_id=failure.sequence_id,
-                reason=failure.reason,
-                fault=pb.FAULT_REQUEST if failure.request_is_at_fault else pb.FAULT_SERVER,
-            )
-            for failure in result.failures
-        ],
-        timing=pb.StepTiming(
-            prepare_seconds=timing.prepare_s,
-            forward_seconds=timing.forward_s,
-            sample_seconds=timing.sample_s,
-            idle_seconds=timing.idle_s,
-            draft_seconds=timing.draft_s,
-        ),
-    )
-
-
-def _tokens(tokens: Tokens) -> pb.Tokens:
-    return pb.Tokens(
-        ids=tokens.ids.astype("<u4").tobytes(),
-        logprobs=tokens.logprobs.astype("<f4").tobytes(),
-        top=[_top(index, top) for index, top in tokens.tops.items()],
-    )
-
-
-def _top(index: int, top: Top) -> pb.TopTokens:
-    ids, logprobs = zip(*top, strict=True) if top else ((), ())
-    return pb.TopTokens(index=index, ids=np.array(ids, "<u4").tobytes(), logprobs=np.array(logprobs, "<f4").tobytes())

@@ -14,7 +14,8 @@ from types import FrameType
 from penstock_server.config import WorkerConfig
 from penstock_server.engine.load import LoadModel, Preloaded
 from penstock_server.errors import ConfigError
-from penstock_server.service import Worker, load_config, start_server
+from penstock_server.message import parse_load_config
+from penstock_server.service import Worker, start_server
 
 _PARENT_CHECK_S = 1.0  # for kernels that do not kill it when its parent dies
 _LAST_REPLIES_S = 1.0  # for replies that are on their way when the worker fails
@@ -22,7 +23,7 @@ _LAST_REPLIES_S = 1.0  # for replies that are on their way when the worker fails
 
 def preload(message: bytes) -> LoadModel | None:
     """Load the model of a LoadRequest for all workers that are forked from this process. None: each loads it itself."""
-    config = load_config(message)
+    config = parse_load_config(message)
     preloaded = None if config is None else Preloaded.of(config)
     return None if preloaded is None else preloaded.load_model
 

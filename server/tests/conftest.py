@@ -34,3 +34,14 @@ def on_tested_device() -> Iterator[None]:
 
     with DEVICE:
         yield
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For ranks that are threads, and for small operators: on a busy machine they spend their time in barriers."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -27,20 +26,11 @@ from tiny_models import make_model, prompts, save_model
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.usefixtures("one_thread")]
 
 VOCAB, OBSERVED = 131, (2, 4, 5)
 CPU, BLOCK_TOKENS = torch.device("cpu"), 16
 LIMITS = WarmUpConfig(max_step_tokens=64, max_step_sequences=16, num_blocks=60, proven=True)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """With more threads, small operators on a busy machine spend their time in OpenMP's barriers."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

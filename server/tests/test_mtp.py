@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,18 +30,10 @@ from safetensors.torch import load_file, save_file
 from test_eagle import Recorded, generate
 from tiny_models import prompts
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.usefixtures("one_thread")]
 
 CPU, BLOCK_TOKENS, VOCAB = torch.device("cpu"), 16, VALUES["vocab_size"]
 LIMITS = WarmUpConfig(max_step_tokens=64, max_step_sequences=16, num_blocks=60, proven=True)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@ weights and numbers that they stand for, and the same bits alone, in a batch and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from test_native_builds import one_sequence
 from test_quantized_models import make_model as make_architecture
 from tiny_models import make_model, prompts
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.usefixtures("one_thread")]
 
 # Codes of every width, with every kind of scale and of zero; both tables of 8 bits and 8-bit floats.
 LAYERS: dict[str, QuantFormat] = {
@@ -114,15 +113,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         found[kind] = gguf_folder(save_gguf(model, folder / f"{kind}.gguf", kind=kind))
     found["experts"] = gguf_folder(save_gguf(make_architecture("mixtral"), folder / "experts.gguf", kind="Q4_1"))
     return found
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """More threads are no faster for layers of this size."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def loaded(folder: Path, build: NativeBuild, **options: Any) -> Decoder:

@@ -3,7 +3,7 @@ on one rank and on several."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from rank_threads import run_ranks
 from test_quantized_checkpoints import CASES as CHECKPOINTS
 from tiny_models import prompts
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.usefixtures("one_thread")]
 
 SIZES: dict[str, Any] = {
     "vocab_size": 131,
@@ -131,15 +131,6 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], 
         return made[name, kind]
 
     return folder
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Ranks are threads here."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def logits(

@@ -22,12 +22,13 @@ from penstock_server.engine import Engine
 from penstock_server.engine.device_progress import DeviceProgress
 from penstock_server.engine.sampling import SAMPLING_FIELDS
 from penstock_server.errors import ConfigError
+from penstock_server.message import PROTOCOL_VERSION
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
 from penstock_server.pb import worker_pb2 as pb
 from penstock_server.pb import worker_pb2_grpc as rpc
 from penstock_server.plan import Sampling
-from penstock_server.service import PROTOCOL_VERSION, Worker, start_server
+from penstock_server.service import Worker, start_server
 from penstock_server.watermark import GreenLists
 from plans import Advance, columns
 

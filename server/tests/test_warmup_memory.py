@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 from penstock_server.engine import capacity, memory, warmup
+from penstock_server.message import tokens_message
 from penstock_server.plan import Tokens
 from penstock_server.prepare import prepare
-from penstock_server.service import _tokens
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
@@ -35,7 +35,7 @@ def test_results_and_known_tokens_are_counted() -> None:
     tokens = Tokens(np.array([50_000]), np.array([-1.5]), {0: top})
     objects = sum(map(sys.getsizeof, (*top, *(part for pair in top for part in pair))))
     columns = tokens.ids.nbytes + tokens.logprobs.nbytes
-    assert objects + sys.getsizeof(top) + columns + 4 * _tokens(tokens).ByteSize() < capacity._RESULT_BYTES
+    assert objects + sys.getsizeof(top) + columns + 4 * tokens_message(tokens).ByteSize() < capacity._RESULT_BYTES
     few = warmup.WorstStep(16, 4, 100, max_context_tokens=400, block_tokens=4)
     many = replace(few, max_step_sequences=5)
     assert capacity.unseen_bytes(many) - capacity.unseen_bytes(few) > 100 * (sys.getsizeof(1 << 20) + 8 + 4 + 4)
