@@ -148,15 +148,24 @@ def test_a_server_joins_and_the_other_leaves_while_streams_run(
     change(f"{first}\nhttp://10.0.0.1:1  # is refused alone\n")
     router = start("--replica-file", str(replicas), env=ENVIRONMENT, command=["route"])
     num_blocks = metric(router, "penstock_kv_blocks")
+    # The list is read every few seconds, when the other streams may have ended.
+    endless = {"inputs": "Count:", "parameters": {"max_new_tokens": 4000, "ignore_eos": True, "details": True}}
+    long = Stream(router, endless)
     chat, streams = ChatStream(router), [Stream(router, request) for request in MIXED]
-    wait_until(lambda: sum(len(stream.events) > 5 for stream in streams) >= 3)
+    wait_until(lambda: sum(len(stream.events) > 5 for stream in [long, *streams]) >= 3)
     change(f"{first}\n{second}\n")
     wait_until(lambda: metric(router, "penstock_kv_blocks") == 2 * num_blocks, "the second server joins")
     change(f"{second}\n")
-    assert [chat.result(), *(stream.result() for stream in streams)] == undisturbed
     wait_until(lambda: metric(router, 'penstock_replica_health{replica="0"}') == -1, "the first one left")
     assert metric(router, 'penstock_replica_health{replica="1"}') == 1
     assert metric(router, 'penstock_replica_handovers{replica="0"}') > 0
+    num_tokens = len(long.events) + 5
+    wait_until(lambda: len(long.events) >= num_tokens, "the long stream goes on")
+    long.drop()
+    endless["parameters"]["max_new_tokens"] = num_tokens
+    whole = ask(servers[1], "/generate", endless).json["details"]["tokens"]
+    assert [event["token"] for event in long.events[:num_tokens]] == whole
+    assert [chat.result(), *(stream.result() for stream in streams)] == undisturbed
     wait_until(lambda: metric(servers[0], "tgi_batch_current_size") == 0, "its sequences left")
     assert router.stop() == 0, router.last_lines()
     assert any("line 2" in line and "without TLS" in line for line in router.lines)

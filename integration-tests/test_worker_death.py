@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import random
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -43,6 +45,7 @@ class Stream:
         self.events: list[dict] = []
         self.failure: Exception | None = None
         self._server, self._request = server, request
+        self._connection: http.client.HTTPConnection | None = None
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
 
@@ -53,11 +56,17 @@ class Stream:
             self.failure = error
 
     def _follow(self) -> None:
-        connection, response = send(self._server, "/generate_stream", self._request)
+        self._connection, response = send(self._server, "/generate_stream", self._request)
         for line in response:
             if line.startswith(b"data:"):
                 self.events.append(json.loads(line[5:]))
-        connection.close()
+        self._connection.close()
+
+    def drop(self) -> None:
+        """Disconnects after the first events."""
+        assert self._connection is not None
+        self._connection.sock.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
 
     def running(self) -> bool:
         return self._thread.is_alive()

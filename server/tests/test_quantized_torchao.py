@@ -22,7 +22,7 @@ from rank_threads import run_ranks
 from safetensors import safe_open
 from safetensors.torch import save_file
 from test_quantized_checkpoints import SIZES
-from test_quantized_models import logits, one_thread  # noqa: F401
+from test_quantized_models import logits
 from tiny_models import make_model
 from torch import Tensor
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
@@ -37,6 +37,8 @@ from torchao.quantization import (
 )
 from torchao.quantization.granularity import PerAxis, PerGroup, PerTensor
 from torchao.quantization.quantize_.workflows import QuantizeTensorToFloat8Kwargs
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 LAYER = "model.layers.0.mlp.down_proj"
 CONFIGS: dict[str, Any] = {

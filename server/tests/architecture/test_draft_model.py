@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,18 +31,10 @@ from test_drafts import BLOCK_TOKENS, NUM_BLOCKS, SAMPLINGS, generate
 from tiny_model import save_case
 from tiny_models import prompts
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.usefixtures("one_thread")]
 
 LIMITS = WarmUpConfig(max_step_tokens=512, max_step_sequences=256, num_blocks=NUM_BLOCKS, proven=True)
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def load(folder: Path) -> CausalModel:

@@ -26,10 +26,12 @@ from penstock_server.models.registry import read_spec
 from penstock_server.parallel import RankGroup
 from penstock_server.plan import NewSequence, Sampling
 from plans import Advance, plan, step
-from test_parity import one_thread, reference_logits  # noqa: F401 - a fixture
+from test_parity import reference_logits
 from tiny_model import make_model, save_model
 from tiny_models import prompts
 from transformers.models.t5.modeling_t5 import T5Attention
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 64

@@ -21,9 +21,11 @@ from penstock_server.models.interface import LoadOptions
 from penstock_server.models.registry import ARCHITECTURES
 from penstock_server.models.support import support_of
 from penstock_server.parallel import RankGroup
-from test_parity import Made, one_thread  # noqa: F401 - a fixture
+from test_parity import Made
 from tiny_model import make_model, save_model
 from tiny_models import prompts
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 LAYERS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 12}

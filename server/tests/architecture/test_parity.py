@@ -33,6 +33,8 @@ from tested_device import DEVICE
 from tiny_model import make_model, save_model
 from tiny_models import prompts
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NUM_TOKENS = 64
 
 
@@ -76,15 +78,6 @@ def reference_logits(model: transformers.PreTrainedModel, text: list[int], num_s
     source, answer = torch.tensor([text[:num_source]]), torch.tensor([text[num_source:]])
     logits = model(source, decoder_input_ids=answer, use_cache=False).logits[0]
     return torch.nn.functional.pad(logits, (0, 0, num_source, 0))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """On a busy machine, small operators on several threads spend their time in OpenMP barriers."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in CASES])

@@ -13,8 +13,9 @@ from penstock_server.weights import loader, safetensors_file
 from penstock_server.weights.gguf import matrix
 from shares import open_loader
 from test_gguf_parity import made as made_gguf
-from test_parity import one_thread  # noqa: F401 - a fixture
 from tiny_model import save_case
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 RANKS = [(RankGroup(), True), (RankGroup(1, 2), True), (RankGroup(1, 2), False)]
 

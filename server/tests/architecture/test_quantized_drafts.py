@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from test_drafts import BLOCK_TOKENS, NUM_BLOCKS, SAMPLINGS, Drafts, generate
 from test_quantized_models import FLAGS, FORMATS, GGUF, MORE_FORMATS, MORE_GGUF, make_model
 from tiny_models import prompts
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.usefixtures("one_thread")]
 
 CPU = torch.device("cpu")
 LIMITS = WarmUpConfig(max_step_tokens=256, max_step_sequences=64, num_blocks=NUM_BLOCKS, proven=True)
@@ -40,15 +39,6 @@ KINDS = [
 ]
 # Greedy, drawn, and with penalties; two of them with the logprobs of alternatives.
 KEPT = [sampling for sampling in SAMPLINGS if sampling.grammar is None][1::3]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Ranks are threads here."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass

@@ -9,8 +9,9 @@ import pytest
 from cases import CASES
 from penstock_server.models.registry import read_spec
 from shares import num_copied_elements, tables
-from test_parity import one_thread  # noqa: F401 - a fixture
 from tiny_model import save_case
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 # Norms and biases of whole results, learned positions, routers, projections around the embedding, and the latents,
 # which all heads share.

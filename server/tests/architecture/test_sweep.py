@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from models_page import SWEEP_HEADING, Measured
 from sweep import SERVED, model_types, outcome
-from test_parity import one_thread  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.slow
