@@ -16,9 +16,11 @@ import pytest
 import yaml
 from binary import PENSTOCK, start
 from client import ask
+from test_route import engine_url
 
 ROOT = Path(__file__).parent.parent
 CHART = ROOT / "deploy" / "helm"
+TLS = ROOT / "router" / "tests" / "fixtures" / "tls"
 HELM = shutil.which("helm", path=f"{ROOT / '.make' / 'bin'}{os.pathsep}{os.environ['PATH']}")
 OLDEST, NEWEST = "1.30", kubernetes_validate.latest_version()
 OPERATOR = "monitoring.coreos.com/v1"  # kinds of the Prometheus Operator, whose schemas are not Kubernetes' own
@@ -48,12 +50,16 @@ EVERYTHING = {
     "podLabels": {"team": "llm"},
     "service": {"annotations": {"a": "b"}},
 }
+CPU: dict[str, Any] = {"gpus": 0, "image": {"tag": "cpu"}, "weights": {"kind": "emptyDir"}}
+ROUTER: dict[str, Any] = {"enabled": True, "secret": "engine", "tls": {"secret": "engine-tls"}}
+LOGGED = {"json-output": False}  # `start` sets it
 CASES: dict[str, dict[str, Any]] = {
     "defaults": {},
     "everything": EVERYTHING,
-    "cpu": {"gpus": 0, "image": {"tag": "cpu"}, "weights": {"kind": "emptyDir"}, "replicas": 3},
+    "cpu": {**CPU, "replicas": 3},
     "image volume": {"model": "/model", "weights": {"kind": "image", "image": "registry/model:1"}},
     "own claim": {"replicas": 2, "weights": {"existing": "models"}},
+    "router": {**EVERYTHING, "router": ROUTER},
 }
 
 
@@ -64,18 +70,32 @@ def helm(*arguments: str, values: dict[str, Any]) -> subprocess.CompletedProcess
 
 
 def render(values: dict[str, Any]) -> dict[str, Any]:
-    """What the chart makes of `values`, by kind."""
+    """What the chart makes of `values`, by kind and what follows the chart's name, as in "Service engines"."""
     done = helm("template", "llm", str(CHART), "--kube-version", NEWEST, values=values)
     assert done.returncode == 0, done.stderr
     objects = [item for item in yaml.safe_load_all(done.stdout) if item]
-    kinds = {item["kind"]: item for item in objects}
+    kinds = {
+        f"{item['kind']} {item['metadata']['name'].removeprefix('llm-penstock').strip('-')}".strip(): item
+        for item in objects
+    }
     assert len(kinds) == len(objects)
     return kinds
 
 
-def container(kinds: dict[str, Any]) -> dict[str, Any]:
-    (only,) = kinds["Deployment"]["spec"]["template"]["spec"]["containers"]
+def container(workload: dict[str, Any]) -> dict[str, Any]:
+    (only,) = workload["spec"]["template"]["spec"]["containers"]
     return only
+
+
+def options(workload: dict[str, Any], **replaced: str) -> list[str]:
+    """The arguments of the pod, those named in `replaced` with other values; without its address."""
+    named = {f"--{name.replace('_', '-')}": value for name, value in replaced.items()}
+    given = [argument.partition("=") for argument in container(workload)["args"]]
+    return [
+        f"{name}{equals}{named.get(name, value)}"
+        for name, equals, value in given
+        if name not in ("--port", "--hostname")
+    ]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -89,23 +109,42 @@ def test_every_object_is_valid_and_they_belong_together(name: str) -> None:
             if name != "image volume":  # which came later
                 kubernetes_validate.validate(item, OLDEST, strict=True)
         assert re.fullmatch("[a-z0-9-]{1,63}", item["metadata"]["name"])
-    template = kinds["Deployment"]["spec"]["template"]
-    labels = template["metadata"]["labels"]
-    selectors = [kinds["Deployment"]["spec"]["selector"]["matchLabels"], kinds["Service"]["spec"]["selector"]]
-    selectors += [kinds["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"]]
+    workloads = [item for kind, item in kinds.items() if kind.split()[0] in ("Deployment", "StatefulSet")]
+    pods = [workload["spec"]["template"] for workload in workloads]
+    assert len(pods) == 1 + (name == "router")
+    for workload, pod in zip(workloads, pods, strict=True):
+        assert selected(workload["spec"]["selector"]["matchLabels"], pods) == [pod]
+        volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
+        assert {mount["name"] for mount in container(workload)["volumeMounts"]} == volumes
+    # Clients reach the router if there is one, and each budget is that of one workload.
+    assert selected(kinds["Service"]["spec"]["selector"], pods) == [
+        kinds_of(kinds, "Deployment")[0]["spec"]["template"]
+    ]
+    budgets = kinds_of(kinds, "PodDisruptionBudget")
+    chosen = [selected(budget["spec"]["selector"]["matchLabels"], pods) for budget in budgets]
+    assert len(chosen) == len(pods)
+    assert all([pod] in chosen for pod in pods)
     if policy := kinds.get("NetworkPolicy"):
-        selectors.append(policy["spec"]["podSelector"]["matchLabels"])
-    assert all(selector.items() <= labels.items() for selector in selectors)
-    volumes = {volume["name"] for volume in template["spec"]["volumes"]}
-    assert {mount["name"] for mount in container(kinds)["volumeMounts"]} == volumes
+        assert selected(policy["spec"]["podSelector"]["matchLabels"], pods) == pods
+    if scaler := kinds.get("HorizontalPodAutoscaler"):
+        target = scaler["spec"]["scaleTargetRef"]
+        assert kinds[target["kind"]]["metadata"]["name"] == target["name"]
+
+
+def kinds_of(kinds: dict[str, Any], kind: str) -> list[dict[str, Any]]:
+    return [item for item in kinds.values() if item["kind"] == kind]
+
+
+def selected(labels: dict[str, str], pods: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [pod for pod in pods if labels.items() <= pod["metadata"]["labels"].items()]
 
 
 def test_everything_that_is_asked_for_is_there() -> None:
     kinds = render(EVERYTHING)
-    operator = {"ServiceMonitor", "PrometheusRule", "ConfigMap"}
+    operator = {"ServiceMonitor", "PrometheusRule", "ConfigMap board"}
     own = {"Deployment", "Service", "PersistentVolumeClaim", "HorizontalPodAutoscaler", "PodDisruptionBudget"}
     assert set(kinds) == {*own, "NetworkPolicy", *operator}
-    server = container(kinds)
+    server = container(kinds["Deployment"])
     for argument in ("--model-id=org/name", "--num-shard=2", "--served-model-name=a", "--served-model-name=b"):
         assert argument in server["args"]
     assert {"--max-total-tokens=1000000", "--cuda-memory-fraction=0.85", "--json-output"} <= set(server["args"])
@@ -124,7 +163,7 @@ def test_everything_that_is_asked_for_is_there() -> None:
     rules = yaml.safe_load((ROOT / "deploy" / "prometheus" / "penstock.rules.yml").read_text())
     assert kinds["PrometheusRule"]["spec"] == rules
     board = json.loads((ROOT / "deploy" / "grafana" / "penstock.json").read_text())
-    assert json.loads(kinds["ConfigMap"]["data"]["penstock.json"]) == board
+    assert json.loads(kinds["ConfigMap board"]["data"]["penstock.json"]) == board
 
 
 @pytest.mark.parametrize(
@@ -137,6 +176,11 @@ def test_everything_that_is_asked_for_is_there() -> None:
         ({"gpus": 3, "flags": {"replicas": 2}}, "gpus is 3, must be a multiple of flags.replicas, 2"),
         ({"replica": 2}, "replica"),
         ({"gpus": "two"}, "gpus"),
+        ({"router": {"enabled": True}}, "set weights.accessModes to [ReadWriteMany]"),
+        ({**CPU, "router": {"enabled": True}}, "router.enabled needs router.secret"),
+        ({**CPU, "router": {"enabled": True, "secret": "a"}}, "router.enabled needs router.tls.secret"),
+        ({**CPU, "router": {"flags": {"replica": "a"}}}, "router.flags.replica is set by the chart"),
+        ({**CPU, "replicas": 65, "router": ROUTER}, "a router has at most 64 servers"),
         ({"flags": {"--port": 1}}, "--port"),
     ],
 )
@@ -148,12 +192,12 @@ def test_values_that_cannot_work_are_refused_by_name(values: dict[str, Any], mes
 
 def test_the_server_starts_with_the_arguments_of_a_pod_and_answers_its_probes(tmp_path: Path) -> None:
     byte_model.save(tmp_path, 256, None)
-    flags = {"json-output": False, "max-total-tokens": 64, "disable-playground": True}
+    flags = {**LOGGED, "max-total-tokens": 64, "disable-playground": True}
     kinds = render({"gpus": 0, "model": str(tmp_path), "flags": flags})
-    server = container(kinds)
+    server = container(kinds["Deployment"])
     assert server["ports"] == [{"name": "http", "containerPort": 8080}]
     assert {"--port=8080", "--hostname=0.0.0.0"} <= set(server["args"])
-    arguments = [argument for argument in server["args"] if not argument.startswith(("--port=", "--hostname="))]
+    arguments = options(kinds["Deployment"])
     # Kubernetes sets HOSTNAME to the name of the pod.
     running = start(*arguments, hostname="0.0.0.0", env={"HOSTNAME": "llm-penstock-0"})
     assert not any("HOSTNAME" in line for line in running.lines)
@@ -166,5 +210,39 @@ def test_the_server_starts_with_the_arguments_of_a_pod_and_answers_its_probes(tm
     wait_s = server["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert pod["terminationGracePeriodSeconds"] > wait_s + 90
     reference = subprocess.run([PENSTOCK, "--reference", "flags"], capture_output=True, text=True, check=True).stdout
-    used = {argument.partition("=")[0] for argument in container(render(EVERYTHING))["args"]}
+    kinds = render(CASES["router"])
+    pods = [container(kinds["StatefulSet"]), container(kinds["Deployment router"])]
+    used = {argument.partition("=")[0] for pod in pods for argument in pod["args"]} - {"route"}
     assert all(f"`{flag}`" in reference for flag in used)
+
+
+def test_a_router_of_the_chart_uses_the_servers_of_the_chart(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    byte_model.save(model, 256, None)
+    kinds = render({**CPU, "model": str(model), "flags": LOGGED, "replicas": 2, "router": {**ROUTER, "flags": LOGGED}})
+    pods, service = kinds["StatefulSet"], kinds["Service engines"]
+    assert pods["spec"]["serviceName"] == service["metadata"]["name"]
+    assert service["spec"]["clusterIP"] == "None"
+    (engine,) = [port for port in service["spec"]["ports"] if port["name"] == "engine"]
+    replicas = [argument for argument in container(kinds["Deployment router"])["args"] if "--replica" in argument]
+    host = f"{service['metadata']['name']}.default.svc:{engine['port']}"
+    assert replicas == [f"--replica=https://llm-penstock-{number}.{host}" for number in range(2)]
+
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef")
+    files = {
+        "engine_secret_file": str(secret),
+        "engine_tls_cert": str(TLS / "server.pem"),
+        "engine_tls_key": str(TLS / "server.key.pem"),
+        "engine_tls_ca": str(TLS / "authority.pem"),
+    }
+    servers = [start(*options(pods, engine_listen="127.0.0.1:0", **files)) for _ in range(2)]
+    urls = [url.replace("127.0.0.1", "localhost") for url in map(engine_url, servers)]
+    assert all(url.startswith("https://") for url in urls)
+    command, *arguments = options(kinds["Deployment router"], **files)
+    given = [argument for argument in arguments if not argument.startswith("--replica=")]
+    router = start(*given, *(f"--replica={url}" for url in urls), command=[command])
+    body = {"inputs": "a", "parameters": {"max_new_tokens": 4}}
+    assert ask(router, "/generate", body).json == ask(servers[0], "/generate", body).json
+    assert [process.stop() for process in (router, *servers)] == [0, 0, 0]

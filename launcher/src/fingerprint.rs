@@ -28,7 +28,8 @@ const CPU_FEATURES: [&str; 11] = [
     "i8mm",
 ];
 
-/// The property that a router compares with its own.
+/// The properties that a router compares with its own.
+pub(crate) const VERSION: &str = "penstock version";
 pub(crate) const TOKENIZER: &str = "tokenizer";
 
 /// `folder` is the folder that is served.
@@ -41,7 +42,7 @@ pub(crate) fn properties(
     let or = |value: Option<String>, default: &str| value.unwrap_or_else(|| default.to_owned());
     let device = model.device.split(':').next().unwrap_or_default();
     let properties = [
-        ("penstock version", env!("CARGO_PKG_VERSION").to_owned()),
+        (VERSION, env!("CARGO_PKG_VERSION").to_owned()),
         ("architecture", model.architecture.clone()),
         ("dtype", model.dtype.clone()),
         ("KV cache dtype", or(args.kv_cache_dtype.name().map(str::to_owned), "auto")),

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use futures::future::join_all;
 use penstock_router::engine::RemoteOptions;
-use penstock_router::remote::{Access, Remote, RemoteError, RequestLimits, ServerDescription, UrlError};
+use penstock_router::remote::{Access, Properties, Remote, RemoteError, RequestLimits, ServerDescription, UrlError};
 use penstock_router::replica::Replicas;
 use penstock_router::worker::Phase;
 
@@ -85,7 +85,7 @@ pub(crate) async fn start(
     let is_fixed = args.replica_file.is_none();
     let mut described = match args.replica_file.as_deref().zip(access.as_ref()) {
         Some((path, access)) => describe_file(path, access, &mut servers, |server| check(args, &ours, server)).await,
-        None => describe(&servers).await?,
+        None => describe(&servers, |server| check_release(&server.properties)).await?,
     };
     phases.push(timed("find servers", since));
     let properties = described.first().expect("invariant: there is a server").1.properties.clone();
@@ -137,21 +137,32 @@ pub(crate) async fn start(
     })
 }
 
-/// What the servers of a fixed list serve, as far as they can be reached; at least one. A server that refuses this router is an error.
-async fn describe(servers: &[Remote]) -> Result<Vec<(String, ServerDescription)>, RouteError> {
+/// What the servers of a fixed list serve, as far as they can be reached and pass `check`; at least one. A server that refuses this router is
+/// an error.
+async fn describe(
+    servers: &[Remote],
+    check: impl Fn(&ServerDescription) -> Result<(), String>,
+) -> Result<Vec<(String, ServerDescription)>, RouteError> {
     loop {
         let mut described = Vec::new();
         for (url, answer) in ask(servers).await {
-            match answer {
-                Ok(description) => described.push((url, description)),
-                Err(source) if !source.is_loss() => return Err(RouteError::Refused { url, source }),
-                Err(source) => tracing::warn!("replica {url}: {source}"),
-            }
+            let reason = match answer {
+                Err(source @ (RemoteError::Lost(_) | RemoteError::Version { .. })) => source.to_string(),
+                Err(source) => return Err(RouteError::Refused { url, source }),
+                Ok(description) => match check(&description) {
+                    Ok(()) => {
+                        described.push((url, description));
+                        continue;
+                    }
+                    Err(reason) => reason,
+                },
+            };
+            tracing::warn!("replica {url}: {reason}");
         }
         if !described.is_empty() {
             return Ok(described);
         }
-        tracing::warn!("no replica can be reached yet; trying again");
+        tracing::warn!("no replica can be used yet; trying again");
         tokio::time::sleep(RETRY_INTERVAL).await;
     }
 }
@@ -198,8 +209,9 @@ async fn ask(servers: &[Remote]) -> Vec<(String, Result<ServerDescription, Remot
     join_all(servers.iter().map(|remote| async move { (remote.url().to_owned(), remote.describe().await) })).await
 }
 
-/// Fails if the server's tokenizer is another one than `tokenizer`, or if it accepts less than the flags say.
+/// Fails if the server is of another release, if its tokenizer is another one than `tokenizer`, or if it accepts less than the flags say.
 fn check(args: &Args, tokenizer: &str, server: &ServerDescription) -> Result<(), String> {
+    check_release(&server.properties)?;
     check_tokenizer(tokenizer, server).map_err(|error| error.to_string())?;
     let given = RequestLimits {
         max_input_tokens: args.max_input_tokens.or(args.max_input_length).unwrap_or(0),
@@ -209,10 +221,22 @@ fn check(args: &Args, tokenizer: &str, server: &ServerDescription) -> Result<(),
     given.check(server).map_err(|error| error.to_string())
 }
 
+/// While servers are updated one after the other, a router uses those of its own release.
+fn check_release(server: &Properties) -> Result<(), String> {
+    let ours = env!("CARGO_PKG_VERSION");
+    match property(server, fingerprint::VERSION).filter(|theirs| *theirs != ours) {
+        Some(theirs) => Err(format!("its release of penstock is {theirs}, that of this router is {ours}")),
+        None => Ok(()),
+    }
+}
+
+fn property<'a>(server: &'a Properties, wanted: &str) -> Option<&'a str> {
+    server.0.iter().find(|(name, _)| name == wanted).map(|(_, value)| value.as_str())
+}
+
 fn check_tokenizer(ours: &str, server: &ServerDescription) -> Result<(), RouteError> {
-    let theirs = server.properties.0.iter().find(|(name, _)| name == fingerprint::TOKENIZER);
-    match theirs.filter(|(_, theirs)| theirs != ours) {
-        Some((_, theirs)) => Err(RouteError::Tokenizer { ours: ours.to_owned(), theirs: theirs.clone() }),
+    match property(&server.properties, fingerprint::TOKENIZER).filter(|theirs| *theirs != ours) {
+        Some(theirs) => Err(RouteError::Tokenizer { ours: ours.to_owned(), theirs: theirs.to_owned() }),
         None => Ok(()),
     }
 }
@@ -245,4 +269,17 @@ fn limits(
             .unwrap_or_else(|| num_servers as u64 * described.iter().map(queued).min().unwrap_or(0)),
         choices: Vec::new(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_server_of_another_release_is_not_used() {
+        let of = |release: &str| Properties(vec![(fingerprint::VERSION.to_owned(), release.to_owned())]);
+        assert_eq!(check_release(&of(env!("CARGO_PKG_VERSION"))), Ok(()));
+        let reason = check_release(&of("9.0.0")).unwrap_err();
+        assert!(reason.starts_with("its release of penstock is 9.0.0, that of this router is "), "{reason}");
+    }
 }

@@ -7,6 +7,30 @@ app.kubernetes.io/name: {{ .Chart.Name }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
+{{- /* The labels of the pods that compute, and of those that clients reach: the same ones without a router. */ -}}
+{{- define "penstock.servers" -}}
+{{ include "penstock.selector" . }}
+{{- if .Values.router.enabled }}
+app.kubernetes.io/component: server
+{{- end }}
+{{- end }}
+
+{{- define "penstock.front" -}}
+{{ include "penstock.selector" . }}
+{{- if .Values.router.enabled }}
+app.kubernetes.io/component: router
+{{- end }}
+{{- end }}
+
+{{- define "penstock.kind" -}}
+{{ ternary "StatefulSet" "Deployment" .Values.router.enabled }}
+{{- end }}
+
+{{- /* The most pods of servers that there will be. */ -}}
+{{- define "penstock.most" -}}
+{{ ternary .Values.autoscaling.maxReplicas .Values.replicas .Values.autoscaling.enabled }}
+{{- end }}
+
 {{- define "penstock.labels" -}}
 {{ include "penstock.selector" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
@@ -18,9 +42,9 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{ .Values.weights.existing | default (include "penstock.name" .) }}
 {{- end }}
 
-{{- /* The arguments of the server: `--name=value`, a repeated flag for a list, and nothing for a flag that is off. */ -}}
+{{- /* The arguments of a dict of flags: `--name=value`, a repeated flag for a list, and nothing for a flag that is off. */ -}}
 {{- define "penstock.arguments" -}}
-{{- range $name, $value := .Values.flags }}
+{{- range $name, $value := . }}
 {{- if kindIs "bool" $value }}
 {{- if $value }}
 - {{ printf "--%s" $name | quote }}
