@@ -432,6 +432,32 @@ def endpoints(record: Record) -> Iterator[Figure]:
             yield Figure(f"{endpoint}, {streams} streams: throughput to {other}", "", pairs)
 
 
+def offload(record: Record) -> Iterator[Figure]:
+    """Of a prompt that comes again: the medians over the prompts of a repeat, then the ratios to computing it."""
+    names = {
+        "computed": "computed again",
+        "memory": "from host memory",
+        "file": "from a file",
+        "pool": "in the KV pool",
+    }
+    prompt = f"prompt of {record['prompt_tokens']:,} tokens"
+    for name, where in names.items():
+        times = [statistics.median(repeat[name]["second_s"]) * 1e3 for repeat in record["repeats"]]
+        yield Figure(f"{prompt}, {where}: time to first token", "", times, " ms", 1)
+    for name, where in list(names.items())[1:]:
+        pairs = [
+            statistics.median(repeat["computed"]["second_s"]) / statistics.median(repeat[name]["second_s"])
+            for repeat in record["repeats"]
+        ]
+        yield Figure(f"{prompt}, {where}: times faster than computed", "> 1", pairs, "", 1)
+    for name in ("memory", "file"):
+        pairs = [
+            statistics.median(repeat["computed"]["first_s"]) / statistics.median(repeat[name]["first_s"])
+            for repeat in record["repeats"]
+        ]
+        yield Figure(f"{prompt} for the first time, offloading to {name}: speed to without", "", pairs)
+
+
 def long_context(record: Record) -> Iterator[Figure]:
     for name, cell in record["cells"].items():
         shares = [floor_s(cell, repeat["limits"]) / repeat["seconds"][name] for repeat in record["repeats"]]
@@ -487,6 +513,7 @@ BENCHMARKS: dict[str, Callable[[Record], Iterator[Figure]]] = {
     "traces": traces,
     "endpoints": endpoints,
     "long-context": long_context,
+    "offload": offload,
     "scheduler": scheduler,
     "router": router,
     "grammar": grammar,

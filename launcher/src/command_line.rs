@@ -49,7 +49,7 @@ pub(crate) fn command() -> clap::Command {
 const ROUTE: &str = "route";
 
 /// Flags of servers with a model, which have no effect with `penstock route`.
-const OF_MODELS: [&str; 27] = [
+const OF_MODELS: [&str; 29] = [
     "activation_bits",
     "attention",
     "cpu_isa",
@@ -61,6 +61,8 @@ const OF_MODELS: [&str; 27] = [
     "enable_lora_updates",
     "engine_listen",
     "kv_cache_dtype",
+    "kv_offload_folder",
+    "kv_offload_gib",
     "lora_adapters",
     "max_batch_prefill_tokens",
     "max_batch_size",

@@ -201,6 +201,15 @@ impl Settings {
         (false, Some(Choice::new("prefix-caching", false, reason)))
     }
 
+    /// Slots beside the KV pool, each with one block of every rank.
+    pub(crate) fn num_slots(args: &Args, model: &Description) -> (u32, Option<Choice>) {
+        if args.kv_offload_gib > 0.0 && !Self::prefix_caching(args, model).0 {
+            return (0, Some(Choice::new("kv-offload-gib", 0, "no prefix is cached, so there is nothing to offload")));
+        }
+        let num_slots = args.kv_offload_gib * f64::from(1 << 30) / model.kv_bytes_per_block.max(1) as f64;
+        (num_slots as u32, None)
+    }
+
     /// Draft tokens per sequence and step. `--speculate` is 0 where drafts cannot be verified with the same bits.
     pub(crate) fn speculation(args: &Args, model: &Description) -> (u32, Option<Choice>) {
         let reason = match model {
@@ -252,6 +261,10 @@ fn check_ranges(args: &Args) -> Result<(), ResolveError> {
     in_range("queue-timeout", seconds, (1..=MAX_QUEUE_TIMEOUT_S).contains(&seconds), "from 1 to 86400")?;
     let fraction = args.cuda_memory_fraction;
     in_range("cuda-memory-fraction", fraction, fraction > 0.0 && fraction <= 1.0, "above 0 and at most 1")?;
+    let gib = args.kv_offload_gib;
+    in_range("kv-offload-gib", gib, gib >= 0.0 && gib.is_finite(), "at least 0")?;
+    let has_slots = args.kv_offload_folder.is_none() || gib > 0.0;
+    in_range("kv-offload-gib", gib, has_slots, "above 0 with --kv-offload-folder, which holds them")?;
     let gamma = args.watermark_gamma.unwrap_or(0.5);
     in_range("watermark-gamma", gamma, gamma > 0.0 && gamma < 1.0, "between 0 and 1, exclusive")?;
     let delta = args.watermark_delta.unwrap_or(2.0);

@@ -144,6 +144,7 @@ pub(crate) async fn start(
         max_step_sequences: settings.max_step_sequences,
         max_sequence_tokens: loaded.limits.max_total_tokens + loaded.model.num_prefix_tokens(),
         num_blocks: loaded.pool.num_blocks,
+        num_slots: loaded.warm_up.num_slots,
         block_tokens: loaded.model.block_tokens,
         max_steps_in_flight: args.max_steps_in_flight,
         prefix_caching,
@@ -361,6 +362,8 @@ async fn load_first(
     if let Some(given) = args.max_total_tokens.filter(|given| *given > model.max_total_tokens()) {
         return Err(ResolveError::BeyondModel { given, allowed: model.max_total_tokens() }.into());
     }
+    let (num_slots, choice) = Settings::num_slots(args, &model);
+    choice.iter().for_each(log_choice);
     let warm_up = WarmUpOptions {
         max_step_tokens: step_tokens,
         max_step_sequences: settings.max_step_sequences,
@@ -372,6 +375,11 @@ async fn load_first(
         proven: false,
         graph_sizes: args.cuda_graphs.clone(),
         reserves_standby: settings.standby == Standby::Reserve,
+        num_slots,
+        offload_folder: args
+            .kv_offload_folder
+            .as_ref()
+            .map(|folder| std::path::absolute(folder).unwrap_or_else(|_| folder.clone())),
     };
     if !args.cuda_graphs.is_empty() && model.device.starts_with("cpu") {
         tracing::info!("--cuda-graphs has no effect: the model runs on a CPU");

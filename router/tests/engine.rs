@@ -320,6 +320,8 @@ async fn loading_and_warming_up_reach_every_rank_and_add_up_their_sizes() {
         proven: false,
         graph_sizes: Vec::new(),
         reserves_standby: false,
+        num_slots: 0,
+        offload_folder: None,
     };
     assert_eq!(connected.warm_up(&options).await.unwrap().num_blocks, 77);
     for rank in &group.ranks {
@@ -383,6 +385,8 @@ async fn ranks_that_disagree_are_refused() {
         proven: false,
         graph_sizes: Vec::new(),
         reserves_standby: false,
+        num_slots: 0,
+        offload_folder: None,
     };
     let error = connected.warm_up(&options).await.unwrap_err();
     assert_eq!(error.to_string(), "the ranks do not agree on the number of KV blocks: [10, 11]");

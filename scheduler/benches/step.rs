@@ -77,6 +77,7 @@ impl Run {
             max_step_tokens: 8192,
             max_step_sequences: load.num_running,
             max_sequence_tokens: 1 << 20,
+            num_slots: 0,
             num_blocks: if load.num_cached_blocks > 0 { load.num_cached_blocks } else { 100_000 },
             block_tokens: BLOCK_TOKENS,
             max_steps_in_flight: 2,

@@ -1,5 +1,8 @@
 //! The prefix cache: finds the pool's blocks by the token ids in them.
 //!
+//! The content of a block that is evicted moves to a slot beside the pool, if there are slots, and back into a block when a sequence
+//! starts with it.
+//!
 //! A block is registered in the tree when all its ids are known and every step that writes it has been planned. A
 //! sequence that is planned later can read the block although it may not be written yet: the worker executes plans
 //! strictly in order. When the step that writes the block fails, `scheduler/failure.rs` preempts its readers.
@@ -7,7 +10,8 @@
 use std::collections::HashMap;
 
 use crate::layout::BlockLayout;
-use crate::plan::{BlockHash, BlockId, SequenceId};
+use crate::offload::Offload;
+use crate::plan::{BlockHash, BlockId, SequenceId, Transfer};
 use crate::pool::BlockPool;
 use crate::precedence::Precedence;
 use crate::prefix::{Content, NodeId, Parent, PendingPrefix, PrefixTree};
@@ -16,12 +20,13 @@ use crate::prefix::{Content, NodeId, Parent, PendingPrefix, PrefixTree};
 pub(crate) struct Cache {
     pool: BlockPool,
     tree: PrefixTree,
+    offload: Offload,
     layout: BlockLayout,
     num_queried_tokens: u64,
     num_hit_tokens: u64,
 }
 
-/// Stands in a block table for a block before the window.
+/// Stands in a block table for a block before the window, and in a hit also for one that is offloaded.
 const UNREAD_BLOCK: BlockId = 0;
 
 /// The cached part of a sequence's tokens.
@@ -33,6 +38,8 @@ pub(crate) struct PrefixHit {
     num_released: usize,
     /// Evictable blocks among those to hold: sharing them makes as many blocks unallocatable.
     pub(crate) num_evictable_blocks: usize,
+    /// Blocks among those to hold whose content has to come back into a block.
+    pub(crate) num_offloaded_blocks: usize,
     /// The last of the nodes after the hit that one sequence of higher precedence is computing.
     pub(crate) pending_node: Option<NodeId>,
     /// Blocks up to and including that of `pending_node`.
@@ -42,9 +49,9 @@ pub(crate) struct PrefixHit {
 }
 
 impl PrefixHit {
-    /// The blocks that a sequence starting with this hit holds.
-    pub(crate) fn held(&self) -> &[BlockId] {
-        &self.block_ids[self.num_released..]
+    /// Blocks that a sequence starting with this hit holds.
+    pub(crate) fn num_held(&self) -> usize {
+        self.block_ids.len() - self.num_released
     }
 }
 
@@ -79,15 +86,29 @@ impl BlockTable {
 }
 
 impl Cache {
-    pub(crate) fn new(num_blocks: u32, layout: BlockLayout, hash: BlockHash) -> Self {
+    pub(crate) fn new(num_blocks: u32, num_slots: u32, layout: BlockLayout, hash: BlockHash) -> Self {
         let (pool, tree) = (BlockPool::new(num_blocks), PrefixTree::new(hash));
-        Self { pool, tree, layout, num_queried_tokens: 0, num_hit_tokens: 0 }
+        Self { pool, tree, offload: Offload::new(num_slots), layout, num_queried_tokens: 0, num_hit_tokens: 0 }
     }
 
     /// Frees all blocks and forgets their contents.
     pub(crate) fn clear(&mut self) {
         self.pool = BlockPool::new(self.pool.num_blocks());
         self.tree.clear();
+        self.offload = Offload::new(self.offload.num_slots());
+    }
+
+    pub(crate) fn num_offloaded(&self) -> usize {
+        self.offload.num_full()
+    }
+
+    pub(crate) fn has_transfers(&self) -> bool {
+        self.offload.has_transfers()
+    }
+
+    /// What the next plan has to move.
+    pub(crate) fn take_transfers(&mut self) -> Vec<Transfer> {
+        self.offload.take_transfers()
     }
 
     pub(crate) fn pool(&self) -> &BlockPool {
@@ -100,7 +121,8 @@ impl Cache {
     }
 
     /// The longest prefix of `content` that is computed, and what follows it as far as a sequence of higher
-    /// precedence is computing it. Of the computed part, only the blocks in the window of the next token must be there.
+    /// precedence is computing it. Of the computed part, only the blocks in the window of the next token must be there,
+    /// in the pool or offloaded.
     pub(crate) fn look_up(&self, content: Content<'_>, precedence: Precedence) -> PrefixHit {
         let mut hit = PrefixHit::default();
         let mut parent = Parent::Root(content.root);
@@ -111,8 +133,8 @@ impl Cache {
             let Some(node) = self.tree.find(parent, block) else { break };
             parent = Parent::Node(node);
             match (producer, self.tree.block_id(node), self.tree.pending(node)) {
-                (None, Some(block_id), _) => {
-                    hit.block_ids.push(block_id);
+                (None, block_id, _) if block_id.is_some() || self.tree.slot(node).is_some() => {
+                    hit.block_ids.push(block_id.unwrap_or(UNREAD_BLOCK));
                     hit.nodes.push(node);
                     num_consecutive += 1;
                     let num_blocks = hit.block_ids.len();
@@ -124,7 +146,9 @@ impl Cache {
                     producer = Some(pending.producer);
                     hit.pending_node = Some(node);
                 }
-                (Some(id), None, Some(pending)) if pending.producer == id => hit.pending_node = Some(node),
+                (Some(id), None, Some(pending)) if pending.producer == id && self.tree.slot(node).is_none() => {
+                    hit.pending_node = Some(node);
+                }
                 (None, None, _) if self.layout.window_tokens.is_some() => {
                     hit.block_ids.push(UNREAD_BLOCK);
                     hit.nodes.push(node);
@@ -139,8 +163,9 @@ impl Cache {
         hit.block_ids.truncate(num_found);
         hit.nodes.truncate(num_found);
         hit.num_released = self.num_blocks_before_window(num_found);
-        let is_evictable = |block_id: &&BlockId| !self.pool.is_held(**block_id) && self.pool.is_written(**block_id);
-        hit.num_evictable_blocks = hit.held().iter().filter(is_evictable).count();
+        let is_evictable = |block_id: &BlockId| !self.pool.is_held(*block_id) && self.pool.is_written(*block_id);
+        hit.num_evictable_blocks = self.blocks_of(&hit).flatten().filter(is_evictable).count();
+        hit.num_offloaded_blocks = self.blocks_of(&hit).filter(Option::is_none).count();
         hit
     }
 
@@ -155,13 +180,18 @@ impl Cache {
         self.num_hit_tokens += hit.block_ids.len() as u64 * u64::from(self.layout.block_tokens);
     }
 
-    /// The block table of a sequence that starts with `hit`. Announces it as the producer of its other nodes.
-    pub(crate) fn open(&mut self, content: Content<'_>, hit: PrefixHit, pending: PendingPrefix) -> BlockTable {
+    /// The block table of a sequence that starts with `hit` in `step`. Announces it as the producer of its other nodes.
+    /// The pool must have room for the offloaded blocks, which come back before the step.
+    pub(crate) fn open(
+        &mut self,
+        content: Content<'_>,
+        mut hit: PrefixHit,
+        pending: PendingPrefix,
+        step: u64,
+    ) -> BlockTable {
+        self.hold(&mut hit, usize::MAX, step);
         let PrefixHit { block_ids, nodes, num_released, .. } = hit;
         let mut table = BlockTable { block_ids, num_released, nodes: Vec::new(), num_registered: nodes.len() };
-        for block_id in table.held() {
-            self.pool.hold(*block_id);
-        }
         self.extend_nodes(&mut table.nodes, content);
         debug_assert!(table.nodes.starts_with(&nodes));
         for node in table.unregistered_nodes() {
@@ -172,11 +202,56 @@ impl Cache {
         table
     }
 
+    /// Brings back the first `most` offloaded blocks of a hit before `step`. They are evicted after all others. The pool must have room
+    /// for all offloaded blocks of the hit.
+    pub(crate) fn restore(&mut self, mut hit: PrefixHit, most: usize, step: u64) {
+        self.hold(&mut hit, most, step);
+        for block_id in self.blocks_of(&hit).rev().flatten().collect::<Vec<_>>() {
+            self.pool.release(block_id, false);
+        }
+    }
+
+    /// Holds the blocks of a hit, and brings the first `most` that are offloaded back into blocks.
+    fn hold(&mut self, hit: &mut PrefixHit, most: usize, step: u64) {
+        for block_id in self.blocks_of(hit).flatten().collect::<Vec<_>>() {
+            self.pool.hold(block_id);
+        }
+        let with_slot = |index| Some((index, self.tree.slot(hit.nodes[index])?));
+        let offloaded: Vec<_> = (hit.num_released..hit.nodes.len()).filter_map(with_slot).collect();
+        // The blocks that are evicted for them need slots, too.
+        for (_, slot) in &offloaded {
+            self.offload.pin(*slot);
+        }
+        for (count, (index, slot)) in offloaded.into_iter().enumerate() {
+            if count >= most {
+                self.offload.unpin(slot);
+                continue;
+            }
+            let block_id = self.allocate().expect("invariant: the caller made room in the pool");
+            self.pool.record_write(block_id, step);
+            self.pool.set_node(block_id, Some(hit.nodes[index]));
+            self.tree.set_block_id(hit.nodes[index], block_id);
+            self.offload.load(slot, block_id);
+            hit.block_ids[index] = block_id;
+        }
+    }
+
+    /// The blocks that a hit holds; `None`: offloaded.
+    fn blocks_of(&self, hit: &PrefixHit) -> impl DoubleEndedIterator<Item = Option<BlockId>> {
+        hit.nodes[hit.num_released..].iter().map(|node| self.tree.block_id(*node))
+    }
+
     /// Allocates a block, evicting the least recently used one if none is free.
     pub(crate) fn allocate(&mut self) -> Option<BlockId> {
         let (block_id, evicted) = self.pool.allocate()?;
         if let Some(node) = evicted {
-            self.tree.clear_block_id(node);
+            match self.offload.store(block_id, node) {
+                Some((slot, loser)) => {
+                    self.tree.offload(node, slot);
+                    loser.into_iter().for_each(|loser| self.tree.clear_slot(loser));
+                }
+                None => self.tree.clear_block_id(node),
+            }
         }
         Some(block_id)
     }
@@ -236,7 +311,8 @@ impl Cache {
     /// Gives `node` the block, unless it has another one with the same content: then this one is not shared.
     fn assign(&mut self, node: NodeId, block_id: BlockId) {
         if self.tree.block_id(node).is_none() {
-            self.tree.set_block_id(node, block_id);
+            let slot = self.tree.set_block_id(node, block_id);
+            slot.into_iter().for_each(|slot| self.offload.forget(slot));
             self.pool.set_node(block_id, Some(node));
         }
     }
@@ -327,6 +403,6 @@ impl Cache {
             }
         }
         self.pool.audit(&block_refs);
-        self.tree.audit(&node_refs, |block_id| self.pool.node(block_id));
+        self.tree.audit(&node_refs, |block_id| self.pool.node(block_id), &self.offload);
     }
 }

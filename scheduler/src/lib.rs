@@ -10,6 +10,7 @@ mod cost;
 mod error;
 mod in_flight;
 mod layout;
+mod offload;
 mod plan;
 mod pool;
 mod precedence;
@@ -24,6 +25,6 @@ pub use error::{ApplyError, SubmitError};
 pub use layout::BlockLayout;
 pub use plan::{
     Advance, BlockHash, BlockId, ContentSalt, Drafted, Event, FinishReason, Forecast, Limits, NewSequence, Plan,
-    SequenceId, SequenceOutput, Stats, StepResult, Submission, TokenId,
+    SequenceId, SequenceOutput, SlotId, Stats, StepResult, Submission, TokenId, Transfer,
 };
 pub use scheduler::Scheduler;

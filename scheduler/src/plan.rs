@@ -14,6 +14,9 @@ pub type TokenId = u32;
 /// A block of the KV pool, in `0..num_blocks`.
 pub type BlockId = u32;
 
+/// A place for the content of one block beside the KV pool, in `0..num_slots`.
+pub type SlotId = u32;
+
 /// Hashes a full block of token ids together with the hash of the prefix before it. Must be deterministic. Collisions
 /// only reduce sharing: every hit is verified token by token.
 pub type BlockHash = fn(prefix_hash: u64, token_ids: &[TokenId]) -> u64;
@@ -29,6 +32,8 @@ pub struct Limits {
     pub max_sequence_tokens: u32,
     /// Size of the KV pool.
     pub num_blocks: u32,
+    /// Places beside the pool to which the content of evicted blocks moves (`--kv-offload-gib`). 0: it is lost.
+    pub num_slots: u32,
     /// Tokens in one block.
     pub block_tokens: u32,
     /// Plans that can be waiting for their results at the same time (run-ahead depth), at least 1.
@@ -105,12 +110,33 @@ pub struct Plan {
     pub step: u64,
     /// Sequences that the worker forgets before this step.
     pub freed_sequence_ids: Vec<SequenceId>,
+    /// What moves between the pool and the slots before the advances. The order counts.
+    pub transfers: Vec<Transfer>,
     /// Sequences that are new to the worker; each of them also advances in this step.
     pub new_sequences: Vec<NewSequence>,
     /// One for each sequence in the step's batch.
     pub advances: Vec<Advance>,
     /// Whether drafts come from the sequences' texts and grammars alone, although the worker can draft with a model.
     pub drafts_by_lookup: bool,
+}
+
+/// The content of one block that moves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Transfer {
+    /// Out of the pool.
+    Store {
+        /// Where it is.
+        block_id: BlockId,
+        /// Where it moves to.
+        slot: SlotId,
+    },
+    /// Back into the pool.
+    Load {
+        /// Where it is.
+        slot: SlotId,
+        /// Where it moves to.
+        block_id: BlockId,
+    },
 }
 
 /// A sequence that the worker does not know, or has been told to forget.
@@ -233,6 +259,8 @@ pub struct Stats {
     pub num_retiring_blocks: usize,
     /// Blocks in the prefix cache, in use or not.
     pub num_cached_blocks: usize,
+    /// Slots beside the pool that have the content of a block.
+    pub num_offloaded_blocks: usize,
     /// Tokens looked up in the prefix cache by all admissions so far.
     pub num_queried_tokens: u64,
     /// Looked-up tokens that were found in the prefix cache.
@@ -256,6 +284,7 @@ impl Sum for Stats {
             num_allocatable_blocks: sum.num_allocatable_blocks + one.num_allocatable_blocks,
             num_retiring_blocks: sum.num_retiring_blocks + one.num_retiring_blocks,
             num_cached_blocks: sum.num_cached_blocks + one.num_cached_blocks,
+            num_offloaded_blocks: sum.num_offloaded_blocks + one.num_offloaded_blocks,
             num_queried_tokens: sum.num_queried_tokens + one.num_queried_tokens,
             num_hit_tokens: sum.num_hit_tokens + one.num_hit_tokens,
             num_preemptions: sum.num_preemptions + one.num_preemptions,

@@ -8,7 +8,8 @@
 
 use std::collections::HashMap;
 
-use crate::plan::{BlockHash, BlockId, ContentSalt, SequenceId, TokenId};
+use crate::offload::Offload;
+use crate::plan::{BlockHash, BlockId, ContentSalt, SequenceId, SlotId, TokenId};
 use crate::precedence::Precedence;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -80,6 +81,8 @@ struct Node {
     ref_count: u32,
     /// The block with the keys and values, written or planned to be written.
     block_id: Option<BlockId>,
+    /// The slot beside the pool with the keys and values; never together with a block.
+    slot: Option<SlotId>,
     pending: Option<PendingPrefix>,
 }
 
@@ -154,6 +157,7 @@ impl PrefixTree {
             num_children: 0,
             ref_count: 0,
             block_id: None,
+            slot: None,
             pending: None,
         };
         let id = self.unused.pop().unwrap_or_else(|| {
@@ -175,12 +179,30 @@ impl PrefixTree {
         self.node(id).block_id
     }
 
-    pub(crate) fn set_block_id(&mut self, id: NodeId, block_id: BlockId) {
-        self.node_mut(id).block_id = Some(block_id);
+    /// Returns the slot that the node does not need any more.
+    pub(crate) fn set_block_id(&mut self, id: NodeId, block_id: BlockId) -> Option<SlotId> {
+        let node = self.node_mut(id);
+        node.block_id = Some(block_id);
+        node.slot.take()
     }
 
     pub(crate) fn clear_block_id(&mut self, id: NodeId) {
         self.node_mut(id).block_id = None;
+        self.remove_unneeded(id);
+    }
+
+    pub(crate) fn slot(&self, id: NodeId) -> Option<SlotId> {
+        self.node(id).slot
+    }
+
+    /// The content has moved from the node's block to a slot.
+    pub(crate) fn offload(&mut self, id: NodeId, slot: SlotId) {
+        let node = self.node_mut(id);
+        (node.block_id, node.slot) = (None, Some(slot));
+    }
+
+    pub(crate) fn clear_slot(&mut self, id: NodeId) {
+        self.node_mut(id).slot = None;
         self.remove_unneeded(id);
     }
 
@@ -209,7 +231,7 @@ impl PrefixTree {
     fn remove_unneeded(&mut self, mut id: NodeId) {
         loop {
             let node = self.node(id);
-            if node.block_id.is_some() || node.ref_count > 0 || node.num_children > 0 {
+            if node.block_id.is_some() || node.slot.is_some() || node.ref_count > 0 || node.num_children > 0 {
                 return;
             }
             let (hash, parent) = (node.hash, node.parent);
@@ -231,7 +253,12 @@ impl PrefixTree {
     }
 
     /// Panics unless all counts and links are right. `ref_counts`: for each node, the sequences that refer to it.
-    pub(crate) fn audit(&self, ref_counts: &HashMap<NodeId, u32>, node_of_block: impl Fn(BlockId) -> Option<NodeId>) {
+    pub(crate) fn audit(
+        &self,
+        ref_counts: &HashMap<NodeId, u32>,
+        node_of_block: impl Fn(BlockId) -> Option<NodeId>,
+        offload: &Offload,
+    ) {
         let mut num_children = vec![0; self.nodes.len()];
         let nodes = || self.nodes.iter().zip(0..).filter_map(|(node, id)| Some((NodeId(id), node.as_ref()?)));
         for (_, node) in nodes() {
@@ -242,13 +269,16 @@ impl PrefixTree {
         for (id, node) in nodes() {
             assert_eq!(node.num_children, num_children[id.0 as usize], "children of {id:?}");
             assert_eq!(node.ref_count, ref_counts.get(&id).copied().unwrap_or(0), "references to {id:?}");
-            assert!(node.block_id.is_some() || node.num_children + node.ref_count > 0, "{id:?} is not needed");
+            let has_content = node.block_id.is_some() || node.slot.is_some();
+            assert!(has_content || node.num_children + node.ref_count > 0, "{id:?} is not needed");
+            assert!(node.block_id.is_none() || node.slot.is_none(), "{id:?} has a block and a slot");
             assert_eq!(self.index.get(&node.hash), Some(&id));
             assert!(node.pending.is_none() || node.ref_count > 0, "{id:?} is pending without a producer");
             if let Some(block_id) = node.block_id {
                 assert_eq!(node_of_block(block_id), Some(id), "block {block_id}");
             }
         }
+        offload.audit(nodes().filter(|(_, node)| node.slot.is_some()).count(), |id| self.slot(id));
         assert_eq!(self.index.len(), nodes().count());
         assert_eq!(self.nodes.len(), self.unused.len() + nodes().count());
     }

@@ -119,6 +119,8 @@ class WarmUpConfig:
     graph_sizes: tuple[int, ...] = ()  # sequences of the decode steps that a GPU records; (): chosen by us, (0,): none
     proven: bool = False  # an earlier group with these limits allocated num_blocks: measure nothing, allocate them
     reserves_standby: bool = False  # on a GPU: leave room for a second copy of the weights
+    num_slots: int = 0  # beside the pool, for the content of evicted blocks
+    offload_folder: Path | None = None  # of a file with the slots; None: in host memory
 
     @property
     def records_graphs(self) -> bool:

@@ -3,6 +3,7 @@ generated protobuf code."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from penstock_server.plan import (
     StepResult,
     Tokens,
     Top,
+    Transfer,
 )
 
 PROTOCOL_VERSION: int = pb.PROTOCOL_VERSION_CURRENT
@@ -101,7 +103,15 @@ def plan_of(message: pb.Plan) -> Plan:
         new_sequences=[_new_sequence(new) for new in message.new_sequences],
         advances=_advances(message.advances),
         drafts_by_lookup=message.drafts_by_lookup,
+        transfers=_transfers(message.transfers),
     )
+
+
+def _transfers(message: pb.Transfers) -> Sequence[Transfer]:
+    columns = (_column(message.block_ids, "<u4"), _column(message.slots, "<u4"), _column(message.is_load, "u1") != 0)
+    if len({len(column) for column in columns}) > 1:
+        raise PlanError("the columns of the transfers do not have the same length")
+    return [Transfer(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
 def _advances(message: pb.Advances) -> Advances:

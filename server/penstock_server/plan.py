@@ -136,6 +136,15 @@ NO_ADVANCES = Advances.of((), (), ())
 
 
 @dataclass(frozen=True, slots=True)
+class Transfer:
+    """One block's content that moves between the pool and a slot beside it."""
+
+    block_id: int
+    slot: int
+    is_load: bool  # into the pool
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """One step: changes to what the worker knows, applied in the order of the fields."""
 
@@ -144,6 +153,7 @@ class Plan:
     new_sequences: Sequence[NewSequence] = ()
     advances: Advances = NO_ADVANCES
     drafts_by_lookup: bool = False  # drafts come from the sequences' texts and grammars alone
+    transfers: Sequence[Transfer] = ()  # before the new sequences
 
 
 Top = Sequence[tuple[int, float]]  # alternatives to a token and their logprobs, best first

@@ -123,6 +123,8 @@ class Worker(rpc.WorkerServicer):
             proven=request.proven,
             graph_sizes=tuple(request.graph_sizes),
             reserves_standby=request.reserves_standby,
+            num_slots=request.num_slots,
+            offload_folder=Path(request.offload_folder) if request.offload_folder else None,
         )
         engine = self._engine
         if engine is None:

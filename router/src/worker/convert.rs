@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use penstock_proto as proto;
-use penstock_scheduler::{Advance, NewSequence, Plan, SequenceId};
+use penstock_scheduler::{Advance, NewSequence, Plan, SequenceId, Transfer};
 
 use super::report::{Fault, Output, OutputError, StepReport, WorkerTiming};
 use super::{Description, Phase, WorkerError};
@@ -18,7 +18,19 @@ pub(super) fn plan<'a>(plan: Plan, constants: impl Fn(SequenceId) -> &'a Constan
         new_sequences: plan.new_sequences.into_iter().map(|new| new_sequence(constants(new.id), new)).collect(),
         advances: Some(advances(&plan.advances)),
         drafts_by_lookup: plan.drafts_by_lookup,
+        transfers: (!plan.transfers.is_empty()).then(|| transfers(&plan.transfers)),
     }
+}
+
+fn transfers(transfers: &[Transfer]) -> proto::Transfers {
+    let mut columns = proto::Transfers::default();
+    for transfer in transfers {
+        let (Transfer::Store { block_id, slot } | Transfer::Load { slot, block_id }) = transfer;
+        columns.block_ids.extend(block_id.to_le_bytes());
+        columns.slots.extend(slot.to_le_bytes());
+        columns.is_load.push(u8::from(matches!(transfer, Transfer::Load { .. })));
+    }
+    columns
 }
 
 fn new_sequence(constants: &Constants, new: NewSequence) -> proto::NewSequence {

@@ -1,6 +1,6 @@
 //! All ranks of one model copy. Every call goes to all ranks at the same time, because they wait for each other inside it.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -96,11 +96,7 @@ impl LoadOptions {
             background: self.background,
             max_adapters: self.max_adapters,
             max_adapter_rank: self.max_adapter_rank,
-            speculative_model: self
-                .speculative_model
-                .as_ref()
-                .map(|folder| folder.to_string_lossy().into_owned())
-                .unwrap_or_default(),
+            speculative_model: text_of(self.speculative_model.as_deref()),
             drafts_with_mtp: self.drafts_with_mtp,
         }
     }
@@ -171,6 +167,10 @@ pub struct WarmUpOptions {
     pub graph_sizes: Vec<u32>,
     /// On a GPU: leave room for a second copy of the weights.
     pub reserves_standby: bool,
+    /// Slots beside the pool for the content of evicted blocks, on each rank.
+    pub num_slots: u32,
+    /// Folder of a file with the slots; `None`: they are in host memory.
+    pub offload_folder: Option<PathBuf>,
 }
 
 /// The KV pool after warm-up.
@@ -185,6 +185,11 @@ pub struct Pool {
     /// Bytes that the fullest GPU has left after a second copy of the weights. A negative number: the bytes that it lacks.
     /// `None`: the model runs on CPUs, or with `WarmUpOptions::proven`.
     pub standby_room_bytes: Option<i64>,
+}
+
+/// Empty for `None`.
+fn text_of(path: Option<&Path>) -> String {
+    path.map(|path| path.to_string_lossy().into_owned()).unwrap_or_default()
 }
 
 impl Description {
@@ -273,6 +278,8 @@ impl Group {
             proven: options.proven,
             graph_sizes: options.graph_sizes.clone(),
             reserves_standby: options.reserves_standby,
+            num_slots: options.num_slots,
+            offload_folder: text_of(options.offload_folder.as_deref()),
         };
         let answers = try_join_all(self.ranks.iter_mut().map(|rank| rank.warm_up(request.clone()))).await?;
         agree("the number of KV blocks", answers.iter().map(|answer| answer.num_blocks))?;

@@ -17,6 +17,7 @@ pub const fn limits() -> Limits {
         max_step_tokens: 64,
         max_step_sequences: 16,
         max_sequence_tokens: 512,
+        num_slots: 0,
         num_blocks: 256,
         block_tokens: 16,
         max_steps_in_flight: 2,

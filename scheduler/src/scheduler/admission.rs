@@ -16,12 +16,14 @@ pub(super) struct Admission {
     /// Allocatable blocks that no running prompt needs; negative if the running prompts need more than there are.
     num_unreserved_blocks: isize,
     num_looked_up_blocks: usize,
+    /// Offloaded blocks that the step may bring back.
+    num_restorable_blocks: usize,
     pub(super) is_closed: bool,
 }
 
 impl Admission {
-    pub(super) fn new(num_unreserved_blocks: isize) -> Self {
-        Self { num_unreserved_blocks, num_looked_up_blocks: 0, is_closed: false }
+    pub(super) fn new(num_unreserved_blocks: isize, num_restorable_blocks: usize) -> Self {
+        Self { num_unreserved_blocks, num_looked_up_blocks: 0, num_restorable_blocks, is_closed: false }
     }
 
     /// Accounts for an advance that takes more blocks than the rest of its prompt misses at a time: with a window, some
@@ -63,16 +65,23 @@ impl Scheduler {
         let (sequence, num_hit_blocks) = (self.sequence(id), hit.block_ids.len());
         let num_known_tokens = sequence.num_pending_tokens();
         let layout = sequence.layout();
-        let num_missing = layout.num_missing_blocks(num_known_tokens, num_hit_blocks, hit.held().len());
-        let num_to_admit = num_missing + hit.num_evictable_blocks;
+        let num_missing = layout.num_missing_blocks(num_known_tokens, num_hit_blocks, hit.num_held());
+        let num_of_hit = hit.num_evictable_blocks + hit.num_offloaded_blocks;
+        let num_to_admit = num_missing + num_of_hit;
         if num_to_admit > num_available {
             self.sequence_mut(id).set_num_blocks_to_admit(num_to_admit);
             admission.is_closed = true;
             return;
         }
+        if hit.num_offloaded_blocks > admission.num_restorable_blocks {
+            // The next steps bring back the rest.
+            self.cache.restore(hit, std::mem::take(&mut admission.num_restorable_blocks), draft.plan.step);
+            admission.is_closed = true;
+            return;
+        }
         let num_hit_tokens = num_hit_blocks as u32 * layout.block_tokens;
-        let slots = (num_available - hit.num_evictable_blocks) as u64 * u64::from(layout.block_tokens);
-        let max_tokens = slots.min(u64::from(num_known_tokens - num_hit_tokens)) as u32;
+        let num_places = (num_available - num_of_hit) as u64 * u64::from(layout.block_tokens);
+        let max_tokens = num_places.min(u64::from(num_known_tokens - num_hit_tokens)) as u32;
         let num_tokens = self.chunk_tokens(draft, id, num_hit_tokens, max_tokens);
         if num_tokens == 0 {
             // A source that does not fit into the rest of the step. Running prompts may use the rest, unless they have
@@ -82,6 +91,7 @@ impl Scheduler {
             return;
         }
         admission.num_unreserved_blocks -= num_to_admit as isize;
+        admission.num_restorable_blocks -= hit.num_offloaded_blocks;
         admission.reserve_excess(layout.num_blocks(num_hit_tokens + num_tokens) - num_hit_blocks, num_missing);
         let unwritten_blocks = self.start(draft, id, hit);
         self.advance_prompt(draft, id, num_tokens, unwritten_blocks);
@@ -117,12 +127,12 @@ impl Scheduler {
         if let Some(content) = sequence.lookup_key() {
             self.cache.record_lookup(content.token_ids.len(), &hit);
         }
-        let is_unwritten = |block_id: &BlockId| !self.cache.pool().is_written(*block_id);
-        let unwritten_blocks = hit.held().iter().copied().filter(is_unwritten).collect();
         let table = match sequence.content() {
-            Some(content) => self.cache.open(content, hit, sequence.pending_prefix()),
+            Some(content) => self.cache.open(content, hit, sequence.pending_prefix(), draft.plan.step),
             None => BlockTable::default(),
         };
+        let is_unwritten = |block_id: &BlockId| !self.cache.pool().is_written(*block_id);
+        let unwritten_blocks = table.held().iter().copied().filter(is_unwritten).collect();
         let precedence = sequence.precedence();
         self.queue.remove(precedence, id);
         let residency = self.residents.start(precedence, id, sequence.max_tokens());

@@ -36,7 +36,7 @@ impl Scheduler {
         }
         draft.estimate.target_seconds = self.target_seconds(&draft.estimate.work, prefills.len());
         self.advance_prefills(&mut draft, prefills);
-        if draft.plan.advances.is_empty() && !self.residents.has_freed() {
+        if draft.plan.advances.is_empty() && !self.residents.has_freed() && !self.cache.has_transfers() {
             return None;
         }
         // Only now: within a step, no sequence may read what another one writes, or write what another one reads.
@@ -48,6 +48,7 @@ impl Scheduler {
         }
         draft.plan.drafts_by_lookup = self.limits.drafts_with_model && drafting == Drafting::Lookup;
         draft.plan.freed_sequence_ids = self.residents.take_freed();
+        draft.plan.transfers = self.cache.take_transfers();
         let estimate = Estimate { seconds: self.cost.seconds(&draft.estimate.work), ..draft.estimate };
         self.in_flight.push(draft.in_flight, estimate, drafting);
         Some(draft.plan)

@@ -3,7 +3,9 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
-use penstock_scheduler::{Advance, BlockId, Limits, NewSequence, Plan, SequenceId, Stats, StepResult};
+use penstock_scheduler::{
+    Advance, BlockId, Limits, NewSequence, Plan, SequenceId, SlotId, Stats, StepResult, Transfer,
+};
 
 use crate::model::Images;
 use crate::submitted::{Order, Scope, State, Submitted, Visibility};
@@ -19,6 +21,8 @@ pub struct Ledger {
     num_owners: HashMap<BlockId, usize>,
     /// For each block, the scope of the sequence that wrote it last: only that scope may share it.
     scopes: HashMap<BlockId, Scope>,
+    /// For each slot with content, the scope of the block that it came from.
+    slot_scopes: HashMap<SlotId, Scope>,
     /// Blocks that each step in flight writes, oldest step first.
     written: VecDeque<HashSet<BlockId>>,
     num_steps: u64,
@@ -84,6 +88,7 @@ impl Ledger {
             entries: HashMap::new(),
             num_owners: HashMap::new(),
             scopes: HashMap::new(),
+            slot_scopes: HashMap::new(),
             written: VecDeque::new(),
             num_steps: 0,
             quarantined: None,
@@ -105,6 +110,7 @@ impl Ledger {
         self.entries.clear();
         self.num_owners.clear();
         self.scopes.clear();
+        self.slot_scopes.clear();
         self.written.clear();
         self.num_steps = 0;
         self.quarantined = None;
@@ -153,13 +159,17 @@ impl Ledger {
         self.num_steps += 1;
         assert_eq!(plan.step, self.num_steps, "step numbers are consecutive");
         assert!(
-            !(plan.freed_sequence_ids.is_empty() && plan.advances.is_empty()),
-            "step {} frees no sequence and advances none",
+            !(plan.freed_sequence_ids.is_empty() && plan.advances.is_empty() && plan.transfers.is_empty()),
+            "step {} frees no sequence, advances none and moves nothing",
             plan.step
         );
         self.free(plan, live);
         self.failed_step = None;
         let decodes = self.decodes();
+        self.written.push_back(HashSet::new());
+        for transfer in &plan.transfers {
+            self.transfer(*transfer);
+        }
         for start in &plan.new_sequences {
             self.start(start, live);
         }
@@ -177,7 +187,6 @@ impl Ledger {
         let first = first.filter(|(_, entry)| !entry.is_at_limit()).map(|(id, _)| *id);
         let advances = |id| plan.advances.iter().any(|advance| advance.id == id);
         assert!(first.is_none_or(|id| advances(id) || self.yields_to_source(id, live)), "{first:?} does not advance");
-        self.written.push_back(HashSet::new());
         for advance in &plan.advances {
             self.advance(advance, live);
         }
@@ -238,6 +247,27 @@ impl Ledger {
                     "{id:?} was preempted, and it is neither the last one nor a reader of a failed block"
                 );
                 self.voided.push((id, entry.start_step));
+            }
+        }
+    }
+
+    /// Content leaves blocks that nobody holds or writes, and comes back into such ones.
+    fn transfer(&mut self, transfer: Transfer) {
+        let (Transfer::Store { block_id, slot } | Transfer::Load { slot, block_id }) = transfer;
+        assert!(block_id < self.limits.num_blocks && slot < self.limits.num_slots);
+        assert!(!self.num_owners.contains_key(&block_id), "block {block_id} is moved while it is held");
+        let is_written = self.written.iter().any(|written| written.contains(&block_id));
+        assert!(!is_written, "block {block_id} is moved while a step in flight writes it");
+        match transfer {
+            Transfer::Store { .. } => {
+                self.slot_scopes.insert(slot, self.scopes[&block_id]);
+                self.tally.add("blocks offloaded", 1);
+            }
+            Transfer::Load { .. } => {
+                let scope = self.slot_scopes.remove(&slot).expect("a slot with content");
+                self.scopes.insert(block_id, scope);
+                self.written.back_mut().expect("this step").insert(block_id);
+                self.tally.add("blocks brought back", 1);
             }
         }
     }

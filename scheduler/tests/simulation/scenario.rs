@@ -109,9 +109,9 @@ fn arrival(last_tick: u64) -> impl Strategy<Value = Arrival> {
 fn limits() -> impl Strategy<Value = Limits> {
     let sizes = (1..32u32, 1..8u32, 1..80u32, 1..24u32, 1..6u32, 1..6u32);
     let turns = (prop_oneof![Just(0), 1..6u32], weighted(0.3, 0..20u64), weighted(0.35, 1..40u32));
-    let drafts = prop_oneof![Just(0), 1..6u32];
-    (sizes, 0..5u32, weighted(0.5, 0..60u64), turns, drafts).prop_map(
-        |(sizes, caching, ageing_ticks, turns, drafts)| {
+    let drafts_and_slots = (prop_oneof![Just(0), 1..6u32], prop_oneof![Just(0), 1..6u32, 6..40u32]);
+    (sizes, 0..5u32, weighted(0.5, 0..60u64), turns, drafts_and_slots).prop_map(
+        |(sizes, caching, ageing_ticks, turns, (drafts, num_slots))| {
             let (
                 max_step_tokens,
                 max_step_sequences,
@@ -125,6 +125,7 @@ fn limits() -> impl Strategy<Value = Limits> {
                 max_step_sequences,
                 max_sequence_tokens,
                 num_blocks,
+                num_slots,
                 block_tokens,
                 max_steps_in_flight,
                 prefix_caching: caching != 0,

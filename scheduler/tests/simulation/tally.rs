@@ -9,7 +9,7 @@ pub const FULL_STEPS: u64 = 1_000_000;
 
 /// The hard cases, and how often each must happen in `FULL_STEPS`: at most a tenth of what is usual. A simulation that
 /// does not reach these states proves little.
-const REQUIRED: [(&str, u64); 43] = [
+const REQUIRED: [(&str, u64); 45] = [
     ("sequences", 20_000),
     ("sequences of one token", 1_000),
     ("all of a sequence is source", 500),
@@ -30,6 +30,8 @@ const REQUIRED: [(&str, u64); 43] = [
     ("hit tokens in groups", 800),
     ("blocks shared before they were written", 1_000),
     ("blocks evicted", 5_000),
+    ("blocks offloaded", 5_000),
+    ("blocks brought back", 500),
     ("overtaken while blocked on a prefix", 200),
     ("prompt logprobs asked for", 2_000),
     ("preempted after a failure of another", 20),

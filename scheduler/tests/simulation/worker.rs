@@ -7,7 +7,9 @@
 
 use std::collections::{HashMap, HashSet};
 
-use penstock_scheduler::{Advance, BlockId, NewSequence, Plan, SequenceId, SequenceOutput, StepResult, TokenId};
+use penstock_scheduler::{
+    Advance, BlockId, Limits, NewSequence, Plan, SequenceId, SequenceOutput, StepResult, TokenId, Transfer,
+};
 
 use crate::model::{self, Images};
 use crate::submitted::Visibility;
@@ -15,6 +17,8 @@ use crate::submitted::Visibility;
 pub struct Worker {
     block_tokens: usize,
     kv: Vec<Slot>,
+    /// The contents beside the pool.
+    offloaded: Vec<Vec<Slot>>,
     sequences: HashMap<SequenceId, WorkerSequence>,
     /// Whether a failed sequence also fails in the later steps that are already planned.
     repeats_failures: bool,
@@ -58,10 +62,12 @@ impl WorkerSequence {
 }
 
 impl Worker {
-    pub fn new(num_blocks: u32, block_tokens: u32, repeats_failures: bool) -> Self {
+    pub fn new(limits: &Limits, repeats_failures: bool) -> Self {
+        let Limits { num_blocks, num_slots, block_tokens, .. } = *limits;
         Self {
             block_tokens: block_tokens as usize,
             kv: vec![Slot::Empty; (num_blocks * block_tokens) as usize],
+            offloaded: vec![vec![Slot::Empty; block_tokens as usize]; num_slots as usize],
             sequences: HashMap::new(),
             repeats_failures,
             poisoned: HashSet::new(),
@@ -74,6 +80,9 @@ impl Worker {
         self.last_step = plan.step;
         for id in &plan.freed_sequence_ids {
             self.sequences.remove(id).expect("only a known sequence is freed");
+        }
+        for transfer in &plan.transfers {
+            self.transfer(*transfer);
         }
         for (start, traits) in plan.new_sequences.iter().zip(traits) {
             self.start(plan.step, start, *traits);
@@ -90,6 +99,16 @@ impl Worker {
         }
         let poisoned = outputs.iter().map(|output| output.id).filter(|id| self.sequences[id].poisoned).collect();
         (StepResult { step: plan.step, outputs }, poisoned)
+    }
+
+    fn transfer(&mut self, transfer: Transfer) {
+        let (Transfer::Store { block_id, slot } | Transfer::Load { slot, block_id }) = transfer;
+        let first = block_id as usize * self.block_tokens;
+        let (block, slot) = (&mut self.kv[first..first + self.block_tokens], &mut self.offloaded[slot as usize]);
+        match transfer {
+            Transfer::Store { .. } => slot.copy_from_slice(block),
+            Transfer::Load { .. } => block.copy_from_slice(slot),
+        }
     }
 
     fn start(&mut self, step: u64, start: &NewSequence, traits: Traits) {

@@ -63,7 +63,7 @@ impl World {
             } else {
                 Scheduler::new(limits)
             },
-            worker: Worker::new(limits.num_blocks, limits.block_tokens, scenario.repeats_failures),
+            worker: Worker::new(&limits, scenario.repeats_failures),
             ledger: Ledger::new(limits, scenario.is_in_order()),
             reference: scenario.is_predictable().then(|| Reference::new(limits)),
             live: HashMap::new(),

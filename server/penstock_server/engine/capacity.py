@@ -194,6 +194,20 @@ class CapacityProbe:
                 f"{config.max_sequence_tokens or 'as many as fit, at least 1'}; free memory or lower --max-total-tokens"
             )
 
+    def check_offload(self, config: WarmUpConfig) -> None:
+        """Refuse slots beside the pool that host memory cannot hold. The pool of a CPU may not be backed yet."""
+        if config.proven or config.offload_folder is not None:
+            return
+        on_cpu = self.device.type == "cpu"
+        needed = config.num_slots * self.kv_bytes_per_block * self.group.size
+        pool = config.num_blocks * self.kv_bytes_per_block * self.group.size if on_cpu else 0
+        free = memory.free_bytes(torch.device("cpu")) - pool
+        if self.group.minimum(free) < needed:
+            raise ConfigError(
+                f"the KV offload needs {memory.mib(needed)} of host memory, but {memory.mib(max(0, free))} are free "
+                "beside the KV cache; lower --kv-offload-gib, or give --kv-offload-folder"
+            )
+
     def check_limits(self, config: WarmUpConfig) -> None:
         """Refuse limits that no amount of memory could satisfy."""
         if config.max_step_tokens < 1 or config.max_step_sequences < 1:

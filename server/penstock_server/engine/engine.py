@@ -32,6 +32,7 @@ from penstock_server.engine.drafting.ngram import NgramDrafter
 from penstock_server.engine.drafting.pooled import PooledDrafter
 from penstock_server.engine.graphs import Bucket, CudaRecorder, StepGraphs, buckets, needed_bytes
 from penstock_server.engine.load import LoadModel, load_model, load_options
+from penstock_server.engine.offload import Offload
 from penstock_server.engine.pooling import PoolingRunner
 from penstock_server.engine.sampler import SampledTime, Sampler
 from penstock_server.engine.sequence import SequenceTable, TableLimits
@@ -39,7 +40,7 @@ from penstock_server.engine.step import StepRunner
 from penstock_server.engine.stream import Runner
 from penstock_server.engine.transfer import record_event
 from penstock_server.engine.watermark import Watermark
-from penstock_server.errors import ConfigError, GrammarError, ImageError
+from penstock_server.errors import ConfigError, GrammarError, ImageError, PlanError
 from penstock_server.grammar.compiler import GrammarCompiler
 from penstock_server.grammar.state import GrammarStates
 from penstock_server.heap import return_free_pages
@@ -98,6 +99,7 @@ class Engine:
         self._compiler = compiler
         self._cpu_isa = cpu_isa
         self._ready: Runner | None = None
+        self._offload: Offload | None = None
         self._backing: threading.Thread | None = None
         self.progress = DeviceProgress(record_event) if device.type != "cpu" else None  # of a GPU
 
@@ -282,6 +284,10 @@ class Engine:
             # The memory is there: it was measured. Requests wait for their first token, not for the last page.
             self._backing = memory.touch_pages_in_background(probe.caches)
             return_free_pages()
+        if config.num_slots:
+            with clock.phase("allocate KV offload"):
+                probe.check_offload(replace(config, num_blocks=num_blocks))
+                self._offload = Offload(probe.caches, config.num_slots, config.offload_folder)
         longest = probe.longest_in(num_blocks, config)
         self.model.serve_up_to(longest)
         if self._pooled_drafter is not None:
@@ -321,6 +327,10 @@ class Engine:
 
     def launch(self, plan: Plan) -> Any:
         """Start one plan; see `StepRunner.launch`. Returns what `collect` takes."""
+        if plan.transfers:
+            if self._offload is None:
+                raise PlanError("the plan moves blocks, but there are no slots beside the pool")
+            self._offload.move(plan.transfers)
         return self._runner.launch(plan)
 
     def collect(self, pending: Any) -> StepResult:

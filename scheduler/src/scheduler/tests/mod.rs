@@ -30,6 +30,7 @@ fn limits(num_blocks: u32, max_steps_in_flight: u32) -> Limits {
         max_step_sequences: 8,
         max_sequence_tokens: 100,
         num_blocks,
+        num_slots: 0,
         block_tokens: 4,
         max_steps_in_flight,
         prefix_caching: false,

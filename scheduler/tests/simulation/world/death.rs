@@ -38,8 +38,8 @@ impl World {
         assert_eq!(lost, in_flight);
         let stats = self.scheduler.stats();
         assert_eq!(
-            (stats.num_allocatable_blocks, stats.num_cached_blocks),
-            (stats.num_blocks, 0),
+            (stats.num_allocatable_blocks, stats.num_cached_blocks, stats.num_offloaded_blocks),
+            (stats.num_blocks, 0, 0),
             "a block is still in use"
         );
         assert_eq!((stats.num_queued, stats.num_running), (self.live.len(), 0), "a sequence was lost");
@@ -50,7 +50,7 @@ impl World {
         }
         self.reset_max_steps_left();
         let limits = self.scenario.limits;
-        self.worker = Worker::new(limits.num_blocks, limits.block_tokens, self.scenario.repeats_failures);
+        self.worker = Worker::new(&limits, self.scenario.repeats_failures);
         if self.scenario.quarantines {
             let suspect = |id: SequenceId| (id, self.live[&id].submission, self.live[&id].received.len());
             self.suspects = lost.into_iter().map(suspect).collect();
