@@ -14,6 +14,7 @@ from client import ask
 
 sys.path.append(str(Path(__file__).parent.parent / "server" / "tests"))
 from image_cases import IMAGE_CASES, file_of, make_image_model, picture
+from penstock_server.vision.tiles import TileProcessor
 from tokenizers import Tokenizer
 
 pytestmark = [pytest.mark.native, pytest.mark.xdist_group("images")]
@@ -22,6 +23,7 @@ NUM_TOKENS = 12
 # What an image and "What?" become; {} is the image's tokens. The second is how many these are.
 PROMPTS = {
     "qwen3-vl": ("<|vision_start|>{}<|vision_end|>What?", 4),
+    "llama4": ("<|image_start|><|image|>{}<|image_end|>What?", 4),
     "gemma3": ("\n\n<start_of_image>{}<end_of_image>\n\nWhat?", 9),
     "paligemma": ("{}<bos>What?\n", 9),
 }
@@ -30,8 +32,11 @@ PROMPTS = {
 @torch.inference_mode()
 def greedy(model: transformers.PreTrainedModel, folder: Path, prompt: list[int]) -> list[int]:
     """The tokens of transformers after a prompt with one image."""
-    processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
-    inputs = dict(processor(images=[picture(3, 32, 32)], return_tensors="pt"))
+    if (tiles := TileProcessor.of(folder)) is not None:
+        inputs = {"pixel_values": torch.from_numpy(tiles([picture(3, 32, 32)])["pixel_values"])}
+    else:
+        processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
+        inputs = dict(processor(images=[picture(3, 32, 32)], return_tensors="pt"))
     inputs.pop("num_crops", None)
     ids = list(prompt)
     for _ in range(NUM_TOKENS):
@@ -49,7 +54,15 @@ def greedy(model: transformers.PreTrainedModel, folder: Path, prompt: list[int])
     return ids[len(prompt) :]
 
 
-@pytest.mark.parametrize("name", ["qwen3-vl", pytest.param("gemma3", marks=pytest.mark.slow), "paligemma"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3-vl",
+        pytest.param("gemma3", marks=pytest.mark.slow),
+        pytest.param("llama4", marks=pytest.mark.slow),
+        "paligemma",
+    ],
+)
 def test_a_prompt_with_an_image_has_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
     model = make_image_model(name, tmp_path)
     text, num_embeddings = PROMPTS[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -25,6 +26,7 @@ SPECIAL = [
     *("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"),
     *("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
     *("<|START_OF_IMG|>", "<|IMG_PATCH|>", "<|END_OF_IMG|>"),
+    *("<|image_start|>", "<|image|>", "<|patch|>", "<|tile_x_separator|>", "<|tile_y_separator|>", "<|image_end|>"),
     "<bos>",
 ]
 CHARACTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -57,7 +59,8 @@ def token_id(text: str) -> int:
 
 @dataclass(frozen=True)
 class ImageCase:
-    """Arguments of a configuration class of transformers, and of the model's image processor."""
+    """Arguments of a configuration class of transformers, and of the model's image processor. processor: a class of
+    transformers; empty: the image processor is ours."""
 
     config: str
     processor: str
@@ -131,6 +134,36 @@ IMAGE_CASES: dict[str, ImageCase] = {
         text={"model_type": "gemma2", "head_dim": 16, "sliding_window": 240},
         vision={**SIGLIP, "image_size": 24},
         processor_values={"size": {"height": 24, "width": 24}},
+    ),
+    # Its image processor in transformers needs torchvision. The second layer is dense, the third one without rope.
+    "llama4": ImageCase(
+        "Llama4Config",
+        "",
+        text={
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "intermediate_size_mlp": 64,
+            "moe_layers": [0, 2],
+            "no_rope_layer_interval": 3,
+            "attention_chunk_size": 12,
+            "floor_scale": 10,
+            "attn_scale": 0.5,
+        },
+        vision={
+            "projector_input_dim": 20,
+            "projector_output_dim": 20,
+            "vision_output_dim": 20,
+            # Of pixels that are shuffled into one.
+            "intermediate_size": 128,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+        processor_values={
+            "image_processor_type": "Llama4ImageProcessor",
+            "size": {"height": 32, "width": 32},
+            "max_patches": 3,
+        },
+        image_token="<|patch|>",
     ),
     "llava": ImageCase(
         "LlavaConfig", "CLIPImageProcessorPil", text={"model_type": "llama"}, vision=CLIP, processor_values=SQUARE
@@ -269,7 +302,10 @@ def make_image_model(name: str, folder: Path) -> transformers.PreTrainedModel:
     model.eval().save_pretrained(folder)
     if case.config == "Qwen3VLMoeConfig":
         _transpose_experts(folder / "model.safetensors")
-    getattr(transformers, case.processor)(**case.processor_values).save_pretrained(folder)
+    if case.processor:
+        getattr(transformers, case.processor)(**case.processor_values).save_pretrained(folder)
+    else:
+        (folder / "preprocessor_config.json").write_text(json.dumps(case.processor_values), encoding="utf-8")
     tokenizer = Tokenizer(models.BPE(vocab={text: index for index, text in enumerate(CHARACTERS)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.add_special_tokens(SPECIAL)

@@ -18,6 +18,7 @@ from penstock_server.attention.interface import (
     Rotation,
     Transform,
 )
+from penstock_server.errors import ConfigError
 from penstock_server.kernels.ops import Ops
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.layout import WeightLayout
@@ -41,6 +42,24 @@ from penstock_server.weights.loader import Parameter
 
 
 @dataclass(frozen=True, slots=True)
+class TemperatureSpec:
+    """Queries grow with their position, so that attention over long contexts stays as sharp
+    (https://arxiv.org/abs/2501.19399)."""
+
+    period: int  # positions between two steps of the factor, which is 1 in the first period
+    strength: float
+
+    def __post_init__(self) -> None:
+        if self.period < 1:
+            raise ConfigError(f"config.json: floor_scale must be at least 1, not {self.period}")
+
+    def scale(self, queries: Tensor, positions: Tensor) -> Tensor:
+        """queries [tokens, heads, head_dim], of tokens at these positions [tokens]"""
+        factors = torch.log1p(torch.floor((positions.float() + 1.0) / self.period)) * self.strength + 1.0
+        return (queries * factors[:, None, None]).to(queries.dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     num_heads: int
     num_kv_heads: int
@@ -56,6 +75,7 @@ class AttentionSpec:
     alibi: Alibi | None = None  # with a slope for each head of all ranks
     sinks: bool = False
     relative_bias: RelativeBiasSpec | None = None
+    temperature: TemperatureSpec | None = None  # of layers without rope and norms of queries (Llama 4)
 
     def heads(self, shard: Shard) -> HeadSplit:
         return shard.heads(self.num_heads, self.num_kv_heads)
@@ -174,6 +194,8 @@ class AttentionBlock:
         queries, keys, values = qkv.view(x.shape[0], heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], 1)
         if is_apart:
             queries, keys, rotation = self._transform_apart(queries, keys, rotation)
+        if self.spec.temperature is not None:
+            queries = self.spec.temperature.scale(queries, step.batch.positions)
         transform = None if clip is norms is rotation is None else Transform(queries, clip, norms, rotation)
         self.attention.write_kv(cache, keys, values, step.batch.slots, transform, self.scales)
         return queries
@@ -192,6 +214,8 @@ class AttentionBlock:
         """Appends `store` and `attend` of the input in `source` to a native stack. Returns where the result is."""
         if self.bias is not None:
             raise NotNativeError("attention with a learned bias")
+        if self.spec.temperature is not None:
+            raise NotNativeError("queries that are scaled by position")
         program.linear(self.qkv, source, "qkv")
         program.adapt(self.site, source, "qkv")
         if self.clip is not None:

@@ -16,6 +16,7 @@ from penstock_server.models.interface import LoadOptions
 from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap
 from penstock_server.vision.encoder import ImageEncoder
 from penstock_server.vision.family import FAMILIES, ImageFamily, TextLayout
+from penstock_server.vision.tiles import TileProcessor
 from penstock_server.vision.tower import VisionTower
 
 Build = Callable[[Config], tuple[ModelSpec, NameMap]]
@@ -125,6 +126,7 @@ def load_images(options: LoadOptions) -> ImageEncoder:
         raise ConfigError(f"{folder} holds no preprocessor_config.json, which says how images become pixel values")
     if importlib.util.find_spec("PIL") is None:
         raise ConfigError("models that read images need Pillow: pip install 'penstock[transformers]'")
+    TileProcessor.of(folder)  # raises what the process that reads files cannot say
     config = read_config(folder)
     family = FAMILIES[config.model_type]
     tower = VisionTower.load(folder, config, family, options.dtype, options.device)

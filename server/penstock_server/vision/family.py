@@ -96,6 +96,15 @@ def _numbered(image: str, num_embeddings: int, arrays: Arrays) -> str:
     return f"<|START_OF_IMG|>{tiles}TILE_GLOBAL{tokens}<|END_OF_IMG|>"
 
 
+def _canvas(image: str, num_embeddings: int, arrays: Arrays) -> str:
+    """Llama 4: the tiles of an image row by row, and all of it; or a single tile."""
+    rows, columns = arrays["aspect_ratios"][0].tolist()
+    num_tiles = rows * columns
+    tile = image * (num_embeddings // (num_tiles + (num_tiles > 1)))
+    row = "<|tile_x_separator|>".join([tile] * columns) + "<|tile_y_separator|>"
+    return f"<|image_start|>{row * rows if num_tiles > 1 else ''}<|image|>{tile}<|image_end|>"
+
+
 def _patch_size(config: Any) -> Mapping[str, Any]:
     """Of Pixtral's image processor: the side of what becomes one embedding."""
     if config.vision_config.model_type != "pixtral":
@@ -150,6 +159,15 @@ FAMILIES: dict[str, ImageFamily] = {
     "idefics3": _IDEFICS3,
     "internvl": replace(
         _LLAVA, expand=_bracketed, inputs=("pixel_values",), options=lambda config: {"crop_to_patches": True}
+    ),
+    "llama4": ImageFamily(
+        text_model="language_model",
+        layouts=(TextLayout("language_model.model.", "language_model."),),
+        tower=(r"(vision_model|multi_modal_projector)\..*",),
+        expand=_canvas,
+        inputs=("pixel_values",),
+        placeholder="<|image|>",
+        template_text="<|image|>",
     ),
     "llava": _LLAVA,
     "llava_next": replace(_LLAVA, expand=_repeated),

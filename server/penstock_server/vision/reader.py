@@ -1,6 +1,6 @@
 """Decodes image files and makes their pixel values in a separate process, so that a hostile file cannot do harm.
 
-The pixel values are those of the model's own image processor in transformers.
+The pixel values are those of the model's own image processor in transformers; Llama 4's is in `tiles`.
 """
 
 from __future__ import annotations
@@ -81,11 +81,15 @@ def main(folder: str, options: str) -> None:
 
         from safetensors.numpy import save
 
+        from penstock_server.vision.tiles import TileProcessor
+
+        processor: Any = TileProcessor.of(Path(folder))
         # PERF: transformers would import it, which takes seconds and most of the memory, but pixel values need it not.
         sys.modules["torch"] = None  # type: ignore[assignment]
-        from transformers import AutoImageProcessor
+        if processor is None:
+            from transformers import AutoImageProcessor
 
-        processor = AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
+            processor = AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
         arguments = json.loads(options)
 
         def read(_: dict[str, Any], data: bytes) -> Job:

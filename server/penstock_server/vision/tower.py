@@ -20,8 +20,9 @@ class VisionTower:
 
     def __init__(self, model: Any, family: ImageFamily, dtype: torch.dtype, device: torch.device) -> None:
         """model: of transformers; its text model is dropped."""
-        delattr(model.model, family.text_model)
-        del model.lm_head
+        delattr(getattr(model, "model", model), family.text_model)
+        if hasattr(model, "lm_head"):
+            del model.lm_head
         self._model = model.eval().requires_grad_(False).to(device)
         self._family = family
         self._dtype = dtype
@@ -71,7 +72,10 @@ class VisionTower:
                 tensor = torch.from_numpy(arrays[name]).to(self._device)
                 inputs[name] = tensor.to(self._dtype) if tensor.is_floating_point() else tensor
         made = self._model.get_image_features(**inputs)
-        return torch.cat([_joined(part) for part in (made.pooler_output, *made.get("deepstack_features", ()))], dim=1)
+        embeddings = made.get("pooler_output")
+        if embeddings is None:  # Llama 4 projects them apart
+            embeddings = self._model.multi_modal_projector(made.last_hidden_state)
+        return torch.cat([_joined(part) for part in (embeddings, *made.get("deepstack_features", ()))], dim=1)
 
 
 def _joined(features: Any) -> Tensor:

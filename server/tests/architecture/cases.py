@@ -183,6 +183,34 @@ CASES: dict[str, Case] = {
     "cohere": Case("CohereConfig", {"logit_scale": 0.25}),
     "cohere-qk-norm": Case("CohereConfig", {"use_qk_norm": True, "attention_bias": True}),
     "olmo2": Case("Olmo2Config"),
+    # The second layer is dense, the third one without rope.
+    "llama4": Case(
+        "Llama4TextConfig",
+        {
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "intermediate_size_mlp": 112,
+            "moe_layers": [0, 2],
+            "no_rope_layer_interval": 3,
+            "attention_chunk_size": 12,
+            "floor_scale": 10,
+            "attn_scale": 0.5,
+            **LLAMA3,
+        },
+    ),
+    "llama4-two-experts": Case(
+        "Llama4TextConfig",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size_mlp": 112,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [0, 1, 0],
+            "attn_temperature_tuning": False,
+            "use_qk_norm": False,
+            "attention_bias": True,
+        },
+    ),
     "mixtral": Case("MixtralConfig", {"num_local_experts": 4}),
     "mixtral-two-experts": Case("MixtralConfig", {"num_local_experts": 2, "sliding_window": 16}),
     "qwen2-moe": Case(

@@ -50,21 +50,36 @@ class Followed:
         """Makes the reference follow: its mixtures of experts are modules `...Experts`, called with x, experts,
         weights."""
         for module in reference.modules():
-            if type(module).__name__.endswith("Experts"):
+            name = type(module).__name__
+            if name == "Llama4Router":
+                module.register_forward_hook(self._follow_scores)
+            elif name.endswith("Experts") and name != "Llama4TextExperts":
                 module.register_forward_pre_hook(self._follow)
 
     def _follow(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, experts, weights = args
         our_weights, our_experts = self.choices[self.num_layers]
         num_experts = int(max(experts.max(), our_experts.max())) + 1
-        ours, theirs = (
-            torch.zeros(len(chosen), num_experts).scatter_(1, chosen, of_chosen.float())
-            for of_chosen, chosen in ((our_weights, our_experts), (weights, experts))
-        )
+        theirs = torch.zeros(len(experts), num_experts).scatter_(1, experts, weights.float())
+        changed, _ = self._differing(theirs)
+        experts, weights = experts.clone(), weights.clone()
+        experts[changed], weights[changed] = our_experts[changed], our_weights[changed].to(weights.dtype)
+        return x, experts, weights
+
+    def _follow_scores(self, _module: nn.Module, _args: tuple[Any, ...], output: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Of a router that returns weights [rows, experts], which are 0 for the experts that are not chosen."""
+        weights, logits = output
+        changed, ours = self._differing(weights.float())
+        weights = weights.clone()
+        weights[changed] = ours[changed].to(weights.dtype)
+        return weights, logits
+
+    def _differing(self, theirs: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether the reference's next layer sends each row elsewhere, and our weights. theirs: [rows, experts]"""
+        weights, experts = self.choices[self.num_layers]
+        ours = torch.zeros_like(theirs).scatter_(1, experts, weights.float())
         changed = (ours - theirs).abs().amax(dim=1) > DIFFERENT * theirs.sum(dim=1)
         self.num_layers += 1
         self.num_rows += len(changed)
         self.num_changed += int(changed.sum())
-        experts, weights = experts.clone(), weights.clone()
-        experts[changed], weights[changed] = our_experts[changed], our_weights[changed].to(weights.dtype)
-        return x, experts, weights
+        return changed, ours

@@ -31,6 +31,11 @@ CROSS_LAUNCHES = 5
 MLP_LAUNCHES = 3
 # The router's logits, the choice, gate and up with their activation, down, and the weighted sum.
 EXPERT_LAUNCHES = 5
+# Of experts whose inputs are scaled: the weights in the model's data type, their products with the rows, and weights of
+# 1 for the sum.
+SCALED_LAUNCHES = 3
+# Queries that are scaled by position.
+TEMPERATURE_LAUNCHES = 9
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -69,13 +74,16 @@ def test_steps_are_copied_at_once_and_launch_few_kernels(
 def attention_launches(layer: Layer) -> int:
     """At most, without its MLP or experts."""
     has_cross, is_latent = layer.cross is not None, isinstance(layer.attention, LatentAttentionBlock)
-    return ATTENTION_LAUNCHES + CROSS_LAUNCHES * has_cross + LATENT_LAUNCHES * is_latent
+    is_scaled = not is_latent and layer.spec.plain_attention.temperature is not None
+    others = CROSS_LAUNCHES * has_cross + LATENT_LAUNCHES * is_latent + TEMPERATURE_LAUNCHES * is_scaled
+    return ATTENTION_LAUNCHES + others
 
 
 def mlp_launches(layer: Layer) -> int:
     if not isinstance(layer.mlp, MixtureOfExperts):
         return MLP_LAUNCHES
-    return EXPERT_LAUNCHES + (0 if layer.mlp.shared is None else MLP_LAUNCHES)
+    of_experts = EXPERT_LAUNCHES + SCALED_LAUNCHES * layer.mlp.spec.routing.scales_inputs
+    return of_experts + (0 if layer.mlp.shared is None else MLP_LAUNCHES)
 
 
 def recorded_layers(

@@ -30,6 +30,7 @@ from penstock_server.vision import encoder as encoder_module
 from penstock_server.vision.encoder import EncodedImage, ImageEncoder, PlacedImage
 from penstock_server.vision.family import FAMILIES
 from penstock_server.vision.reader import Arrays, ImageReader
+from penstock_server.vision.tiles import TileProcessor
 from penstock_server.vision.tower import VisionTower
 from plans import Advance, plan, step
 from rank_threads import run_native_ranks
@@ -69,14 +70,20 @@ class Made:
     def loaded(self) -> tuple[Decoder, ImageEncoder]:
         return self.load()
 
+    def inputs(self, pictures: list[Any]) -> dict[str, torch.Tensor]:
+        """What the model's image processor makes of pictures."""
+        if (tiles := TileProcessor.of(self.folder)) is not None:
+            pixels = [torch.from_numpy(tiles([picture])["pixel_values"]) for picture in pictures]
+            return {"pixel_values": torch.cat(pixels)}
+        processor = transformers.AutoImageProcessor.from_pretrained(self.folder, backend="pil")
+        return dict(processor(images=pictures, return_tensors="pt", **IMAGE_CASES[self.name].options))
+
     @torch.inference_mode()
     def logits(self, prompt: Prompt, more: list[int] = ()) -> torch.Tensor:  # type: ignore[assignment]
         """[tokens, vocab], by transformers from the pixel values of its own image processor."""
         inputs = {}
         if prompt.images:
-            processor = transformers.AutoImageProcessor.from_pretrained(self.folder, backend="pil")
-            case = IMAGE_CASES[self.name]
-            inputs = dict(processor(images=[PICTURES[i] for i in prompt.images], return_tensors="pt", **case.options))
+            inputs = self.inputs([PICTURES[i] for i in prompt.images])
             inputs.pop("num_patches", None)
             inputs.pop("num_crops", None)
         ids = torch.tensor([[*prompt.token_ids, *more]])
@@ -278,6 +285,19 @@ def test_an_image_becomes_the_tokens_of_transformers(made: Made) -> None:
         # PaliGemma's puts a token after the images, and a line break at the end.
         num_behind = 4 if class_name == "PaliGemmaProcessor" else 2
         assert list(expected)[1:-num_behind] == encoded.token_ids.tolist()
+
+
+def test_tiles_become_the_tokens_of_transformers(made: Made) -> None:
+    """Of Llama 4, whose processor needs torchvision for anything else."""
+    if made.name != "llama4":
+        pytest.skip("the only such family")
+    _, encoder = made.loaded
+    tiles = TileProcessor.of(made.folder)
+    assert tiles is not None
+    split = transformers.Llama4Processor._prompt_split_image
+    for image, encoded in zip(PICTURES, encoder.encode(IMAGES), strict=True):
+        text = split(None, tiles.canvas(image.width, image.height), 4)
+        assert encoder._tokenizer.encode(text).ids == encoded.token_ids.tolist()
 
 
 def test_the_images_that_were_used_last_are_kept(made: Made) -> None:

@@ -97,7 +97,10 @@ class ListedExperts:
         pairs = order[first : first + sum(my_counts)]
         rows = pairs // top_k
         steps = [step.select(part) if part.shape[0] else step for part in rows.split(my_counts)]
-        inner = _by_expert(self.gate_up, x[rows], my_counts, steps)
+        inputs = x[rows]
+        if self.router.spec.scales_inputs:
+            inputs = inputs * choice.weights.flatten()[pairs, None].to(x.dtype)
+        inner = _by_expert(self.gate_up, inputs, my_counts, steps)
         if intermediate is not None and self.shard.shard.exact:
             inner = self.shard.shard.group.all_gather_columns(inner, intermediate.widths())
         outputs = _by_expert(self.down, inner, my_counts, steps)
@@ -107,8 +110,9 @@ class ListedExperts:
 
     def weighted_sum(self, results: Tensor, choice: ListedChoice, shared: Tensor | None) -> Tensor:
         total = results.new_zeros((results.shape[0], results.shape[2]), dtype=torch.float32)
+        scales_inputs = self.router.spec.scales_inputs
         for place in range(results.shape[1]):
-            total += results[:, place] * choice.weights[:, place, None]
+            total += results[:, place] if scales_inputs else results[:, place] * choice.weights[:, place, None]
         if shared is not None:
             total += shared if choice.shared_weight is None else shared.float() * choice.shared_weight
         return total.to(results.dtype)
@@ -117,6 +121,8 @@ class ListedExperts:
         """Appends the weighted sum of the experts and of "shared", if there is a shared expert, to a native stack."""
         if self.shard.intermediate is not None:
             raise NotNativeError("fewer experts than ranks")
+        if self.router.spec.scales_inputs:
+            raise NotNativeError("experts whose inputs are scaled")
         assert self.router.native is not None, "only native operators have a native stack"
         activations = [each.activation for each in self.gate_up if isinstance(each, ActivatedLinear)]
         gate_up = [each.linear if isinstance(each, ActivatedLinear) else each for each in self.gate_up]

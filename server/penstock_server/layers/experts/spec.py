@@ -51,6 +51,7 @@ class RoutingSpec:
     num_groups: int = 1  # experts are chosen from the best groups only; a group is consecutive experts
     top_groups: int = 1
     group_score: str = "best"  # a group's score: of its "best" expert (DeepSeek V2), the sum of its "best-two" (V3)
+    scales_inputs: bool = False  # weights are factors of the experts' inputs, not of their outputs (Llama 4)
     jitter: float = 0.0  # sparsemixer: experts more than twice this below the best, relatively, are excluded
 
     def __post_init__(self) -> None:

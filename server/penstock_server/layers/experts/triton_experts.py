@@ -61,6 +61,8 @@ class GroupedExperts:
     def results(self, x: Tensor, choice: Assignment, step: StepContext) -> Tensor:
         shard, num_pairs = self.shard, choice.num_pairs
         inner = x.new_empty((num_pairs, self.gate_up.out_features))
+        if self.router.spec.scales_inputs:
+            x = (x[:, None] * choice.weights.to(x.dtype)[..., None]).flatten(0, 1)  # a row for each pair
         self.gate_up(x, choice, inner)
         if shard.intermediate is not None and shard.shard.exact:
             inner = shard.shard.group.all_gather_columns(inner, shard.intermediate.widths())
@@ -72,6 +74,8 @@ class GroupedExperts:
 
     def weighted_sum(self, results: Tensor, choice: Assignment, shared: Tensor | None) -> Tensor:
         experts = range(choice.num_experts) if self.shard.sums_results else self.shard.experts.mine
+        if self.router.spec.scales_inputs:
+            choice = replace(choice, weights=torch.ones_like(choice.weights))
         return weighted_sum(results.flatten(0, 1), choice, shared, experts)
 
 
