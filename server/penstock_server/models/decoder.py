@@ -6,6 +6,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -86,6 +88,7 @@ class Decoder:
         self.pooler = Pooler.load(spec, context.loader)
         self.stack = NativeStack.of(self._append_layers, spec.hidden_size, context.ops)
         self._adapted_stack: NativeStack | None = None
+        self._adapted_pieces: list[NativeStack] = []  # the same, cut behind each layer that adds features of images
         self.adapters: Adapters | None = None
         self.images: ImageEncoder | None = None
         self.observer: Observer | None = None  # while there is one, layers run one by one, with the same bits
@@ -116,13 +119,16 @@ class Decoder:
             return
         if not isinstance(self._ops, NativeOps):
             raise refusal(f"{self._ops.name} operators have no kernel for them")
-        if self.spec.num_featured_layers:
-            raise refusal("image tokens get features behind its first layers, which then run one by one")
+        hidden_size, build = self.spec.hidden_size, self._ops.build
         try:
             # Steps without adapters run the other stack: its layers have fewer operations, and rows the same bits.
-            self._adapted_stack = NativeStack.written_by(
-                self._append_layers, self.spec.hidden_size, self._ops.build, adapts=True
-            )
+            self._adapted_stack = NativeStack.written_by(self._append_layers, hidden_size, build, adapts=True)
+            if num_featured := self.spec.num_featured_layers:
+                cuts = [*range(num_featured + 1), self.num_layers]
+                self._adapted_pieces = [
+                    NativeStack.written_by(partial(self._append_piece, range(*cut)), hidden_size, build, adapts=True)
+                    for cut in pairwise(cuts)
+                ]
         except NotNativeError as reason:
             raise refusal(f"its layers run one by one ({reason})") from reason
         self.adapters = Adapters.native(sites, self._ops.build)
@@ -195,6 +201,8 @@ class Decoder:
         """The normed residual of the sampled rows [samples, hidden]. residual: embeddings [tokens, hidden],
         overwritten. features: what image tokens get after the first layers [image tokens, hidden]."""
         if batch.adapters is not None and self._adapted_stack is not None:
+            if features:
+                return self._adapted_outputs(residual, step, features)
             return self._adapted_stack.run(residual, self.caches, step, batch.adapters)
         if self.stack is not None and self.observer is None and not features:
             return self.stack.run(residual, self.caches, step)
@@ -209,6 +217,16 @@ class Decoder:
                 stream.residual = stream.enter(None)
                 stream.residual[batch.image_places] += features[index]
         return stream.enter(self.norm)
+
+    def _adapted_outputs(self, residual: Tensor, step: StepContext, features: Sequence[Tensor]) -> Tensor:
+        """As `_outputs`, of rows with adapters in native stacks, between which image tokens get their features."""
+        batch = step.batch
+        whole = replace(step, batch=replace(batch, sample_rows=torch.arange(len(residual))))
+        *first, last = self._adapted_pieces
+        for index, (piece, feature) in enumerate(zip(first, features, strict=True)):
+            residual = piece.run(residual, self.caches[index : index + 1], whole, batch.adapters)
+            residual[batch.image_places] += feature
+        return last.run(residual, self.caches[len(first) :], step, batch.adapters)
 
     def _with_image_positions(self, batch: StepBatch) -> StepBatch:
         """The batch in which the positions of image tokens are rows at the end of the rope tables. Each row has the
@@ -226,9 +244,16 @@ class Decoder:
 
     def _append_layers(self, program: NativeProgram) -> None:
         """Appends layers and final norm to a native stack."""
-        for layer in self.layers:
-            layer.append_to(program, is_last=layer is self.layers[-1])
-        program.output(self.norm, self.spec.hidden_size)
+        self._append_piece(range(self.num_layers), program)
+
+    def _append_piece(self, layers: range, program: NativeProgram) -> None:
+        """Appends adjacent layers. The last layer of the model is followed by the final norm."""
+        for index in layers:
+            self.layers[index].append_to(program, is_last=index + 1 == self.num_layers)
+        is_end = layers.stop == self.num_layers
+        if not is_end:
+            program.select(["residual"])
+        program.output(self.norm if is_end else None, self.spec.hidden_size)
 
 
 def _load_head(spec: HeadSpec, context: BuildContext) -> tuple[VocabularyHead, Lookup]:

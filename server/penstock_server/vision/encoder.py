@@ -164,7 +164,9 @@ class ImageEncoder:
         if placeholder_id is None:
             raise ConfigError(f"{folder}/tokenizer.json lacks the token {stands_for}")
         self.placeholder_id = placeholder_id
-        self._kept: dict[bytes, EncodedImage] = {}  # the one that was used last is the last one
+        # The image that was used last is the last one.
+        self._kept: dict[bytes, EncodedImage] = {}  # whose step has had them
+        self._awaited: dict[bytes, EncodedImage] = {}  # of requests that have not reached a step, as far as is known
         self._alive: WeakValueDictionary[bytes, EncodedImage] = WeakValueDictionary()  # kept, or in use by sequences
         self._num_waiting = 0
         self._lock = threading.Lock()  # of what is kept, and of the number that waits
@@ -217,7 +219,7 @@ class ImageEncoder:
     def _found(self, number: int, image: Image, *, is_urgent: bool = False) -> EncodedImage:
         """Image `number` of a request, encoded now unless it is kept. Raises ImageError."""
         if (found := self._kept_image(image.hash)) is not None:
-            num_bytes = self._keep(image.hash, found)
+            num_bytes = self._keep(image.hash, found, is_awaited=not is_urgent)
         else:
             with self._turn(is_urgent=is_urgent):
                 try:
@@ -225,7 +227,7 @@ class ImageEncoder:
                     found = self._kept_image(image.hash) or self._encode(image.data)
                 except ImageError as error:
                     raise ImageError(f"image {number} {error}") from error
-                num_bytes = self._keep(image.hash, found)
+                num_bytes = self._keep(image.hash, found, is_awaited=not is_urgent)
         if num_bytes > self.kept_bytes:
             raise ImageError(
                 f"image {number} does not fit: the embeddings of the images in use take {num_bytes} bytes, at most "
@@ -253,14 +255,17 @@ class ImageEncoder:
         with self._lock:
             return self._alive.get(hash_)
 
-    def _keep(self, hash_: bytes, image: EncodedImage) -> int:
-        """Forgets the images that were used longest ago, until the others fit. Returns the bytes of those in use."""
+    def _keep(self, hash_: bytes, image: EncodedImage, *, is_awaited: bool) -> int:
+        """Forgets the images that were used longest ago, until the others fit: first those that no request waits for,
+        because a step encodes what it needs and was forgotten. Returns the bytes of those in use."""
         with self._lock:
             self._alive[hash_] = image
             self._kept.pop(hash_, None)
-            self._kept[hash_] = image
-            while (num_bytes := self._num_bytes()) > self.kept_bytes and len(self._kept) > 1:
-                del self._kept[next(iter(self._kept))]
+            self._awaited.pop(hash_, None)
+            (self._awaited if is_awaited else self._kept)[hash_] = image
+            while (num_bytes := self._num_bytes()) > self.kept_bytes and len(self._kept) + len(self._awaited) > 1:
+                images = self._kept or self._awaited
+                del images[next(iter(images))]
             return num_bytes
 
     def _num_bytes(self) -> int:

@@ -37,7 +37,9 @@ def adapter_of(folder: Path, base: Path, targets: str) -> tuple[Path, Any]:
     return make_adapter(folder, base, 1, kind, target_modules=targets)
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen2-vl", "idefics3", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["llava", "qwen2-vl", "qwen3-vl", "idefics3", pytest.param("gemma3", marks=pytest.mark.slow)]
+)
 def test_logits_are_those_of_peft_and_neighbours_keep_their_bits(name: str, tmp_path: Path) -> None:
     base = tmp_path / "base"
     reference = make_image_model(name, base)
@@ -89,9 +91,3 @@ def test_an_adapter_of_the_vision_tower_is_refused_by_name(llava: tuple[Path, De
         ConfigError, match=r"changes 1 modules .*vision_tower\..*; they change linear layers of the text"
     ):
         loaded(model, [folder])
-
-
-def test_a_model_whose_images_change_layers_says_why_it_has_no_adapters(tmp_path: Path) -> None:
-    make_image_model("qwen3-vl", tmp_path)
-    with pytest.raises(ConfigError, match=r"image tokens get features behind its first layers"):
-        load(tmp_path)

@@ -328,6 +328,33 @@ def test_the_images_that_were_used_last_are_kept(made: Made) -> None:
     encoder.close()
 
 
+def test_a_step_encodes_no_image_that_requests_wait_for_while_others_can_be_forgotten(
+    monkeypatch: pytest.MonkeyPatch, made: Made
+) -> None:
+    if made.name != "llava":
+        pytest.skip("the same for every family")
+    _, encoder = made.load()
+    encode, encoded = ImageEncoder._encode, []
+
+    def counted(self: ImageEncoder, data: bytes) -> EncodedImage:
+        encoded.append(data)
+        return encode(self, data)
+
+    monkeypatch.setattr(ImageEncoder, "_encode", counted)
+    waiting = IMAGES[0]
+    (first,) = encoder.encode([waiting])
+    encoder.kept_bytes = first.num_bytes * 2
+    del first
+    others = [Image(bytes([number]), IMAGES[2].data) for number in range(4)]
+    for other in others:
+        encoder.encode([other])
+        encoder.placed([ImageSpan(other, 0)])
+    assert len(encoded) == 5
+    encoder.placed([ImageSpan(waiting, 0)])
+    assert len(encoded) == 5, "the others were used later, but no request waits for them"
+    encoder.close()
+
+
 def test_a_call_is_refused_while_many_wait(monkeypatch: pytest.MonkeyPatch, made: Made) -> None:
     """Each of them blocks a thread of the service, which must still answer Health."""
     if made.name != "llava":
