@@ -49,7 +49,7 @@ pub(crate) fn command() -> clap::Command {
 const ROUTE: &str = "route";
 
 /// Flags of servers with a model, which have no effect with `penstock route`.
-const OF_MODELS: [&str; 27] = [
+const OF_MODELS: [&str; 28] = [
     "activation_bits",
     "attention",
     "cpu_isa",
@@ -68,6 +68,7 @@ const OF_MODELS: [&str; 27] = [
     "max_inter_token_ms",
     "max_steps_in_flight",
     "num_shard",
+    "pipeline_parallel_size",
     "prefix_caching",
     "quantize",
     "replicas",

@@ -67,6 +67,8 @@ pub struct LoadOptions {
     /// Whether the checkpoint's multi-token prediction layer proposes them, if it has one and there is no
     /// `speculative_model`; otherwise they come from n-grams.
     pub drafts_with_mtp: bool,
+    /// Stages of the pipeline, each with as many ranks.
+    pub num_stages: u32,
 }
 
 impl LoadOptions {
@@ -102,6 +104,7 @@ impl LoadOptions {
                 .map(|folder| folder.to_string_lossy().into_owned())
                 .unwrap_or_default(),
             drafts_with_mtp: self.drafts_with_mtp,
+            num_stages: self.num_stages,
         }
     }
 }

@@ -67,7 +67,7 @@ class CapacityProbe:
         longest_bytes = self.num_required_blocks(longest) * per_block
         share = memory.Share(
             config.memory_fraction,
-            self.group.size if on_cpu else 1,
+            self.group.num_ranks if on_cpu else 1,
             cap_bytes=memory.default_cap_bytes(longest_bytes) if on_cpu and not config.num_blocks else None,
         )
         hoped_blocks = config.num_blocks
@@ -79,7 +79,7 @@ class CapacityProbe:
             config.max_step_tokens,
             config.max_step_sequences,
             longest,
-            self.contexts_in(self.group.minimum(max(1, hoped_blocks)), longest),
+            self.contexts_in(self.group.minimum_of_all(max(1, hoped_blocks)), longest),
             self.block_tokens,
             max_source_tokens=self.model.max_source_tokens,
             max_answer_tokens=self.model.max_position_tokens - self.model.max_source_tokens,
@@ -167,7 +167,7 @@ class CapacityProbe:
 
     def agree_on_blocks(self, config: WarmUpConfig, fitting: int, left: memory.Memory) -> int:
         """The number of blocks of every rank. Raises the same ConfigError on all ranks when too few fit."""
-        fitting = self.group.minimum(fitting)
+        fitting = self.group.minimum_of_all(fitting)
         if fitting < 1:
             raise ConfigError(
                 f"no KV block fits: {memory.mib(left.available)} are free after loading the model, and the largest "
