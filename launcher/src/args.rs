@@ -90,6 +90,12 @@ pub(crate) struct Args {
     #[arg(long, env)]
     pub(crate) num_shard: Option<usize>,
 
+    /// Number of pipeline stages, each with --num-shard ranks: a stage holds some of the layers and its part of the KV cache, so a model
+    /// can be larger than the memory of one device or process. Steps of other sequences run on the stages at the same time. Without
+    /// --speculate, LoRA adapters and images
+    #[arg(long, env, default_value_t = 1, value_parser = RangedU64ValueParser::<u32>::new().range(1..=64))]
+    pub(crate) pipeline_parallel_size: u32,
+
     /// Number of replicas of the model, each with --num-shard ranks on devices, or on a part of the cores, of its own. A request goes to
     /// the replica that has the longest part of its prompt in its cache or the least to do, and when a replica loses its
     /// workers, the others continue its streams

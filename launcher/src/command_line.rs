@@ -49,7 +49,7 @@ pub(crate) fn command() -> clap::Command {
 const ROUTE: &str = "route";
 
 /// Flags of servers with a model, which have no effect with `penstock route`.
-const OF_MODELS: [&str; 29] = [
+const OF_MODELS: [&str; 30] = [
     "activation_bits",
     "attention",
     "cpu_isa",
@@ -70,6 +70,7 @@ const OF_MODELS: [&str; 29] = [
     "max_inter_token_ms",
     "max_steps_in_flight",
     "num_shard",
+    "pipeline_parallel_size",
     "prefix_caching",
     "quantize",
     "replicas",

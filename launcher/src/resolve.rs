@@ -98,11 +98,12 @@ pub(crate) enum ResolveError {
     #[error("--sharded needs more than one device, {found}; set the number of ranks with --num-shard")]
     NothingToShardOver { found: String },
     #[error(
-        "--num-shard is {num_shard}{}, but {devices} device(s) are visible, and each rank needs one of its own; lower it, \
+        "--num-shard is {num_shard}{}{}, but {devices} device(s) are visible, and each rank needs one of its own; lower it, \
          make more devices visible (CUDA_VISIBLE_DEVICES, docker's --gpus), or serve on the CPU with CUDA_VISIBLE_DEVICES=\"\"",
+        if *stages == 1 { String::new() } else { format!(" and --pipeline-parallel-size is {stages}") },
         if *replicas == 1 { String::new() } else { format!(" and --replicas is {replicas}") }
     )]
-    TooFewDevices { num_shard: usize, replicas: usize, devices: usize },
+    TooFewDevices { num_shard: usize, stages: u32, replicas: usize, devices: usize },
     #[error("--max-total-tokens is {given}, but the model supports sequences of at most {allowed} tokens")]
     BeyondModel { given: u32, allowed: u32 },
     #[error(
@@ -128,7 +129,7 @@ impl Settings {
     pub(crate) fn resolve(args: &Args, machine: Machine) -> Result<Self, ResolveError> {
         check_ranges(args)?;
         let (mut choices, mut warnings) = (Vec::new(), Vec::new());
-        let num_ranks = num_ranks(args, machine, &mut choices)?;
+        let num_ranks = num_shards(args, machine, &mut choices)? * args.pipeline_parallel_size as usize;
         let num_threads = (machine.num_cores / (num_ranks * args.replicas)).max(1);
         let ranks = match args.replicas {
             1 => format!("{num_ranks} rank(s)"),
@@ -257,6 +258,8 @@ fn check_ranges(args: &Args) -> Result<(), ResolveError> {
     in_range("replicas", args.replicas, args.replicas <= Replicas::MAX_ENGINES, "at most 64")?;
     let has_drafts = args.speculative_model.is_none() || args.speculate > 0;
     in_range("speculate", args.speculate, has_drafts, "at least 1 with --speculative-model, which makes the drafts")?;
+    let is_one_stage = args.pipeline_parallel_size == 1;
+    in_range("speculate", args.speculate, is_one_stage || args.speculate == 0, "0 with --pipeline-parallel-size")?;
     let seconds = args.queue_timeout.unwrap_or(1);
     in_range("queue-timeout", seconds, (1..=MAX_QUEUE_TIMEOUT_S).contains(&seconds), "from 1 to 86400")?;
     let fraction = args.cuda_memory_fraction;
@@ -325,13 +328,15 @@ fn standby(args: &Args, choices: &mut Vec<Choice>) -> Result<Standby, ResolveErr
     }
 }
 
-/// Of one replica.
-fn num_ranks(args: &Args, machine: Machine, choices: &mut Vec<Choice>) -> Result<usize, ResolveError> {
-    let devices = machine.num_visible_devices.map(|devices| devices / args.replicas);
+/// Ranks of one pipeline stage of one replica.
+fn num_shards(args: &Args, machine: Machine, choices: &mut Vec<Choice>) -> Result<usize, ResolveError> {
+    let (replicas, stages) = (args.replicas, args.pipeline_parallel_size);
+    let devices = machine.num_visible_devices.map(|devices| devices / (replicas * stages as usize));
+    let too_few = |num_shard, devices| Err(ResolveError::TooFewDevices { num_shard, stages, replicas, devices });
     if let Some(found @ 1..) = machine.num_visible_devices
         && devices == Some(0)
     {
-        return Err(ResolveError::TooFewDevices { num_shard: 1, replicas: args.replicas, devices: found });
+        return too_few(1, found);
     }
     match (args.sharded, args.num_shard, devices) {
         (Some(true), Some(1), _) => Err(ResolveError::NothingToShardOver { found: "--num-shard is 1".to_owned() }),
@@ -342,8 +347,7 @@ fn num_ranks(args: &Args, machine: Machine, choices: &mut Vec<Choice>) -> Result
         }),
         // On a machine whose environment names devices that are not there, the worker reports what it sees.
         (_, Some(num_shard), Some(devices @ 1..)) if num_shard > devices => {
-            let devices = machine.num_visible_devices.unwrap_or(devices);
-            Err(ResolveError::TooFewDevices { num_shard, replicas: args.replicas, devices })
+            too_few(num_shard, machine.num_visible_devices.unwrap_or(devices))
         }
         (_, Some(num_shard), _) => Ok(num_shard),
         (Some(true), None, Some(devices @ 2..)) => {

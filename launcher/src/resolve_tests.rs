@@ -77,6 +77,22 @@ fn replicas_share_the_cores_and_devices_and_stand_by_for_each_other() {
     assert_eq!(on(None, "--standby reserve").unwrap().standby, Standby::Reserve);
 }
 
+#[test]
+fn each_pipeline_stage_has_ranks_of_its_own() {
+    let on =
+        |devices, flags: &str| Settings::resolve(&args(flags), Machine { num_visible_devices: devices, ..MACHINE });
+    let cpu = on(None, "--pipeline-parallel-size 2 --num-shard 2").unwrap();
+    assert_eq!((cpu.num_ranks, cpu.num_threads), (4, 2));
+    assert!(!cpu.preloads());
+    assert_eq!(on(Some(8), "--pipeline-parallel-size 2 --replicas 2").unwrap().num_ranks, 4);
+    assert_eq!(on(Some(2), "--pipeline-parallel-size 2").unwrap().num_ranks, 2);
+    let reason = "--num-shard is 2 and --pipeline-parallel-size is 2, but 3 device(s) are visible";
+    let too_few = on(Some(3), "--pipeline-parallel-size 2 --num-shard 2").unwrap_err().to_string();
+    assert!(too_few.starts_with(reason), "{too_few}");
+    let reason = "--speculate is 2, must be 0 with --pipeline-parallel-size";
+    assert_eq!(refusal("--pipeline-parallel-size 2 --speculate 2"), reason);
+}
+
 fn limits(flags: &str, num_blocks: u32) -> Result<SequenceLimits, ResolveError> {
     limits_of(&model("cpu"), flags, num_blocks)
 }

@@ -155,6 +155,7 @@ pub(crate) async fn start(
         whole_prompts: loaded.model.is_prompt_whole(),
         max_draft_tokens,
         drafts_with_model: loaded.model.drafts_with_model,
+        num_stages: args.pipeline_parallel_size,
     };
     let options = EngineOptions {
         limits,
@@ -329,6 +330,7 @@ fn load_options(
         max_adapter_rank: args.max_lora_rank,
         speculative_model: prepared.speculative_model.clone(),
         drafts_with_mtp: args.drafts_with_mtp(),
+        num_stages: args.pipeline_parallel_size,
         watermark_delta: args.watermark_delta,
         attention: args.attention.name().map(str::to_owned),
         cpu_isa: args.cpu_isa.name().map(str::to_owned),

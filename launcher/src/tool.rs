@@ -40,6 +40,10 @@ pub(crate) struct Check {
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     num_shard: u16,
 
+    /// Number of pipeline stages, each with --num-shard ranks
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
+    pipeline_parallel_size: u16,
+
     /// Data type of weights and computation [default: the server's choice on this machine]
     #[arg(long)]
     dtype: Option<Dtype>,
@@ -171,6 +175,7 @@ impl Tool {
             }
             Self::Check(check) => {
                 command.args(["-m", "penstock_server.check", "--num-shard", &check.num_shard.to_string()]);
+                command.args(["--pipeline-parallel-size", &check.pipeline_parallel_size.to_string()]);
                 command.args(["--cuda-memory-fraction", &check.cuda_memory_fraction.to_string()]);
                 command.args(check.dtype.iter().flat_map(|dtype| ["--dtype", dtype.name()]));
                 command.args(check.deterministic.then_some("--deterministic"));

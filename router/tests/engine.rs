@@ -297,6 +297,7 @@ fn load_options() -> LoadOptions {
         max_adapter_rank: 16,
         speculative_model: Some("/heads".into()),
         drafts_with_mtp: true,
+        num_stages: 1,
     }
 }
 

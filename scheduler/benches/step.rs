@@ -89,6 +89,7 @@ impl Run {
             whole_prompts: false,
             max_draft_tokens: 0,
             drafts_with_model: false,
+            num_stages: 1,
         });
         for text in 0..load.num_cached_blocks / 500 {
             submit(&mut scheduler, text, prompt(1_000_000 + text, 500 * BLOCK_TOKENS), 1);

@@ -59,6 +59,9 @@ pub struct Limits {
     pub max_draft_tokens: u32,
     /// Whether the worker can draft with a model or heads, which takes time, as well as by lookup, which takes none.
     pub drafts_with_model: bool,
+    /// Stages of the worker's pipeline, at least 1. With several, the steps in flight decode disjoint sequences, so that
+    /// every stage has a step, and one more step for each stage after the first may be in flight.
+    pub num_stages: u32,
 }
 
 /// A sequence to generate.
@@ -170,6 +173,8 @@ pub struct Advance {
     pub new_block_ids: Vec<BlockId>,
     /// Whether a token is sampled after the last known one, and after each draft token that turns out to be right.
     pub sample: bool,
+    /// The last known token, with several stages: the stages that do not sample learn it here.
+    pub last_token_id: Option<TokenId>,
 }
 
 /// The worker's result of one step.

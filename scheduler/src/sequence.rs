@@ -137,6 +137,16 @@ impl Sequence {
         self.num_known_tokens() == self.max_tokens
     }
 
+    /// Whether a step in flight samples its next token.
+    pub(crate) fn awaits_token(&self) -> bool {
+        self.num_in_flight_tokens > 0
+    }
+
+    /// The last token that has come back, or the prompt's last one.
+    pub(crate) fn last_token_id(&self) -> Option<TokenId> {
+        self.token_ids.last().copied()
+    }
+
     /// The most draft tokens that its next step can verify: the last token is sampled after them.
     pub(crate) fn max_draft_tokens(&self) -> u32 {
         (self.max_tokens - self.num_known_tokens()).saturating_sub(1)
@@ -284,7 +294,7 @@ impl Sequence {
         self.num_in_flight_tokens += u32::from(sample) + num_draft_tokens;
         self.num_in_flight_drafts += num_draft_tokens;
         self.table.block_ids.extend_from_slice(&new_block_ids);
-        Advance { id: self.id, num_tokens, num_draft_tokens, new_block_ids, sample }
+        Advance { id: self.id, num_tokens, num_draft_tokens, new_block_ids, sample, last_token_id: None }
     }
 
     /// The blocks that the computed tokens from `first_token` on are written to, and how many leading ones of these

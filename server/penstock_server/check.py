@@ -47,9 +47,11 @@ def check(
     dtype: str,
     memory_fraction: float,
     *,
+    num_stages: int = 1,
     deterministic: bool = False,
 ) -> Report:
-    """Inspects a model. Its problems are in the report and raise no errors."""
+    """Inspects a model. Its problems are in the report and raise no errors. num_ranks: of each of the pipeline's
+    stages."""
     files = find_model(model_id, revision)
     text, layout = TextFacts(), None
     if files.folder is not None and any(files.folder.iterdir()):
@@ -58,7 +60,15 @@ def check(
         if (files.folder / "config.json").is_file():
             from penstock_server.inspection.layout import lay_out
 
-            layout = lay_out(files, files.folder, num_ranks, dtype, memory_fraction, deterministic=deterministic)
+            layout = lay_out(
+                files,
+                files.folder,
+                num_ranks,
+                dtype,
+                memory_fraction,
+                num_stages=num_stages,
+                deterministic=deterministic,
+            )
         else:
             files.problems.append(f"{files.folder} holds no config.json, so it is not a model folder")
     return Report(files, text, layout)
@@ -111,7 +121,9 @@ def as_text(report: Report) -> str:
             rows.append(("quantization", layout.quantization))
         rows.append(("computed in", f"{layout.dtype} on {layout.device}, {len(layout.ranks)} rank(s)"))
         for number, rank in enumerate(layout.ranks):
-            rows.append((f"rank {number}", f"{rank.num_heads} heads, {rank.num_kv_heads} KV heads"))
+            layers = f"layers {rank.first_layer} to {rank.first_layer + rank.num_layers - 1}"
+            heads = f"{rank.num_heads} heads, {rank.num_kv_heads} KV heads"
+            rows.append((f"rank {number}", f"{layers}, {heads}"))
             rows.append(("", f"weights {_size(rank.weight_bytes)}, KV cache {rank.kv_bytes_per_token} bytes per token"))
             rows.append(("", f"{rank.fitting_tokens} tokens fit now ({_size(rank.free_bytes)} free)"))
         rows.append(("KV cache", f"at most {min(rank.fitting_tokens for rank in layout.ranks)} tokens"))
@@ -132,6 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("model", nargs="?", help="model folder, .gguf file or hub id; without it the embedded model")
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
     parser.add_argument("--num-shard", type=int, default=1, help="number of ranks (default 1)")
+    parser.add_argument("--pipeline-parallel-size", type=int, default=1, help="number of pipeline stages (default 1)")
     parser.add_argument("--dtype", default="", help="float32, float16 or bfloat16 (default: the server's choice)")
     parser.add_argument(
         "--cuda-memory-fraction", type=float, default=MEMORY_FRACTION, help="fraction of memory to use (default 0.9)"
@@ -139,14 +152,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--deterministic", action="store_true", help="as the server's flag")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
-    if options.num_shard < 1:
-        parser.error(f"--num-shard is {options.num_shard}, must be at least 1")
+    for name, value in [
+        ("num-shard", options.num_shard),
+        ("pipeline-parallel-size", options.pipeline_parallel_size),
+    ]:
+        if value < 1:
+            parser.error(f"--{name} is {value}, must be at least 1")
     report = check(
         options.model,
         options.revision,
         options.num_shard,
         options.dtype,
         options.cuda_memory_fraction,
+        num_stages=options.pipeline_parallel_size,
         deterministic=options.deterministic,
     )
     print(json.dumps(as_json(report), indent=1) if options.json else as_text(report))

@@ -43,6 +43,7 @@ class LoadConfig:
     max_adapter_rank: int = 0
     speculative_model: Path | None = None  # the folder of a draft model or of heads; None: there is none
     drafts_with_mtp: bool = False  # without a speculative_model, with a layer of the checkpoint if it has one
+    num_stages: int = 1  # of the pipeline
 
 
 @dataclass(frozen=True, slots=True)

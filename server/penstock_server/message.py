@@ -60,6 +60,7 @@ def load_config(request: pb.LoadRequest) -> LoadConfig:
         max_adapter_rank=request.max_adapter_rank,
         speculative_model=Path(request.speculative_model) if request.speculative_model else None,
         drafts_with_mtp=request.drafts_with_mtp,
+        num_stages=max(1, request.num_stages),
     )
 
 
@@ -122,6 +123,7 @@ def _advances(message: pb.Advances) -> Advances:
         num_new_blocks=_column(message.num_new_blocks, "<u4"),
         new_block_ids=_column(message.new_block_ids, "<u4"),
         num_draft_tokens=_column(message.num_draft_tokens, "<u4"),
+        last_token_ids=_column(message.last_token_ids, "<u4"),
     )
 
 

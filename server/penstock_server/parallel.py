@@ -1,7 +1,11 @@
-"""The ranks that hold one model, and how a dimension is split among them."""
+"""The ranks that hold one model: how a dimension is split among the ranks of a stage, and how rows pass from stage to
+stage. With one stage, a stage's ranks are all ranks."""
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -15,23 +19,89 @@ from penstock_server.kernels.native_build import NativeBuild
 
 
 @dataclass(frozen=True, slots=True)
+class Stage:
+    """This rank's place in a pipeline of stages, each of which holds some consecutive layers. With one stage, it holds
+    all layers."""
+
+    index: int = 0
+    size: int = 1
+    # A pair of ranks each: this one and the rank with the same number in the stage before, and in the next one.
+    before: Collectives | None = None
+    behind: Collectives | None = None
+    everyone: Collectives = field(default_factory=Distributed)  # all ranks of all stages
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index + 1 == self.size
+
+    def receive(self, rows: Tensor) -> Tensor:
+        """Fills `rows` with what the stage before sends; waits for it."""
+        assert self.before is not None, "the first stage receives nothing"
+        return self.before.broadcast(rows)
+
+    def send(self, rows: Tensor) -> None:
+        """Sends rows to the next stage. It may wait until that one receives them."""
+        assert self.behind is not None, "the last stage sends nothing"
+        self.behind.broadcast(rows)
+
+
+@dataclass(frozen=True, slots=True)
 class RankGroup:
-    """This process's rank. With one rank, every method returns its argument."""
+    """This process's rank in its stage. With one rank, every method returns its argument."""
 
     rank: int = 0
-    size: int = 1
+    size: int = 1  # ranks of the stage
     collectives: Collectives = field(default_factory=Distributed)
     computes_alike: bool = True  # whether all ranks compute the same bits from the same tensors
+    stage: Stage = field(default_factory=Stage)
 
     @classmethod
-    def join(cls, rank: int, size: int, rendezvous: str, backend: str, native: NativeBuild | None) -> RankGroup:
+    def join(
+        cls, rank: int, size: int, rendezvous: str, backend: str, native: NativeBuild | None, num_stages: int = 1
+    ) -> RankGroup:
         """Connect to the other ranks by a torch.distributed init method; blocks until all are connected. native: the
-        kernels through which ranks share memory, if there are any."""
+        kernels through which ranks share memory, if there are any. rank, size: over all stages; the first ranks are the
+        last stage, because rank 0 returns the tokens. Raises ConfigError if the stages cannot have equally many
+        ranks."""
+        if size % num_stages:
+            raise ConfigError(f"{size} ranks cannot form {num_stages} pipeline stages with the same number of ranks")
         if size == 1:
             return cls()
         dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=size)
-        collectives = connect(rank, size, native)
-        return cls(rank, size, collectives, computes_alike(collectives))
+        if num_stages == 1:
+            collectives = connect(rank, size, native)
+            return cls(rank, size, collectives, computes_alike(collectives))
+        return cls._join_stage(rank, size, native, num_stages)
+
+    @classmethod
+    def _join_stage(cls, rank: int, size: int, native: NativeBuild | None, num_stages: int) -> RankGroup:
+        width = size // num_stages
+        stages = [range(size)[first : first + width] for first in range(0, size, width)]
+        links = [pair for behind, before in itertools.pairwise(stages) for pair in zip(before, behind, strict=True)]
+        found: dict[tuple[int, ...], Collectives] = {}
+        for ranks in [*map(tuple, stages), *links]:  # all ranks form all groups, in one order
+            if len(ranks) == 1:
+                continue
+            # The ranks of a pair are not in ascending order: the first one sends.
+            group = dist.new_group(ranks, sort_ranks=False)
+            if rank in ranks:
+                found[ranks] = connect(ranks.index(rank), len(ranks), native, group)
+        mine = tuple(stages[rank // width])
+        stage = Stage(
+            num_stages - 1 - rank // width, num_stages, found.get((rank + width, rank)), found.get((rank, rank - width))
+        )
+        if width == 1:
+            return cls(stage=stage)
+        return cls(rank % width, width, found[mine], computes_alike(found[mine]), stage)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all stages."""
+        return self.size * self.stage.size
 
     def leave(self) -> None:
         """Disconnect from the other ranks and end the threads of torch.distributed. The group must not be used
@@ -39,7 +109,7 @@ class RankGroup:
 
         Before the interpreter ends: a thread that still holds a tensor of the last exchange then aborts the process
         ("terminate called without an active exception"). Workers end by os._exit instead, which waits for no rank."""
-        if self.size > 1:
+        if self.num_ranks > 1:
             dist.destroy_process_group()
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -61,6 +131,10 @@ class RankGroup:
     def minimum(self, value: int) -> int:
         """The smallest of the ranks' values."""
         return value if self.size == 1 else self.collectives.minimum(value)
+
+    def minimum_of_all(self, value: int) -> int:
+        """The smallest of the values of all ranks of all stages."""
+        return self.minimum(value) if self.stage.size == 1 else self.stage.everyone.minimum(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +163,32 @@ def split_evenly(total: int, rank: int, size: int, unit: int = 1) -> range:
     start = rank * base + min(rank, extra)
     stop = start + base + (1 if rank < extra else 0)
     return range(min(start * unit, total), min(stop * unit, total))
+
+
+def split_layers(costs: Sequence[int], head_cost: int, num_stages: int) -> tuple[range, ...]:
+    """The layers of each stage: consecutive, at least one, and so that the largest sum of costs is the smallest
+    possible. The last stage has the head, too. Raises ConfigError when there are fewer layers than stages."""
+    num_layers = len(costs)
+    if num_layers < num_stages:
+        raise ConfigError(
+            f"a model with {num_layers} layers cannot be split into {num_stages} pipeline stages; at most {num_layers} "
+            "are possible"
+        )
+    before = [0, *itertools.accumulate(costs)]
+
+    @functools.cache
+    def best(start: int, num_left: int) -> tuple[int, tuple[int, ...]]:
+        """The largest cost of the stages from layer `start` on, and where each ends."""
+        if num_left == 1:
+            return before[-1] - before[start] + head_cost, (num_layers,)
+        choices = []
+        for stop in range(start + 1, num_layers - num_left + 2):
+            largest, stops = best(stop, num_left - 1)
+            choices.append((max(before[stop] - before[start], largest), (stop, *stops)))
+        return min(choices)
+
+    stops = best(0, num_stages)[1]
+    return tuple(range(start, stop) for start, stop in zip((0, *stops), stops, strict=False))
 
 
 def split_heads(num_heads: int, num_kv_heads: int, rank: int, size: int) -> tuple[range, range]:

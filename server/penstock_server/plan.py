@@ -107,6 +107,8 @@ class Advances:
     new_block_ids: npt.NDArray[np.uint32]  # [sum of num_new_blocks], in the order of the sequences
     # Draft tokens to verify at most; empty: none of any sequence.
     num_draft_tokens: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
+    # The last known token of each sequence, for pipeline stages that do not sample; empty: every rank samples.
+    last_token_ids: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
 
     def __len__(self) -> int:
         return len(self.sequence_ids)
@@ -119,6 +121,7 @@ class Advances:
         sample: Sequence[bool],
         new_block_ids: Sequence[Sequence[int]] = (),
         num_draft_tokens: Sequence[int] = (),
+        last_token_ids: Sequence[int] = (),
     ) -> Advances:
         """From lists; without `new_block_ids` no sequence gets a block."""
         blocks = new_block_ids or [()] * len(sequence_ids)
@@ -129,6 +132,7 @@ class Advances:
             np.array([len(ids) for ids in blocks], np.uint32),
             np.array([block_id for ids in blocks for block_id in ids], np.uint32),
             np.array(num_draft_tokens, np.uint32),
+            np.array(last_token_ids, np.uint32),
         )
 
 

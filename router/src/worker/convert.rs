@@ -150,6 +150,11 @@ fn advances(advances: &[Advance]) -> proto::Advances {
             .flat_map(|id| id.to_le_bytes())
             .collect(),
         num_draft_tokens: drafts(advances),
+        last_token_ids: advances
+            .iter()
+            .filter_map(|advance| advance.last_token_id)
+            .flat_map(u32::to_le_bytes)
+            .collect(),
     }
 }
 
@@ -367,6 +372,7 @@ mod tests {
             num_draft_tokens: u32::from(sample) * id as u32,
             new_block_ids,
             sample,
+            last_token_id: sample.then_some(id as u32 + 1),
         };
         let packed = advances(&[advance(1, vec![5, 6], false), advance(256, vec![], true), advance(2, vec![7], true)]);
         assert_eq!(column(&packed.num_draft_tokens, u32::from_le_bytes).unwrap(), [0, 256, 2]);
@@ -374,6 +380,7 @@ mod tests {
         assert_eq!(column(&packed.sequence_ids, u64::from_le_bytes).unwrap(), [1, 256, 2]);
         assert_eq!(column(&packed.num_tokens, u32::from_le_bytes).unwrap(), [3, 3, 3]);
         assert_eq!(packed.sample, [0, 1, 1]);
+        assert_eq!(column(&packed.last_token_ids, u32::from_le_bytes).unwrap(), [257, 3]);
         assert_eq!(column(&packed.num_new_blocks, u32::from_le_bytes).unwrap(), [2, 0, 1]);
         assert_eq!(column(&packed.new_block_ids, u32::from_le_bytes).unwrap(), [5, 6, 7]);
     }

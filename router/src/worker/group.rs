@@ -67,6 +67,8 @@ pub struct LoadOptions {
     /// Whether the checkpoint's multi-token prediction layer proposes them, if it has one and there is no
     /// `speculative_model`; otherwise they come from n-grams.
     pub drafts_with_mtp: bool,
+    /// Stages of the pipeline, each with as many ranks.
+    pub num_stages: u32,
 }
 
 impl LoadOptions {
@@ -98,6 +100,7 @@ impl LoadOptions {
             max_adapter_rank: self.max_adapter_rank,
             speculative_model: text_of(self.speculative_model.as_deref()),
             drafts_with_mtp: self.drafts_with_mtp,
+            num_stages: self.num_stages,
         }
     }
 }

@@ -12,6 +12,7 @@ mod apply;
 mod audit;
 mod draft;
 mod failure;
+mod pipeline;
 mod prefill;
 mod restart;
 mod speculate;
@@ -70,6 +71,7 @@ impl Scheduler {
             max_step_sequences: limits.max_step_sequences.max(1),
             block_tokens: limits.block_tokens.max(1),
             max_steps_in_flight: limits.max_steps_in_flight.max(1),
+            num_stages: limits.num_stages.max(1),
             window_tokens: limits.window_tokens.map(|window| window.max(1)),
             ..limits
         };

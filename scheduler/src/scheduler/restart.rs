@@ -52,6 +52,9 @@ impl Scheduler {
     }
 
     pub(super) fn max_steps_in_flight(&self) -> usize {
-        if self.quarantined.is_some() { 1 } else { self.limits.max_steps_in_flight as usize }
+        if self.quarantined.is_some() {
+            return 1;
+        }
+        (self.limits.max_steps_in_flight + self.limits.num_stages - 1) as usize
     }
 }

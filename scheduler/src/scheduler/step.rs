@@ -1,4 +1,4 @@
-//! Plans one step: first all running decodes, in order of precedence; then prompts, running and queued (`prefill.rs`),
+//! Plans one step: first all running decodes (with several stages, a share of them: `pipeline.rs`), in order of precedence; then prompts, running and queued (`prefill.rs`),
 //! as far as the step's token budget and target duration allow.
 //!
 //! No deadlock: `submit` accepts only sequences that fit into the pool alone, and the running sequence with the
@@ -12,7 +12,7 @@ use super::Scheduler;
 use super::draft::Draft;
 use crate::cost::Estimate;
 use crate::in_flight::InFlightAdvance;
-use crate::plan::{BlockId, Plan, SequenceId};
+use crate::plan::{Advance, BlockId, Plan, SequenceId};
 use crate::speculation::Drafting;
 
 impl Scheduler {
@@ -24,8 +24,9 @@ impl Scheduler {
             return None;
         }
         let mut draft = Draft::new(self.in_flight.next_step(), now, &self.limits, self.residents.running().len());
-        let advancing = self.residents.running().filter(|id| !self.sequence(*id).is_at_limit());
-        let (decodes, prefills): (Vec<_>, Vec<_>) = advancing.partition(|id| self.sequence(*id).is_decoding());
+        let advancing = self.residents.running().filter(|id| self.can_advance(*id));
+        let (mut decodes, prefills): (Vec<_>, Vec<_>) = advancing.partition(|id| self.sequence(*id).is_decoding());
+        decodes.truncate(self.max_step_decodes());
         for id in &decodes {
             draft.estimate.work.add_decode(self.sequence(*id).num_computed_tokens());
         }
@@ -79,7 +80,7 @@ impl Scheduler {
     fn num_blocks_to_advance(&self, id: SequenceId, first: Option<SequenceId>) -> usize {
         let sequence = self.sequence(id);
         let must_advance = sequence.is_decoding() || Some(id) == first;
-        if must_advance && !sequence.is_at_limit() { sequence.num_next_blocks() } else { 0 }
+        if must_advance && self.can_advance(id) { sequence.num_next_blocks() } else { 0 }
     }
 
     /// Plans `num_tokens` of a running sequence, and if these are all that it knows, at most `num_draft_tokens` drafts
@@ -100,6 +101,7 @@ impl Scheduler {
         let num_rows = num_tokens + num_draft_tokens;
         let new_block_ids = std::iter::repeat_with(allocate).take(sequence.num_new_blocks(num_rows)).collect();
         let first_written = sequence.min_computed_tokens();
+        let last_token_id = sequence.last_token_id().filter(|_| self.limits.num_stages > 1);
         let advance = sequence.advance(num_tokens, num_draft_tokens, new_block_ids, draft.now);
         let (written, num_full) = sequence.written_blocks(first_written);
         self.cache.record_writes(written, draft.plan.step);
@@ -118,7 +120,7 @@ impl Scheduler {
             filled_blocks,
             unwritten_blocks,
         });
-        draft.plan.advances.push(advance);
+        draft.plan.advances.push(Advance { last_token_id, ..advance });
     }
 
     /// Moves a running sequence whose last step is planned to the finishing ones.

@@ -49,14 +49,16 @@ impl Scheduler {
     /// One of these prompts is not counted: it is the one that `STRETCH` makes room for. The default is never
     /// less than `LEAST_TARGET_SECONDS`.
     pub(super) fn target_seconds(&self, decodes: &Work, num_prefills: usize) -> Option<f64> {
+        // A sequence gets a token when a step has passed all stages, and each of them takes the duration of a step.
+        let num_stages = f64::from(self.limits.num_stages);
         (decodes.has_decodes() && self.cost.is_informed()).then(|| match self.limits.max_inter_token {
-            Some(max_inter_token) => max_inter_token.as_secs_f64(),
+            Some(max_inter_token) => max_inter_token.as_secs_f64() / num_stages,
             None => {
                 let num_running = self.residents.running().len();
                 let num_places = (self.limits.max_step_sequences as usize).saturating_sub(num_running);
                 let num_joining = num_prefills + self.queue.num_ready().min(num_places);
                 let decode_seconds = self.cost.seconds(&decodes.with_decodes(num_joining.saturating_sub(1)));
-                (STRETCH * decode_seconds).max(LEAST_TARGET_SECONDS)
+                (STRETCH * decode_seconds).max(LEAST_TARGET_SECONDS / num_stages)
             }
         })
     }

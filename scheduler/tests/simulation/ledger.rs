@@ -45,6 +45,8 @@ struct Entry {
     order: Order,
     num_known_tokens: u32,
     num_computed_tokens: u32,
+    /// The last step that samples, while it is in flight.
+    sampling_step: Option<u64>,
     /// Draft tokens that each step in flight may verify, oldest first. The two counts before include them all.
     drafts: VecDeque<(u64, u32)>,
     /// The most tokens that any plan could have computed: what its blocks hold.
@@ -78,6 +80,11 @@ impl Entry {
     fn is_decoding(&self) -> bool {
         !self.is_at_limit() && self.num_known_tokens - self.num_computed_tokens == 1
     }
+}
+
+/// The most steps in flight.
+pub fn max_depth(limits: Limits) -> usize {
+    (limits.max_steps_in_flight + limits.num_stages - 1) as usize
 }
 
 impl Ledger {
@@ -137,6 +144,7 @@ impl Ledger {
             self.failed_step.get_or_insert(result.step);
         }
         for (id, entry) in &mut self.entries {
+            entry.sampling_step = entry.sampling_step.filter(|step| *step != result.step);
             if entry.drafts.front().is_none_or(|(step, _)| *step != result.step) {
                 continue;
             }
@@ -184,7 +192,7 @@ impl Ledger {
         self.check_decodes(plan, &decodes);
         let running = self.entries.iter().filter(|(_, entry)| self.is_in_order && !entry.is_finishing());
         let first = running.min_by_key(|(_, entry)| entry.order);
-        let first = first.filter(|(_, entry)| !entry.is_at_limit()).map(|(id, _)| *id);
+        let first = first.filter(|(_, entry)| !entry.is_at_limit() && !self.awaits_token(entry)).map(|(id, _)| *id);
         let advances = |id| plan.advances.iter().any(|advance| advance.id == id);
         assert!(first.is_none_or(|id| advances(id) || self.yields_to_source(id, live)), "{first:?} does not advance");
         for advance in &plan.advances {
@@ -319,11 +327,20 @@ impl Ledger {
         let mut decodes: Vec<_> = self
             .entries
             .iter()
-            .filter(|(_, entry)| entry.is_decoding())
+            .filter(|(_, entry)| entry.is_decoding() && !self.awaits_token(entry))
             .map(|(id, entry)| (entry.order, *id))
             .collect();
         decodes.sort_unstable();
+        if self.limits.num_stages > 1 {
+            let num_decodes = self.entries.values().filter(|entry| entry.is_decoding()).count();
+            decodes.truncate(num_decodes.div_ceil(self.limits.num_stages as usize));
+        }
         decodes.into_iter().map(|(_, id)| id).collect()
+    }
+
+    /// Whether the sequence cannot advance before a result is back: of several stages, only the last one samples.
+    fn awaits_token(&self, entry: &Entry) -> bool {
+        self.limits.num_stages > 1 && entry.sampling_step.is_some()
     }
 
     fn start(&mut self, start: &NewSequence, live: &Live) {
@@ -344,6 +361,7 @@ impl Ledger {
             num_computed_tokens: start.num_computed_tokens,
             drafts: VecDeque::new(),
             num_allocated_tokens: start.num_computed_tokens,
+            sampling_step: None,
             max_tokens: submitted.prompt.len() as u32 + submitted.max_new_tokens,
             num_source_tokens: submitted.num_source_tokens,
             visibility: submitted.visibility,
@@ -420,13 +438,22 @@ impl Ledger {
             })
     }
 
-    fn check_decodes(&self, plan: &Plan, decodes: &[SequenceId]) {
+    fn check_decodes(&mut self, plan: &Plan, decodes: &[SequenceId]) {
         let first: Vec<_> = plan.advances.iter().take(decodes.len()).map(|advance| advance.id).collect();
         assert_eq!(first, decodes, "every decode advances in every step, before the prompts and in order");
+        let is_pipeline = self.limits.num_stages > 1;
+        self.tally.add("steps of disjoint decodes", u64::from(is_pipeline && !first.is_empty() && self.is_sampling()));
+    }
+
+    /// Whether a step in flight samples.
+    fn is_sampling(&self) -> bool {
+        self.entries.values().any(|entry| entry.sampling_step.is_some())
     }
 
     fn advance(&mut self, advance: &Advance, live: &Live) {
         let id = advance.id;
+        let last_token_id = live[&id].known().last().copied().filter(|_| self.limits.num_stages > 1);
+        assert_eq!(advance.last_token_id, last_token_id, "{id:?}: the stages learn another token than the last one");
         let block_tokens = self.limits.block_tokens;
         for block_id in &advance.new_block_ids {
             assert!(*block_id < self.limits.num_blocks);
@@ -437,6 +464,9 @@ impl Ledger {
         }
         let entry = self.entries.get_mut(&id).unwrap_or_else(|| panic!("{id:?} advances but is unknown to the worker"));
         assert!(!entry.is_at_limit(), "{id:?} advances past its last token");
+        let awaits_token = self.limits.num_stages > 1 && entry.sampling_step.is_some();
+        assert!(!awaits_token, "{id:?} advances before its last token is back");
+        entry.sampling_step = entry.sampling_step.or(advance.sample.then_some(self.num_steps));
         assert!(advance.num_tokens >= 1);
         let is_whole = entry.num_computed_tokens > 0 || advance.num_tokens >= entry.num_source_tokens;
         assert!(is_whole, "{id:?}: its source is split");
@@ -475,7 +505,7 @@ impl Ledger {
         assert!(plan.advances.len() + num_drafts as usize <= self.limits.max_step_sequences as usize);
         let ids: HashSet<_> = plan.advances.iter().map(|advance| advance.id).collect();
         assert_eq!(ids.len(), plan.advances.len(), "a sequence advances twice in one step");
-        let depth = if self.quarantined.is_some() { 1 } else { self.limits.max_steps_in_flight as usize };
+        let depth = if self.quarantined.is_some() { 1 } else { max_depth(self.limits) };
         assert!(self.written.len() <= depth);
         for start in &plan.new_sequences {
             assert!(ids.contains(&start.id), "{:?} starts and does not advance", start.id);

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use penstock_scheduler::{Event, FinishReason, Limits, Plan, SequenceId, StepResult, TokenId};
 
+use crate::ledger::max_depth;
 use crate::submitted::{Order, Visibility};
 
 /// What a plan must contain.
@@ -48,6 +49,8 @@ pub struct Residency {
     number: u64,
     num_known: u32,
     num_computed: u32,
+    /// Whether a step in flight samples.
+    samples: bool,
     /// For each block, the last step that writes it.
     written: Vec<u64>,
     /// Leading blocks that are released.
@@ -130,13 +133,17 @@ impl Reference {
     }
 
     pub fn plan(&mut self) -> Option<ExpectedPlan> {
-        let depth = if self.quarantined.is_some() { 1 } else { self.limits.max_steps_in_flight as usize };
+        let depth = if self.quarantined.is_some() { 1 } else { max_depth(self.limits) };
         if self.in_flight.len() >= depth || !self.make_room() {
             return None;
         }
         let mut plan = ExpectedPlan { step: self.num_steps + 1, ..ExpectedPlan::default() };
-        let (decodes, prefills): (Vec<_>, Vec<_>) =
-            self.running().into_iter().partition(|index| self.sequences[*index].num_pending() == 1);
+        let is_decode = |index: &usize| self.sequences[*index].num_pending() == 1;
+        let running = self.running();
+        let num_decodes = running.iter().filter(|index| is_decode(index)).count();
+        let advancing = running.into_iter().filter(|index| !self.awaits_token(*index));
+        let (mut decodes, prefills): (Vec<_>, Vec<_>) = advancing.partition(is_decode);
+        decodes.truncate(num_decodes.div_ceil(self.limits.num_stages as usize));
         for index in &decodes {
             self.advance(&mut plan, *index, 1);
         }
@@ -164,6 +171,7 @@ impl Reference {
             let running = self.running();
             let must =
                 running.iter().filter(|index| Some(**index) == first || self.sequences[**index].num_pending() == 1);
+            let must = must.filter(|index| !self.awaits_token(**index));
             let needed: usize = must.map(|index| self.num_new_blocks(*index, 1)).sum();
             let finishing =
                 self.sequences.iter().filter(|sequence| sequence.residency.is_some() && !sequence.is_running());
@@ -229,8 +237,14 @@ impl Reference {
     fn start(&mut self, plan: &mut ExpectedPlan, index: usize) {
         self.num_residencies += 1;
         let (number, num_known) = (self.num_residencies, self.sequences[index].num_tokens);
-        self.sequences[index].residency =
-            Some(Residency { number, num_known, num_computed: 0, written: Vec::new(), num_released: 0 });
+        self.sequences[index].residency = Some(Residency {
+            number,
+            num_known,
+            num_computed: 0,
+            samples: false,
+            written: Vec::new(),
+            num_released: 0,
+        });
         plan.started.push(self.sequences[index].id);
     }
 
@@ -243,6 +257,7 @@ impl Reference {
             let first_written = residency.num_computed / self.limits.block_tokens;
             residency.num_computed += num_tokens;
             residency.num_known += u32::from(sample);
+            residency.samples |= sample;
             residency.written.truncate(first_written as usize);
             residency.written.resize(residency.num_computed.div_ceil(self.limits.block_tokens) as usize, plan.step);
             plan.advances.push((sequence.id, num_tokens, num_new, sample));
@@ -277,6 +292,8 @@ impl Reference {
                 continue;
             };
             sequence.num_tokens += token_ids.len() as u32;
+            let residency = sequence.residency.as_mut().expect("it is this residency");
+            residency.samples &= token_ids.is_empty();
             let stopped = token_ids.iter().any(|token_id| sequence.stop_token_ids.contains(token_id));
             let finish_reason = match sequence.num_tokens == sequence.max_tokens && !token_ids.is_empty() {
                 _ if stopped => Some(FinishReason::StopToken),
@@ -311,6 +328,12 @@ impl Reference {
         let num_table_blocks = sequence.residency.as_ref().map_or(0, |residency| residency.written.len());
         ((sequence.num_computed() + num_tokens).div_ceil(self.limits.block_tokens) as usize)
             .saturating_sub(num_table_blocks)
+    }
+
+    /// Whether it cannot advance before a result is back.
+    fn awaits_token(&self, index: usize) -> bool {
+        let residency = self.sequences[index].residency.as_ref();
+        self.limits.num_stages > 1 && residency.is_some_and(|residency| residency.samples)
     }
 
     fn running(&self) -> Vec<usize> {

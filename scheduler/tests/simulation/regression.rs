@@ -47,6 +47,7 @@ fn a_blocked_sequence_is_unblocked_when_a_second_copy_replaces_a_lost_block() {
         whole_prompts: false,
         max_draft_tokens: 0,
         drafts_with_model: false,
+        num_stages: 1,
     };
     let arrivals = vec![
         Arrival { tick: 7, id: 5, needs_prompt_outputs: true, ..ARRIVAL },
@@ -95,6 +96,7 @@ fn a_sequence_that_may_end_with_its_drafts_in_flight_is_not_preempted() {
         whole_prompts: false,
         max_draft_tokens: 3,
         drafts_with_model: true,
+        num_stages: 1,
     };
     let arrival = Arrival { num_text_tokens: 0, ..ARRIVAL };
     let arrivals = vec![

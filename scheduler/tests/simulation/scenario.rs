@@ -110,8 +110,10 @@ fn limits() -> impl Strategy<Value = Limits> {
     let sizes = (1..32u32, 1..8u32, 1..80u32, 1..24u32, 1..6u32, 1..6u32);
     let turns = (prop_oneof![Just(0), 1..6u32], weighted(0.3, 0..20u64), weighted(0.35, 1..40u32));
     let drafts_and_slots = (prop_oneof![Just(0), 1..6u32], prop_oneof![Just(0), 1..6u32, 6..40u32]);
-    (sizes, 0..5u32, weighted(0.5, 0..60u64), turns, drafts_and_slots).prop_map(
-        |(sizes, caching, ageing_ticks, turns, (drafts, num_slots))| {
+    let stages = prop_oneof![3 => Just(1), 1 => 2..4u32];
+    (sizes, 0..5u32, weighted(0.5, 0..60u64), turns, drafts_and_slots, stages).prop_map(
+        |(sizes, caching, ageing_ticks, turns, (drafts, num_slots), num_stages)| {
+            let drafts = if num_stages == 1 { drafts } else { 0 };
             let (
                 max_step_tokens,
                 max_step_sequences,
@@ -136,6 +138,7 @@ fn limits() -> impl Strategy<Value = Limits> {
                 whole_prompts: false,
                 max_draft_tokens: drafts,
                 drafts_with_model: drafts % 2 == 1,
+                num_stages,
             }
         },
     )

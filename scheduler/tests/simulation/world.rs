@@ -13,7 +13,7 @@ use penstock_scheduler::{
     Drafted, Event, Limits, Plan, Scheduler, SequenceId, StepResult, Submission, SubmitError, TokenId,
 };
 
-use crate::ledger::{Ledger, Live};
+use crate::ledger::{Ledger, Live, max_depth};
 use crate::model::{self, End};
 use crate::reference::{ExpectedPlan, Reference, Sequence};
 use crate::scenario::{Arrival, Scenario};
@@ -254,8 +254,7 @@ impl World {
         }
         let stats = self.scheduler.stats();
         assert!(self.live.is_empty() || !self.in_flight.is_empty(), "deadlock: {stats:?}");
-        let has_room = self.ledger.quarantined.is_none()
-            && self.in_flight.len() < self.scenario.limits.max_steps_in_flight as usize;
+        let has_room = self.ledger.quarantined.is_none() && self.in_flight.len() < max_depth(self.scenario.limits);
         self.tally.add("waited for blocks to retire", u64::from(has_room && stats.num_retiring_blocks > 0));
     }
 

@@ -19,15 +19,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def connect(rank: int, size: int, native: NativeBuild | None) -> Collectives:
+def connect(rank: int, size: int, native: NativeBuild | None, group: dist.ProcessGroup | None = None) -> Collectives:
     """The collectives of this rank in the group of torch.distributed that the ranks have formed; with NCCL, each has
-    set its device. All ranks get the same kind. native: as of `RankGroup.join`."""
+    set its device. All ranks get the same kind. native: as of `RankGroup.join`. group: some of the ranks, of which this
+    one is number `rank`; None: all of them."""
     if dist.get_backend() == "nccl":
-        return _connect_gpus(rank, size)
-    memory, reason = shared_memory.share(rank, size, native)
+        return _connect_gpus(rank, size) if group is None else Distributed(group)
+    memory, reason = shared_memory.share(rank, size, native, group)
     if memory is None:
         logger.warning("the ranks exchange tensors over TCP, which is slow: %s", reason)
-        return Distributed()
+        return Distributed(group)
     logger.info("the ranks exchange tensors through shared memory")
     return memory
 

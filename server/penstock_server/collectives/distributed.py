@@ -10,27 +10,30 @@ from torch import Tensor
 
 
 class Distributed:
-    """The default group of torch.distributed. Implements `Collectives`."""
+    """A group of torch.distributed, by default that of all ranks. Implements `Collectives`."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        dist.all_reduce(x)
+        dist.all_reduce(x, group=self._group)
         return x
 
     def broadcast(self, x: Tensor) -> Tensor:
-        dist.broadcast(x, src=0)
+        dist.broadcast(x, group_src=0, group=self._group)
         return x
 
     def all_gather_columns(self, x: Tensor, widths: tuple[int, ...]) -> Tensor:
         padded = _widened(x, max(widths))
         parts = [torch.empty_like(padded) for _ in widths]
-        dist.all_gather(parts, padded)
+        dist.all_gather(parts, padded, group=self._group)
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
     def minimum(self, value: int) -> int:
         # NCCL takes tensors of its own device only.
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         x = torch.tensor([value], dtype=torch.int64, device=device)
-        dist.all_reduce(x, op=dist.ReduceOp.MIN)
+        dist.all_reduce(x, op=dist.ReduceOp.MIN, group=self._group)
         return int(x.item())
 
 
@@ -39,11 +42,11 @@ def _widened(x: Tensor, width: int) -> Tensor:
     return x.contiguous() if x.shape[1] == width else torch.nn.functional.pad(x, (0, width - x.shape[1]))
 
 
-def gather_numbers(*numbers: int) -> list[list[int]]:
-    """For each number, its values by rank. Only over gloo."""
+def gather_numbers(*numbers: int, group: dist.ProcessGroup | None = None) -> list[list[int]]:
+    """For each number, its values by rank. Only over gloo. group: as of `Distributed`."""
     mine = torch.tensor(numbers)
-    of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(of_ranks, mine)
+    of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(of_ranks, mine, group=group)
     return torch.stack(of_ranks, dim=1).tolist()
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from penstock_server.collectives.distributed import Distributed, gather_numbers, number_of
@@ -58,17 +59,20 @@ class SharedMemory:
         return self.all_gather_columns(x.view(1, -1), (x.numel(),) * self._size).view(self._size, *x.shape)
 
 
-def share(rank: int, size: int, native: NativeBuild | None) -> tuple[SharedMemory | None, str]:
-    """The collectives, the same on all ranks, or why there are none. native: without it, there are none."""
+def share(
+    rank: int, size: int, native: NativeBuild | None, group: dist.ProcessGroup | None = None
+) -> tuple[SharedMemory | None, str]:
+    """The collectives, the same on all ranks, or why there are none. native: without it, there are none. group: as of
+    `connect`."""
     if native is None:
-        gather_numbers(_NOWHERE, 0, 0)
+        gather_numbers(_NOWHERE, 0, 0, group=group)
         return None, "penstock_kernels has no kernels for this data type"
     Collective = native.module.Collective  # noqa: N806
     # The file has no name and ends with its processes. It does not count against the size of /dev/shm.
     memory = os.memfd_create("penstock ranks")
     with os.fdopen(memory, "rb+"):
         os.ftruncate(memory, Collective.memory_bytes(size))
-        places, pids, files = gather_numbers(_place(), os.getpid(), memory)
+        places, pids, files = gather_numbers(_place(), os.getpid(), memory, group=group)
         if len(set(places)) > 1 or _NOWHERE in places:
             return None, "they are not all on one host and in one process namespace"
         collective, reason = None, "another rank cannot map the memory"
@@ -78,7 +82,7 @@ def share(rank: int, size: int, native: NativeBuild | None) -> tuple[SharedMemor
         except OSError as error:
             reason = f"rank {rank} cannot map the memory of rank 0: {error}"
         # Rank 0 closes its file after all have opened it.
-        if Distributed().minimum(collective is not None) and collective is not None:
+        if Distributed(group).minimum(collective is not None) and collective is not None:
             return SharedMemory(collective, rank, size), ""
         return None, reason
 

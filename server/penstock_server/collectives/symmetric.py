@@ -26,6 +26,7 @@ class SymmetricMemory(Distributed):
 
     def __init__(self, buffer: Tensor, summed: Callable[[Tensor], Tensor]) -> None:
         """buffer [bytes] uint8, symmetric memory of all ranks; summed: the sum of all ranks' tensors in it."""
+        super().__init__()
         self._buffer = buffer
         self._summed = summed
 

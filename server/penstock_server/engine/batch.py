@@ -42,13 +42,17 @@ class Selection:
 
 
 def select(table: SequenceTable, advances: Advances) -> Selection:
-    """Append the new blocks, and fail the sequences whose advance breaks a rule."""
+    """Bring the plan's last tokens into the table, append the new blocks, and fail the sequences whose advance breaks a
+    rule."""
     sequence_ids, rows = advances.sequence_ids, table.rows(advances.sequence_ids.tolist())
     num_tokens, num_new_blocks = advances.num_tokens.astype(np.int64), advances.num_new_blocks.astype(np.int64)
     sample, new_block_ids = advances.sample, advances.new_block_ids
     max_drafts = _max_drafts(advances)
     failures: dict[int, Failure] = {}
     is_allowed = _allowed(table, advances, rows)
+    if len(advances.last_token_ids):
+        places = rows[is_allowed]
+        table.token_ids[places, table.known[places] - 1] = advances.last_token_ids[is_allowed]
     if not is_allowed.all():
         for index in np.flatnonzero(~is_allowed).tolist():
             sequence_id = int(sequence_ids[index])
@@ -97,6 +101,8 @@ def _allowed(table: SequenceTable, advances: Advances, rows: Rows) -> npt.NDArra
         & ~table.splits_images(rows, ends)
         & ~table.splits_prompts(rows, ends)
     )
+    if len(advances.last_token_ids):
+        allowed &= advances.last_token_ids < table.limits.vocab_size
     is_outside = advances.new_block_ids >= table.limits.num_blocks
     if is_outside.any():
         allowed[np.repeat(np.arange(len(rows)), num_new_blocks)[is_outside]] = False
@@ -134,6 +140,9 @@ def _reason(table: SequenceTable, advances: Advances, index: int, row: int) -> s
         return f"would have {end} tokens, at most {table.limits.max_sequence_tokens} are allowed"
     if end > capacity:
         return f"an advance to {end} tokens, but its blocks hold only {capacity}"
+    if len(advances.last_token_ids) and advances.last_token_ids[index] >= table.limits.vocab_size:
+        last, vocab_size = int(advances.last_token_ids[index]), table.limits.vocab_size
+        return f"token id {last} is outside of the vocabulary of {vocab_size}"
     if num_drafts and not advances.sample[index]:
         return f"an advance with {num_drafts} draft tokens, but without a sample"
     if end + num_drafts > min(capacity, table.limits.max_sequence_tokens):

@@ -67,7 +67,7 @@ class CapacityProbe:
         longest_bytes = self.num_required_blocks(longest) * per_block
         share = memory.Share(
             config.memory_fraction,
-            self.group.size if on_cpu else 1,
+            self.group.num_ranks if on_cpu else 1,
             cap_bytes=memory.default_cap_bytes(longest_bytes) if on_cpu and not config.num_blocks else None,
         )
         hoped_blocks = config.num_blocks
@@ -79,7 +79,7 @@ class CapacityProbe:
             config.max_step_tokens,
             config.max_step_sequences,
             longest,
-            self.contexts_in(self.group.minimum(max(1, hoped_blocks)), longest),
+            self.contexts_in(self.group.minimum_of_all(max(1, hoped_blocks)), longest),
             self.block_tokens,
             max_source_tokens=self.model.max_source_tokens,
             max_answer_tokens=self.model.max_position_tokens - self.model.max_source_tokens,
@@ -167,7 +167,7 @@ class CapacityProbe:
 
     def agree_on_blocks(self, config: WarmUpConfig, fitting: int, left: memory.Memory) -> int:
         """The number of blocks of every rank. Raises the same ConfigError on all ranks when too few fit."""
-        fitting = self.group.minimum(fitting)
+        fitting = self.group.minimum_of_all(fitting)
         if fitting < 1:
             raise ConfigError(
                 f"no KV block fits: {memory.mib(left.available)} are free after loading the model, and the largest "
@@ -199,10 +199,10 @@ class CapacityProbe:
         if config.proven or config.offload_folder is not None:
             return
         on_cpu = self.device.type == "cpu"
-        needed = config.num_slots * self.kv_bytes_per_block * self.group.size
-        pool = config.num_blocks * self.kv_bytes_per_block * self.group.size if on_cpu else 0
+        needed = config.num_slots * self.kv_bytes_per_block * self.group.num_ranks
+        pool = config.num_blocks * self.kv_bytes_per_block * self.group.num_ranks if on_cpu else 0
         free = memory.free_bytes(torch.device("cpu")) - pool
-        if self.group.minimum(free) < needed:
+        if self.group.minimum_of_all(free) < needed:
             raise ConfigError(
                 f"the KV offload needs {memory.mib(needed)} of host memory, but {memory.mib(max(0, free))} are free "
                 "beside the KV cache; lower --kv-offload-gib, or give --kv-offload-folder"

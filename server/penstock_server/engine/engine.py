@@ -34,6 +34,7 @@ from penstock_server.engine.graphs import Bucket, CudaRecorder, StepGraphs, buck
 from penstock_server.engine.load import LoadModel, load_model, load_options
 from penstock_server.engine.offload import Offload
 from penstock_server.engine.pooling import PoolingRunner
+from penstock_server.engine.relay import RelayRunner
 from penstock_server.engine.sampler import SampledTime, Sampler
 from penstock_server.engine.sequence import SequenceTable, TableLimits
 from penstock_server.engine.step import StepRunner
@@ -56,9 +57,10 @@ logger = logging.getLogger(__name__)
 _MAX_MASK_THREADS = 8
 
 
-def _can_draft(model: CausalModel, device: torch.device) -> bool:
-    """Whether drafts change no bit, and no step waits for them: the tokens that a draft continues are on the host."""
-    return device.type == "cpu" and model.pooler is None and model.is_row_independent
+def _can_draft(model: CausalModel, device: torch.device, group: RankGroup) -> bool:
+    """Whether drafts change no bit, and no step waits for them: the tokens that a draft continues are on the host. Only
+    the last of several pipeline stages knows which drafts are right."""
+    return device.type == "cpu" and model.pooler is None and model.is_row_independent and group.stage.size == 1
 
 
 def _image_input(images: ImageEncoder | None) -> ImageInput | None:
@@ -120,7 +122,7 @@ class Engine:
         open_device(device)
         with clock.phase("meet ranks"):
             backend = "nccl" if device.type == "cuda" else "gloo"
-            group = RankGroup.join(rank, world_size, config.rendezvous, backend, native)
+            group = RankGroup.join(rank, world_size, config.rendezvous, backend, native, config.num_stages)
         advice = "use a larger GPU, or more shards (--num-shard), or end the other processes"
 
         def read() -> CausalModel:
@@ -137,7 +139,7 @@ class Engine:
                 with clock.phase("read vocabulary"):
                     wait([compiler.read()])
         watermark = Watermark.of(model.vocab_size, config.watermark_gamma, config.watermark_delta)
-        build = native if _can_draft(model, device) else None
+        build = native if _can_draft(model, device, group) else None
 
         def read_drafter() -> Drafter:
             phase = nullcontext() if config.speculative_model is None else clock.phase("load drafter")
@@ -212,7 +214,7 @@ class Engine:
     def _warm_up(self, config: WarmUpConfig) -> Capacity:
         clock = PhaseClock()
         has_grammars = self._compiler is not None and self._compiler.rehearse(warmup.ANY_TEXT)
-        has_grammars = self._group.minimum(-has_grammars) < 0  # the first rank alone has a compiler
+        has_grammars = self._group.minimum_of_all(-has_grammars) < 0  # the first rank alone has a compiler
         probe = CapacityProbe(
             self.model, self._group, self._device, self._block_tokens, has_grammars, self._pooled_drafter
         )
@@ -242,7 +244,9 @@ class Engine:
             table = SequenceTable(table_limits(num_blocks), self.model.adapters, self.model.images)
             if model.pooler is not None:
                 return PoolingRunner(model, model.pooler, self._group, self._device, config, table, self.progress)
-            drafter = self._drafter if _can_draft(model, self._device) else None
+            if not self._group.stage.is_last:
+                return RelayRunner(model, self._device, config, table, self.progress)
+            drafter = self._drafter if _can_draft(model, self._device, self._group) else None
             return StepRunner(
                 model, self._group, self._device, config, sampler, table, grammars, graphs, self.progress, drafter
             )

@@ -111,7 +111,7 @@ class Preloaded:
 
     def load_model(self, options: LoadOptions, group: RankGroup) -> CausalModel:
         """This model, if these are its options. Implements `LoadModel`."""
-        if options == self.options and group.size == 1:
+        if options == self.options and group.num_ranks == 1:
             return self.model
         return load_model(options, group)
 

@@ -323,7 +323,7 @@ class StepRunner:
             for place in pending.prompt.places[verdict[len(places) :] > 0].tolist():
                 self._fail(pending, place, BROKEN_LOGITS)
         # The sequence may have failed, or a later plan freed it and gave its row to another.
-        stays = self._table.residency[rows] == pending.residencies[places]
+        stays = (self._table.residency[rows] == pending.residencies[places]) & ~broken
         if pending.is_kept is not None:
             stays &= pending.is_kept
         if self._drafter is not None and pending.outputs is not None:
@@ -341,6 +341,8 @@ class StepRunner:
         """End the sequence of one of the step's advances, in later steps in flight too."""
         sequence_id, residency = int(pending.chosen.sequence_ids[place]), pending.residencies[place]
         failure = pending.failures.setdefault(sequence_id, Failure(sequence_id, reason, request_is_at_fault))
+        if self._group.stage.size > 1:
+            return  # the other stages do not know, and compute the sequence until the router has freed it
         if self._table.residency[pending.chosen.rows[place]] == residency:
             self._table.fail(sequence_id, failure.reason)
         for other in self._in_flight:

@@ -40,6 +40,8 @@ def check_plan(plan: Plan, last_step: int, limits: WarmUpConfig, *, can_draft: b
         raise PlanError("the columns of the advances do not have the same length")
     if len(columns.num_draft_tokens) not in (0, len(columns)):
         raise PlanError("the column of draft tokens has neither the length of the others nor 0")
+    if len(columns.last_token_ids) not in (0, len(columns)):
+        raise PlanError("the column of last tokens has neither the length of the others nor 0")
     num_drafts = int(columns.num_draft_tokens.sum())
     if num_drafts and not can_draft:
         raise PlanError(f"plan asks for {num_drafts} draft tokens, but the model verifies none here")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,7 +24,8 @@ from penstock_server.models.layer import ATTENTION_PARTS
 from penstock_server.models.parameters import parameters
 from penstock_server.models.registry import read_spec
 from penstock_server.models.spec import ModelSpec
-from penstock_server.parallel import RankGroup
+from penstock_server.models.stage import stage_of
+from penstock_server.parallel import RankGroup, Stage
 from penstock_server.vision.family import FAMILIES
 from penstock_server.weights.loader import expected_shapes, mismatches, shortened
 from penstock_server.weights.location import Locator
@@ -40,10 +41,12 @@ class RankShare:
 
     num_heads: int
     num_kv_heads: int
+    first_layer: int
+    num_layers: int
     weight_bytes: int
     kv_bytes_per_token: int
-    free_bytes: int  # on its device, before anything is loaded
-    fitting_tokens: int  # of KV cache, in the memory that the weights leave
+    free_bytes: int = 0  # on its device, before anything is loaded
+    fitting_tokens: int = 0  # of KV cache, in the memory that the weights leave
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +71,11 @@ def lay_out(
     dtype_name: str,
     memory_fraction: float,
     *,
+    num_stages: int = 1,
     deterministic: bool = False,
 ) -> Layout | None:
-    """Returns None when the folder's config.json describes no supported model. Adds all errors to `files.problems`."""
+    """Returns None when the folder's config.json describes no supported model. Adds all errors to `files.problems`.
+    num_ranks: of each of the pipeline's stages."""
     problems = files.problems
     try:
         spec, names = read_spec(folder)
@@ -96,20 +101,22 @@ def lay_out(
             found = found.dequantized()
         kept = None if found is None else (found, locator, ops.kept)
         tower_bytes = _tower_bytes(spec, tensors or {}, dtype)
-        ranks = [_share(spec, RankGroup(rank, num_ranks), exact, dtype, kept, tower_bytes) for rank in range(num_ranks)]
+        # The first ranks are the last stage.
+        stages = [Stage(index, num_stages) for index in reversed(range(num_stages))]
+        groups = [RankGroup(rank, num_ranks, stage=stage) for stage in stages for rank in range(num_ranks)]
+        shares = [_share(spec, group, exact, dtype, kept, tower_bytes) for group in groups]
     except ConfigError as error:
         problems.append(str(error))
         return None
     # On a CPU the ranks share one memory; each GPU has its own.
-    sharing = num_ranks if device.type == "cpu" else 1
-    total_weights = (
-        sum(weights for *_, weights, _ in ranks) if sharing > 1 else max(weights for *_, weights, _ in ranks)
-    )
+    sharing = len(shares) if device.type == "cpu" else 1
+    weights = [share.weight_bytes for share in shares]
+    total_weights = sum(weights) if sharing > 1 else max(weights)
     left = DeviceMemory(memory.total, memory.available - total_weights, 0)
     usable = usable_bytes(left, Share(memory_fraction, sharing))
-    shares = tuple(
-        RankShare(heads, kv_heads, weights, kv_bytes, memory.available, usable // kv_bytes)
-        for heads, kv_heads, weights, kv_bytes in ranks
+    ranks = tuple(
+        replace(share, free_bytes=memory.available, fitting_tokens=usable // share.kv_bytes_per_token)
+        for share in shares
     )
     serves = "generation" if spec.pooling is None else _SERVES[spec.pooling.task]
     name = str(dtype).removeprefix("torch.")
@@ -120,7 +127,7 @@ def lay_out(
         spec.max_source_tokens,
         name,
         device.type,
-        shares,
+        ranks,
         quantization,
         serves,
         spec.reads_images,
@@ -156,18 +163,21 @@ def _share(
     dtype: torch.dtype,
     kept: tuple[Quantized, Locator, Kept] | None,
     tower_bytes: int,
-) -> tuple[int, int, int, int]:
-    """Returns (query heads of a layer, KV heads of a layer, weight bytes, KV bytes per token). exact: as of `Shard`.
+) -> RankShare:
+    """What a rank would hold, without its memory. exact: as of `Shard`.
     kept: the quantized weights, if there are any, and which of them the operators take. tower_bytes: of the weights
     that every rank encodes images with."""
     shard = Shard.of(spec.hidden_size, spec.vocab_size, group, exact)
     table = parameters(spec, WeightLayout(shard))
+    layers, held = stage_of(spec, table, group.stage)
+    table = {name: parameter for name, parameter in table.items() if name in held}
     weights = tower_bytes + sum(math.prod(each.local_shape) * each.dtype_in(dtype).itemsize for each in table.values())
     if kept is not None:
         found, locator, kept_by_ops = kept
         weights -= found.saved_bytes(table, locator, dtype, kept_by_ops)
-    attention = [layer.attention for layer in spec.layers]
+    attention = [spec.layers[index].attention for index in layers]
     attention = attention[:1] if spec.is_encoder else attention  # the layers of an encoder take turns in one cache
     kv_numbers = sum(ATTENTION_PARTS[type(each)].kv_elements_per_token(each, shard) for each in attention)
     heads = shard.heads(attention[0].num_heads, attention[0].num_kv_heads)
-    return len(heads.mine), len(heads.my_kv), weights, kv_numbers * dtype.itemsize
+    kv_bytes = kv_numbers * dtype.itemsize
+    return RankShare(len(heads.mine), len(heads.my_kv), layers.start, len(layers), weights, kv_bytes)

@@ -47,6 +47,7 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     from penstock_server.models.parameters import parameters
     from penstock_server.models.pooling import read_pooling
     from penstock_server.models.registry import read_spec
+    from penstock_server.models.stage import stage_of
     from penstock_server.models.vision import load_images
     from penstock_server.weights import kv_scale
     from penstock_server.weights.adapter import StoredWeight
@@ -85,8 +86,11 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     locator = locator or names.for_checkpoint(checkpoint.names())
     spec = spec.for_checkpoint(locator, checkpoint.names(), drafts_with_mtp=options.drafts_with_mtp)
     table = parameters(spec, layout)
+    layers, held = stage_of(spec, table, group.stage)
     sites = None
     if options.max_adapters:
+        if group.stage.size > 1:
+            raise refusal("its layers are split into pipeline stages")
         if spec.pooling is not None or spec.encoder is not None:
             raise refusal("only decoders have them")
         # Not the checkpoint's names: adapters are made with transformers.
@@ -94,7 +98,7 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
         locators = (names, *names.alternatives)
         sites = AdapterSites(table, locators, options.max_adapters, options.max_adapter_rank, stored)
     context = BuildContext(
-        loader=Loader(checkpoint, table, locator, options.dtype, options.device, ops.kept),
+        loader=Loader(checkpoint, table, locator, options.dtype, options.device, ops.kept, held),
         ops=ops,
         layout=layout,
         attention=ModelAttention(
@@ -114,7 +118,7 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
         name = str(options.kv_dtype).removeprefix("torch.")
         logger.info("keys and values are stored in %s, with scales of %s", name, source)
     opened = time.perf_counter()
-    model = Decoder(spec, context)
+    model = Decoder(spec, context, layers)
     if sites is not None:
         model.accept_adapters(sites)
     if spec.reads_images:

@@ -33,6 +33,7 @@ from penstock_server.models.layer import Layer, ResidualStream
 from penstock_server.models.mtp import MtpLayer
 from penstock_server.models.pooler import Pooler
 from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec
+from penstock_server.parallel import RankGroup
 from penstock_server.vision.encoder import ImageEncoder
 
 
@@ -53,11 +54,14 @@ class Observer(Protocol):
 class Decoder:
     """A loaded model on one rank. Implements `CausalModel`."""
 
-    def __init__(self, spec: ModelSpec, context: BuildContext) -> None:
+    def __init__(self, spec: ModelSpec, context: BuildContext, layers: range | None = None) -> None:
+        """layers: those of this rank's stage; None: all."""
+        layers = layers or range(spec.num_layers)
+        stage = context.shard.group.stage
         self.spec = spec
         self.architecture = spec.architecture
         self.vocab_size = spec.vocab_size
-        self.num_layers = spec.num_layers
+        self.num_layers = len(layers)
         self.hidden_size = spec.hidden_size
         self.max_position_tokens = spec.max_position_tokens
         self.max_source_tokens = spec.max_source_tokens
@@ -67,24 +71,29 @@ class Decoder:
 
         # The largest tensors first: the memory that is freed after packing them is reused for the smaller ones.
         self.head: VocabularyHead | None = None
-        if spec.pooling is None:
-            self.head, lookup = _load_head(spec.head, context)
-        else:
+        lookup: Lookup | None = None
+        if stage.is_last and spec.pooling is None:
+            self.head, lookup = _load_head(spec.head, context, embeds=stage.is_first)
+        elif stage.is_first:
             lookup = context.weights("embedding").lookup(context.ops)
-        self.embedding = Embedding.load(spec.embedding, lookup, context)
+        self.embedding = None
+        if stage.is_first:
+            assert lookup is not None, "the first stage has the token table"
+            self.embedding = Embedding.load(spec.embedding, lookup, context)
         self.layers: list[Layer] = []
         # Layers with one spec and one size have the same shapes and formats. The index is the last one of the kind.
         self._kinds: dict[tuple[LayerSpec, int], int] = {}
-        for index, layer in enumerate(spec.layers):
-            bytes_before = context.loader.loaded_bytes
-            self.layers.append(Layer.load(layer, f"layers.{index}", context))
+        for index, number in enumerate(layers):
+            layer, bytes_before = spec.layers[number], context.loader.loaded_bytes
+            self.layers.append(Layer.load(layer, f"layers.{number}", context))
             self._kinds[layer, context.loader.loaded_bytes - bytes_before] = index
             return_free_pages()
         self.encoder = None if spec.encoder is None else Encoder(spec.encoder, lookup, context)
         self.norm = None
-        if spec.final_norm is not None:
+        if stage.is_last and spec.final_norm is not None:
             self.norm = load_norm(context.loader, context.ops, "norm", spec.final_norm)
-        self.project = None if self.embedding.project is None else context.linear("project_out")
+        is_projected = spec.embedding.size not in (None, spec.hidden_size)
+        self.project = context.linear("project_out") if stage.is_last and is_projected else None
         self.pooler = Pooler.load(spec, context.loader)
         self.stack = NativeStack.of(self._append_layers, spec.hidden_size, context.ops)
         self._adapted_stack: NativeStack | None = None
@@ -97,10 +106,10 @@ class Decoder:
         context.loader.finish()
         attentions = [layer.attention.attention for layer in self.layers]
         self.attentions = attentions
-        self.window_tokens = 0 if spec.is_encoder else window_tokens(attentions)
+        self.window_tokens = 0 if spec.is_encoder else _widest(window_tokens(attentions), context.shard.group)
         self.attention_name = context.attention.name
         self.is_row_independent = context.ops.name == "native" and self.attention_name == "native"
-        self.is_recordable = context.attention.is_recordable and context.ops.name == "triton"
+        self.is_recordable = context.attention.is_recordable and context.ops.name == "triton" and stage.size == 1
         self.kv_bytes_per_block = sum(attention.bytes_per_block() for attention in self._cached)
         self.weight_bytes = context.loader.loaded_bytes
         self.attention = context.attention
@@ -182,24 +191,35 @@ class Decoder:
                 return batch.token_ids.new_empty((0, self.spec.hidden_size), dtype=self.dtype)
         if batch.image_positions is not None:
             batch = self._with_image_positions(batch)
+        stage = self._group.stage
         step = StepContext.of(batch, self.attention)
-        residual = self.embedding(step)
+        residual = self._received(batch) if self.embedding is None else self.embedding(step)
         features: Sequence[Tensor] = ()  # that image tokens get after the first layers
         if batch.image_places is not None and batch.image_embeddings is not None:
             embeddings, *features = batch.image_embeddings.split(self.spec.hidden_size, dim=1)
             residual[batch.image_places] = embeddings
-        if self.output_pool is None:
+        if self.output_pool is None and stage.is_last:
             x = self._outputs(residual, batch, step, features)
         else:
-            whole = replace(batch, sample_rows=torch.arange(len(residual)))
+            whole = replace(batch, sample_rows=torch.arange(len(residual), device=residual.device))
             x = self._outputs(residual, whole, replace(step, batch=whole), features)
-            self.output_pool[batch.slots] = x
+            if not stage.is_last:
+                stage.send(x)
+                return x
+            if self.output_pool is not None:
+                self.output_pool[batch.slots] = x
             x = x[batch.sample_rows]
         return x if self.project is None else self.project(x, step.select(batch.sample_rows))
 
+    def _received(self, batch: StepBatch) -> Tensor:
+        """The residual [tokens, hidden] that the stage before sends."""
+        shape = (len(batch.token_ids), self.spec.hidden_size)
+        return self._group.stage.receive(torch.empty(shape, dtype=self.dtype, device=self._device))
+
     def _outputs(self, residual: Tensor, batch: StepBatch, step: StepContext, features: Sequence[Tensor]) -> Tensor:
-        """The normed residual of the sampled rows [samples, hidden]. residual: embeddings [tokens, hidden],
-        overwritten. features: what image tokens get after the first layers [image tokens, hidden]."""
+        """The normed residual of the sampled rows [samples, hidden]; before the last stage, not normed. residual: the
+        input of the first layer [tokens, hidden], overwritten. features: what image tokens get after the first layers
+        [image tokens, hidden]."""
         if batch.adapters is not None and self._adapted_stack is not None:
             if features:
                 return self._adapted_outputs(residual, step, features)
@@ -256,8 +276,13 @@ class Decoder:
         program.output(self.norm if is_end else None, self.spec.hidden_size)
 
 
-def _load_head(spec: HeadSpec, context: BuildContext) -> tuple[VocabularyHead, Lookup]:
-    """The output head, and the token embedding, which may share its weight."""
+def _widest(window: int, group: RankGroup) -> int:
+    """The window of all stages. 0: a layer of some stage attends to all tokens."""
+    return 0 if group.minimum_of_all(window) == 0 else -group.minimum_of_all(-window)
+
+
+def _load_head(spec: HeadSpec, context: BuildContext, *, embeds: bool) -> tuple[VocabularyHead, Lookup | None]:
+    """The output head, and the token embedding if this rank `embeds`, which may share its weight."""
     ops, shard = context.ops, context.shard
     if spec.tied:
         linear, lookup = context.weights("embedding").pack_tied(ops)
@@ -266,7 +291,7 @@ def _load_head(spec: HeadSpec, context: BuildContext) -> tuple[VocabularyHead, L
         if spec.is_normalized:
             weight, bias = weights.dense()
             weights = DenseWeights(normalize(weight.float()).to(weight.dtype), bias)
-        linear, lookup = weights.pack(ops), context.weights("embedding").lookup(ops)
+        linear, lookup = weights.pack(ops), context.weights("embedding").lookup(ops) if embeds else None
     cap = None if spec.soft_cap is None else soft_cap(ops, spec.soft_cap)
     logits_bias = context.loader.read("head.logits_bias")[0] if spec.logits_bias else None
     sites, site = context.adapter_sites, None

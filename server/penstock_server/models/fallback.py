@@ -157,10 +157,10 @@ def load_fallback(options: LoadOptions, group: RankGroup) -> Fallback:
             f"model type {model_type!r} is run by transformers, whose results depend on the batch; "
             "remove --deterministic"
         )
-    if group.size > 1:
+    if group.num_ranks > 1:
         raise config.refuse(
             f"model type {model_type!r} is run by transformers, which is supported on one rank only, not on "
-            f"{group.size}; supported on several ranks: {', '.join(sorted(ARCHITECTURES))}"
+            f"{group.num_ranks}; supported on several ranks: {', '.join(sorted(ARCHITECTURES))}"
         )
     runner = "the checkpoint's own code" if runs_code else f"transformers {transformers().__version__}"
     logger.warning("model type %s has no native decoder: %s runs it, slower and on one rank", model_type, runner)

@@ -78,7 +78,8 @@ class CausalModel(Protocol):
     def forward(self, batch: StepBatch) -> Tensor:
         """One step. Returns the outputs [samples, hidden] of the rows `batch.sample_rows` in the model's dtype, as
         input for `logits` or `pooler`. Source tokens in front of a decoder have no outputs and must not be among these
-        rows."""
+        rows. A pipeline stage waits for the residual of the stage before, and sends its own of all tokens to the next
+        one; what it returns has no use before the last stage."""
         ...
 
     def logits(self, outputs: Tensor, adapters: StepAdapters | None = None) -> Tensor:

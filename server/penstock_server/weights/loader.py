@@ -7,7 +7,7 @@ architecture, and the layers know no tensor names of the checkpoint.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -56,8 +56,9 @@ class Loader:
         dtype: torch.dtype,
         device: torch.device,
         kept: Kept = ALL_KEPT,
+        held: Collection[str] | None = None,
     ) -> None:
-        """kept: which quantized weights the operators take."""
+        """kept: which quantized weights the operators take. held: the parameters that this rank reads; None: all."""
         self.checkpoint = checkpoint
         self.locator = locator
         self.parameters = parameters
@@ -65,7 +66,7 @@ class Loader:
         self.dtype = dtype
         self.device = device
         self.kept = kept
-        self.unfilled = set(parameters)
+        self.unfilled = set(parameters if held is None else held)
         self.loaded_bytes = 0
         self._scratch = Scratch()
         shapes = {name: checkpoint.shape(name) for name in checkpoint.names()}

@@ -2,6 +2,7 @@
 
 mod end;
 mod latency;
+mod pipeline;
 mod priority;
 mod restart;
 mod sharing;
@@ -41,6 +42,7 @@ fn limits(num_blocks: u32, max_steps_in_flight: u32) -> Limits {
         whole_prompts: false,
         max_draft_tokens: 0,
         drafts_with_model: false,
+        num_stages: 1,
     }
 }
 

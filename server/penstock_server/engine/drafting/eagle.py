@@ -36,6 +36,7 @@ class EagleHead:
     def __init__(self, folder: Path, model: Decoder, dtype: torch.dtype, block_tokens: int) -> None:
         """Raises ConfigError if the folder's head is damaged, or was made for another model."""
         config, self._block_tokens, self._dtype = Config.read(folder), block_tokens, dtype
+        assert model.embedding is not None, "the model is not split into stages"
         hidden, self._embed = model.hidden_size, model.embedding.tokens
         nested = config.values.get("eagle_config")
         options = {**config.values, **(nested if isinstance(nested, dict) else {})}

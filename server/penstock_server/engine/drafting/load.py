@@ -80,6 +80,7 @@ def load_drafter(
 def _eagle(folder: Path, model: CausalModel, options: LoadOptions) -> HeadDrafter:
     if (
         not isinstance(model, Decoder)
+        or model.embedding is None
         or model.embedding.tokens.group.size > 1
         or model.embedding.project is not None
         or model.max_source_tokens

@@ -1,0 +1,32 @@
+//! Steps for a pipeline of stages: while one stage computes a step, the others compute the steps before and after it.
+//!
+//! Only the last stage samples, so a sequence whose next token is in flight waits for it. Each step therefore decodes a
+//! share of the sequences, and the steps in flight decode disjoint ones. Chunks of one prompt follow each other without
+//! waiting, because they sample nothing.
+//!
+//! No decode starves: the shares of all stages together have room for all decodes, and more steps than stages can be in
+//! flight. So of any as many results, at least one step has room for a decode that was left out.
+
+use super::Scheduler;
+use crate::plan::SequenceId;
+
+impl Scheduler {
+    /// Whether a running sequence can advance before another result is back.
+    pub(super) fn can_advance(&self, id: SequenceId) -> bool {
+        let sequence = self.sequence(id);
+        !sequence.is_at_limit() && !(self.limits.num_stages > 1 && sequence.awaits_token())
+    }
+
+    /// The most decodes of one step: with several stages, an equal share of them all.
+    pub(super) fn max_step_decodes(&self) -> usize {
+        match self.limits.num_stages as usize {
+            1 => usize::MAX,
+            num_stages => self.num_decodes().div_ceil(num_stages),
+        }
+    }
+
+    fn num_decodes(&self) -> usize {
+        let is_decode = |id: &SequenceId| !self.sequence(*id).is_at_limit() && self.sequence(*id).is_decoding();
+        self.residents.running().filter(is_decode).count()
+    }
+}
