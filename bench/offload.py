@@ -1,7 +1,7 @@
-"""Measures the time to the first token of a prompt that was served before: computed again, or with a prefix that comes back from
-host memory or from a file (`--kv-offload-gib`), or that is still in the KV pool.
+"""Measures the time to the first token of a prompt that was served before: computed again, or with a prefix that comes
+back from host memory or from a file (`--kv-offload-gib`), or that is still in the KV pool.
 
-The pool holds two of the prompts, so that of twelve in turn none is left when it comes again. "pool" has room for all of them.
+The pool holds two of the prompts, so that of twelve in turn none is left when it comes again. "pool" has room for all.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import peers
@@ -44,7 +45,7 @@ def servers_of(prompt_tokens: int, folder: str) -> dict[str, Server]:
         "file": [*offloading, "--kv-offload-folder", folder],
         "pool": ["--max-batch-total-tokens", str((NUM_PROMPTS + POOL_PROMPTS) * prompt_tokens), "--standby", "off"],
     }
-    return {name: penstock_server(extra) for name, extra in flags.items()}
+    return {name: replace(penstock_server(extra), settled="") for name, extra in flags.items()}
 
 
 def first_token_s(port: int, words: Sequence[str], seed: str, prompt_tokens: int) -> float:

@@ -32,6 +32,9 @@ class Offload:
         self._blocks = [cache.view(len(cache), -1).view(torch.uint8) for cache in caches]
         self._widths = [blocks.shape[1] for blocks in self._blocks]
         self._device = self._blocks[0].device
+        if self._device.type == "cpu":
+            ends = itertools.accumulate(self._widths)
+            self._parts = [(b.numpy(), end - b.shape[1], end) for b, end in zip(self._blocks, ends, strict=True)]
         self._checksums: dict[int, int] | None = None if folder is None else {}
         shape, on_gpu = (num_slots, sum(self._widths)), self._device.type != "cpu"
         if folder is None:
@@ -48,31 +51,35 @@ class Offload:
         for transfer in transfers:
             if transfer.block_id >= len(self._blocks[0]) or transfer.slot >= len(self._slots):
                 raise PlanError(f"{transfer} is beyond {len(self._blocks[0])} blocks and {len(self._slots)} slots")
-        for is_load, run in itertools.groupby(transfers, lambda transfer: transfer.is_load):
-            # A place may be filled twice in a run: the last one counts.
-            last = {transfer.block_id if is_load else transfer.slot: transfer for transfer in run}.values()
-            slots = [transfer.slot for transfer in last]
-            block_ids = torch.tensor([transfer.block_id for transfer in last], device=self._device)
-            if is_load:
-                self._load(slots, block_ids)
+        for transfer in transfers:
+            if transfer.is_load:
+                self._load(transfer.slot, transfer.block_id)
             else:
-                self._store(slots, block_ids)
+                self._store(transfer.block_id, transfer.slot)
 
-    def _store(self, slots: Sequence[int], block_ids: Tensor) -> None:
-        rows = torch.cat([blocks[block_ids] for blocks in self._blocks], dim=1)
-        for slot, row in zip(slots, rows, strict=True):
+    def _store(self, block_id: int, slot: int) -> None:
+        if self._device.type == "cpu":
+            # PERF: not torch's copies: their threads wait for each other, on a busy machine for long.
+            row = self._slots[slot].numpy()
+            for blocks, begin, end in self._parts:
+                row[begin:end] = blocks[block_id]
+        else:
+            row = torch.cat([blocks[block_id] for blocks in self._blocks])  # so that one copy crosses the bus
             self._slots[slot].copy_(row, non_blocking=True)
-            if self._checksums is not None:
-                self._checksums[slot] = self._checksum(slot)
+        if self._checksums is not None:
+            self._checksums[slot] = self._checksum(slot)
 
-    def _load(self, slots: Sequence[int], block_ids: Tensor) -> None:
-        rows = torch.empty((len(slots), self._slots.shape[1]), dtype=torch.uint8, device=self._device)
-        for slot, row in zip(slots, rows, strict=True):
-            if self._checksums is not None and self._checksums[slot] != self._checksum(slot):
-                raise RuntimeError(f"slot {slot} of the KV offload file is not what was written: its disk is faulty")
-            row.copy_(self._slots[slot], non_blocking=True)
-        for blocks, part in zip(self._blocks, rows.split(self._widths, dim=1), strict=True):
-            blocks.index_copy_(0, block_ids, part)
+    def _load(self, slot: int, block_id: int) -> None:
+        if self._checksums is not None and self._checksums[slot] != self._checksum(slot):
+            raise RuntimeError(f"slot {slot} of the KV offload file is not what was written: its disk is faulty")
+        if self._device.type == "cpu":
+            row = self._slots[slot].numpy()
+            for blocks, begin, end in self._parts:
+                blocks[block_id] = row[begin:end]
+        else:
+            row = self._slots[slot].to(self._device, non_blocking=True)
+            for blocks, part in zip(self._blocks, row.split(self._widths), strict=True):
+                blocks[block_id].copy_(part)
 
     def _checksum(self, slot: int) -> int:
         return zlib.crc32(memoryview(self._slots[slot].numpy()))
