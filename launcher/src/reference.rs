@@ -57,6 +57,7 @@ const OURS: &[&str] = &[
     "max-lora-rank",
     "max-lora-slots",
     "max-queued-tokens",
+    "pipeline-parallel-size",
     "replica",
     "replica-file",
     "replica-timeout",

@@ -88,7 +88,7 @@ class RankGroup:
                 continue
             # The ranks of a pair are not in ascending order: the first one sends.
             group = dist.new_group(ranks, sort_ranks=False)
-            if rank in ranks:
+            if isinstance(group, dist.ProcessGroup):  # this rank is in it
                 found[ranks] = connect(ranks.index(rank), len(ranks), native, group)
         mine = tuple(stages[rank // width])
         stage = Stage(

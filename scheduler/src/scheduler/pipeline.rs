@@ -4,8 +4,9 @@
 //! share of the sequences, and the steps in flight decode disjoint ones. Chunks of one prompt follow each other without
 //! waiting, because they sample nothing.
 //!
-//! No decode starves: the shares of all stages together have room for all decodes, and more steps than stages can be in
-//! flight. So of any as many results, at least one step has room for a decode that was left out.
+//! No decode starves. More steps than stages can be in flight, and their shares together exceed the number of decodes. So
+//! when a decode is left out because the limit on steps in flight is reached, one of these steps has less than its share,
+//! and the step after its result takes more decodes than came back.
 
 use super::Scheduler;
 use crate::plan::SequenceId;
@@ -14,7 +15,8 @@ impl Scheduler {
     /// Whether a running sequence can advance before another result is back.
     pub(super) fn can_advance(&self, id: SequenceId) -> bool {
         let sequence = self.sequence(id);
-        !sequence.is_at_limit() && !(self.limits.num_stages > 1 && sequence.awaits_token())
+        let awaits_token = self.limits.num_stages > 1 && sequence.awaits_token();
+        !awaits_token && !sequence.is_at_limit()
     }
 
     /// The most decodes of one step: with several stages, an equal share of them all.

@@ -8,7 +8,7 @@ use penstock_scheduler::{
 };
 
 use crate::model::Images;
-use crate::submitted::{Order, Scope, State, Submitted, Visibility};
+use crate::submitted::{Order, Scope, State, Submitted, Visibility, max_depth};
 use crate::tally::Tally;
 
 pub type Live = HashMap<SequenceId, Submitted>;
@@ -80,11 +80,6 @@ impl Entry {
     fn is_decoding(&self) -> bool {
         !self.is_at_limit() && self.num_known_tokens - self.num_computed_tokens == 1
     }
-}
-
-/// The most steps in flight.
-pub fn max_depth(limits: Limits) -> usize {
-    (limits.max_steps_in_flight + limits.num_stages - 1) as usize
 }
 
 impl Ledger {

@@ -6,8 +6,7 @@ use std::sync::Arc;
 
 use penstock_scheduler::{Event, FinishReason, Limits, Plan, SequenceId, StepResult, TokenId};
 
-use crate::ledger::max_depth;
-use crate::submitted::{Order, Visibility};
+use crate::submitted::{Order, Visibility, max_depth};
 
 /// What a plan must contain.
 #[derive(Debug, Default, PartialEq, Eq)]

@@ -44,6 +44,11 @@ impl Visibility {
     }
 }
 
+/// The most steps in flight: one more for each stage after the first.
+pub fn max_depth(limits: Limits) -> usize {
+    (limits.max_steps_in_flight + limits.num_stages - 1) as usize
+}
+
 /// Sequences share blocks only within a scope.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scope {

@@ -13,11 +13,11 @@ use penstock_scheduler::{
     Drafted, Event, Limits, Plan, Scheduler, SequenceId, StepResult, Submission, SubmitError, TokenId,
 };
 
-use crate::ledger::{Ledger, Live, max_depth};
+use crate::ledger::{Ledger, Live};
 use crate::model::{self, End};
 use crate::reference::{ExpectedPlan, Reference, Sequence};
 use crate::scenario::{Arrival, Scenario};
-use crate::submitted::{self, Submitted, Visibility};
+use crate::submitted::{self, Submitted, Visibility, max_depth};
 use crate::tally::Tally;
 use crate::worker::{Traits, Worker};
 

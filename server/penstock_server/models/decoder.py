@@ -88,7 +88,10 @@ class Decoder:
             self.layers.append(Layer.load(layer, f"layers.{number}", context))
             self._kinds[layer, context.loader.loaded_bytes - bytes_before] = index
             return_free_pages()
-        self.encoder = None if spec.encoder is None else Encoder(spec.encoder, lookup, context)
+        self.encoder = None
+        if spec.encoder is not None:
+            assert lookup is not None, "a model with an encoder has one stage"
+            self.encoder = Encoder(spec.encoder, lookup, context)
         self.norm = None
         if stage.is_last and spec.final_norm is not None:
             self.norm = load_norm(context.loader, context.ops, "norm", spec.final_norm)
@@ -284,6 +287,7 @@ def _widest(window: int, group: RankGroup) -> int:
 def _load_head(spec: HeadSpec, context: BuildContext, *, embeds: bool) -> tuple[VocabularyHead, Lookup | None]:
     """The output head, and the token embedding if this rank `embeds`, which may share its weight."""
     ops, shard = context.ops, context.shard
+    lookup: Lookup | None = None
     if spec.tied:
         linear, lookup = context.weights("embedding").pack_tied(ops)
     else:
@@ -291,7 +295,9 @@ def _load_head(spec: HeadSpec, context: BuildContext, *, embeds: bool) -> tuple[
         if spec.is_normalized:
             weight, bias = weights.dense()
             weights = DenseWeights(normalize(weight.float()).to(weight.dtype), bias)
-        linear, lookup = weights.pack(ops), context.weights("embedding").lookup(ops) if embeds else None
+        linear = weights.pack(ops)
+        if embeds:
+            lookup = context.weights("embedding").lookup(ops)
     cap = None if spec.soft_cap is None else soft_cap(ops, spec.soft_cap)
     logits_bias = context.loader.read("head.logits_bias")[0] if spec.logits_bias else None
     sites, site = context.adapter_sites, None

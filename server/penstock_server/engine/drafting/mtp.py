@@ -39,6 +39,7 @@ class MtpHead:
     def forward(self, batch: HostBatch, following: Tensor, outputs: Tensor | None) -> tuple[Tensor, Tensor]:
         outputs_of_model, cache = self.caches
         step = StepContext.of(replace(batch.put(torch.from_numpy), token_ids=following), self._model.attention)
+        assert self._model.embedding is not None, "the model is not split into stages"
         tokens = self._model.embedding(step)
         found = self._layer(tokens, outputs_of_model[step.batch.slots] if outputs is None else outputs, cache, step)
         return self._model.logits(found).argmax(1), found
