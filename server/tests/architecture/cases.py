@@ -9,7 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import transformers
-from published import BAICHUAN, BAICHUAN2, BAICHUAN_13B, INTERNLM2, INTERNLM2_BIAS, Published
+from published import (
+    BAICHUAN,
+    BAICHUAN2,
+    BAICHUAN_13B,
+    INTERNLM2,
+    INTERNLM2_BIAS,
+    MLLAMA,
+    MLLAMA_TEXT,
+    Published,
+)
 
 VOCAB = 131
 SIZES: dict[str, Any] = {
@@ -39,6 +48,8 @@ BART_SIZES: dict[str, Any] = {
     **{f"{side}_attention_heads": 6 for side in ("encoder", "decoder")},
     **{f"{side}_ffn_dim": 80 for side in ("encoder", "decoder")},
 }
+# Texts bypass the layers that attend to images.
+MLLAMA_SIZES: dict[str, Any] = {"num_hidden_layers": 5, "cross_attention_layers": [1, 4], "bos_token_id": 1}
 NEVER = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
@@ -124,6 +135,8 @@ CASES: dict[str, Case] = {
     "llama-gelu": Case("LlamaConfig", {"hidden_act": "gelu", "head_dim": 16}),
     "llama3-rope": Case("LlamaConfig", LLAMA3),
     "llama-yarn": Case("LlamaConfig", YARN),
+    "mllama": Case("MllamaTextConfig", MLLAMA_SIZES, published=MLLAMA),
+    "mllama-text": Case("MllamaTextConfig", MLLAMA_SIZES, published=MLLAMA_TEXT),
     "mistral": Case("MistralConfig", {"sliding_window": 16}),
     "mistral-no-window": Case("MistralConfig", {"sliding_window": None}),
     "qwen2": Case("Qwen2Config"),
