@@ -202,6 +202,7 @@ CASES: dict[str, Case] = {
         {
             "head_dim": 8,
             "num_local_experts": 4,
+            "num_experts_per_tok": 2,
             "intermediate_size_mlp": 112,
             "moe_layers": [0, 2],
             "no_rope_layer_interval": 3,
@@ -211,11 +212,10 @@ CASES: dict[str, Case] = {
             **LLAMA3,
         },
     ),
-    "llama4-two-experts": Case(
+    "llama4-biases": Case(
         "Llama4TextConfig",
         {
             "num_local_experts": 5,
-            "num_experts_per_tok": 2,
             "intermediate_size_mlp": 112,
             "interleave_moe_layer_step": 2,
             "no_rope_layers": [0, 1, 0],
