@@ -36,8 +36,8 @@ def llama4(config: Config) -> tuple[ModelSpec, NameMap]:
     has_rope = _numbers(config, "no_rope_layers") or [int((index + 1) % interval != 0) for index in range(num)]
     if len(has_rope) < num:
         raise config.refuse(f"no_rope_layers must have {num} numbers, not {len(has_rope)}")
-    with_experts = _numbers(config, "moe_layers")
-    with_experts = range(step - 1, num, step) if with_experts is None else with_experts
+    given = _numbers(config, "moe_layers")
+    with_experts = set(range(step - 1, num, step) if given is None else given)
     types = config.layer_types(["chunked_attention" if each else "full_attention" for each in has_rope[:num]])
     dense, sparse = _mlps(config)
     layers = tuple(

@@ -228,6 +228,7 @@ class NameMap:
     names: Mapping[str, str | Location]
     ignored: tuple[str, ...] = field(default=())  # regular expressions, matched against whole names
     prefix: str = ""  # of names; absent from a model that was saved without its head
+    layers: tuple[int, ...] = ()  # the checkpoint's number of each layer; empty: all have ours
     alternatives: tuple[NameMap, ...] = ()  # of checkpoints in other layouts, in which the prefix has no names
 
     def pooled(self) -> NameMap:
@@ -244,6 +245,8 @@ class NameMap:
     def locate(self, parameter: str) -> Location:
         """layers.3.attention.q.weight → model.layers.3.self_attn.q_proj.weight"""
         layer, name = split_layer(parameter)
+        if layer is not None and self.layers:
+            layer = self.layers[layer]
         stem, _, suffix = name.rpartition(".")
         suffix = "" if name in self.names else f".{suffix}"
         found = self.names[name] if name in self.names else self.names[stem]
@@ -260,7 +263,8 @@ class NameMap:
             location = Location(found) if isinstance(found, str) else found
             names[key] = replace(location, name=location.name.removeprefix(self.prefix))
         bare = re.escape(self.prefix)
-        return NameMap(names, tuple(pattern.removeprefix(bare) for pattern in self.ignored))
+        ignored = tuple(pattern.removeprefix(bare) for pattern in self.ignored)
+        return NameMap(names, ignored, layers=self.layers)
 
 
 def split_layer(parameter: str) -> tuple[int | None, str]:

@@ -15,7 +15,7 @@ from penstock_server.models.config import Config
 from penstock_server.models.interface import LoadOptions
 from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap
 from penstock_server.vision.encoder import ImageEncoder
-from penstock_server.vision.family import FAMILIES, ImageFamily, TextLayout
+from penstock_server.vision.family import FAMILIES, TextLayout
 from penstock_server.vision.tiles import TileProcessor
 from penstock_server.vision.tower import VisionTower
 
@@ -57,7 +57,7 @@ def build(config: Config, text_models: dict[str, Build]) -> tuple[ModelSpec, Nam
             f"its text model is of type {text.model_type!r}, which is not supported; supported: {supported}"
         )
     spec, names = text_models[text.model_type](Config(values, config.path))
-    first, *others = (_moved(names, layout, family) for layout in family.layouts)
+    first, *others = (moved(names, layout, family.tower) for layout in family.layouts)
     if family.has_grid:
         axes = _axes(config, values["rope_parameters"])
         spec = replace(spec, layers=tuple(_with_axes(config, layer, axes) for layer in spec.layers))
@@ -98,8 +98,9 @@ def _seeing_spans(layer: LayerSpec) -> LayerSpec:
     return replace(layer, attention=replace(attention, mask=replace(attention.mask, sees_spans=True)))
 
 
-def _moved(names: NameMap, layout: TextLayout, family: ImageFamily) -> NameMap:
-    """The names of the text model in a checkpoint that also holds what images are encoded with."""
+def moved(names: NameMap, layout: TextLayout, tower: tuple[str, ...]) -> NameMap:
+    """The names of the text model in a checkpoint that also holds what images are encoded with. tower: as of
+    `ImageFamily`."""
 
     def move(name: str) -> str:
         body = name.removeprefix(names.prefix)
@@ -112,11 +113,11 @@ def _moved(names: NameMap, layout: TextLayout, family: ImageFamily) -> NameMap:
         else re.escape(layout.rest) + pattern
         for pattern in names.ignored
     )
-    moved = {
-        key: move(found) if isinstance(found, str) else replace(found, name=move(found.name))
-        for key, found in names.names.items()
+    found = {
+        key: move(each) if isinstance(each, str) else replace(each, name=move(each.name))
+        for key, each in names.names.items()
     }
-    return NameMap(moved, (*ignored, *family.tower), prefix=layout.body)
+    return NameMap(found, (*ignored, *tower), prefix=layout.body, layers=names.layers)
 
 
 def load_images(options: LoadOptions) -> ImageEncoder:

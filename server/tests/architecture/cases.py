@@ -9,7 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import transformers
-from published import BAICHUAN, BAICHUAN2, BAICHUAN_13B, INTERNLM2, INTERNLM2_BIAS, Published
+from published import (
+    BAICHUAN,
+    BAICHUAN2,
+    BAICHUAN_13B,
+    INTERNLM2,
+    INTERNLM2_BIAS,
+    MLLAMA,
+    MLLAMA_TEXT,
+    Published,
+)
 
 VOCAB = 131
 SIZES: dict[str, Any] = {
@@ -39,6 +48,8 @@ BART_SIZES: dict[str, Any] = {
     **{f"{side}_attention_heads": 6 for side in ("encoder", "decoder")},
     **{f"{side}_ffn_dim": 80 for side in ("encoder", "decoder")},
 }
+# Texts bypass the layers that attend to images.
+MLLAMA_SIZES: dict[str, Any] = {"num_hidden_layers": 5, "cross_attention_layers": [1, 4], "bos_token_id": 1}
 NEVER = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
@@ -124,6 +135,8 @@ CASES: dict[str, Case] = {
     "llama-gelu": Case("LlamaConfig", {"hidden_act": "gelu", "head_dim": 16}),
     "llama3-rope": Case("LlamaConfig", LLAMA3),
     "llama-yarn": Case("LlamaConfig", YARN),
+    "mllama": Case("MllamaTextConfig", MLLAMA_SIZES, published=MLLAMA),
+    "mllama-text": Case("MllamaTextConfig", MLLAMA_SIZES, published=MLLAMA_TEXT),
     "mistral": Case("MistralConfig", {"sliding_window": 16}),
     "mistral-no-window": Case("MistralConfig", {"sliding_window": None}),
     "qwen2": Case("Qwen2Config"),
@@ -189,6 +202,7 @@ CASES: dict[str, Case] = {
         {
             "head_dim": 8,
             "num_local_experts": 4,
+            "num_experts_per_tok": 2,
             "intermediate_size_mlp": 112,
             "moe_layers": [0, 2],
             "no_rope_layer_interval": 3,
@@ -198,11 +212,10 @@ CASES: dict[str, Case] = {
             **LLAMA3,
         },
     ),
-    "llama4-two-experts": Case(
+    "llama4-biases": Case(
         "Llama4TextConfig",
         {
             "num_local_experts": 5,
-            "num_experts_per_tok": 2,
             "intermediate_size_mlp": 112,
             "interleave_moe_layer_step": 2,
             "no_rope_layers": [0, 1, 0],

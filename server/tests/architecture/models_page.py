@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from cases import CASES
+from transformers import LlamaForCausalLM
 
 SAME_BITS = "same bits"
 COLUMNS = ("float32", "bfloat16", "greedy", SAME_BITS, "2 ranks", "3 ranks", "4 ranks")
@@ -105,7 +106,9 @@ class Measured:
         for model_type, outcome in sorted(self.others.items()):
             said = re.sub(r" \(\w+(, \w+){9,}\)", "", outcome).removeprefix(f"model type {model_type!r} ")
             others.append(f"| `{model_type}` | {'✓ served' if outcome == 'served' else said.replace('|', ' ')} |")
-        published = sorted({f"`{case.model_type}`" for case in CASES.values() if case.published is not None})
+        layouts = (case.published for case in CASES.values())
+        without_class = {each.model_type for each in layouts if each and issubclass(each.reference, LlamaForCausalLM)}
+        published = sorted(f"`{model_type}`" for model_type in without_class)
         head = HEAD.replace("{published}", " and ".join(published))
         num_served = sum(outcome == "served" for outcome in self.others.values())
         sweep = SWEEP.format(served=num_served, total=len(self.others))

@@ -1,4 +1,5 @@
-"""Layouts that transformers has no classes for: a Llama that computes the same, saved in the published layout."""
+"""Layouts that transformers has no classes for: a Llama that computes the same, saved in the published layout. And
+Mllama, whose text model transformers does not find by its type."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MllamaForCausalLM, PreTrainedModel
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 Tensors = dict[str, Tensor]
@@ -19,14 +20,14 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Published:
-    """How a Llama is saved as a checkpoint of another model type."""
+    """How a model is saved as a checkpoint of another model type."""
 
     model_type: str
     tensors: Callable[[Tensors, LlamaConfig], Tensors]
     values: dict[str, Any]  # of config.json; None removes a key
-    reference: type[LlamaForCausalLM] = LlamaForCausalLM
+    reference: type[PreTrainedModel] = LlamaForCausalLM
 
-    def save(self, model: LlamaForCausalLM, folder: Path) -> Path:
+    def save(self, model: PreTrainedModel, folder: Path) -> Path:
         folder.mkdir()
         config = {**model.config.to_dict(), **self.values, "model_type": self.model_type}
         config = {key: value for key, value in config.items() if value is not None}
@@ -116,6 +117,12 @@ class UnitHeadLlama(LlamaForCausalLM):
         return output
 
 
+def mllama(tensors: Tensors, _: LlamaConfig) -> Tensors:
+    """With what encodes images."""
+    tower = {"vision_model.class_embedding": torch.ones(4), "multi_modal_projector.bias": torch.ones(4)}
+    return {f"language_model.{name}": tensor for name, tensor in tensors.items()} | tower
+
+
 ROPE_OLD = {"rope_parameters": None, "rope_theta": 10000.0}
 INTERNLM2 = Published("internlm2", internlm2, {**ROPE_OLD, "bias": False, "attention_bias": None, "head_dim": None})
 INTERNLM2_BIAS = Published("internlm2", internlm2, {**INTERNLM2.values, "bias": True})
@@ -127,3 +134,13 @@ BAICHUAN_13B = Published(
     {**BAICHUAN.values, "rope_theta": None, "max_position_embeddings": None, "model_max_length": 256},
     AlibiLlama,
 )
+MLLAMA = Published(
+    "mllama",
+    mllama,
+    {
+        **dict.fromkeys(("num_hidden_layers", "cross_attention_layers")),
+        "text_config": {"num_hidden_layers": 5, "cross_attention_layers": [1, 4]},
+    },
+    MllamaForCausalLM,
+)
+MLLAMA_TEXT = Published("mllama_text_model", lambda tensors, _: tensors, {}, MllamaForCausalLM)

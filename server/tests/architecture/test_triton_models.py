@@ -24,7 +24,7 @@ from penstock_server.kernels.triton_ops import TritonOps
 # Each norm, activation and rotation that the kernels fuse.
 NAMES = [
     *("llama", "llama-gelu", "qwen3", "gemma3", "cohere-qk-norm", "persimmon", "hunyuan", "apertus", "glm4"),
-    *("olmo", "olmo2", "mpt"),
+    *("olmo", "olmo2", "mpt", "llama4"),
 ]
 
 
