@@ -10,7 +10,8 @@ use std::collections::HashMap;
 
 use penstock_scheduler::SequenceId;
 
-use super::prefix::{MAX_ENGINES, PrefixIndex};
+use super::engine_set::MAX_ENGINES;
+use super::prefix::PrefixIndex;
 use super::slowness::Slowness;
 use crate::sequence::{Image, SequenceRequest};
 
