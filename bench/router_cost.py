@@ -46,11 +46,11 @@ FORK_SERVER = """
 import os, sys
 from penstock_server.fork_server import ForkServer
 
-def run(config):
+def run(config, _):
     flags = ["--socket", str(config.socket), "--rank", str(config.rank), "--world-size", str(config.world_size)]
     os.execv(sys.argv[1], [sys.argv[1], *flags])
 
-ForkServer(run).serve()
+ForkServer(run, lambda _: None).serve()
 """
 
 

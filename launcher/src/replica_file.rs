@@ -13,8 +13,8 @@ use penstock_router::remote::{Access, Remote};
 use penstock_router::replica::Replicas;
 
 const INTERVAL: Duration = Duration::from_secs(1);
-/// Ample for 64 URLs with comments.
-const MAX_BYTES: u64 = 1 << 16;
+/// Ample for 1024 URLs with comments.
+const MAX_BYTES: u64 = 1 << 20;
 
 /// The servers of a file.
 pub(crate) struct Servers {
@@ -137,12 +137,12 @@ mod tests {
 
     #[test]
     fn the_number_of_servers_and_the_size_of_the_file_are_bounded() {
-        let text: String = (1..=66).map(|port| format!("http://127.0.0.1:{port}\n")).collect();
+        let text: String = (1..=1026).map(|port| format!("http://127.0.0.1:{port}\n")).collect();
         let servers = parse(&text, &access());
-        assert_eq!(servers.remotes.len(), 64);
-        assert_eq!(servers.refusals[1], "line 66, \"http://127.0.0.1:66\": at most 64 servers are allowed");
+        assert_eq!(servers.remotes.len(), 1024);
+        assert_eq!(servers.refusals[1], "line 1026, \"http://127.0.0.1:1026\": at most 1024 servers are allowed");
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), vec![b'#'; 1 + MAX_BYTES as usize]).unwrap();
-        assert!(read(file.path()).unwrap_err().to_string().contains("more than 65536 bytes"));
+        assert!(read(file.path()).unwrap_err().to_string().contains("more than 1048576 bytes"));
     }
 }

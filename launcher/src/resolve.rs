@@ -9,7 +9,6 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use penstock_router::config::{EndpointError, TraceConfig};
-use penstock_router::replica::Replicas;
 use penstock_router::worker::Description;
 
 use crate::args::{Args, RopeScaling};
@@ -33,6 +32,8 @@ const DEFAULT_SOURCE_TOKENS_GPU: u32 = 4096;
 
 /// A day, like the limit of a request's own timeout.
 const MAX_QUEUE_TIMEOUT_S: u64 = 86_400;
+/// Of one process.
+const MAX_REPLICAS: usize = 64;
 
 /// The resources of a machine.
 #[derive(Clone, Copy, Debug)]
@@ -255,7 +256,7 @@ fn check_ranges(args: &Args) -> Result<(), ResolveError> {
         let allowed = "at least 2: one prompt token and one generated token";
         return Err(ResolveError::OutOfRange { name: "max-total-tokens", value: tokens.to_string(), allowed });
     }
-    in_range("replicas", args.replicas, args.replicas <= Replicas::MAX_ENGINES, "at most 64")?;
+    in_range("replicas", args.replicas, args.replicas <= MAX_REPLICAS, "at most 64")?;
     let has_drafts = args.speculative_model.is_none() || args.speculate > 0;
     in_range("speculate", args.speculate, has_drafts, "at least 1 with --speculative-model, which makes the drafts")?;
     let is_one_stage = args.pipeline_parallel_size == 1;

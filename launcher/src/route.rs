@@ -25,7 +25,7 @@ const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 pub(crate) enum RouteError {
     #[error("--replica: {0}")]
     Url(#[from] UrlError),
-    #[error("--replica is given {0} times, must be at most 64 times")]
+    #[error("--replica is given {0} times, must be at most 1024 times")]
     TooMany(usize),
     #[error("--replica {0} is given twice")]
     Twice(String),

@@ -29,9 +29,12 @@ struct Args {
     /// Microseconds per step
     #[arg(long, env = "SCRIPT_STEP_MICROSECONDS", default_value_t = 1000)]
     step_microseconds: u64,
-    /// Additional microseconds per prompt token
+    /// Additional nanoseconds per prompt token
     #[arg(long, env = "SCRIPT_PROMPT_TOKEN_NANOSECONDS", default_value_t = 0)]
     prompt_token_nanoseconds: u64,
+    /// Additional nanoseconds per generated token
+    #[arg(long, env = "SCRIPT_NEW_TOKEN_NANOSECONDS", default_value_t = 0)]
+    new_token_nanoseconds: u64,
     /// Token ids to answer with, cyclically
     #[arg(long, env = "SCRIPT_TOKEN_IDS", value_delimiter = ',', required = true)]
     token_ids: Vec<u32>,
@@ -112,9 +115,12 @@ impl Worker for Script {
 fn duration(args: &Args, plan: &proto::Plan) -> Duration {
     let Some(advances) = &plan.advances else { return Duration::from_micros(args.step_microseconds) };
     let num_tokens: u64 = numbers(&advances.num_tokens, u32::from_le_bytes).map(u64::from).sum();
-    let num_prompt_tokens = num_tokens - advances.sample.len() as u64;
+    let num_new_tokens = advances.sample.iter().map(|sample| u64::from(*sample)).sum::<u64>();
+    let num_prompt_tokens = num_tokens.saturating_sub(num_new_tokens);
     Duration::from_micros(args.step_microseconds)
-        + Duration::from_nanos(args.prompt_token_nanoseconds * num_prompt_tokens)
+        + Duration::from_nanos(
+            args.prompt_token_nanoseconds * num_prompt_tokens + args.new_token_nanoseconds * num_new_tokens,
+        )
 }
 
 /// `turns`: number of tokens generated per sequence.

@@ -36,4 +36,6 @@ pub use health::Health;
 pub use moving::{Handover, MovingSequence};
 pub use options::{EngineOptions, RemoteOptions};
 pub use restart::{RestartError, RestartGroup, RestartTimes, Restarted};
+#[cfg(test)]
+pub(crate) use speed::SpeedMeter;
 pub use stream::SequenceStream;

@@ -11,13 +11,13 @@ const HALF_LIFE: Duration = Duration::from_secs(10);
 const MIN_TOKENS: f64 = 16.0;
 const MIN_SECONDS: f64 = 1.0;
 
-/// Measures the mean time between two tokens of a sequence. While no token comes, the mean grows: an engine that hangs is slow at once.
-/// Clones share the measurement.
+/// A `SpeedMeter` of this moment. Clones share it.
 #[derive(Clone, Debug)]
-pub(super) struct Speed(Arc<Mutex<Measured>>);
+pub(super) struct Speed(Arc<Mutex<SpeedMeter>>);
 
+/// Measures the mean time between two tokens of a sequence. While no token comes, the mean grows: an engine that hangs is slow at once.
 #[derive(Debug)]
-struct Measured {
+pub(crate) struct SpeedMeter {
     /// Sequences that have a token and wait for the next one.
     num_decoding: usize,
     /// The time that such sequences have waited, summed over them.
@@ -29,10 +29,36 @@ struct Measured {
 /// A sequence that waits for its next token, until it is dropped.
 pub(super) struct Decoding(Speed);
 
+impl SpeedMeter {
+    pub(crate) fn new(at: Instant) -> Self {
+        Self { num_decoding: 0, seconds: 0.0, num_tokens: 0.0, at }
+    }
+
+    /// Brings the measurement up to `now`.
+    pub(crate) fn advance(&mut self, now: Instant) {
+        let elapsed = now.saturating_duration_since(self.at).as_secs_f64();
+        let kept = (-elapsed / HALF_LIFE.as_secs_f64()).exp2();
+        self.seconds = self.seconds * kept + elapsed * self.num_decoding as f64;
+        self.num_tokens *= kept;
+        self.at = now;
+    }
+
+    /// A step gave `num_tokens` tokens to sequences, without the first one of each. `num_decoding` sequences wait for their next ones.
+    pub(crate) fn step(&mut self, num_tokens: usize, num_decoding: usize) {
+        self.num_tokens += num_tokens as f64;
+        self.num_decoding = num_decoding;
+    }
+
+    /// `None`: there were too few tokens lately.
+    pub(crate) fn seconds_per_token(&self) -> Option<f64> {
+        let is_known = self.num_tokens >= MIN_TOKENS || (self.num_decoding > 0 && self.seconds >= MIN_SECONDS);
+        is_known.then(|| self.seconds / self.num_tokens.max(1.0))
+    }
+}
+
 impl Speed {
     pub(super) fn new() -> Self {
-        let at = Instant::now();
-        Self(Arc::new(Mutex::new(Measured { num_decoding: 0, seconds: 0.0, num_tokens: 0.0, at })))
+        Self(Arc::new(Mutex::new(SpeedMeter::new(Instant::now()))))
     }
 
     /// A sequence has got its first token.
@@ -41,37 +67,27 @@ impl Speed {
         Decoding(self.clone())
     }
 
-    /// A step gave `num_tokens` tokens to sequences, without the first one of each. `num_decoding` sequences wait for their next ones.
+    /// As in `SpeedMeter`.
     pub(super) fn step(&self, num_tokens: usize, num_decoding: usize) {
-        let mut measured = self.now();
-        measured.num_tokens += num_tokens as f64;
-        measured.num_decoding = num_decoding;
+        self.now().step(num_tokens, num_decoding);
     }
 
     /// The engine takes steps again. What it did before it was unhealthy says nothing.
     pub(super) fn forget(&self) {
-        let mut measured = self.now();
-        (measured.seconds, measured.num_tokens) = (0.0, 0.0);
+        let mut meter = self.now();
+        (meter.seconds, meter.num_tokens) = (0.0, 0.0);
     }
 
-    /// `None`: there were too few tokens lately.
+    /// As in `SpeedMeter`.
     pub(super) fn seconds_per_token(&self) -> Option<f64> {
-        let Measured { num_tokens, seconds, num_decoding, .. } = *self.now();
-        let is_known = num_tokens >= MIN_TOKENS || (num_decoding > 0 && seconds >= MIN_SECONDS);
-        is_known.then(|| seconds / num_tokens.max(1.0))
+        self.now().seconds_per_token()
     }
 
-    /// The measurement up to this moment.
-    fn now(&self) -> MutexGuard<'_, Measured> {
+    fn now(&self) -> MutexGuard<'_, SpeedMeter> {
         // A panic leaves numbers that are a little off.
-        let mut measured = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let (now, before) = (Instant::now(), measured.at);
-        let elapsed = now.saturating_duration_since(before).as_secs_f64();
-        let kept = (-elapsed / HALF_LIFE.as_secs_f64()).exp2();
-        measured.seconds = measured.seconds * kept + elapsed * measured.num_decoding as f64;
-        measured.num_tokens *= kept;
-        measured.at = now;
-        measured
+        let mut meter = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        meter.advance(Instant::now());
+        meter
     }
 }
 

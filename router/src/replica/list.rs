@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use super::prefix::MAX_ENGINES;
+use super::engine_set::MAX_ENGINES;
 use crate::engine::{Engine, Generator};
 
 /// An engine that has a number.

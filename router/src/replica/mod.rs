@@ -2,6 +2,7 @@
 //! work, and the sequences of an engine that loses its workers, or that leaves, continue in the others (docs/adr/0073, 0085, 0103).
 
 mod encoding;
+mod engine_set;
 mod list;
 mod prefix;
 mod routing;
@@ -55,7 +56,7 @@ struct ToOthers {
 
 impl Replicas {
     /// The most engines that there can be.
-    pub const MAX_ENGINES: usize = prefix::MAX_ENGINES;
+    pub const MAX_ENGINES: usize = engine_set::MAX_ENGINES;
 
     /// Starts an engine for each group. `options` are those of each of them.
     pub fn start(groups: Vec<Start>, options: EngineOptions) -> Self {

@@ -1,33 +1,32 @@
 //! Which engine computed which prefix, as far as is remembered.
 
+use std::array;
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::mem;
 
+use super::engine_set::{Bits, EngineSet, MAX_ENGINES, NUM_WORDS, bits};
 use crate::sequence::ContentSalt;
-
-/// Engines as bits.
-type Engines = u64;
-/// The most engines that an index can tell apart.
-pub(super) const MAX_ENGINES: usize = Engines::BITS as usize;
 
 /// Remembers prefixes by the hashes of their blocks, each of which includes the block before it. Two prefixes with one hash only make
 /// a choice worse.
 ///
-/// INVARIANT: at most two generations of `max_blocks` blocks each. A block that is inserted again moves to the new one, so the index
-/// forgets unused blocks first.
+/// INVARIANT: two generations, each of which counts the engines of its blocks and is full at `max_blocks`: as many as all caches hold. A
+/// block that is inserted again moves to the new one, so the index forgets unused blocks first.
 #[derive(Debug)]
 pub(super) struct PrefixIndex {
     block_tokens: usize,
     max_blocks: usize,
-    new: HashMap<u64, Engines>,
-    old: HashMap<u64, Engines>,
+    new: HashMap<u64, EngineSet>,
+    /// Over the blocks of `new`, how many engines have each of them.
+    num_new: usize,
+    old: HashMap<u64, EngineSet>,
 }
 
 impl PrefixIndex {
     /// An index that remembers nothing until `set_max_blocks`.
     pub(super) fn new(block_tokens: usize) -> Self {
-        Self { block_tokens, max_blocks: 0, new: HashMap::new(), old: HashMap::new() }
+        Self { block_tokens, max_blocks: 0, new: HashMap::new(), num_new: 0, old: HashMap::new() }
     }
 
     pub(super) fn set_max_blocks(&mut self, max_blocks: usize) {
@@ -53,19 +52,18 @@ impl PrefixIndex {
     /// How many leading tokens of the prompt with these blocks each engine has computed before.
     pub(super) fn num_tokens(&self, blocks: &[u64]) -> [u64; MAX_ENGINES] {
         let mut found = [0; MAX_ENGINES];
-        let mut note = |mut engines: Engines, num_blocks: usize| {
-            while engines != 0 {
-                found[engines.trailing_zeros() as usize] = (num_blocks * self.block_tokens) as u64;
-                engines &= engines - 1;
-            }
+        let mut note = |engines: Bits, num_blocks: usize| {
+            bits(&engines).for_each(|engine| found[engine] = (num_blocks * self.block_tokens) as u64);
         };
-        let mut present = Engines::MAX;
+        let mut present = [u64::MAX; NUM_WORDS];
         let mut num_present = 0;
         for block in blocks {
-            let still = present & self.new.get(block).or_else(|| self.old.get(block)).copied().unwrap_or(0);
-            note(present & !still, num_present);
+            let Some(engines) = self.new.get(block).or_else(|| self.old.get(block)) else { break };
+            let engines = engines.bits();
+            let still = array::from_fn(|word| present[word] & engines[word]);
+            note(array::from_fn(|word| present[word] & !still[word]), num_present);
             (present, num_present) = (still, num_present + 1);
-            if present == 0 {
+            if present == [0; NUM_WORDS] {
                 break;
             }
         }
@@ -76,11 +74,16 @@ impl PrefixIndex {
     /// The engine computes the prompt with these blocks.
     pub(super) fn insert(&mut self, blocks: &[u64], engine: usize) {
         for block in blocks {
-            if self.new.len() >= self.max_blocks {
-                self.old = mem::take(&mut self.new);
+            if self.num_new >= self.max_blocks {
+                (self.old, self.num_new) = (mem::take(&mut self.new), 0);
             }
-            let known = self.old.remove(block).unwrap_or(0);
-            *self.new.entry(*block).or_insert(0) |= known | 1 << engine;
+            let (old, num_new) = (&mut self.old, &mut self.num_new);
+            let engines = self.new.entry(*block).or_insert_with(|| {
+                let known = old.remove(block).unwrap_or_default();
+                *num_new += known.len();
+                known
+            });
+            *num_new += usize::from(engines.insert(engine));
         }
     }
 
@@ -91,9 +94,13 @@ impl PrefixIndex {
 
     /// The engine has lost its cache.
     pub(super) fn forget(&mut self, engine: usize) {
-        for engines in self.new.values_mut().chain(self.old.values_mut()) {
-            *engines &= !(1 << engine);
+        for generation in [&mut self.new, &mut self.old] {
+            generation.retain(|_, engines| {
+                engines.remove(engine);
+                engines.len() > 0
+            });
         }
+        self.num_new = self.new.values().map(EngineSet::len).sum();
     }
 }
 
@@ -140,6 +147,21 @@ mod tests {
         let mut index = index(2, 100);
         index.insert(&index.blocks(&[1, 2, 3, 4], None, &[]), 0);
         assert_eq!(tokens(&index, &[3, 4]), [0, 0]);
+    }
+
+    #[test]
+    fn the_memory_is_bounded_by_what_all_caches_hold_however_many_engines_have_a_block() {
+        let mut index = index(1, 40);
+        for round in 0..1000_u32 {
+            let engine = (round * 7 % 20) as usize;
+            index.insert(&index.blocks(&[round % 3, round], None, &[]), engine);
+            let count = |generation: &HashMap<u64, EngineSet>| generation.values().map(EngineSet::len).sum::<usize>();
+            assert_eq!(index.num_new, count(&index.new));
+            assert!(count(&index.new) <= 40 + 20 && count(&index.old) <= 40 + 20, "a block brings its engines along");
+        }
+        assert_eq!(index.num_tokens(&index.blocks(&[0, 999], None, &[]))[13], 2);
+        index.forget(13);
+        assert_eq!(index.num_new, index.new.values().map(EngineSet::len).sum::<usize>());
     }
 
     #[test]

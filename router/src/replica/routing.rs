@@ -1,16 +1,18 @@
 //! Chooses an engine for each sequence: the one where it would finish its prompt first.
 //!
 //! Work is counted in tokens to compute, and an engine that is slower than the others has more of it in effect (`slowness`). What an engine
-//! has of the prompt is no work there, so requests follow their prefix until another engine, prompt included, has less to do. Then that
-//! engine gets the prefix too: no prefix makes one engine a hot spot.
+//! has of the prompt is no work there. What it has not counts twice, because later sequences wait for it, too. So requests follow their
+//! prefix until another engine has less to do, with twice the prompt added. Then that engine gets the prefix too: no prefix makes one
+//! engine a hot spot.
 //!
-//! INVARIANT: the chosen engine has at most as much work as any other open one with the whole prompt added, both times their slowness.
+//! INVARIANT: the chosen engine has at most as much work as any other open one with twice the whole prompt added, both times their slowness.
 
 use std::collections::HashMap;
 
 use penstock_scheduler::SequenceId;
 
-use super::prefix::{MAX_ENGINES, PrefixIndex};
+use super::engine_set::MAX_ENGINES;
+use super::prefix::PrefixIndex;
 use super::slowness::Slowness;
 use crate::sequence::{Image, SequenceRequest};
 
@@ -20,6 +22,9 @@ const FIRST_MEAN_NEW_TOKENS: f64 = 128.0;
 const IMAGE_TOKENS: u64 = 2048;
 /// Images of each engine that are remembered. An engine keeps fewer of them.
 const MAX_IMAGES: usize = 1024;
+/// What a token of a prompt that an engine has not computed counts when the engine is chosen. At 1 each request goes where it would begin
+/// first, and what it computes again delays the others: the hit rate falls as the load grows. Beyond 2, the imbalance grows.
+const MISSING_WEIGHT: u64 = 2;
 /// How much one ended sequence changes the mean.
 const MEAN_WEIGHT: f64 = 0.02;
 
@@ -131,7 +136,9 @@ impl Routing {
         };
         let num_cached = self.prefixes.num_tokens(&blocks);
         let num_missing = self.num_missing_images(request.images.iter().map(|span| &span.image));
-        let engine = self.cheapest(open, |engine| (num_missing[engine], prompt.len() as u64 - num_cached[engine]));
+        let engine = self.cheapest(open, |engine| {
+            (num_missing[engine], MISSING_WEIGHT * (prompt.len() as u64 - num_cached[engine]))
+        });
         self.prefixes.insert(&blocks, engine);
         let images: Vec<_> = request.images.iter().map(|span| image_key(&span.image)).collect();
         self.images.insert(&images, engine);
@@ -149,7 +156,7 @@ impl Routing {
         engine
     }
 
-    /// The engine of `open` with the least to do. `cost` is what goes before any work, and the tokens that the engine would have to compute in addition.
+    /// The engine of `open` with the least to do. `cost` is what goes before any work, and the tokens that are added to the work.
     fn cheapest(&self, open: &[usize], cost: impl Fn(usize) -> (u64, u64)) -> usize {
         let seconds = |engine: usize, num_tokens: u64| {
             (self.routed[engine].num_work_tokens + num_tokens) as f64 * self.slowness.of(engine)
@@ -371,7 +378,7 @@ pub(super) mod tests {
         let speeds = |slow| [(0, Some(slow)), (1, Some(0.01)), (2, Some(0.01)), (3, None)];
         routing.observe_speed(&speeds(0.04));
         let counts = shares(&mut routing, 0..130);
-        assert_eq!(counts, [10, 40, 40, 40], "a quarter of the others' speed");
+        assert_eq!(counts, [9, 41, 40, 40], "it has a quarter of the speed of the others");
         (0..130).for_each(|number| routing.end(SequenceId(number), None));
         routing.observe_speed(&speeds(0.011));
         assert_eq!(shares(&mut routing, 200..300), [25; 4]);

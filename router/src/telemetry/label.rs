@@ -1,5 +1,7 @@
 //! The values of metric labels.
 
+use crate::replica::Replicas;
+
 /// Declares an enum whose variants are the values of a label.
 macro_rules! label {
     ($(#[$attribute:meta])* $name:ident { $($(#[$variant_attribute:meta])* $variant:ident = $value:literal,)* }) => {
@@ -26,13 +28,39 @@ pub(super) const DRAFT_POSITIONS: &[&str] =
     &["0", "1", "2", "3", "4", "5", "6", "7", "8", "9", "10", "11", "12", "13", "14", "15"];
 
 /// Numbers of replicas, as many as there can be.
-#[rustfmt::skip]
-pub(super) const REPLICAS: &[&str] = &[
-    "0", "1", "2", "3", "4", "5", "6", "7", "8", "9", "10", "11", "12", "13", "14", "15",
-    "16", "17", "18", "19", "20", "21", "22", "23", "24", "25", "26", "27", "28", "29", "30", "31",
-    "32", "33", "34", "35", "36", "37", "38", "39", "40", "41", "42", "43", "44", "45", "46", "47",
-    "48", "49", "50", "51", "52", "53", "54", "55", "56", "57", "58", "59", "60", "61", "62", "63",
-];
+pub(super) const REPLICAS: &[&str] = &{
+    let mut numbers = [""; Replicas::MAX_ENGINES];
+    let mut number = 0;
+    while number < numbers.len() {
+        let (_, digits) = DIGITS[number].split_at(match number {
+            0..10 => 3,
+            10..100 => 2,
+            100..1000 => 1,
+            _ => 0,
+        });
+        numbers[number] = match str::from_utf8(digits) {
+            Ok(digits) => digits,
+            Err(_) => panic!("invariant: digits are ASCII"),
+        };
+        number += 1;
+    }
+    numbers
+};
+
+const fn digit(number: usize, divisor: usize) -> u8 {
+    b'0' + (number / divisor % 10) as u8
+}
+
+/// The four last decimal digits of each number of a replica.
+const DIGITS: &[[u8; 4]; Replicas::MAX_ENGINES] = &{
+    let mut digits = [[0; 4]; Replicas::MAX_ENGINES];
+    let mut number = 0;
+    while number < digits.len() {
+        digits[number] = [digit(number, 1000), digit(number, 100), digit(number, 10), digit(number, 1)];
+        number += 1;
+    }
+    digits
+};
 
 label! {
     /// Why a request was not answered in full.
@@ -99,5 +127,16 @@ label! {
         WarmUp = "warm_up",
         /// From the new group's start to its first token, which repeats the lost computation.
         FirstToken = "first_token",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_labels_of_replicas_are_their_numbers() {
+        let numbers: Vec<_> = (0..Replicas::MAX_ENGINES).map(|number| number.to_string()).collect();
+        assert_eq!(REPLICAS, numbers);
     }
 }
