@@ -49,7 +49,7 @@ pub(crate) fn command() -> clap::Command {
 const ROUTE: &str = "route";
 
 /// Flags of servers with a model, which have no effect with `penstock route`.
-const OF_MODELS: [&str; 27] = [
+const OF_MODELS: [&str; 28] = [
     "activation_bits",
     "attention",
     "cpu_isa",
@@ -70,6 +70,7 @@ const OF_MODELS: [&str; 27] = [
     "num_shard",
     "prefix_caching",
     "quantize",
+    "ranks_on",
     "replicas",
     "sharded",
     "shard_uds_path",

@@ -57,6 +57,8 @@ const OURS: &[&str] = &[
     "max-lora-rank",
     "max-lora-slots",
     "max-queued-tokens",
+    "node-secret-file",
+    "ranks-on",
     "replica",
     "replica-file",
     "replica-timeout",

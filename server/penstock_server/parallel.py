@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock_server.collectives import computes_alike, connect
+from penstock_server.collectives import computes_alike, connect, is_same_processor, meet
 from penstock_server.collectives.distributed import Distributed
 from penstock_server.collectives.interface import Collectives
+from penstock_server.config import Node
 from penstock_server.errors import ConfigError
 from penstock_server.kernels.native_build import NativeBuild
 
@@ -22,13 +23,25 @@ class RankGroup:
     size: int = 1
     collectives: Collectives = field(default_factory=Distributed)
     computes_alike: bool = True  # whether all ranks compute the same bits from the same tensors
+    local_size: int | None = None  # ranks on this machine; None: all
 
     @classmethod
-    def join(cls, rank: int, size: int, rendezvous: str, backend: str, native: NativeBuild | None) -> RankGroup:
-        """Connect to the other ranks by a torch.distributed init method; blocks until all are connected. native: the
-        kernels through which ranks share memory, if there are any."""
+    def join(
+        cls,
+        rank: int,
+        size: int,
+        rendezvous: str,
+        backend: str,
+        native: NativeBuild | None,
+        node: Node | None = None,
+    ) -> RankGroup:
+        """Connect to the other ranks by a torch.distributed init method, or with a node by TLS; blocks until all are
+        connected. native: the kernels through which ranks share memory, if there are any."""
         if size == 1:
             return cls()
+        if node is not None:
+            network = meet(rank, size, rendezvous, node)
+            return cls(rank, size, network, is_same_processor(network, native), node.local_size)
         dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=size)
         collectives = connect(rank, size, native)
         return cls(rank, size, collectives, computes_alike(collectives))
@@ -39,8 +52,13 @@ class RankGroup:
 
         Before the interpreter ends: a thread that still holds a tensor of the last exchange then aborts the process
         ("terminate called without an active exception"). Workers end by os._exit instead, which waits for no rank."""
-        if self.size > 1:
+        if dist.is_initialized():
             dist.destroy_process_group()
+
+    @property
+    def num_local(self) -> int:
+        """How many ranks share the memory of this machine."""
+        return self.size if self.local_size is None else self.local_size
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks, in place."""

@@ -67,7 +67,7 @@ class CapacityProbe:
         longest_bytes = self.num_required_blocks(longest) * per_block
         share = memory.Share(
             config.memory_fraction,
-            self.group.size if on_cpu else 1,
+            self.group.num_local if on_cpu else 1,
             cap_bytes=memory.default_cap_bytes(longest_bytes) if on_cpu and not config.num_blocks else None,
         )
         hoped_blocks = config.num_blocks
