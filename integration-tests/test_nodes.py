@@ -105,12 +105,11 @@ def undisturbed(cluster: Cluster) -> list[tuple]:
     return [stream.result() for stream in [Stream(cluster.server, request) for request in REQUESTS]]
 
 
-def test_ranks_on_nodes_give_the_tokens_of_ranks_on_one_machine(cluster: Cluster, undisturbed: list[tuple]) -> None:
+def test_ranks_on_nodes_give_the_tokens_of_one_rank_here(
+    cluster: Cluster, undisturbed: list[tuple], server: Server
+) -> None:
     assert [len(node.worker_pids()) for node in cluster.nodes] == [1, 1]
-    with ExitStack() as stack:
-        server = start("--num-shard", "2", "--standby", "off")
-        stack.callback(server.stop)
-        assert [Stream(server, request).result() for request in REQUESTS] == undisturbed
+    assert [Stream(server, request).result() for request in REQUESTS] == undisturbed
 
 
 def answer_to_a_stranger(address: tuple[str, int]) -> bytes:

@@ -98,8 +98,8 @@ pub(crate) struct Args {
     pub(crate) replicas: usize,
 
     /// Nodes that the ranks run on instead of this machine, as node://HOST:PORT of a `penstock node`; repeat, or separate by commas, for
-    /// several. Each has equally many of the --num-shard ranks [default: one rank on each]. Needs --node-secret-file. The nodes read the model
-    /// from the same path as this machine, and compute on CPUs
+    /// several. Each has one rank, or equally many of --num-shard. They read the model from the same path as this machine, and compute on CPUs.
+    /// Needs --node-secret-file [default: none]
     #[arg(long, env, value_delimiter = ',', value_name = "NODES")]
     pub(crate) ranks_on: Vec<NodeAddress>,
 

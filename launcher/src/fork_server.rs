@@ -267,7 +267,7 @@ async fn drive(mut child: Child, mut commands: mpsc::UnboundedReceiver<Command>,
         Ok(status) => tail.exit_reason("the fork server", status),
         Err(error) => format!("the fork server cannot be watched: {error}"),
     };
-    bury(reason, workers, commands, events.end).await;
+    report_lost(reason, workers, commands, events.end).await;
 }
 
 /// The same with a process on a node, which ends with the connection.
@@ -283,11 +283,11 @@ async fn drive_node(node: NodeOptions, mut commands: mpsc::UnboundedReceiver<Com
         }
     };
     drop(events.import_time);
-    bury(reason, workers, commands, events.end).await;
+    report_lost(reason, workers, commands, events.end).await;
 }
 
 /// Reports all workers, and any that are requested later, as lost.
-async fn bury(
+async fn report_lost(
     reason: String,
     mut workers: WorkerTable,
     mut commands: mpsc::UnboundedReceiver<Command>,

@@ -156,7 +156,7 @@ impl Workers {
                     (Some(tls.worker(local_rank)?), Box::new(|ports| Some(Place::on_node(host, ports?, router))))
                 }
             };
-            let where_ = host.node().map_or_else(String::new, |node| format!(" on {}", node.address));
+            let on_node = host.node().map_or_else(String::new, |node| format!(" on {}", node.address));
             // A node logs what its workers print.
             let pipes = if node.is_none() { Some((make_pipe(&stdout)?, make_pipe(&stderr)?)) } else { None };
             let flags = WorkerFlags {
@@ -173,7 +173,7 @@ impl Workers {
             let (place_sender, place) = watch::channel(None);
             let (exited_sender, has_exited) = watch::channel(false);
             let worker =
-                Watched { rank, name: format!("the worker of rank {rank}{where_}"), place_of, place: place_sender };
+                Watched { rank, name: format!("the worker of rank {rank}{on_node}"), place_of, place: place_sender };
             let watching = worker.watch(events, pipes, exited_sender, exit_sender.clone());
             let socket_file = socket.clone();
             tokio::spawn(async move {

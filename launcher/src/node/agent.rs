@@ -22,7 +22,7 @@ use tokio_rustls::rustls::{RootCertStore, ServerConfig, version};
 use super::authority::{Authority, NODE_NAME};
 use super::reservation::PortReservation;
 use super::{NodeSecret, client};
-use crate::fork_protocol::{NODE_PROTOCOL_VERSION, Open, Ports, Report, Request, WorkerFlags};
+use crate::fork_protocol::{NODE_PROTOCOL_VERSION, NodeFlags, Open, Ports, Report, Request, WorkerFlags};
 use crate::fork_server::ForkServerOptions;
 use crate::machine_share::MachineShare;
 use crate::output::{Lines, StderrTail};
@@ -151,7 +151,7 @@ impl Node {
                     let Some(request) = request else { break false };
                     let request = serde_json::from_str(&request).context("a request is not understood")?;
                     let request = match request {
-                        Request::Start(flags) if workers.0.len() >= MAX_WORKERS => {
+                        Request::Start(flags) if workers.ports.len() >= MAX_WORKERS => {
                             let reason = format!("this node has {MAX_WORKERS} workers of this server already");
                             send(reports, &Report::Refused { name: flags.name, reason }).await?;
                             continue;
@@ -199,22 +199,30 @@ async fn send(to: &mut (impl AsyncWrite + Unpin), message: &impl serde::Serializ
     to.flush().await
 }
 
-/// The workers of a connection, by name: their ports, which they keep until they have ended.
-struct Hosted(HashMap<String, [PortReservation; 2]>, IpAddr, TempDir, usize);
+/// The workers of a connection.
+struct Hosted {
+    /// By name: the ports for the server and for the other ranks, which stay reserved until the worker has ended.
+    ports: HashMap<String, [PortReservation; 2]>,
+    address: IpAddr,
+    /// Of their pipes. Removed on drop.
+    folder: TempDir,
+    num_started: usize,
+}
 
 impl Hosted {
     fn new(address: IpAddr) -> anyhow::Result<Self> {
         let folder = tempfile::Builder::new().prefix("penstock-").tempdir().context("cannot create a folder")?;
-        Ok(Self(HashMap::new(), address, folder, 0))
+        Ok(Self { ports: HashMap::new(), address, folder, num_started: 0 })
     }
 
     /// Gives a worker its ports and pipes here, and logs what it prints.
     fn place(&mut self, flags: WorkerFlags) -> anyhow::Result<WorkerFlags> {
-        let Self(workers, address, folder, number) = self;
-        let ports = [PortReservation::new(*address)?, PortReservation::new(*address)?];
-        let [endpoint, listen] = [&ports[0], &ports[1]].map(|port| SocketAddr::new(*address, port.port).to_string());
-        *number += 1;
-        let [stdout, stderr] = ["stdout", "stderr"].map(|name| folder.path().join(format!("{name}-{number}")));
+        let ports = [PortReservation::new(self.address)?, PortReservation::new(self.address)?];
+        let [endpoint, listen] =
+            [&ports[0], &ports[1]].map(|port| SocketAddr::new(self.address, port.port).to_string());
+        self.num_started += 1;
+        let pipe = |name| self.folder.path().join(format!("{name}-{}", self.num_started));
+        let [stdout, stderr] = ["stdout", "stderr"].map(pipe);
         let (out, err) = (make_pipe(&stdout)?, make_pipe(&stderr)?);
         let rank = flags.rank;
         tokio::spawn(async move {
@@ -224,8 +232,8 @@ impl Hosted {
             }
         });
         tokio::spawn(StderrTail::default().follow(Some(rank), err));
-        workers.insert(flags.name.clone(), ports);
-        let node = flags.node.map(|node| crate::fork_protocol::NodeFlags { listen, ..node });
+        self.ports.insert(flags.name.clone(), ports);
+        let node = flags.node.map(|node| NodeFlags { listen, ..node });
         Ok(WorkerFlags { endpoint: format!("https://{endpoint}"), node, stdout, stderr, ..flags })
     }
 
@@ -233,12 +241,13 @@ impl Hosted {
     fn amended(&mut self, report: Report) -> Report {
         match report {
             Report::Started { name, pid, .. } => {
-                let ports = self.0.get(&name).map(|[worker, peers]| Ports { worker: worker.port, peers: peers.port });
+                let ports =
+                    self.ports.get(&name).map(|[worker, peers]| Ports { worker: worker.port, peers: peers.port });
                 Report::Started { name, pid, ports }
             }
             report => {
                 if let Report::Ended { name, .. } | Report::Refused { name, .. } = &report {
-                    self.0.remove(name);
+                    self.ports.remove(name);
                 }
                 report
             }
