@@ -161,7 +161,7 @@ def test_a_worker_that_raises_says_so_and_exits_with_status_1(launcher: Launcher
 
 def test_a_worker_whose_output_nobody_reads_is_refused(launcher: Launcher, tmp_path: Path) -> None:
     missing = str(tmp_path / "missing")
-    paths = {"socket": missing, "stdout": missing, "stderr": missing}
+    paths = {"endpoint": f"unix:{missing}", "token": "", "node": None, "stdout": missing, "stderr": missing}
     launcher.send(start={"name": "worker", "rank": 0, "world_size": 1, **paths})
     refused = launcher.hear("refused")
     assert refused["name"] == "worker"

@@ -254,3 +254,34 @@ impl Hosted {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::node::{NodeAddress, NodeOptions};
+
+    const SECRET: &str = "0123456789abcdef0123456789abcdef";
+
+    /// What a server with `secret` gets from a node with `SECRET`, and whether the node has accepted it.
+    async fn meeting(secret: &str) -> (Result<(), String>, bool) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let acceptor = TlsAcceptor::from(Arc::new(tls(&NodeSecret::new(SECRET).unwrap()).unwrap()));
+        let node = tokio::spawn(async move {
+            let stream = acceptor.accept(listener.accept().await.unwrap().0).await.ok()?;
+            Lines::new(stream).next().await
+        });
+        let address = NodeAddress { host: "127.0.0.1".to_owned(), port };
+        let server = NodeOptions { address, secret: NodeSecret::new(secret).unwrap(), num_ranks: 3 };
+        let connection = server.connect().await;
+        let first_line = node.await.unwrap();
+        (connection.map(|_| ()), first_line.as_deref() == Some("{\"version\":1,\"num_ranks\":3}"))
+    }
+
+    #[tokio::test]
+    async fn a_server_and_a_node_prove_to_each_other_that_they_know_the_secret() {
+        assert_eq!(meeting(SECRET).await, (Ok(()), true));
+        let (refusal, was_accepted) = meeting(&SECRET.replace('f', "g")).await;
+        assert!(refusal.unwrap_err().contains("does not have the secret of --node-secret-file") && !was_accepted);
+    }
+}
