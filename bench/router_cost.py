@@ -47,7 +47,7 @@ import os, sys
 from penstock_server.fork_server import ForkServer
 
 def run(config, _):
-    flags = ["--socket", str(config.socket), "--rank", str(config.rank), "--world-size", str(config.world_size)]
+    flags = ["--socket", str(config.endpoint.path), "--rank", str(config.rank), "--world-size", str(config.world_size)]
     os.execv(sys.argv[1], [sys.argv[1], *flags])
 
 ForkServer(run, lambda _: None).serve()

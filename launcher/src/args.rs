@@ -15,6 +15,7 @@ use penstock_router::{AllowedHost, ImageUrlConfig};
 use crate::attention::Attention;
 use crate::dtype::{Dtype, KvCacheDtype};
 use crate::isa::CpuIsa;
+use crate::node::NodeAddress;
 use crate::priority::PriorityOrder;
 use crate::quantize::Quantize;
 use crate::standby::Standby;
@@ -101,6 +102,16 @@ pub(crate) struct Args {
     /// workers, the others continue its streams
     #[arg(long, env, default_value_t = 1)]
     pub(crate) replicas: usize,
+
+    /// Nodes that the ranks run on instead of this machine, as node://HOST:PORT of a `penstock node`; repeat, or separate by commas, for
+    /// several. Each has one rank, or equally many of --num-shard. They read the model from the same path as this machine, and compute on CPUs.
+    /// Needs --node-secret-file [default: none]
+    #[arg(long, env, value_delimiter = ',', value_name = "NODES")]
+    pub(crate) ranks_on: Vec<NodeAddress>,
+
+    /// File with the secret that this server and the nodes of --ranks-on share, at least 32 characters
+    #[arg(long, env, value_name = "FILE", requires = "ranks_on")]
+    pub(crate) node_secret_file: Option<PathBuf>,
 
     /// Server that computes the sequences, as http://HOST:PORT or https://HOST:PORT of its --engine-listen; repeat, or separate by commas,
     /// for several. Only for `penstock route`, which loads no model and serves with the engines of these servers

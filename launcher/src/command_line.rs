@@ -49,7 +49,7 @@ pub(crate) fn command() -> clap::Command {
 const ROUTE: &str = "route";
 
 /// Flags of servers with a model, which have no effect with `penstock route`.
-const OF_MODELS: [&str; 30] = [
+const OF_MODELS: [&str; 31] = [
     "activation_bits",
     "attention",
     "cpu_isa",
@@ -73,6 +73,7 @@ const OF_MODELS: [&str; 30] = [
     "pipeline_parallel_size",
     "prefix_caching",
     "quantize",
+    "ranks_on",
     "replicas",
     "sharded",
     "shard_uds_path",

@@ -11,17 +11,55 @@ use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
 
-/// What a worker is started with.
-#[derive(Clone, Debug, Serialize)]
+/// Version of what a server and a node say to each other.
+pub(crate) const NODE_PROTOCOL_VERSION: u32 = 1;
+
+/// The first line that a server sends to a node.
+#[derive(Debug, Deserialize, Serialize)]
+pub(crate) struct Open {
+    pub(crate) version: u32,
+    /// Ranks of one group on the node, which share its cores.
+    pub(crate) num_ranks: usize,
+}
+
+/// What a worker is started with. It has secrets, so it has no `Debug`.
+#[derive(Clone, Deserialize, Serialize)]
 pub(crate) struct WorkerFlags {
     /// Unique among all workers of this fork server.
     pub(crate) name: String,
-    pub(crate) socket: PathBuf,
+    /// A URI. A node chooses it for its workers.
+    pub(crate) endpoint: String,
     pub(crate) rank: usize,
     pub(crate) world_size: usize,
+    /// What `Load` must have.
+    pub(crate) token: String,
+    /// `None`: all ranks are on this machine.
+    pub(crate) node: Option<NodeFlags>,
     /// FIFOs, open for reading.
     pub(crate) stdout: PathBuf,
     pub(crate) stderr: PathBuf,
+}
+
+/// A worker's place on one of several machines, and its TLS.
+#[derive(Clone, Deserialize, Serialize)]
+pub(crate) struct NodeFlags {
+    pub(crate) local_rank: usize,
+    pub(crate) local_size: usize,
+    /// Where the other ranks connect, as HOST:PORT. The node chooses it.
+    pub(crate) listen: String,
+    /// PEM, as the two below.
+    pub(crate) certificate: String,
+    pub(crate) key: String,
+    pub(crate) authority: String,
+}
+
+/// Where a worker on a node listens.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
+pub(crate) struct Ports {
+    /// For this server.
+    pub(crate) worker: u16,
+    /// For the other ranks.
+    pub(crate) peers: u16,
 }
 
 /// How a worker ended: its exit status, or the reason why there is none (it never started, or its fork server ended).
@@ -29,15 +67,15 @@ pub(crate) type ExitResult = Result<ExitStatus, String>;
 
 /// What happens to one worker.
 pub(crate) struct WorkerEvents {
-    /// Resolves when the worker has opened its FIFOs; fails if it never does.
-    pub(crate) started: oneshot::Receiver<()>,
+    /// Resolves when the worker has opened its FIFOs, with its ports if it is on a node; fails if it never does.
+    pub(crate) started: oneshot::Receiver<Option<Ports>>,
     pub(crate) exited: oneshot::Receiver<ExitResult>,
 }
 
 /// The sending side of `WorkerEvents`.
 pub(crate) struct WorkerEventSender {
     /// `None` once the worker has started.
-    started: Option<oneshot::Sender<()>>,
+    started: Option<oneshot::Sender<Option<Ports>>>,
     exited: oneshot::Sender<ExitResult>,
 }
 
@@ -65,23 +103,42 @@ pub(crate) enum Command {
     },
 }
 
-#[derive(Serialize)]
+/// A line that the fork server reads.
+#[derive(Deserialize, Serialize)]
 #[serde(rename_all = "snake_case")]
-enum Request<'a> {
-    Start(&'a WorkerFlags),
-    Signal { name: &'a str, number: i32 },
-    Load { request: &'a str },
+pub(crate) enum Request {
+    Start(WorkerFlags),
+    Signal { name: String, number: i32 },
+    Load { request: String },
 }
 
-/// A line that the fork server sends.
-#[derive(Debug, Deserialize, PartialEq)]
+/// A line that the fork server sends, or a node about it.
+#[derive(Debug, Deserialize, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Report {
     Ready {},
-    Loaded { seconds: f64 },
-    Started { name: String, pid: i32 },
-    Refused { name: String, reason: String },
-    Ended { name: String, status: i32 },
+    Loaded {
+        seconds: f64,
+    },
+    Started {
+        name: String,
+        pid: i32,
+        /// Of a worker on a node.
+        #[serde(default)]
+        ports: Option<Ports>,
+    },
+    Refused {
+        name: String,
+        reason: String,
+    },
+    Ended {
+        name: String,
+        status: i32,
+    },
+    /// The last one of a node: its fork server has ended.
+    Lost {
+        reason: String,
+    },
 }
 
 /// The workers that have not exited, by name.
@@ -91,18 +148,18 @@ pub(crate) struct WorkerTable(HashMap<String, WorkerEventSender>);
 impl WorkerTable {
     /// The line that sends `command`; empty if it cannot be expressed in JSON. A worker to be started joins the table.
     pub(crate) fn request(&mut self, command: Command) -> String {
-        let line = |request: Request<'_>| serde_json::to_string(&request).map(|request| request + "\n");
+        let line = |request: &Request| serde_json::to_string(request).map(|request| request + "\n");
         match command {
             Command::Signal { name, signal } => {
-                line(Request::Signal { name: &name, number: signal as i32 }).unwrap_or_default()
+                line(&Request::Signal { name, number: signal as i32 }).unwrap_or_default()
             }
-            Command::Load { request } => line(Request::Load { request: &request }).unwrap_or_default(),
-            Command::Start { flags, events } => match line(Request::Start(&flags)) {
-                Ok(request) => {
-                    self.0.insert(flags.name, events);
+            Command::Load { request } => line(&Request::Load { request }).unwrap_or_default(),
+            Command::Start { flags, events } => match (flags.name.clone(), line(&Request::Start(flags))) {
+                (name, Ok(request)) => {
+                    self.0.insert(name, events);
                     request
                 }
-                Err(error) => {
+                (_, Err(error)) => {
                     let _ = events.exited.send(Err(format!("its flags cannot be sent: {error}")));
                     String::new()
                 }
@@ -113,12 +170,12 @@ impl WorkerTable {
     /// Passes a report on to the worker's events.
     pub(crate) fn dispatch(&mut self, report: Report) {
         match report {
-            Report::Ready {} | Report::Loaded { .. } => {}
-            Report::Started { name, pid } => {
+            Report::Ready {} | Report::Loaded { .. } | Report::Lost { .. } => {}
+            Report::Started { name, pid, ports } => {
                 tracing::debug!(target: "worker", pid, "{name} has started");
                 if let Some(started) = self.0.get_mut(&name).and_then(|events| events.started.take()) {
                     // The receiver is gone while the server stops.
-                    let _ = started.send(());
+                    let _ = started.send(ports);
                 }
             }
             Report::Refused { name, reason } => self.remove(&name, Err(reason)),
@@ -148,9 +205,11 @@ mod tests {
         let (sender, events) = WorkerEvents::channel();
         let flags = WorkerFlags {
             name: name.to_owned(),
-            socket: "/a/worker-1".into(),
+            endpoint: "unix:/a/worker-1".to_owned(),
             rank: 1,
             world_size: 2,
+            token: "t".to_owned(),
+            node: None,
             stdout: "/a/out".into(),
             stderr: "/a/err".into(),
         };
@@ -166,7 +225,7 @@ mod tests {
         let mut workers = WorkerTable::default();
         assert_eq!(
             start(&mut workers, "a").0,
-            "{\"start\":{\"name\":\"a\",\"socket\":\"/a/worker-1\",\"rank\":1,\"world_size\":2,\
+            "{\"start\":{\"name\":\"a\",\"endpoint\":\"unix:/a/worker-1\",\"rank\":1,\"world_size\":2,\"token\":\"t\",\"node\":null,\
              \"stdout\":\"/a/out\",\"stderr\":\"/a/err\"}}\n"
         );
         let signal = Command::Signal { name: "a".to_owned(), signal: Signal::SIGTERM };
@@ -180,7 +239,7 @@ mod tests {
         let mut workers = WorkerTable::default();
         let (mut first, mut second) = (start(&mut workers, "a").1, start(&mut workers, "b").1);
         dispatch(&mut workers, r#"{"started": {"name": "a", "pid": 7}}"#);
-        assert_eq!((first.started.try_recv(), second.started.try_recv().is_ok()), (Ok(()), false));
+        assert_eq!((first.started.try_recv(), second.started.try_recv().is_ok()), (Ok(None), false));
         dispatch(&mut workers, r#"{"ended": {"name": "a", "status": 9}}"#);
         dispatch(&mut workers, r#"{"refused": {"name": "b", "reason": "no more processes"}}"#);
         assert_eq!(first.exited.try_recv().unwrap().unwrap().signal(), Some(9));

@@ -8,13 +8,14 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 use penstock_router::worker::LoadOptions;
-use tokio::io::AsyncWriteExt;
+use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio::process::Child;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 
 use crate::fork_protocol::{Command, Report, WorkerEvents, WorkerFlags, WorkerTable};
 use crate::machine_share::MachineShare;
+use crate::node::{NodeConnection, NodeOptions};
 use crate::output::{Lines, StderrTail};
 use crate::process;
 
@@ -41,6 +42,8 @@ pub(crate) struct ForkServerOptions {
     /// What the workers may use of the machine.
     pub(crate) share: MachineShare,
     pub(crate) hub_cache: Option<PathBuf>,
+    /// Where the process runs; `None`: on this machine.
+    pub(crate) node: Option<NodeOptions>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -98,6 +101,11 @@ impl WorkerHandle {
 impl ForkServer {
     pub(crate) fn new(options: ForkServerOptions) -> Self {
         Self { options, preload: None, process: None }
+    }
+
+    /// Where its process runs; `None`: on this machine.
+    pub(crate) fn node(&self) -> Option<&NodeOptions> {
+        self.options.node.as_ref()
     }
 
     /// Starts the process unless it runs. Call it on the main thread (see `process::python_module`).
@@ -177,6 +185,10 @@ impl ForkServer {
     pub(crate) async fn stop(self) {
         if let Some(Process { commands, task, .. }) = self.process {
             drop(commands);
+            if self.options.node.is_some() {
+                // The end of the connection ends the process.
+                task.abort();
+            }
             // An error means that the task has ended.
             let _ = task.await;
         }
@@ -185,6 +197,20 @@ impl ForkServer {
 
 impl ForkServerOptions {
     fn spawn(&self) -> std::io::Result<Process> {
+        let (commands, received) = mpsc::unbounded_channel();
+        let (import_sender, import_time) = watch::channel(None);
+        let (preload_sender, preload_time) = watch::channel(None);
+        let (end_sender, end) = watch::channel(None);
+        let events = ProcessEvents { import_time: import_sender, preload_time: preload_sender, end: end_sender };
+        let task = match &self.node {
+            None => tokio::spawn(drive(self.command().spawn()?, received, events)),
+            Some(node) => tokio::spawn(drive_node(node.clone(), received, events)),
+        };
+        Ok(Process { commands, import_time, preload_time, end, task })
+    }
+
+    /// The process on this machine.
+    pub(crate) fn command(&self) -> tokio::process::Command {
         let mut command = process::python_module(&self.python, "penstock_server.fork_server");
         command.stdin(Stdio::piped());
         if let Some(devices) = &self.share.devices {
@@ -212,55 +238,24 @@ impl ForkServerOptions {
         if let Some(cache) = &self.hub_cache {
             command.env("HF_HUB_CACHE", cache);
         }
-        let (commands, received) = mpsc::unbounded_channel();
-        let (import_sender, import_time) = watch::channel(None);
-        let (preload_sender, preload_time) = watch::channel(None);
-        let (end_sender, end) = watch::channel(None);
-        let events = ProcessEvents { import_time: import_sender, preload_time: preload_sender, end: end_sender };
-        let task = tokio::spawn(drive(command.spawn()?, received, events));
-        Ok(Process { commands, import_time, preload_time, end, task })
+        command
     }
 }
 
 /// Exchanges commands and reports until the process ends or every command sender is dropped. Then it ends the process and
 /// reports its workers, and any that are requested later, as lost.
 async fn drive(mut child: Child, mut commands: mpsc::UnboundedReceiver<Command>, events: ProcessEvents) {
-    let ProcessEvents { import_time, preload_time, end } = events;
-    let began = Instant::now();
-    let (Some(mut stdin), Some(stdout), Some(stderr)) = (child.stdin.take(), child.stdout.take(), child.stderr.take())
+    let (Some(stdin), Some(stdout), Some(stderr)) = (child.stdin.take(), child.stdout.take(), child.stderr.take())
     else {
         unreachable!("invariant: all three are piped")
     };
     let tail = StderrTail::default();
     let mut following = tokio::spawn(tail.clone().follow(None, stderr));
-    let mut reports = Lines::new(stdout);
     let mut workers = WorkerTable::default();
-    loop {
-        tokio::select! {
-            command = commands.recv() => match command.map(|command| workers.request(command)) {
-                None => {
-                    let _ = child.start_kill();
-                    break;
-                }
-                Some(request) => if stdin.write_all(request.as_bytes()).await.is_err() {
-                    break;
-                },
-            },
-            line = reports.next() => match line.as_deref().map(serde_json::from_str) {
-                Some(Ok(Report::Ready {})) => {
-                    import_time.send_replace(Some(began.elapsed()));
-                }
-                Some(Ok(Report::Loaded { seconds })) => {
-                    preload_time.send_replace(Duration::try_from_secs_f64(seconds).ok());
-                }
-                Some(Ok(report)) => workers.dispatch(report),
-                // Printed by code that Python runs at startup.
-                Some(Err(_)) => tracing::info!(target: "worker", "{}", line.unwrap_or_default()),
-                None => break,
-            },
-        }
+    if let Ended::Released = exchange(stdin, Lines::new(stdout), &mut commands, &mut workers, &events).await {
+        let _ = child.start_kill();
     }
-    drop(import_time);
+    drop(events.import_time);
     if tokio::time::timeout(EXIT_TIMEOUT, child.wait()).await.is_err() {
         let _ = child.start_kill();
     }
@@ -272,10 +267,80 @@ async fn drive(mut child: Child, mut commands: mpsc::UnboundedReceiver<Command>,
         Ok(status) => tail.exit_reason("the fork server", status),
         Err(error) => format!("the fork server cannot be watched: {error}"),
     };
+    report_lost(reason, workers, commands, events.end).await;
+}
+
+/// The same with a process on a node, which ends with the connection.
+async fn drive_node(node: NodeOptions, mut commands: mpsc::UnboundedReceiver<Command>, events: ProcessEvents) {
+    let mut workers = WorkerTable::default();
+    let reason = match node.connect().await {
+        Err(reason) => reason,
+        Ok(NodeConnection { requests, reports }) => {
+            match exchange(requests, reports, &mut commands, &mut workers, &events).await {
+                Ended::Lost(Some(reason)) => format!("{} has no fork server: {reason}", node.address),
+                Ended::Lost(None) | Ended::Released => format!("the connection to {} was lost", node.address),
+            }
+        }
+    };
+    drop(events.import_time);
+    report_lost(reason, workers, commands, events.end).await;
+}
+
+/// Reports all workers, and any that are requested later, as lost.
+async fn report_lost(
+    reason: String,
+    mut workers: WorkerTable,
+    mut commands: mpsc::UnboundedReceiver<Command>,
+    end: watch::Sender<Option<String>>,
+) {
     end.send_replace(Some(reason.clone()));
     workers.remove_all(&reason);
     while let Some(command) = commands.recv().await {
         workers.request(command);
         workers.remove_all(&reason);
+    }
+}
+
+/// How an exchange ended.
+enum Ended {
+    /// Every command sender is dropped.
+    Released,
+    /// The process, or the connection to it, has ended. A node says why.
+    Lost(Option<String>),
+}
+
+/// Exchanges commands and reports.
+async fn exchange(
+    mut requests: impl AsyncWrite + Unpin,
+    mut reports: Lines<impl AsyncRead + Unpin>,
+    commands: &mut mpsc::UnboundedReceiver<Command>,
+    workers: &mut WorkerTable,
+    events: &ProcessEvents,
+) -> Ended {
+    let began = Instant::now();
+    loop {
+        tokio::select! {
+            command = commands.recv() => match command.map(|command| workers.request(command)) {
+                None => return Ended::Released,
+                Some(request) => {
+                    if requests.write_all(request.as_bytes()).await.is_err() || requests.flush().await.is_err() {
+                        return Ended::Lost(None);
+                    }
+                }
+            },
+            line = reports.next() => match line.as_deref().map(serde_json::from_str) {
+                Some(Ok(Report::Ready {})) => {
+                    events.import_time.send_replace(Some(began.elapsed()));
+                }
+                Some(Ok(Report::Loaded { seconds })) => {
+                    events.preload_time.send_replace(Duration::try_from_secs_f64(seconds).ok());
+                }
+                Some(Ok(Report::Lost { reason })) => return Ended::Lost(Some(reason)),
+                Some(Ok(report)) => workers.dispatch(report),
+                // Printed by code that Python runs at startup.
+                Some(Err(_)) => tracing::info!(target: "worker", "{}", line.unwrap_or_default()),
+                None => return Ended::Lost(None),
+            },
+        }
     }
 }

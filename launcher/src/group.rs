@@ -6,7 +6,7 @@ use futures::FutureExt;
 use futures::future::BoxFuture;
 use penstock_router::worker::{Group, LoadOptions, WarmUpOptions, WorkerError};
 
-use crate::workers::{WorkerOptions, Workers, WorkersError};
+use crate::workers::{Meeting, WorkerOptions, Workers, WorkersError};
 
 /// Time limit for forked workers to listen.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(300);
@@ -16,7 +16,7 @@ pub(crate) const EXIT_REASON_TIMEOUT: Duration = Duration::from_secs(2);
 /// How to start a group like the first one.
 pub(crate) struct Recipe {
     pub(crate) workers: WorkerOptions,
-    /// `rendezvous` and `background` are replaced: each group has its own.
+    /// `rendezvous`, `token` and `background` are replaced: each group has its own.
     pub(crate) load: LoadOptions,
     /// As many blocks as the first group has, without repeating that group's memory measurements.
     pub(crate) warm_up: WarmUpOptions,
@@ -88,11 +88,11 @@ impl Recipe {
     /// Connects to spawned workers and loads the model; `background` as in `LoadOptions`.
     pub(crate) fn load(&self, workers: &Workers, background: bool) -> Loading {
         let connecting = connect(workers);
-        let load = LoadOptions { rendezvous: workers.rendezvous(), background, ..self.load.clone() };
+        let load = LoadOptions { background, ..self.load.clone() };
         let loading = async move {
-            let mut group = connecting.await?;
+            let (mut group, Meeting { rendezvous, token, .. }) = connecting.await?;
             let connected = Instant::now();
-            group.load(&load).await?;
+            group.load(&LoadOptions { rendezvous, token, ..load }).await?;
             Ok(Loaded { group, connected })
         };
         loading.boxed()
@@ -100,11 +100,11 @@ impl Recipe {
 }
 
 /// Waits until the workers listen. Until they are forked, the fork server may load a model of any size.
-pub(crate) fn connect(workers: &Workers) -> impl Future<Output = Result<Group, GroupError>> + use<> {
-    let (started, sockets) = (workers.started(), workers.sockets().to_vec());
+pub(crate) fn connect(workers: &Workers) -> impl Future<Output = Result<(Group, Meeting), GroupError>> + use<> {
+    let started = workers.started();
     async move {
-        started.await;
-        Ok(Group::connect(&sockets, CONNECT_TIMEOUT).await?)
+        let meeting = started.await;
+        Ok((Group::connect(&meeting.endpoints, CONNECT_TIMEOUT).await?, meeting))
     }
 }
 

@@ -17,6 +17,7 @@ mod fingerprint;
 mod fork_protocol;
 mod fork_server;
 mod group;
+mod hosts;
 mod init;
 mod isa;
 mod keys;
@@ -25,6 +26,7 @@ mod log;
 mod machine_share;
 mod memory;
 mod model_folder;
+mod node;
 mod output;
 mod platform;
 mod prefetch;
@@ -66,12 +68,15 @@ use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use crate::adapter::AdapterFlags;
+use crate::args::Args;
 use crate::command_line::Parsed;
 use crate::listener::{Place, Reserved, ReservedPort};
+use crate::node::{NodeAddress, NodeArgs, NodeOptions, NodeSecret, SecretError};
 use crate::replica_file::Follower;
 use crate::resolve::Settings;
 use crate::start::{Started, log_choice};
 use crate::supervise::Supervisor;
+use crate::tool::Tool;
 
 /// How long workers may take to exit. They drop their work, so this is ample.
 const WORKER_GRACE: Duration = Duration::from_secs(10);
@@ -98,6 +103,9 @@ fn main() -> ExitCode {
         print!("{}", reference::render(page));
         return ExitCode::SUCCESS;
     }
+    if let Some(Tool::Node(node)) = &parsed.args.tool {
+        return run_node(node);
+    }
     if let Some(tool) = &parsed.args.tool {
         let error = tool.run(&find_python());
         let _ = writeln!(std::io::stderr(), "error: {error}");
@@ -118,8 +126,39 @@ fn main() -> ExitCode {
             let is_setting = error.is::<resolve::ResolveError>()
                 || error.is::<keys::KeyError>()
                 || error.is::<engine_access::AccessError>()
-                || error.is::<route::RouteError>();
+                || error.is::<route::RouteError>()
+                || error.is::<SecretError>();
             ExitCode::from(if is_setting { 2 } else { 1 })
+        }
+    }
+}
+
+/// Runs an agent until a signal, which is not an error.
+fn run_node(args: &NodeArgs) -> ExitCode {
+    let _flush = match log::start(args.json_output, std::env::var("LOG_LEVEL").ok().as_deref()) {
+        Ok(flush) => flush,
+        Err(error) => {
+            let _ = writeln!(std::io::stderr(), "error: cannot start the log: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    let run = || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        runtime.block_on(async {
+            let (stop, second_signal) = signals::listen(false).context("cannot listen for signals")?;
+            let python = find_python();
+            tokio::select! {
+                result = node::run(args, &python) => result,
+                () = stop.cancelled() => Ok(()),
+                _ = second_signal => Ok(()),
+            }
+        })
+    };
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            tracing::error!("{error:#}");
+            ExitCode::from(if error.is::<SecretError>() { 2 } else { 1 })
         }
     }
 }
@@ -138,6 +177,7 @@ fn run(parsed: &Parsed) -> anyhow::Result<Stopped> {
         Some(access) => route::servers(&parsed.args, access)?,
         None => Vec::new(),
     };
+    let nodes = nodes(&parsed.args, &settings)?;
     let listener = Reserved::bind(&settings.place)?;
     let engine_listener = parsed.args.engine_listen.map(ReservedPort::bind).transpose()?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("cannot start threads")?;
@@ -146,7 +186,7 @@ fn run(parsed: &Parsed) -> anyhow::Result<Stopped> {
         let (stop, second_signal) =
             signals::listen(parsed.args.stop_with_stdin).context("cannot listen for signals")?;
         let settings = &settings;
-        let setup = Setup { parsed, settings, api_keys, access, engine_listener, servers, python: &python };
+        let setup = Setup { parsed, settings, api_keys, access, engine_listener, servers, nodes, python: &python };
         tokio::select! {
             result = serve(setup, listener, stop) => {
                 result.map(|()| Stopped::Drained)
@@ -157,6 +197,17 @@ fn run(parsed: &Parsed) -> anyhow::Result<Stopped> {
     // A blocking thread may still be tokenizing a long input.
     runtime.shutdown_background();
     stopped
+}
+
+/// The nodes of --ranks-on, each with its share of the ranks.
+fn nodes(args: &Args, settings: &Settings) -> Result<Vec<NodeOptions>, SecretError> {
+    if args.ranks_on.is_empty() {
+        return Ok(Vec::new());
+    }
+    let secret = NodeSecret::read(args.node_secret_file.as_deref().ok_or(SecretError::Missing)?)?;
+    let num_ranks = settings.num_ranks / args.ranks_on.len();
+    let node = |address: &NodeAddress| NodeOptions { address: address.clone(), secret: secret.clone(), num_ranks };
+    Ok(args.ranks_on.iter().map(node).collect())
 }
 
 fn find_python() -> PathBuf {
@@ -181,18 +232,20 @@ struct Setup<'a> {
     engine_listener: Option<ReservedPort>,
     /// Not empty: they compute, and nothing is loaded here.
     servers: Vec<Remote>,
+    /// Not empty: the ranks run there.
+    nodes: Vec<NodeOptions>,
     python: &'a Path,
 }
 
 /// Starts, serves until `stop`, drains, and stops the workers.
 async fn serve(setup: Setup<'_>, listener: Reserved, stop: CancellationToken) -> anyhow::Result<()> {
-    let Setup { parsed, settings, api_keys, access, engine_listener, servers, python } = setup;
+    let Setup { parsed, settings, api_keys, access, engine_listener, servers, nodes, python } = setup;
     let Parsed { args, vertex_routes, .. } = parsed;
     let began = Instant::now();
     let adapters = AdapterFlags::new(args)?;
     let start = async {
         match servers.is_empty() {
-            true => start::start(args, settings, &adapters, python).await,
+            true => start::start(args, settings, &adapters, python, &nodes).await,
             false => route::start(args, &adapters, python, servers, access.clone()).await,
         }
     };

@@ -35,7 +35,9 @@ pub(crate) fn python_module(python: &Path, module: &str) -> Command {
     let mut command = Command::new(python);
     command.arg("-m").arg(module).env_remove("LOG_LEVEL").env("HF_HUB_DISABLE_PROGRESS_BARS", "1");
     // Only the router checks keys, and a model's own code must not read them.
-    for secret in ["API_KEY", "API_KEY_FILE", "ENGINE_SECRET", "ENGINE_SECRET_FILE", "ENGINE_TLS_KEY"] {
+    for secret in
+        ["API_KEY", "API_KEY_FILE", "ENGINE_SECRET", "ENGINE_SECRET_FILE", "ENGINE_TLS_KEY", "NODE_SECRET_FILE"]
+    {
         command.env_remove(secret);
     }
     command.envs(hub_token());

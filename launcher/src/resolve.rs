@@ -14,6 +14,7 @@ use penstock_router::worker::Description;
 use crate::args::{Args, RopeScaling};
 use crate::attention::Attention;
 use crate::listener::Place;
+use crate::node::NodeAddress;
 use crate::standby::Standby;
 pub(crate) use sequence_limits::SequenceLimits;
 
@@ -63,6 +64,8 @@ pub(crate) struct Settings {
     pub(crate) place: Place,
     /// Of one replica.
     pub(crate) num_ranks: usize,
+    /// That the ranks run on; empty: on this machine.
+    pub(crate) nodes: Vec<NodeAddress>,
     /// CPU threads per rank.
     pub(crate) num_threads: usize,
     /// 0 if the model runs on a CPU.
@@ -123,7 +126,7 @@ pub(crate) enum ResolveError {
 impl Settings {
     /// Whether the fork server loads the model: on CPUs, where one rank has all of it.
     pub(crate) fn preloads(&self) -> bool {
-        self.num_devices == 0 && self.num_ranks == 1
+        self.num_devices == 0 && self.num_ranks == 1 && self.nodes.is_empty()
     }
 
     /// Checks the flags and fills in defaults.
@@ -154,8 +157,9 @@ impl Settings {
         Ok(Self {
             place: place(args, &mut warnings),
             num_ranks,
+            nodes: args.ranks_on.clone(),
             num_threads,
-            num_devices: machine.num_visible_devices.unwrap_or(0),
+            num_devices: machine.num_visible_devices.filter(|_| args.ranks_on.is_empty()).unwrap_or(0),
             max_step_sequences,
             max_input_tokens,
             memory_fraction: args.cuda_memory_fraction,
@@ -315,6 +319,10 @@ fn check_contradictions(
 
 /// Other replicas take over what a replica loses, so that it needs no standby group.
 fn standby(args: &Args, choices: &mut Vec<Choice>) -> Result<Standby, ResolveError> {
+    if !args.ranks_on.is_empty() && args.standby != Standby::Off {
+        choices.push(Choice::new("standby", "off", "the memory of the nodes is not measured"));
+        return Ok(Standby::Off);
+    }
     match args.standby {
         Standby::Auto if args.replicas > 1 => {
             choices.push(Choice::new("standby", "off", "other replicas take over the streams of a lost one"));
@@ -329,8 +337,44 @@ fn standby(args: &Args, choices: &mut Vec<Choice>) -> Result<Standby, ResolveErr
     }
 }
 
+/// Equally many on each node.
+fn num_ranks_on_nodes(args: &Args, choices: &mut Vec<Choice>) -> Result<usize, ResolveError> {
+    let num_nodes = args.ranks_on.len();
+    let refused = |name, value, allowed| Err(ResolveError::OutOfRange { name, value, allowed });
+    if args.replicas > 1 {
+        return refused(
+            "replicas",
+            args.replicas.to_string(),
+            "1 with --ranks-on; use `penstock route` for several servers",
+        );
+    }
+    if args.pipeline_parallel_size > 1 {
+        return refused("pipeline-parallel-size", args.pipeline_parallel_size.to_string(), "1 with --ranks-on");
+    }
+    if args.ranks_on.iter().enumerate().any(|(index, node)| args.ranks_on[..index].contains(node)) {
+        return refused("ranks-on", join(&args.ranks_on), "each node once; raise --num-shard for more ranks on each");
+    }
+    match args.num_shard {
+        Some(num_shard) if num_shard % num_nodes > 0 => {
+            refused("num-shard", num_shard.to_string(), "a multiple of the number of nodes of --ranks-on")
+        }
+        Some(num_shard) => Ok(num_shard),
+        None => {
+            choices.push(Choice::new("num-shard", num_nodes, "one rank on each node"));
+            Ok(num_nodes)
+        }
+    }
+}
+
+fn join(nodes: &[NodeAddress]) -> String {
+    nodes.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
+}
+
 /// Ranks of one pipeline stage of one replica.
 fn num_shards(args: &Args, machine: Machine, choices: &mut Vec<Choice>) -> Result<usize, ResolveError> {
+    if !args.ranks_on.is_empty() {
+        return num_ranks_on_nodes(args, choices);
+    }
     let (replicas, stages) = (args.replicas, args.pipeline_parallel_size);
     let devices = machine.num_visible_devices.map(|devices| devices / (replicas * stages as usize));
     let too_few = |num_shard, devices| Err(ResolveError::TooFewDevices { num_shard, stages, replicas, devices });

@@ -361,3 +361,22 @@ fn a_library_of_tgi_means_an_automatic_choice_with_a_warning() {
     assert_eq!((args("").attention.name(), args("--attention triton").attention.name()), (None, Some("triton")));
     assert!(settings("--attention auto").unwrap().warnings.is_empty());
 }
+
+#[test]
+fn each_node_has_equally_many_ranks_and_nothing_of_this_machine_counts() {
+    let machine = Machine { num_visible_devices: Some(1), ..MACHINE };
+    let on = |flags: &str| Settings::resolve(&args(flags), machine);
+    let nodes = "--ranks-on node://a:1,node://b:1";
+    let settings = on(nodes).unwrap();
+    assert_eq!((settings.num_ranks, settings.num_devices, settings.standby), (2, 0, Standby::Off));
+    assert_eq!(on(&format!("{nodes} --num-shard 4")).unwrap().num_ranks, 4);
+    assert!(!on("--ranks-on node://a:1").unwrap().preloads());
+    for (flags, reason) in [
+        ("--ranks-on node://a:1,node://b:1 --num-shard 3", "a multiple of the number of nodes"),
+        ("--ranks-on node://a:1,node://a:1", "each node once"),
+        ("--ranks-on node://a:1 --replicas 2", "1 with --ranks-on"),
+    ] {
+        let refusal = on(flags).unwrap_err().to_string();
+        assert!(refusal.contains(reason), "{refusal}");
+    }
+}

@@ -5,8 +5,8 @@
 use clap::ValueEnum;
 use futures::FutureExt;
 
-use crate::fork_server::ForkServer;
 use crate::group::{Loaded, Loading, Recipe};
+use crate::hosts::Hosts;
 use crate::memory;
 use crate::workers::Workers;
 
@@ -67,13 +67,13 @@ pub(crate) enum StandbyEvent {
 impl StandbyGroup {
     /// Spawns the workers and starts to load them. Call it on the main thread (see `process::python_module`). The error
     /// says why there is no standby group. `number` as in `Workers::spawn`.
-    pub(crate) fn start(recipe: &Recipe, fork_server: &mut ForkServer, number: usize) -> Result<Self, String> {
+    pub(crate) fn start(recipe: &Recipe, hosts: &mut Hosts, number: usize) -> Result<Self, String> {
         let required_bytes = recipe.standby_bytes.clone()?;
         // An unknown amount of available memory counts as none.
         if memory::available_bytes().unwrap_or(0) < required_bytes {
             return Err(format!("less than {} MiB of memory are available", required_bytes >> 20));
         }
-        let workers = Workers::spawn(&recipe.workers, fork_server, number).map_err(|error| error.to_string())?;
+        let workers = Workers::spawn(&recipe.workers, hosts, number).map_err(|error| error.to_string())?;
         let loading = recipe.load(&workers, true);
         Ok(Self { workers, loading, is_ready: false })
     }

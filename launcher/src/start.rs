@@ -15,10 +15,12 @@ use penstock_scheduler::Limits;
 use crate::adapter::AdapterFlags;
 use crate::args::Args;
 use crate::fingerprint;
-use crate::fork_server::{ForkServer, ForkServerOptions};
+use crate::fork_server::ForkServerOptions;
 use crate::group::{self, GroupError, Recipe};
+use crate::hosts::Hosts;
 use crate::machine_share::MachineShare;
 use crate::model_folder::{FolderError, ModelFolder};
+use crate::node::NodeOptions;
 use crate::prefetch;
 use crate::quantize::Quantize;
 use crate::replica_file::Follower;
@@ -27,7 +29,7 @@ use crate::route::RouteError;
 use crate::standby::Standby;
 use crate::supervise::Supervisor;
 use crate::weights::{self, PrepareError, Prepared};
-use crate::workers::{WorkerOptions, Workers, WorkersError};
+use crate::workers::{Meeting, WorkerOptions, Workers, WorkersError};
 
 /// Waiting this long raises a request's rank by one priority, so that no request starves while urgent ones still go first.
 const PRIORITY_AGEING: Duration = Duration::from_secs(10);
@@ -92,19 +94,20 @@ pub(crate) async fn start(
     settings: &Settings,
     adapters: &AdapterFlags,
     python: &Path,
+    nodes: &[NodeOptions],
 ) -> Result<Started, StartError> {
     let visible_devices = std::env::var("CUDA_VISIBLE_DEVICES").ok();
     let shares =
         MachineShare::of_each(args.replicas, settings.num_ranks, settings.num_devices, visible_devices.as_deref());
     let mut starting = Vec::new();
     for (replica, share) in shares.into_iter().enumerate() {
-        starting.push(Starting::new(args, settings, python, replica, share)?);
+        starting.push(Starting::new(args, settings, python, replica, share, nodes)?);
     }
     // The fork servers import meanwhile.
     let (began, mut phases) = (Instant::now(), Vec::new());
     let (prepared, folder, text) = tokio::select! {
         prepared = prepare(args, adapters, python, &mut phases) => prepared?,
-        (reason, ..) = select_all(starting.iter().map(|starting| Box::pin(starting.fork_server.end()))) => {
+        (reason, ..) = select_all(starting.iter().map(|starting| Box::pin(starting.hosts.end()))) => {
             return Err(GroupError::Exited(reason).into());
         }
     };
@@ -113,14 +116,15 @@ pub(crate) async fn start(
     for starting in starting {
         spawned.push(starting.spawn(settings, &load)?);
     }
-    let Spawned { worker_options, fork_server, mut workers } = spawned.remove(0);
-    let load = LoadOptions { rendezvous: workers.rendezvous(), ..load };
+    let Spawned { worker_options, hosts, mut workers } = spawned.remove(0);
     let (connecting, forking_began) = (group::connect(&workers), Instant::now());
     let loading = async {
         // Workers are forked once the imports are done.
-        let import_time = async { Ok(fork_server.import_time().await) };
-        let (import_time, group) = tokio::try_join!(import_time, connecting)?;
-        let preload_time = fork_server.preload_time();
+        let import_time = async { Ok(hosts.import_time().await) };
+        let (import_time, (group, meeting)) = tokio::try_join!(import_time, connecting)?;
+        let Meeting { rendezvous, token, .. } = meeting;
+        let load = LoadOptions { rendezvous, token, ..load };
+        let preload_time = hosts.preload_time();
         let importing = import_time.saturating_sub(forking_began - began);
         let start_time = forking_began.elapsed().saturating_sub(importing + preload_time.unwrap_or_default());
         let spans = [
@@ -168,7 +172,7 @@ pub(crate) async fn start(
     let warm_up = WarmUpOptions { num_blocks, proven: true, ..loaded.warm_up };
     let room = loaded.pool.standby_room_bytes;
     // Each worker loads a draft model itself, whose bytes are part of the model's.
-    let is_shared = fork_server.preload_time().is_some() && args.drafting_model().is_none();
+    let is_shared = hosts.preload_time().is_some() && args.drafting_model().is_none();
     let unshared_bytes = if is_shared { 0 } else { loaded.model.weight_bytes };
     let standby_bytes = settings.standby.host_bytes(unshared_bytes, room, settings.num_ranks);
     if let (Ok(_), Some(room)) = (&standby_bytes, room) {
@@ -184,22 +188,22 @@ pub(crate) async fn start(
     };
     let mut phases = loaded.phases;
     let since = Instant::now();
-    let starting = spawned.into_iter().map(|Spawned { worker_options, fork_server, mut workers }| {
+    let starting = spawned.into_iter().map(|Spawned { worker_options, hosts, mut workers }| {
         let recipe = recipe(worker_options);
         async move {
             let group = recipe.start(&mut workers).await?;
-            Ok::<_, GroupError>((recipe, fork_server, workers, group))
+            Ok::<_, GroupError>((recipe, hosts, workers, group))
         }
     });
-    let mut started = vec![(recipe(worker_options), fork_server, workers, loaded.group)];
+    let mut started = vec![(recipe(worker_options), hosts, workers, loaded.group)];
     started.extend(try_join_all(starting).await?);
     if started.len() > 1 {
         phases.push(phase("start other replicas", since.elapsed()));
     }
     let num_blocks = started.len() * loaded.pool.num_blocks as usize;
     let (mut groups, mut supervisors) = (Vec::new(), Vec::new());
-    for (recipe, fork_server, workers, group) in started {
-        let (supervisor, restart) = Supervisor::new(recipe, fork_server, workers, group.probe());
+    for (recipe, hosts, workers, group) in started {
+        let (supervisor, restart) = Supervisor::new(recipe, hosts, workers, group.probe());
         supervisors.push(supervisor);
         groups.push((group, Arc::new(restart) as Arc<dyn RestartGroup>));
     }
@@ -236,13 +240,13 @@ pub(crate) async fn start(
 /// A replica whose fork server imports.
 struct Starting {
     worker_options: WorkerOptions,
-    fork_server: ForkServer,
+    hosts: Hosts,
 }
 
 /// The processes of a replica.
 struct Spawned {
     worker_options: WorkerOptions,
-    fork_server: ForkServer,
+    hosts: Hosts,
     workers: Workers,
 }
 
@@ -253,30 +257,33 @@ impl Starting {
         python: &Path,
         replica: usize,
         share: MachineShare,
+        nodes: &[NodeOptions],
     ) -> Result<Self, GroupError> {
-        let mut fork_server = ForkServer::new(ForkServerOptions {
+        let options = ForkServerOptions {
             python: python.to_owned(),
             num_threads: settings.num_threads,
             share,
             hub_cache: args.huggingface_hub_cache.clone(),
-        });
-        fork_server.start().map_err(WorkersError::from)?;
+            node: None,
+        };
+        let mut hosts = Hosts::new(&options, nodes);
+        hosts.start().map_err(WorkersError::from)?;
         let worker_options = WorkerOptions {
             replica,
             num_replicas: args.replicas,
             num_ranks: settings.num_ranks,
             socket_prefix: args.shard_uds_path.clone(),
         };
-        Ok(Self { worker_options, fork_server })
+        Ok(Self { worker_options, hosts })
     }
 
     fn spawn(self, settings: &Settings, load: &LoadOptions) -> Result<Spawned, GroupError> {
-        let Self { worker_options, mut fork_server } = self;
+        let Self { worker_options, mut hosts } = self;
         if settings.preloads() {
-            fork_server.preload(load);
+            hosts.preload(load);
         }
-        let workers = Workers::spawn(&worker_options, &mut fork_server, 0)?;
-        Ok(Spawned { worker_options, fork_server, workers })
+        let workers = Workers::spawn(&worker_options, &mut hosts, 0)?;
+        Ok(Spawned { worker_options, hosts, workers })
     }
 }
 
@@ -304,7 +311,7 @@ pub(crate) async fn prepare(
     Ok((prepared, folder, text))
 }
 
-/// What flags and model say of a load. Each group has a rendezvous of its own.
+/// What flags and model say of a load. Each group has a rendezvous and a token of its own.
 fn load_options(
     args: &Args,
     settings: &Settings,
@@ -318,8 +325,10 @@ fn load_options(
         kv_cache_dtype: args.kv_cache_dtype.name().map(str::to_owned),
         block_tokens: None,
         rendezvous: String::new(),
+        token: String::new(),
         trust_remote_code: args.trust_remote_code,
-        num_threads: u32::try_from(settings.num_threads).ok(),
+        // A node divides its own cores.
+        num_threads: u32::try_from(settings.num_threads).ok().filter(|_| settings.nodes.is_empty()),
         watermark_gamma: args.watermark_gamma,
         dequantize: args.dequantize,
         quantize: args.quantize.map(Quantize::name),

@@ -11,8 +11,8 @@ use penstock_router::telemetry::metrics;
 use penstock_router::worker::{HealthProbe, RankProgress};
 use tokio::sync::{mpsc, oneshot};
 
-use crate::fork_server::ForkServer;
 use crate::group::{self, EXIT_REASON_TIMEOUT, GroupError, Loaded, Recipe};
+use crate::hosts::Hosts;
 use crate::standby::{StandbyEvent, StandbyGroup};
 use crate::workers::Workers;
 
@@ -28,7 +28,7 @@ const STANDBY_RETRY: Duration = Duration::from_secs(60);
 /// a channel.
 pub(crate) struct Supervisor {
     recipe: Recipe,
-    fork_server: ForkServer,
+    hosts: Hosts,
     /// `None` after a failed restart.
     workers: Option<Workers>,
     /// Of the current group.
@@ -61,17 +61,12 @@ impl RestartGroup for Restarter {
 }
 
 impl Supervisor {
-    /// `workers` is the first group, forked by `fork_server`; `probe` asks it.
-    pub(crate) fn new(
-        recipe: Recipe,
-        fork_server: ForkServer,
-        workers: Workers,
-        probe: HealthProbe,
-    ) -> (Self, Restarter) {
+    /// `workers` is the first group, forked by `hosts`; `probe` asks it.
+    pub(crate) fn new(recipe: Recipe, hosts: Hosts, workers: Workers, probe: HealthProbe) -> (Self, Restarter) {
         let (sender, requests) = mpsc::unbounded_channel();
         let supervisor = Self {
             recipe,
-            fork_server,
+            hosts,
             workers: Some(workers),
             probe,
             standby: None,
@@ -133,7 +128,7 @@ impl Supervisor {
         if let Some(workers) = self.workers {
             workers.stop(grace).await;
         }
-        self.fork_server.stop().await;
+        self.hosts.stop().await;
     }
 
     async fn start_standby(&mut self) {
@@ -143,7 +138,7 @@ impl Supervisor {
             return;
         }
         self.standby_due = None;
-        match StandbyGroup::start(&self.recipe, &mut self.fork_server, self.num_groups) {
+        match StandbyGroup::start(&self.recipe, &mut self.hosts, self.num_groups) {
             Ok(standby) => {
                 self.num_groups += 1;
                 self.standby = Some(standby);
@@ -172,7 +167,7 @@ impl Supervisor {
                 tracing::warn!("{reason}");
             }
             if !workers.kill().await {
-                self.fork_server.abandon().await;
+                self.hosts.abandon().await;
             }
         }
         self.exit_reason = None;
@@ -182,7 +177,7 @@ impl Supervisor {
         let (workers, loading) = match self.standby.take().and_then(StandbyGroup::into_ready) {
             Some((workers, loaded)) => (workers, future::ready(Ok(loaded)).boxed()),
             None => {
-                let workers = Workers::spawn(&self.recipe.workers, &mut self.fork_server, self.num_groups);
+                let workers = Workers::spawn(&self.recipe.workers, &mut self.hosts, self.num_groups);
                 self.num_groups += 1;
                 let workers = workers.map_err(restart_error)?;
                 let loading = self.recipe.load(&workers, false);

@@ -1,4 +1,4 @@
-//! The subcommands. Each replaces this process by the Python module that implements it.
+//! The subcommands. Each but `node` replaces this process by the Python module that implements it.
 
 use std::io;
 use std::os::unix::process::CommandExt;
@@ -8,6 +8,7 @@ use std::process::Command;
 use clap::{Args, Subcommand, ValueEnum};
 
 use crate::dtype::Dtype;
+use crate::node::NodeArgs;
 use crate::process;
 
 /// A subcommand.
@@ -23,6 +24,7 @@ pub(crate) enum Tool {
     Check(Check),
     /// Measure a running server, or two side by side, over the number of concurrent streams
     Bench(Bench),
+    Node(NodeArgs),
 }
 
 /// Exits with status 0 if the model can be served with these options, 1 if it cannot. Downloads only the small files of a
@@ -169,6 +171,7 @@ impl Tool {
                 bench.arguments(command);
                 &false
             }
+            Self::Node(_) => unreachable!("invariant: a node runs in this process"),
             Self::Models { json } => {
                 command.args(["-m", "penstock_server.catalog"]);
                 json

@@ -5,17 +5,21 @@
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use nix::sys::signal::Signal;
 use nix::sys::stat::Mode;
 use nix::unistd::mkfifo;
+use penstock_router::worker::{Endpoint, WORKER_NAME, WorkerTls};
 use tempfile::TempDir;
 use tokio::net::unix::pipe;
 use tokio::sync::{mpsc, watch};
 
-use crate::fork_protocol::{WorkerEvents, WorkerFlags};
-use crate::fork_server::{ForkServer, Forked, SpawnError, WorkerHandle};
+use crate::fork_protocol::{NodeFlags, Ports, WorkerEvents, WorkerFlags};
+use crate::fork_server::{Forked, SpawnError, WorkerHandle};
+use crate::hosts::{Hosts, LocalRank};
+use crate::node::{Authority, LAUNCHER_NAME};
 use crate::output::{Lines, StderrTail};
 
 /// How long the kernel may take to end a killed process. Freeing the memory of a large one takes time.
@@ -39,14 +43,63 @@ pub(crate) struct Workers {
     /// The reason of each worker's exit.
     exits: mpsc::UnboundedReceiver<String>,
     sockets: Vec<PathBuf>,
+    token: String,
     /// Removed on drop.
     folder: TempDir,
 }
 
 struct Rank {
     worker: WorkerHandle,
-    has_started: watch::Receiver<bool>,
+    /// Where it listens, once it has started.
+    place: watch::Receiver<Option<Place>>,
     has_exited: watch::Receiver<bool>,
+}
+
+/// Where a worker listens.
+#[derive(Clone, Debug)]
+struct Place {
+    endpoint: Endpoint,
+    /// For the other ranks, as HOST:PORT. Only on a node.
+    peers: Option<String>,
+}
+
+/// How to reach a group whose workers have started.
+#[derive(Clone, Debug)]
+pub(crate) struct Meeting {
+    /// In the order of ranks.
+    pub(crate) endpoints: Vec<Endpoint>,
+    /// Where the ranks meet: `LoadRequest.rendezvous`.
+    pub(crate) rendezvous: String,
+    /// `LoadRequest.token`.
+    pub(crate) token: String,
+}
+
+/// The certificates of a group on nodes, made for it.
+struct GroupTls {
+    authority: Authority,
+    router: Arc<WorkerTls>,
+}
+
+impl GroupTls {
+    fn make() -> Result<Self, rcgen::Error> {
+        let authority = Authority::make()?;
+        let identity = authority.certify(LAUNCHER_NAME)?.identity();
+        let router = Arc::new(WorkerTls { identity, authority: authority.pem() });
+        Ok(Self { authority, router })
+    }
+
+    /// What a worker gets. Its node fills in `listen`.
+    fn worker(&self, LocalRank { rank, size }: LocalRank) -> Result<NodeFlags, rcgen::Error> {
+        let identity = self.authority.certify(WORKER_NAME)?.identity();
+        Ok(NodeFlags {
+            local_rank: rank,
+            local_size: size,
+            listen: String::new(),
+            certificate: identity.certificates,
+            key: identity.key,
+            authority: self.authority.pem(),
+        })
+    }
 }
 
 /// Why the processes could not be started.
@@ -60,17 +113,15 @@ pub(crate) enum WorkersError {
     Pipe(std::io::Error),
     #[error(transparent)]
     Spawn(#[from] SpawnError),
+    #[error("cannot make the workers' certificates: {0}")]
+    Certificate(#[from] rcgen::Error),
 }
 
 impl Workers {
     /// Starts one process per rank. Call it on the main thread (see `process::python_module`).
     ///
     /// `number` is unique among the groups of this replica.
-    pub(crate) fn spawn(
-        options: &WorkerOptions,
-        fork_server: &mut ForkServer,
-        number: usize,
-    ) -> Result<Self, WorkersError> {
+    pub(crate) fn spawn(options: &WorkerOptions, hosts: &mut Hosts, number: usize) -> Result<Self, WorkersError> {
         let number = options.replica + options.num_replicas * number;
         let folder = tempfile::Builder::new().prefix("penstock-").permissions(Permissions::from_mode(0o700)).tempdir();
         let folder = folder.map_err(WorkersError::Folder)?;
@@ -80,53 +131,78 @@ impl Workers {
             prefix.push(format!("-{number}"));
         }
         let (exit_sender, exits) = mpsc::unbounded_channel();
-        let mut workers = Self { ranks: Vec::new(), exits, sockets: Vec::new(), folder };
+        let token: [u8; 32] = rand::random();
+        let token: String = token.iter().map(|byte| format!("{byte:02x}")).collect();
+        let mut workers = Self { ranks: Vec::new(), exits, sockets: Vec::new(), token, folder };
+        let mut tls = None;
         for rank in 0..options.num_ranks {
             let mut socket = prefix.clone();
             socket.push(format!("-{rank}"));
             let socket = PathBuf::from(socket);
             let [stdout, stderr] =
                 ["stdout", "stderr"].map(|name| workers.folder.path().join(format!("{name}-{rank}")));
-            let pipes = (make_pipe(&stdout)?, make_pipe(&stderr)?);
-            let name = format!("worker-{number}.{rank}");
-            let flags =
-                WorkerFlags { name, socket: socket.clone(), rank, world_size: options.num_ranks, stdout, stderr };
-            let Forked { handle, events } = fork_server.start_worker(flags)?;
-            let (started_sender, has_started) = watch::channel(false);
+            let (host, local_rank) = hosts.of_rank(rank, options.num_ranks);
+            let (node, place_of): (_, PlaceOf) = match host.node() {
+                None => {
+                    let endpoint = Endpoint::Unix(socket.clone());
+                    (None, Box::new(|_| Some(Place { endpoint, peers: None })))
+                }
+                Some(node) => {
+                    let tls = match &mut tls {
+                        Some(tls) => tls,
+                        none => none.insert(GroupTls::make()?),
+                    };
+                    let (host, router) = (node.address.host.clone(), tls.router.clone());
+                    (Some(tls.worker(local_rank)?), Box::new(|ports| Some(Place::on_node(host, ports?, router))))
+                }
+            };
+            let on_node = host.node().map_or_else(String::new, |node| format!(" on {}", node.address));
+            // A node logs what its workers print.
+            let pipes = if node.is_none() { Some((make_pipe(&stdout)?, make_pipe(&stderr)?)) } else { None };
+            let flags = WorkerFlags {
+                name: format!("worker-{number}.{rank}"),
+                endpoint: Endpoint::Unix(socket.clone()).to_string(),
+                rank,
+                world_size: options.num_ranks,
+                token: workers.token.clone(),
+                node,
+                stdout,
+                stderr,
+            };
+            let Forked { handle, events } = host.start_worker(flags)?;
+            let (place_sender, place) = watch::channel(None);
             let (exited_sender, has_exited) = watch::channel(false);
-            let watching = watch_worker(rank, events, pipes, started_sender, exited_sender, exit_sender.clone());
+            let worker =
+                Watched { rank, name: format!("the worker of rank {rank}{on_node}"), place_of, place: place_sender };
+            let watching = worker.watch(events, pipes, exited_sender, exit_sender.clone());
             let socket_file = socket.clone();
             tokio::spawn(async move {
                 watching.await;
                 // The worker may have created it after `drop` removed the files.
                 let _ = std::fs::remove_file(socket_file);
             });
-            workers.ranks.push(Rank { worker: handle, has_started, has_exited });
+            workers.ranks.push(Rank { worker: handle, place, has_exited });
             workers.sockets.push(socket);
         }
         Ok(workers)
     }
 
-    /// Where the workers listen, in the order of ranks.
-    pub(crate) fn sockets(&self) -> &[PathBuf] {
-        &self.sockets
-    }
-
-    /// Where the ranks meet: an init method of torch.distributed.
-    pub(crate) fn rendezvous(&self) -> String {
-        format!("file://{}", self.folder.path().join("rendezvous").display())
-    }
-
     /// Resolves when all workers have been forked, which happens after the fork server has loaded the model; never if one
     /// cannot be.
-    pub(crate) fn started(&self) -> impl Future<Output = ()> + use<> {
-        let ranks: Vec<_> = self.ranks.iter().map(|rank| rank.has_started.clone()).collect();
+    pub(crate) fn started(&self) -> impl Future<Output = Meeting> + use<> {
+        let mut places: Vec<_> = self.ranks.iter().map(|rank| rank.place.clone()).collect();
+        let file = format!("file://{}", self.folder.path().join("rendezvous").display());
+        let token = self.token.clone();
         async move {
-            for mut has_started in ranks {
-                if has_started.wait_for(|started| *started).await.is_err() {
-                    std::future::pending::<()>().await;
-                }
+            let (mut endpoints, mut peers) = (Vec::new(), Vec::new());
+            for place in &mut places {
+                let place = place.wait_for(Option::is_some).await.ok().and_then(|place| place.clone());
+                let Some(place) = place else { return std::future::pending().await };
+                endpoints.push(place.endpoint);
+                peers.extend(place.peers);
             }
+            let rendezvous = if peers.is_empty() { file } else { format!("tls://{}", peers.join(",")) };
+            Meeting { endpoints, rendezvous, token }
         }
     }
 
@@ -145,7 +221,7 @@ impl Workers {
 
     /// Asks the workers to exit, and kills those that have not after `grace`.
     pub(crate) async fn stop(self, grace: Duration) {
-        if !self.ranks.iter().all(|rank| *rank.has_started.borrow()) {
+        if !self.ranks.iter().all(|rank| rank.place.borrow().is_some()) {
             return; // The fork server is still loading. Dropping the workers kills those that it forks.
         }
         self.signal(Signal::SIGTERM);
@@ -201,57 +277,80 @@ impl Drop for Workers {
 }
 
 /// Creates a FIFO that only this user may open.
-fn make_pipe(path: &Path) -> Result<pipe::Receiver, WorkersError> {
+pub(crate) fn make_pipe(path: &Path) -> Result<pipe::Receiver, WorkersError> {
     mkfifo(path, Mode::S_IRUSR | Mode::S_IWUSR).map_err(|error| WorkersError::Pipe(error.into()))?;
     pipe::OpenOptions::new().open_receiver(path).map_err(WorkersError::Pipe)
 }
 
-/// Logs a worker's output and reports its exit.
-async fn watch_worker(
+/// Where a worker listens, by what its start reports. `None`: the report lacks something.
+type PlaceOf = Box<dyn FnOnce(Option<Ports>) -> Option<Place> + Send>;
+
+impl Place {
+    fn on_node(host: String, ports: Ports, tls: Arc<WorkerTls>) -> Self {
+        let peers = Some(format!("{host}:{}", ports.peers));
+        Self { endpoint: Endpoint::Tcp { host, port: ports.worker, tls }, peers }
+    }
+}
+
+/// A worker that was requested.
+struct Watched {
     rank: usize,
-    events: WorkerEvents,
-    (stdout, stderr): (pipe::Receiver, pipe::Receiver),
-    started_sender: watch::Sender<bool>,
-    has_exited: watch::Sender<bool>,
-    exits: mpsc::UnboundedSender<String>,
-) {
-    let WorkerEvents { started, exited } = events;
-    let tail = StderrTail::default();
-    // A FIFO without a writer looks closed, so reading starts when the worker has opened it.
-    let has_started = started.await.is_ok();
-    started_sender.send_replace(has_started);
-    let mut stdout = tokio::spawn(async move {
-        let mut lines = Lines::new(stdout);
-        while has_started && let Some(line) = lines.next().await {
-            tracing::info!(target: "worker", rank, "{line}");
+    /// For people.
+    name: String,
+    place_of: PlaceOf,
+    place: watch::Sender<Option<Place>>,
+}
+
+impl Watched {
+    /// Logs the worker's output and reports its exit.
+    async fn watch(
+        self,
+        events: WorkerEvents,
+        pipes: Option<(pipe::Receiver, pipe::Receiver)>,
+        has_exited: watch::Sender<bool>,
+        exits: mpsc::UnboundedSender<String>,
+    ) {
+        let Self { rank, name, place_of, place } = self;
+        let WorkerEvents { started, exited } = events;
+        let tail = StderrTail::default();
+        // A FIFO without a writer looks closed, so reading starts when the worker has opened it.
+        let started = started.await.ok();
+        let open = pipes.filter(|_| started.is_some());
+        place.send_replace(started.and_then(place_of));
+        let (stdout, stderr) = open.unzip();
+        let mut stdout = tokio::spawn(async move {
+            let Some(stdout) = stdout else { return };
+            let mut lines = Lines::new(stdout);
+            while let Some(line) = lines.next().await {
+                tracing::info!(target: "worker", rank, "{line}");
+            }
+        });
+        let follow = stderr.map(|stderr| tail.clone().follow(Some(rank), stderr));
+        let mut stderr = tokio::spawn(async move {
+            if let Some(follow) = follow {
+                follow.await;
+            }
+        });
+        let status = exited.await.unwrap_or_else(|_| Err("the fork server was abandoned".to_owned()));
+        let limit = if status.is_ok() {
+            has_exited.send_replace(true);
+            PIPE_TIMEOUT
+        } else {
+            // The kernel kills the worker without a report. Its stdout closes when its memory is free.
+            KILL_TIMEOUT
+        };
+        if tokio::time::timeout(limit, &mut stdout).await.is_err() {
+            stdout.abort();
         }
-    });
-    let follow = tail.clone().follow(Some(rank), stderr);
-    let mut stderr = tokio::spawn(async move {
-        if has_started {
-            follow.await;
-        }
-    });
-    let status = exited.await.unwrap_or_else(|_| Err("the fork server was abandoned".to_owned()));
-    let limit = if status.is_ok() {
         has_exited.send_replace(true);
-        PIPE_TIMEOUT
-    } else {
-        // The kernel kills the worker without a report. Its stdout closes when its memory is free.
-        KILL_TIMEOUT
-    };
-    if tokio::time::timeout(limit, &mut stdout).await.is_err() {
-        stdout.abort();
+        if tokio::time::timeout(PIPE_TIMEOUT, &mut stderr).await.is_err() {
+            stderr.abort();
+        }
+        let reason = match status {
+            Ok(status) => tail.exit_reason(&name, status),
+            Err(reason) => format!("{name} is lost: {reason}"),
+        };
+        // The receiver is gone while the server stops.
+        let _ = exits.send(reason);
     }
-    has_exited.send_replace(true);
-    if tokio::time::timeout(PIPE_TIMEOUT, &mut stderr).await.is_err() {
-        stderr.abort();
-    }
-    let worker = format!("the worker of rank {rank}");
-    let reason = match status {
-        Ok(status) => tail.exit_reason(&worker, status),
-        Err(reason) => format!("{worker} is lost: {reason}"),
-    };
-    // The receiver is gone while the server stops.
-    let _ = exits.send(reason);
 }

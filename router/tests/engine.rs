@@ -14,7 +14,7 @@ use futures::StreamExt;
 use futures::future::BoxFuture;
 use penstock_router::engine::{Engine, EngineOptions, Generator, Health, RestartError, RestartGroup, Restarted};
 use penstock_router::sequence::{FinishReason, Sampling, SequenceEvent, SequenceFailure, SequenceRequest, greedy};
-use penstock_router::worker::{Group, LoadOptions, PROTOCOL_VERSION, Phase, WarmUpOptions, WorkerError};
+use penstock_router::worker::{Endpoint, Group, LoadOptions, PROTOCOL_VERSION, Phase, WarmUpOptions, WorkerError};
 use penstock_scheduler::Limits;
 use tokio::runtime::Builder;
 use tokio::sync::watch;
@@ -28,7 +28,7 @@ fn options(limits: Limits) -> EngineOptions {
 }
 
 async fn connect(group: &FakeGroup) -> Group {
-    Group::connect(&group.sockets(), PATIENCE).await.unwrap()
+    Group::connect(&group.endpoints(), PATIENCE).await.unwrap()
 }
 
 async fn engine(group: &FakeGroup) -> Engine {
@@ -282,6 +282,7 @@ fn load_options() -> LoadOptions {
         kv_cache_dtype: Some("fp8_e5m2".to_owned()),
         block_tokens: None,
         rendezvous: "file:///meet".to_owned(),
+        token: "token".to_owned(),
         trust_remote_code: false,
         deterministic: true,
         num_threads: Some(2),
@@ -395,7 +396,8 @@ async fn ranks_that_disagree_are_refused() {
 
 #[tokio::test(start_paused = true)]
 async fn a_socket_that_never_appears_is_given_up() {
-    let error = Group::connect(&["/nonexistent/rank-0".into()], Duration::from_secs(5)).await.unwrap_err();
+    let error =
+        Group::connect(&[Endpoint::Unix("/nonexistent/rank-0".into())], Duration::from_secs(5)).await.unwrap_err();
     assert!(matches!(error, WorkerError::Unreachable { rank: 0, .. }) && error.is_loss(), "{error}");
 }
 

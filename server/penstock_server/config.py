@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from penstock_server.endpoint import Endpoint, Tls
 from penstock_server.phase import Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One of several machines with the ranks of a model: this rank's place on it, and how the other ranks reach it."""
+
+    local_rank: int  # among the machine's ranks
+    local_size: int
+    listen: tuple[str, int]  # where the other ranks connect
+    tls: Tls
+    token: str = field(repr=False)  # that the ranks of this group know
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """The process's own flags."""
 
-    socket: Path
+    endpoint: Endpoint
     rank: int = 0
     world_size: int = 1
+    token: str = field(default="", repr=False)  # that Load must have; empty: none
+    node: Node | None = None  # None: all ranks are on this machine
 
 
 @dataclass(frozen=True, slots=True)

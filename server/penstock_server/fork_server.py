@@ -3,7 +3,9 @@
 Reads requests of the launcher from stdin and writes reports to stdout, one JSON object per line. A worker's name is
 unique in this process.
 
-    {"start": {"name", "socket", "rank", "world_size", "stdout", "stderr"}}     stdout and stderr are FIFOs
+    {"start": {"name", "endpoint", "rank", "world_size", "token", "node", "stdout", "stderr"}}
+                                        stdout and stderr are FIFOs; node is null if all ranks are on this machine, or
+                                        {"local_rank", "local_size", "listen", "certificate", "key", "authority"}
     {"signal": {"name", "number"}}      sent to the worker and its children; ignored if the worker has exited
     {"load": {"request"}}               a LoadRequest in hexadecimal: loads its model for all workers that start later
 
@@ -39,7 +41,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn
 
 from penstock_server import log, nvidia
-from penstock_server.config import WorkerConfig
+from penstock_server.config import Node, WorkerConfig
+from penstock_server.endpoint import Tls, parse_address, parse_endpoint
 from penstock_server.errors import ConfigError
 from penstock_server.heap import return_free_pages
 
@@ -92,22 +95,45 @@ def parse(line: bytes) -> Start | Signal | Load:
         case {
             "start": {
                 "name": str(name),
-                "socket": str(socket),
+                "endpoint": str(endpoint),
                 "rank": int(rank),
                 "world_size": int(world_size),
+                "token": str(token),
+                "node": node,
                 "stdout": str(stdout),
                 "stderr": str(stderr),
             }
         } if 0 <= rank < world_size:
-            return Start(name, WorkerConfig(Path(socket), rank, world_size), stdout, stderr)
+            with suppress(ValueError):
+                place = _parse_node(node, token)
+                where = parse_endpoint(endpoint, None if place is None else place.tls)
+                return Start(name, WorkerConfig(where, rank, world_size, token, place), stdout, stderr)
         case {"signal": {"name": str(name), "number": int(number)}}:
             return Signal(name, number)
         case {"load": {"request": str(request)}}:
             with suppress(ValueError):
                 return Load(bytes.fromhex(request))
+    if b'"token"' in line:
+        line = b"(hidden)"
     raise ConfigError(
         f"the request {line.decode(errors='replace')!r} is neither a start nor a signal of a worker, nor a load"
     )
+
+
+def _parse_node(node: object, token: str) -> Node | None:
+    match node:
+        case None:
+            return None
+        case {
+            "local_rank": int(local_rank),
+            "local_size": int(local_size),
+            "listen": str(listen),
+            "certificate": str(certificate),
+            "key": str(key),
+            "authority": str(authority),
+        } if 0 <= local_rank < local_size:
+            return Node(local_rank, local_size, parse_address(listen), Tls(certificate, key, authority), token)
+    raise ValueError("it is no node")
 
 
 class ForkServer:

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock_server.collectives import computes_alike, connect
+from penstock_server.collectives import computes_alike, connect, is_same_processor, meet
 from penstock_server.collectives.distributed import Distributed
 from penstock_server.collectives.interface import Collectives
+from penstock_server.config import Node
 from penstock_server.errors import ConfigError
 from penstock_server.kernels.native_build import NativeBuild
 
@@ -58,19 +59,32 @@ class RankGroup:
     collectives: Collectives = field(default_factory=Distributed)
     computes_alike: bool = True  # whether all ranks compute the same bits from the same tensors
     stage: Stage = field(default_factory=Stage)
+    local_size: int | None = None  # ranks on this machine; None: all
 
     @classmethod
     def join(
-        cls, rank: int, size: int, rendezvous: str, backend: str, native: NativeBuild | None, num_stages: int = 1
+        cls,
+        rank: int,
+        size: int,
+        rendezvous: str,
+        backend: str,
+        native: NativeBuild | None,
+        num_stages: int = 1,
+        node: Node | None = None,
     ) -> RankGroup:
-        """Connect to the other ranks by a torch.distributed init method; blocks until all are connected. native: the
-        kernels through which ranks share memory, if there are any. rank, size: over all stages; the first ranks are the
-        last stage, because rank 0 returns the tokens. Raises ConfigError if the stages cannot have equally many
-        ranks."""
+        """Connect to the other ranks by a torch.distributed init method, or with a node by TLS; blocks until all are
+        connected. native: the kernels through which ranks share memory, if there are any. rank, size: over all stages;
+        the first ranks are the last stage, because rank 0 returns the tokens. Raises ConfigError if the stages cannot
+        have equally many ranks, or are on several nodes."""
         if size % num_stages:
             raise ConfigError(f"{size} ranks cannot form {num_stages} pipeline stages with the same number of ranks")
+        if num_stages > 1 and node is not None:
+            raise ConfigError("the ranks of a pipeline must be on one machine")
         if size == 1:
             return cls()
+        if node is not None:
+            network = meet(rank, size, rendezvous, node)
+            return cls(rank, size, network, is_same_processor(network, native), local_size=node.local_size)
         dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=size)
         if num_stages == 1:
             collectives = connect(rank, size, native)
@@ -109,8 +123,13 @@ class RankGroup:
 
         Before the interpreter ends: a thread that still holds a tensor of the last exchange then aborts the process
         ("terminate called without an active exception"). Workers end by os._exit instead, which waits for no rank."""
-        if self.num_ranks > 1:
+        if dist.is_initialized():
             dist.destroy_process_group()
+
+    @property
+    def num_local(self) -> int:
+        """How many ranks share the memory of this machine."""
+        return self.num_ranks if self.local_size is None else self.local_size
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks, in place."""

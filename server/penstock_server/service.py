@@ -7,6 +7,7 @@ proto/worker.proto specifies every method.
 
 from __future__ import annotations
 
+import hmac
 import logging
 import stat
 import threading
@@ -14,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,6 +26,7 @@ import grpc
 
 from penstock_server.compute import ComputeThread
 from penstock_server.config import Description, LoadConfig, WarmUpConfig, WorkerConfig
+from penstock_server.endpoint import Endpoint, Tls, UnixEndpoint
 from penstock_server.engine import Engine
 from penstock_server.engine.load import LoadModel
 from penstock_server.errors import ConfigError, GrammarError, ImageError, PlanError
@@ -86,6 +89,8 @@ class Worker(rpc.WorkerServicer):
                 f"the router speaks protocol version {request.protocol_version}, this worker (penstock "
                 f"{_package_version()}) speaks version {PROTOCOL_VERSION}; install both from one release",
             )
+        if not hmac.compare_digest(request.token.encode(), self._config.token.encode()):
+            _abort(context, _Abort(grpc.StatusCode.PERMISSION_DENIED, "Load has not the token of this worker"))
         try:
             description = self._compute.call(partial(self._load, load_config(request)))
         except ConfigError as error:
@@ -236,7 +241,8 @@ class Worker(rpc.WorkerServicer):
         if self._engine is not None:
             raise ConfigError("a model is loaded already; a worker serves one model for its lifetime")
         options = {} if self._load_model is None else {"load_model": self._load_model}
-        self._engine, description = Engine.load(config, self._config.rank, self._config.world_size, **options)
+        rank, size, node = self._config.rank, self._config.world_size, self._config.node
+        self._engine, description = Engine.load(config, rank, size, node=node, **options)
         return description
 
     def _open(self, stream: _Stream) -> None:
@@ -289,26 +295,45 @@ class Worker(rpc.WorkerServicer):
         _abort(context, _Abort(grpc.StatusCode.INTERNAL, f"the worker failed: {error!r}"))
 
 
-def start_server(worker: Worker, socket: Path) -> grpc.Server:
-    """Listen on a unix socket, replacing a stale one. Raises ConfigError when the path cannot be bound."""
-    if len(bytes(socket)) > _MAX_SOCKET_PATH_BYTES:
-        raise ConfigError(f"socket path has {len(bytes(socket))} bytes, at most {_MAX_SOCKET_PATH_BYTES} are allowed")
-    try:
-        if stat.S_ISSOCK(socket.lstat().st_mode):
-            socket.unlink()
-    except FileNotFoundError:
-        pass
+def start_server(worker: Worker, endpoint: Endpoint) -> grpc.Server:
+    """Listen on an endpoint, replacing a stale socket. Raises ConfigError when it cannot be bound."""
+    if isinstance(endpoint, UnixEndpoint):
+        _check_socket(endpoint.path)
     server = grpc.server(
         ThreadPoolExecutor(max_workers=_RPC_THREADS, thread_name_prefix="rpc"),
         options=[("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)],
     )
     rpc.add_WorkerServicer_to_server(worker, server)
     try:
-        server.add_insecure_port(f"unix:{socket.absolute()}")
+        if isinstance(endpoint, UnixEndpoint):
+            server.add_insecure_port(str(endpoint))
+        else:
+            host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
+            server.add_secure_port(f"{host}:{endpoint.port}", _credentials(endpoint.tls))
     except RuntimeError as error:
-        raise ConfigError(f"cannot listen on {socket}: {error}") from error
+        raise ConfigError(f"cannot listen on {endpoint}: {error}") from error
     server.start()
     return server
+
+
+def _check_socket(path: Path) -> None:
+    if len(bytes(path)) > _MAX_SOCKET_PATH_BYTES:
+        raise ConfigError(f"socket path has {len(bytes(path))} bytes, at most {_MAX_SOCKET_PATH_BYTES} are allowed")
+    with suppress(FileNotFoundError):
+        if stat.S_ISSOCK(path.lstat().st_mode):
+            path.unlink()
+
+
+def remove_socket(endpoint: Endpoint) -> None:
+    """Remove the file of an endpoint, if it has one."""
+    if isinstance(endpoint, UnixEndpoint):
+        endpoint.path.unlink(missing_ok=True)
+
+
+def _credentials(tls: Tls) -> grpc.ServerCredentials:
+    return grpc.ssl_server_credentials(
+        [(tls.key.encode(), tls.certificate.encode())], tls.authority.encode(), require_client_auth=True
+    )
 
 
 def _abort(context: grpc.ServicerContext, abort: _Abort) -> NoReturn:

@@ -15,7 +15,7 @@ from penstock_server.config import WorkerConfig
 from penstock_server.engine.load import LoadModel, Preloaded
 from penstock_server.errors import ConfigError
 from penstock_server.message import parse_load_config
-from penstock_server.service import Worker, start_server
+from penstock_server.service import Worker, remove_socket, start_server
 
 _PARENT_CHECK_S = 1.0  # for kernels that do not kill it when its parent dies
 _LAST_REPLIES_S = 1.0  # for replies that are on their way when the worker fails
@@ -35,14 +35,14 @@ def run(config: WorkerConfig, load_model: LoadModel | None = None) -> int:
     def terminate(signum: int, frame: FrameType | None) -> None:
         # Not sys.exit: that would wait for the compute thread's step and for torch's teardown, in which threads of
         # torch.distributed can abort the process (see `RankGroup.leave`).
-        config.socket.unlink(missing_ok=True)
+        remove_socket(config.endpoint)
         os._exit(0)
 
     signal.signal(signal.SIGTERM, terminate)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         worker = Worker(config, load_model)
-        server = start_server(worker, config.socket)
+        server = start_server(worker, config.endpoint)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -50,5 +50,5 @@ def run(config: WorkerConfig, load_model: LoadModel | None = None) -> int:
         if os.getppid() != parent:
             terminate(signal.SIGTERM, None)
     server.stop(_LAST_REPLIES_S).wait()
-    config.socket.unlink(missing_ok=True)
+    remove_socket(config.endpoint)
     return 1

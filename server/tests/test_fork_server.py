@@ -16,7 +16,8 @@ from typing import Any
 
 import grpc
 import pytest
-from penstock_server.config import WorkerConfig
+from penstock_server.config import Node, WorkerConfig
+from penstock_server.endpoint import TcpEndpoint, Tls, UnixEndpoint
 from penstock_server.errors import ConfigError
 from penstock_server.fork_server import Signal, Start, parse
 from penstock_server.pb import worker_pb2 as pb
@@ -32,7 +33,7 @@ def run(config, load_model):
     if config.rank == 7:
         raise ValueError("rank 7")
     own_group = os.getpgrp() == os.getpid()
-    print(*filter(None, [load_model]), config.rank, config.world_size, config.socket, own_group, flush=True)
+    print(*filter(None, [load_model]), config.rank, config.world_size, config.endpoint, own_group, flush=True)
     print(*sorted(os.listdir("/proc/self/fd")), file=sys.stderr, flush=True)
     signal.pause()
 
@@ -101,7 +102,13 @@ class Launcher:
     def start(self, name: str, rank: int = 0) -> Forked:
         socket = self._folder / name
         stdout, stderr = (Pipe(self._folder / f"{name}.{kind}") for kind in ("stdout", "stderr"))
-        paths = {"socket": str(socket), "stdout": str(stdout.path), "stderr": str(stderr.path)}
+        paths = {
+            "endpoint": f"unix:{socket}",
+            "token": "",
+            "node": None,
+            "stdout": str(stdout.path),
+            "stderr": str(stderr.path),
+        }
         self.send(start={"name": name, "rank": rank, "world_size": 8, **paths})
         started = self.hear("started")
         assert started["name"] == name
@@ -135,7 +142,7 @@ def wait_until_gone(pid: int) -> None:
 def test_each_worker_has_its_flags_its_files_and_its_end(launcher: Launcher) -> None:
     first, second = launcher.start("worker-0.1", 1), launcher.start("worker-0.2", 2)
     for rank, worker in ((1, first), (2, second)):
-        assert worker.stdout.line() == f"{rank} 8 {worker.socket} True"
+        assert worker.stdout.line() == f"{rank} 8 unix:{worker.socket} True"
         assert worker.stderr.line() == "0 1 2 3"  # 3 is of the listing itself
         assert Path(f"/proc/{worker.pid}/comm").read_text() == f"worker-0.{rank}\n"
     launcher.signal("worker-0.1", signal.SIGKILL)
@@ -154,7 +161,7 @@ def test_a_worker_that_raises_says_so_and_exits_with_status_1(launcher: Launcher
 
 def test_a_worker_whose_output_nobody_reads_is_refused(launcher: Launcher, tmp_path: Path) -> None:
     missing = str(tmp_path / "missing")
-    paths = {"socket": missing, "stdout": missing, "stderr": missing}
+    paths = {"endpoint": f"unix:{missing}", "token": "", "node": None, "stdout": missing, "stderr": missing}
     launcher.send(start={"name": "worker", "rank": 0, "world_size": 1, **paths})
     refused = launcher.hear("refused")
     assert refused["name"] == "worker"
@@ -173,15 +180,35 @@ def test_its_end_ends_its_workers(launcher: Launcher, end: str) -> None:
     wait_until_gone(worker.pid)
 
 
-START = {"name": "a", "socket": "s", "rank": 1, "world_size": 2, "stdout": "out", "stderr": "err"}
+START = {
+    "name": "a",
+    "endpoint": "unix:s",
+    "rank": 1,
+    "world_size": 2,
+    "token": "t",
+    "node": None,
+    "stdout": "out",
+    "stderr": "err",
+}
+NODE = {"local_rank": 0, "local_size": 1, "listen": "[::1]:8", "certificate": "c", "key": "k", "authority": "a"}
 
 
 def test_requests_are_understood_or_refused() -> None:
-    assert parse(json.dumps({"start": START}).encode()) == Start("a", WorkerConfig(Path("s"), 1, 2), "out", "err")
+    assert parse(json.dumps({"start": START}).encode()) == Start(
+        "a", WorkerConfig(UnixEndpoint(Path("s")), 1, 2, "t"), "out", "err"
+    )
+    tls = Tls("c", "k", "a")
+    config = WorkerConfig(TcpEndpoint("::1", 7, tls), 1, 2, "t", Node(0, 1, ("::1", 8), tls, "t"))
+    on_node = START | {"endpoint": "https://[::1]:7", "node": NODE}
+    assert parse(json.dumps({"start": on_node}).encode()) == Start("a", config, "out", "err")
     assert parse(b'{"signal": {"name": "a", "number": 9}}') == Signal("a", 9)
-    for change in ({"rank": 2}, {"rank": -1}, {"rank": "1"}, {"socket": None}):
+    for change in ({"rank": 2}, {"rank": -1}, {"rank": "1"}, {"endpoint": None}, {"endpoint": "http://a:1"}):
         with pytest.raises(ConfigError, match="neither a start nor a signal"):
             parse(json.dumps({"start": START | change}).encode())
+    # TCP only with certificates; and a refusal does not print the token.
+    with pytest.raises(ConfigError, match="neither a start nor a signal") as refusal:
+        parse(json.dumps({"start": START | {"endpoint": "https://a:1", "token": "hunter2"}}).encode())
+    assert "hunter2" not in str(refusal.value)
     for line in (b"", b"\xff", b"[]", b'{"signal": {"name": "a"}}'):
         with pytest.raises(ConfigError, match="neither a start nor a signal"):
             parse(line)

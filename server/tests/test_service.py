@@ -18,6 +18,7 @@ import pytest
 from fake_model import BLOCK_TOKENS, CRASH, FakeModel, continuation
 from grammar_walk import END, WORDS, write_small_tokenizer
 from penstock_server.config import WorkerConfig
+from penstock_server.endpoint import UnixEndpoint
 from penstock_server.engine import Engine
 from penstock_server.engine.device_progress import DeviceProgress
 from penstock_server.engine.sampling import SAMPLING_FIELDS
@@ -100,8 +101,8 @@ def client(tmp_path: Path) -> Iterator[Client]:
         return models[-1]
 
     path = tmp_path / "worker"
-    worker = Worker(WorkerConfig(path), load_model=load)
-    server = start_server(worker, path)
+    worker = Worker(WorkerConfig(UnixEndpoint(path)), load_model=load)
+    server = start_server(worker, UnixEndpoint(path))
     with grpc.insecure_channel(f"unix:{path}") as channel:
         yield Client(worker, rpc.WorkerStub(channel), models)
     server.stop(None).wait()
@@ -530,12 +531,12 @@ def test_a_stale_socket_is_replaced_and_a_file_is_not(tmp_path: Path) -> None:
     stale = tmp_path / "stale"
     with sockets.socket(sockets.AF_UNIX) as left_behind:
         left_behind.bind(str(stale))
-    server = start_server(Worker(WorkerConfig(stale)), stale)
+    server = start_server(Worker(WorkerConfig(UnixEndpoint(stale))), UnixEndpoint(stale))
     server.stop(None).wait()
     file = tmp_path / "file"
     file.write_text("precious")
     with pytest.raises(ConfigError, match="cannot listen on"):
-        start_server(Worker(WorkerConfig(file)), file)
+        start_server(Worker(WorkerConfig(UnixEndpoint(file))), UnixEndpoint(file))
     assert file.read_text() == "precious"
     with pytest.raises(ConfigError, match="at most 107 are allowed"):
-        start_server(Worker(WorkerConfig(file)), tmp_path / ("x" * 200))
+        start_server(Worker(WorkerConfig(UnixEndpoint(file))), UnixEndpoint(tmp_path / ("x" * 200)))

@@ -97,7 +97,7 @@ impl Access {
 }
 
 impl Identity {
-    fn to_tonic(&self) -> tonic::transport::Identity {
+    pub(crate) fn to_tonic(&self) -> tonic::transport::Identity {
         tonic::transport::Identity::from_pem(&self.certificates, &self.key)
     }
 }

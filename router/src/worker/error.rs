@@ -1,7 +1,6 @@
 //! What can go wrong with a worker; the messages are for operators.
 
 use std::error::Error as _;
-use std::path::PathBuf;
 use std::time::Duration;
 
 use tonic::{Code, Status};
@@ -10,8 +9,8 @@ use tonic::{Code, Status};
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs, reason = "the messages say it")]
 pub enum WorkerError {
-    #[error("rank {rank} did not answer on {} within {} s: {reason}", .socket.display(), .waited.as_secs())]
-    Unreachable { rank: usize, socket: PathBuf, waited: Duration, reason: String },
+    #[error("rank {rank} did not answer on {endpoint} within {} s: {reason}", .waited.as_secs())]
+    Unreachable { rank: usize, endpoint: String, waited: Duration, reason: String },
     #[error(
         "rank {rank} speaks version {theirs} of the worker protocol, this router speaks version {ours}; \
          install the penstock binary and the penstock_server package of one release"

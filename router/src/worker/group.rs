@@ -8,6 +8,7 @@ use futures::future::{join_all, try_join_all};
 use penstock_proto::{self as proto, Message as _};
 
 use super::adapter::AdapterLoader;
+use super::endpoint::Endpoint;
 use super::grammar::GrammarCompiler;
 use super::image::ImageEncoder;
 use super::progress::RankProgress;
@@ -34,8 +35,10 @@ pub struct LoadOptions {
     pub kv_cache_dtype: Option<String>,
     /// Tokens per KV block; `None`: the worker chooses.
     pub block_tokens: Option<u32>,
-    /// torch.distributed init method of the ranks; unused with one rank.
+    /// Where the ranks meet, as in the message; unused with one rank.
     pub rendezvous: String,
+    /// What the workers were started with.
+    pub token: String,
     /// Whether Python code of the model folder may run.
     pub trust_remote_code: bool,
     /// CPU threads of each rank; `None`: the worker chooses.
@@ -85,6 +88,7 @@ impl LoadOptions {
             kv_cache_dtype: self.kv_cache_dtype.clone().unwrap_or_default(),
             block_tokens: self.block_tokens.unwrap_or(0),
             rendezvous: self.rendezvous.clone(),
+            token: self.token.clone(),
             trust_remote_code: self.trust_remote_code,
             num_threads: self.num_threads.unwrap_or(0),
             watermark_gamma: self.watermark_gamma.unwrap_or(0.0),
@@ -243,8 +247,8 @@ impl Description {
 
 impl Group {
     /// Waits until every rank listens and answers, for at most `timeout`. Dropping the future cancels it.
-    pub async fn connect(sockets: &[PathBuf], timeout: Duration) -> Result<Self, WorkerError> {
-        let connect = sockets.iter().enumerate().map(|(index, socket)| Rank::connect(index, socket, timeout));
+    pub async fn connect(endpoints: &[Endpoint], timeout: Duration) -> Result<Self, WorkerError> {
+        let connect = endpoints.iter().enumerate().map(|(index, endpoint)| Rank::connect(index, endpoint, timeout));
         Ok(Self { ranks: try_join_all(connect).await? })
     }
 

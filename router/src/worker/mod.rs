@@ -4,6 +4,7 @@
 
 mod adapter;
 pub(crate) mod convert;
+mod endpoint;
 mod error;
 mod grammar;
 mod group;
@@ -13,6 +14,7 @@ mod rank;
 mod report;
 mod step;
 
+pub use endpoint::{Endpoint, WORKER_NAME, WorkerTls};
 pub use error::WorkerError;
 pub use group::{Description, Group, HealthProbe, LoadOptions, Phase, Pool, WarmUpOptions};
 pub use progress::{DeviceProgress, RankProgress};

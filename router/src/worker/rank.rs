@@ -1,38 +1,34 @@
-//! One rank: a gRPC channel over its unix socket.
+//! One rank: a gRPC channel to its endpoint.
 
-use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use futures::stream::{self, BoxStream, StreamExt, TryStreamExt};
-use hyper_util::rt::TokioIo;
 use penstock_proto as proto;
 use penstock_proto::worker_client::WorkerClient;
-use tokio::net::UnixStream;
 use tokio::sync::mpsc::{self, UnboundedSender};
 use tokio::time::Instant;
 use tokio_stream::wrappers::UnboundedReceiverStream;
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::Channel;
 
-use super::WorkerError;
-use super::error::root_cause;
 use super::progress::{DeviceProgress, RankProgress};
+use super::{Endpoint, WorkerError};
 
-/// Time between two attempts to connect to a socket on which no worker listens yet.
+/// Time between two attempts to connect to an endpoint on which no worker listens yet.
 const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
 #[derive(Clone, Debug)]
 pub(super) struct Rank {
     index: usize,
-    socket: PathBuf,
+    endpoint: Endpoint,
     client: WorkerClient<Channel>,
 }
 
 impl Rank {
     /// Waits until the worker listens and answers, for at most `timeout`.
-    pub(super) async fn connect(index: usize, socket: &Path, timeout: Duration) -> Result<Self, WorkerError> {
+    pub(super) async fn connect(index: usize, endpoint: &Endpoint, timeout: Duration) -> Result<Self, WorkerError> {
         let deadline = Instant::now() + timeout;
         loop {
-            let reason = match Self::open(index, socket).await {
+            let reason = match Self::open(index, endpoint).await {
                 Ok(mut rank) => match rank.health().await {
                     Ok(_) => return Ok(rank),
                     Err(error) => error.to_string(),
@@ -42,7 +38,7 @@ impl Rank {
             if Instant::now() + RETRY_INTERVAL > deadline {
                 return Err(WorkerError::Unreachable {
                     rank: index,
-                    socket: socket.to_owned(),
+                    endpoint: endpoint.to_string(),
                     waited: timeout,
                     reason,
                 });
@@ -53,26 +49,17 @@ impl Rank {
 
     /// Opens a new connection to the same worker, which the current runtime drives.
     pub(super) async fn reconnect(&self) -> Result<Self, WorkerError> {
-        let Self { index, socket, .. } = self;
-        Self::open(*index, socket).await.map_err(|reason| WorkerError::Lost { rank: *index, reason })
+        let Self { index, endpoint, .. } = self;
+        Self::open(*index, endpoint).await.map_err(|reason| WorkerError::Lost { rank: *index, reason })
     }
 
-    async fn open(index: usize, socket: &Path) -> Result<Self, String> {
-        // The address is never used: the connector connects to the socket.
-        let endpoint = Endpoint::from_static("http://worker");
-        let channel = endpoint.connect_with_connector(tower::service_fn({
-            let socket: PathBuf = socket.to_owned();
-            move |_| {
-                let socket = socket.clone();
-                async move { UnixStream::connect(socket).await.map(TokioIo::new) }
-            }
-        }));
-        let channel = channel.await.map_err(|error| root_cause(&error))?;
+    async fn open(index: usize, endpoint: &Endpoint) -> Result<Self, String> {
+        let channel = endpoint.connect().await?;
         // A plan that starts many long prompts exceeds gRPC's default limit of 4 MiB.
         let client = WorkerClient::new(channel)
             .max_decoding_message_size(i32::MAX as usize)
             .max_encoding_message_size(i32::MAX as usize);
-        Ok(Self { index, socket: socket.to_owned(), client })
+        Ok(Self { index, endpoint: endpoint.clone(), client })
     }
 
     pub(super) fn index(&self) -> usize {

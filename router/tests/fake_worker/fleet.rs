@@ -46,7 +46,7 @@ impl Fleet {
 
     /// The next group.
     pub async fn group(&self) -> Group {
-        Group::connect(&self.next().unwrap().sockets(), PATIENCE).await.unwrap()
+        Group::connect(&self.next().unwrap().endpoints(), PATIENCE).await.unwrap()
     }
 
     pub fn next(&self) -> Option<Arc<FakeGroup>> {
@@ -84,7 +84,7 @@ impl Fleet {
         let number = self.num_asked();
         self.allowed.subscribe().wait_for(|allowed| number <= *allowed).await.unwrap();
         let next = self.next().ok_or_else(|| RestartError("there is no other worker".to_owned()))?;
-        let group = Group::connect(&next.sockets(), PATIENCE).await.unwrap();
+        let group = Group::connect(&next.endpoints(), PATIENCE).await.unwrap();
         Ok(Restarted { group, times: RestartTimes::default() })
     }
 }

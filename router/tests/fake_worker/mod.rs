@@ -16,6 +16,7 @@ use futures::StreamExt;
 use futures::stream::BoxStream;
 use penstock_proto as proto;
 use penstock_proto::worker_server::{Worker, WorkerServer};
+use penstock_router::worker::Endpoint;
 use sequences::Sequences;
 use tempfile::TempDir;
 use tokio::net::{UnixListener, UnixStream};
@@ -168,8 +169,8 @@ impl FakeGroup {
         Self { ranks: scripts.into_iter().enumerate().map(start).collect(), _folder: folder }
     }
 
-    pub fn sockets(&self) -> Vec<PathBuf> {
-        self.ranks.iter().map(|rank| rank.socket.clone()).collect()
+    pub fn endpoints(&self) -> Vec<Endpoint> {
+        self.ranks.iter().map(|rank| Endpoint::Unix(rank.socket.clone())).collect()
     }
 }
 

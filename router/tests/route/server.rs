@@ -182,6 +182,7 @@ pub async fn described(group: &mut Group) -> Description {
         kv_cache_dtype: None,
         block_tokens: None,
         rendezvous: String::new(),
+        token: String::new(),
         trust_remote_code: false,
         num_threads: None,
         watermark_gamma: None,

@@ -1,9 +1,10 @@
 """How the ranks of one model exchange tensors. Chosen when they connect: on one host's CPUs, memory that they share; on
-GPUs that read each other's memory, sums in it; else torch.distributed."""
+GPUs that read each other's memory, sums in it; on several hosts, TLS connections; else torch.distributed."""
 
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,11 +13,16 @@ import torch.distributed as dist
 from penstock_server.collectives import shared_memory, symmetric
 from penstock_server.collectives.distributed import Distributed, number_of
 from penstock_server.collectives.interface import Collectives
+from penstock_server.collectives.network import meet
 
 if TYPE_CHECKING:
     from penstock_server.kernels.native_build import NativeBuild
 
 logger = logging.getLogger(__name__)
+
+__all__ = ["computes_alike", "connect", "is_same_processor", "meet"]
+
+_CPU_INFO = Path("/proc/cpuinfo")
 
 
 def connect(rank: int, size: int, native: NativeBuild | None, group: dist.ProcessGroup | None = None) -> Collectives:
@@ -55,8 +61,19 @@ def computes_alike(collectives: Collectives) -> bool:
     if dist.get_backend() != "nccl":
         return True
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-    kind = number_of(f"{gpu.name} {gpu.major}.{gpu.minor} {gpu.multi_processor_count}")
-    is_same = collectives.minimum(kind) == -collectives.minimum(-kind)
+    return _agree_on(collectives, f"{gpu.name} {gpu.major}.{gpu.minor} {gpu.multi_processor_count}", "GPUs")
+
+
+def is_same_processor(collectives: Collectives, native: NativeBuild | None) -> bool:
+    """The same for ranks on the CPUs of several hosts. torch chooses its kernels by the CPU, as `native` is chosen."""
+    lines = _CPU_INFO.read_text().splitlines() if _CPU_INFO.exists() else []
+    models = {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}
+    return _agree_on(collectives, f"{native} {sorted(models)}", "CPUs")
+
+
+def _agree_on(collectives: Collectives, kind: str, processors: str) -> bool:
+    number = number_of(kind)
+    is_same = collectives.minimum(number) == -collectives.minimum(-number)
     if not is_same:
-        logger.warning("the ranks have GPUs of several kinds, so rank 0 tells the others each step's tokens")
+        logger.warning("the ranks have %s of several kinds, so rank 0 tells the others each step's tokens", processors)
     return is_same

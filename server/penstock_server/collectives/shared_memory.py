@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from penstock_server.collectives.distributed import Distributed, gather_numbers, number_of
+from penstock_server.collectives.gathered import Gathered
 
 if TYPE_CHECKING:
     from penstock_server.kernels.native_build import NativeBuild
@@ -20,43 +21,15 @@ _PROCESS_IDS = Path("/proc/self/ns/pid")
 _NOWHERE = 0  # the place of a rank that cannot share memory
 
 
-class SharedMemory:
-    """Memory of the ranks of one host. Implements `Collectives`. Raises RuntimeError when another rank's process has
-    exited."""
+class SharedMemory(Gathered):
+    """Memory of the ranks of one host. Raises RuntimeError when another rank's process has exited."""
 
     def __init__(self, native: Any, rank: int, size: int) -> None:
+        super().__init__(rank, size)
         self.native = native
-        self._gather = native.gather
-        self._rank = rank
-        self._size = size
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        first, *others = self._of_all(x)
-        x.copy_(first)
-        for other in others:
-            x += other  # in the order of the ranks, so that all get the same sum
-        return x
-
-    def broadcast(self, x: Tensor) -> Tensor:
-        row = x.view(1, -1)
-        widths = [row.shape[1], *[0] * (self._size - 1)]
-        if self._rank == 0:
-            self._gather(row, widths)
-        else:
-            self._gather(row[:, :0], widths, row)
-        return x
-
-    def all_gather_columns(self, x: Tensor, widths: tuple[int, ...]) -> Tensor:
-        joined = x.new_empty((x.shape[0], sum(widths)))
-        self._gather(x, widths, joined)
-        return joined
-
-    def minimum(self, value: int) -> int:
-        return int(self._of_all(torch.tensor([value])).min())
-
-    def _of_all(self, x: Tensor) -> Tensor:
-        """[ranks, *x.shape]"""
-        return self.all_gather_columns(x.view(1, -1), (x.numel(),) * self._size).view(self._size, *x.shape)
+    def _gather(self, x: Tensor, widths: Sequence[int], joined: Tensor | None = None) -> None:
+        self.native.gather(x, widths, *([] if joined is None else [joined]))
 
 
 def share(

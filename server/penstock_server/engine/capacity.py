@@ -67,7 +67,7 @@ class CapacityProbe:
         longest_bytes = self.num_required_blocks(longest) * per_block
         share = memory.Share(
             config.memory_fraction,
-            self.group.num_ranks if on_cpu else 1,
+            self.group.num_local if on_cpu else 1,
             cap_bytes=memory.default_cap_bytes(longest_bytes) if on_cpu and not config.num_blocks else None,
         )
         hoped_blocks = config.num_blocks
@@ -199,8 +199,8 @@ class CapacityProbe:
         if config.proven or config.offload_folder is not None:
             return
         on_cpu = self.device.type == "cpu"
-        needed = config.num_slots * self.kv_bytes_per_block * self.group.num_ranks
-        pool = config.num_blocks * self.kv_bytes_per_block * self.group.num_ranks if on_cpu else 0
+        needed = config.num_slots * self.kv_bytes_per_block * self.group.num_local
+        pool = config.num_blocks * self.kv_bytes_per_block * self.group.num_local if on_cpu else 0
         free = memory.free_bytes(torch.device("cpu")) - pool
         if self.group.minimum_of_all(free) < needed:
             raise ConfigError(

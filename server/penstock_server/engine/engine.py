@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from penstock_server.background import run_in_background
-from penstock_server.config import Capacity, Description, ImageInput, LoadConfig, WarmUpConfig
+from penstock_server.config import Capacity, Description, ImageInput, LoadConfig, Node, WarmUpConfig
 from penstock_server.engine import memory, warmup
 from penstock_server.engine.capacity import CapacityProbe, Measured
 from penstock_server.engine.device import (
@@ -107,22 +107,31 @@ class Engine:
 
     @classmethod
     def load(
-        cls, config: LoadConfig, rank: int = 0, world_size: int = 1, load_model: LoadModel = load_model
+        cls,
+        config: LoadConfig,
+        rank: int = 0,
+        world_size: int = 1,
+        load_model: LoadModel = load_model,
+        node: Node | None = None,
     ) -> tuple[Engine, Description]:
         """Choose device, dtype and block size, connect to the other ranks, and load the model. Raises ConfigError for a
         model or an option that cannot be served."""
         clock = PhaseClock()
         if world_size > 1 and not config.rendezvous:
             raise ConfigError(f"{world_size} ranks need a rendezvous, none was given")
-        device = choose_device(config.device, rank)
+        local_rank, local_size = (rank, world_size) if node is None else (node.local_rank, node.local_size)
+        device = choose_device(config.device, local_rank)
+        if node is not None and device.type != "cpu":
+            place = node.listen[0]
+            raise ConfigError(f"ranks on nodes run on CPUs, but {place} has GPUs; set CUDA_VISIBLE_DEVICES= there")
         options = load_options(config, device)
         dtype, block_tokens = options.dtype, options.block_tokens
         native = find_build(device, dtype, config.cpu_isa)
-        torch.set_num_threads(choose_num_threads(config, world_size))
+        torch.set_num_threads(choose_num_threads(config, local_size))
         open_device(device)
         with clock.phase("meet ranks"):
             backend = "nccl" if device.type == "cuda" else "gloo"
-            group = RankGroup.join(rank, world_size, config.rendezvous, backend, native, config.num_stages)
+            group = RankGroup.join(rank, world_size, config.rendezvous, backend, native, config.num_stages, node)
         advice = "use a larger GPU, or more shards (--num-shard), or end the other processes"
 
         def read() -> CausalModel:

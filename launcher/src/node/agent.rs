@@ -1,0 +1,287 @@
+//! `penstock node`: hosts the ranks of servers on other machines, a fork server for each connection.
+//!
+//! INVARIANT: a connection that has not shown a certificate of the secret's authority starts nothing.
+
+use std::collections::HashMap;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context;
+use clap::Args;
+use tempfile::TempDir;
+use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::rustls::server::WebPkiClientVerifier;
+use tokio_rustls::rustls::{RootCertStore, ServerConfig, version};
+
+use super::authority::{Authority, NODE_NAME};
+use super::reservation::PortReservation;
+use super::{NodeSecret, client};
+use crate::fork_protocol::{NODE_PROTOCOL_VERSION, NodeFlags, Open, Ports, Report, Request, WorkerFlags};
+use crate::fork_server::ForkServerOptions;
+use crate::machine_share::MachineShare;
+use crate::output::{Lines, StderrTail};
+use crate::workers::make_pipe;
+
+/// How long a connection may take to show its certificate and its first line.
+const OPENING_TIMEOUT: Duration = Duration::from_secs(10);
+/// Connections at a time, with those that have shown nothing.
+const MAX_CONNECTIONS: usize = 64;
+/// Of one connection.
+const MAX_WORKERS: usize = 1024;
+
+/// Hosts ranks of a model for servers on other machines (--ranks-on). Every connection is encrypted, and both sides prove that they
+/// know the secret
+#[derive(Clone, Debug, Args)]
+pub(crate) struct NodeArgs {
+    /// IP address and port to listen on, as other machines reach them. Workers listen on the same address, on ports that the system
+    /// chooses, with certificates made for each group
+    #[arg(long, value_name = "ADDRESS")]
+    pub(crate) listen: SocketAddr,
+
+    /// File with the secret that this node and the servers that use it share, at least 32 characters
+    #[arg(long, value_name = "FILE")]
+    pub(crate) secret_file: PathBuf,
+
+    /// Log one JSON object per line
+    #[arg(long)]
+    pub(crate) json_output: bool,
+}
+
+/// What every connection needs.
+struct Node {
+    python: PathBuf,
+    address: IpAddr,
+    acceptor: TlsAcceptor,
+}
+
+/// Serves until the future is dropped. Run it on the main thread (see `process::python_module`), with a runtime that has no other.
+pub(crate) async fn run(args: &NodeArgs, python: &Path) -> anyhow::Result<()> {
+    let secret = NodeSecret::read(&args.secret_file)?;
+    let acceptor = TlsAcceptor::from(Arc::new(tls(&secret).context("cannot make this node's certificate")?));
+    let listener = TcpListener::bind(args.listen).await.with_context(|| format!("cannot listen on {}", args.listen))?;
+    let address = listener.local_addr().context("cannot listen")?;
+    if address.ip().is_unspecified() {
+        anyhow::bail!("--listen is {address}, must be an address of this machine that the other machines reach");
+    }
+    tracing::info!(url = format!("node://{address}"), "this node waits for servers");
+    let node = Arc::new(Node { python: python.to_owned(), address: address.ip(), acceptor });
+    let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    loop {
+        let permit = connections.clone().acquire_owned().await?;
+        let (stream, peer) = match listener.accept().await {
+            Ok(accepted) => accepted,
+            Err(error) => {
+                tracing::warn!("cannot accept a connection: {error}");
+                tokio::time::sleep(Duration::from_millis(100)).await; // Out of files: they may become free.
+                continue;
+            }
+        };
+        let node = node.clone();
+        tokio::spawn(async move {
+            let _permit = permit;
+            match node.serve(stream, peer).await {
+                Ok(()) => tracing::info!(server = peer.to_string(), "the server has left"),
+                Err(reason) => tracing::warn!(server = peer.to_string(), "the connection ends: {reason:#}"),
+            }
+        });
+    }
+}
+
+fn tls(secret: &NodeSecret) -> anyhow::Result<ServerConfig> {
+    let authority = Authority::derive(secret)?;
+    let (certificate, key) = authority.certify(NODE_NAME)?.into_der();
+    let mut roots = RootCertStore::empty();
+    roots.add(authority.certificate().into())?;
+    let verifier = WebPkiClientVerifier::builder(Arc::new(roots)).build()?;
+    Ok(ServerConfig::builder_with_protocol_versions(&[&version::TLS13])
+        .with_client_cert_verifier(verifier)
+        .with_single_cert(vec![certificate], key)?)
+}
+
+impl Node {
+    /// Runs a fork server until the connection or the fork server ends.
+    async fn serve(&self, stream: TcpStream, peer: SocketAddr) -> anyhow::Result<()> {
+        client::set_options(&stream)?;
+        let opening = async {
+            let stream = self.acceptor.accept(stream).await.context("it has not the secret of this node")?;
+            let (requests, reports) = tokio::io::split(stream);
+            let mut requests = Lines::new(requests);
+            let line = requests.next().await.context("it closed the connection")?;
+            let open: Open = serde_json::from_str(&line).context("its first line is not understood")?;
+            Ok::<_, anyhow::Error>((requests, reports, open))
+        };
+        let (mut requests, mut reports, open) =
+            tokio::time::timeout(OPENING_TIMEOUT, opening).await.context("it was silent for too long")??;
+        if open.version != NODE_PROTOCOL_VERSION {
+            let reason = format!(
+                "the server speaks version {} of the node protocol, this node speaks version {NODE_PROTOCOL_VERSION}; \
+                 install the same release on both",
+                open.version
+            );
+            send(&mut reports, &Report::Lost { reason: reason.clone() }).await?;
+            anyhow::bail!(reason);
+        }
+        tracing::info!(server = peer.to_string(), ranks = open.num_ranks, "a server uses this node");
+        self.host(&mut requests, &mut reports, open.num_ranks.clamp(1, MAX_WORKERS)).await
+    }
+
+    async fn host<R, W>(&self, requests: &mut Lines<R>, reports: &mut W, num_ranks: usize) -> anyhow::Result<()>
+    where
+        R: AsyncRead + Unpin,
+        W: AsyncWrite + Unpin,
+    {
+        let mut child = self.fork_server(num_ranks).command().spawn().context("cannot start the fork server")?;
+        let (stdin, stdout, stderr) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
+        let (Some(mut stdin), Some(stdout), Some(stderr)) = (stdin, stdout, stderr) else {
+            unreachable!("invariant: all three are piped")
+        };
+        let tail = StderrTail::default();
+        let mut following = tokio::spawn(tail.clone().follow(None, stderr));
+        let mut lines = Lines::new(stdout);
+        let mut workers = Hosted::new(self.address)?;
+        let ended = loop {
+            tokio::select! {
+                request = requests.next() => {
+                    let Some(request) = request else { break false };
+                    let request = serde_json::from_str(&request).context("a request is not understood")?;
+                    let request = match request {
+                        Request::Start(flags) if workers.ports.len() >= MAX_WORKERS => {
+                            let reason = format!("this node has {MAX_WORKERS} workers of this server already");
+                            send(reports, &Report::Refused { name: flags.name, reason }).await?;
+                            continue;
+                        }
+                        Request::Start(flags) => Request::Start(workers.place(flags)?),
+                        Request::Load { .. } => continue, // Only for one rank on one machine.
+                        signal @ Request::Signal { .. } => signal,
+                    };
+                    send(&mut stdin, &request).await?;
+                }
+                line = lines.next() => match line.as_deref().map(serde_json::from_str) {
+                    Some(Ok(report)) => send(reports, &workers.amended(report)).await?,
+                    // Printed by code that Python runs at startup.
+                    Some(Err(_)) => tracing::info!(target: "worker", "{}", line.unwrap_or_default()),
+                    None => break true,
+                },
+            }
+        };
+        if !ended {
+            child.start_kill()?;
+        }
+        let status = child.wait().await?;
+        if ended {
+            let _ = tokio::time::timeout(OPENING_TIMEOUT, &mut following).await;
+            let reason = tail.exit_reason("the fork server", status);
+            send(reports, &Report::Lost { reason }).await?;
+        }
+        Ok(())
+    }
+
+    fn fork_server(&self, num_ranks: usize) -> ForkServerOptions {
+        let num_cores = std::thread::available_parallelism().map_or(1, usize::from);
+        ForkServerOptions {
+            python: self.python.clone(),
+            num_threads: (num_cores / num_ranks).max(1),
+            share: MachineShare::default(),
+            hub_cache: None,
+            node: None,
+        }
+    }
+}
+
+async fn send(to: &mut (impl AsyncWrite + Unpin), message: &impl serde::Serialize) -> io::Result<()> {
+    to.write_all((serde_json::to_string(message)? + "\n").as_bytes()).await?;
+    to.flush().await
+}
+
+/// The workers of a connection.
+struct Hosted {
+    /// By name: the ports for the server and for the other ranks, which stay reserved until the worker has ended.
+    ports: HashMap<String, [PortReservation; 2]>,
+    address: IpAddr,
+    /// Of their pipes. Removed on drop.
+    folder: TempDir,
+    num_started: usize,
+}
+
+impl Hosted {
+    fn new(address: IpAddr) -> anyhow::Result<Self> {
+        let folder = tempfile::Builder::new().prefix("penstock-").tempdir().context("cannot create a folder")?;
+        Ok(Self { ports: HashMap::new(), address, folder, num_started: 0 })
+    }
+
+    /// Gives a worker its ports and pipes here, and logs what it prints.
+    fn place(&mut self, flags: WorkerFlags) -> anyhow::Result<WorkerFlags> {
+        let ports = [PortReservation::new(self.address)?, PortReservation::new(self.address)?];
+        let [endpoint, listen] =
+            [&ports[0], &ports[1]].map(|port| SocketAddr::new(self.address, port.port).to_string());
+        self.num_started += 1;
+        let pipe = |name| self.folder.path().join(format!("{name}-{}", self.num_started));
+        let [stdout, stderr] = ["stdout", "stderr"].map(pipe);
+        let (out, err) = (make_pipe(&stdout)?, make_pipe(&stderr)?);
+        let rank = flags.rank;
+        tokio::spawn(async move {
+            let mut lines = Lines::new(out);
+            while let Some(line) = lines.next().await {
+                tracing::info!(target: "worker", rank, "{line}");
+            }
+        });
+        tokio::spawn(StderrTail::default().follow(Some(rank), err));
+        self.ports.insert(flags.name.clone(), ports);
+        let node = flags.node.map(|node| NodeFlags { listen, ..node });
+        Ok(WorkerFlags { endpoint: format!("https://{endpoint}"), node, stdout, stderr, ..flags })
+    }
+
+    /// Adds to a report what only this node knows.
+    fn amended(&mut self, report: Report) -> Report {
+        match report {
+            Report::Started { name, pid, .. } => {
+                let ports =
+                    self.ports.get(&name).map(|[worker, peers]| Ports { worker: worker.port, peers: peers.port });
+                Report::Started { name, pid, ports }
+            }
+            report => {
+                if let Report::Ended { name, .. } | Report::Refused { name, .. } = &report {
+                    self.ports.remove(name);
+                }
+                report
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::node::{NodeAddress, NodeOptions};
+
+    const SECRET: &str = "0123456789abcdef0123456789abcdef";
+
+    /// What a server with `secret` gets from a node with `SECRET`, and whether the node has accepted it.
+    async fn meeting(secret: &str) -> (Result<(), String>, bool) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let acceptor = TlsAcceptor::from(Arc::new(tls(&NodeSecret::new(SECRET).unwrap()).unwrap()));
+        let node = tokio::spawn(async move {
+            let stream = acceptor.accept(listener.accept().await.unwrap().0).await.ok()?;
+            Lines::new(stream).next().await
+        });
+        let address = NodeAddress { host: "127.0.0.1".to_owned(), port };
+        let server = NodeOptions { address, secret: NodeSecret::new(secret).unwrap(), num_ranks: 3 };
+        let connection = server.connect().await;
+        let first_line = node.await.unwrap();
+        (connection.map(|_| ()), first_line.as_deref() == Some("{\"version\":1,\"num_ranks\":3}"))
+    }
+
+    #[tokio::test]
+    async fn a_server_and_a_node_prove_to_each_other_that_they_know_the_secret() {
+        assert_eq!(meeting(SECRET).await, (Ok(()), true));
+        let (refusal, was_accepted) = meeting(&SECRET.replace('f', "g")).await;
+        assert!(refusal.unwrap_err().contains("does not have the secret of --node-secret-file") && !was_accepted);
+    }
+}

@@ -1,0 +1,120 @@
+//! This server's side of the connection to an agent.
+
+use std::fmt::{self, Formatter};
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use socket2::{SockRef, TcpKeepalive};
+use tokio::io::{AsyncWriteExt, ReadHalf, WriteHalf};
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+use tokio_rustls::rustls::pki_types::ServerName;
+use tokio_rustls::rustls::{ClientConfig, RootCertStore, version};
+
+use super::authority::{Authority, LAUNCHER_NAME, NODE_NAME};
+use super::{NodeAddress, NodeSecret};
+use crate::fork_protocol::{NODE_PROTOCOL_VERSION, Open};
+use crate::output::Lines;
+
+/// How long a node that is away may take to come back. Streams wait meanwhile.
+const PATIENCE: Duration = Duration::from_secs(60);
+const RETRY_INTERVAL: Duration = Duration::from_millis(200);
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+/// How soon a machine that vanished without a word counts as lost.
+const SILENCE: Duration = Duration::from_secs(20);
+
+/// A node to host ranks on.
+#[derive(Clone)]
+pub(crate) struct NodeOptions {
+    pub(crate) address: NodeAddress,
+    pub(crate) secret: NodeSecret,
+    /// Ranks of this group on the node.
+    pub(crate) num_ranks: usize,
+}
+
+impl fmt::Debug for NodeOptions {
+    fn fmt(&self, formatter: &mut Formatter<'_>) -> fmt::Result {
+        write!(formatter, "{} with {} ranks", self.address, self.num_ranks)
+    }
+}
+
+/// An open connection: requests go in, reports come out, as with a fork server's own pipes.
+pub(crate) struct NodeConnection {
+    pub(crate) requests: WriteHalf<TlsStream<TcpStream>>,
+    pub(crate) reports: Lines<ReadHalf<TlsStream<TcpStream>>>,
+}
+
+/// Why a connection attempt failed.
+enum Failure {
+    /// The node may be starting.
+    Absent(String),
+    /// It does not know the secret.
+    Stranger(String),
+}
+
+impl NodeOptions {
+    /// Waits until the agent answers. The error says why it did not.
+    pub(crate) async fn connect(&self) -> Result<NodeConnection, String> {
+        let Self { address, .. } = self;
+        let config = self.tls().map_err(|error| format!("{address} cannot be used: {error}"))?;
+        let connector = TlsConnector::from(Arc::new(config));
+        let began = Instant::now();
+        loop {
+            let attempt = tokio::time::timeout(HANDSHAKE_TIMEOUT, self.attempt(&connector)).await;
+            let reason = match attempt {
+                Ok(Ok(connection)) => return Ok(connection),
+                Ok(Err(Failure::Stranger(reason))) => {
+                    return Err(format!("{address} does not have the secret of --node-secret-file: {reason}"));
+                }
+                Ok(Err(Failure::Absent(reason))) => reason,
+                Err(_) => format!("no answer within {} s", HANDSHAKE_TIMEOUT.as_secs()),
+            };
+            if began.elapsed() > PATIENCE {
+                let seconds = PATIENCE.as_secs();
+                return Err(format!(
+                    "{address} was not reached within {seconds} s: {reason}; is `penstock node` running there?"
+                ));
+            }
+            tokio::time::sleep(RETRY_INTERVAL).await;
+        }
+    }
+
+    async fn attempt(&self, connector: &TlsConnector) -> Result<NodeConnection, Failure> {
+        let NodeAddress { host, port } = &self.address;
+        let absent = |error: io::Error| Failure::Absent(error.to_string());
+        let plain = TcpStream::connect(format!("{host}:{port}")).await.map_err(absent)?;
+        set_options(&plain).map_err(absent)?;
+        let name = ServerName::try_from(NODE_NAME).map_err(|error| Failure::Stranger(error.to_string()))?;
+        let stream = connector.connect(name, plain).await.map_err(|error| match error.kind() {
+            io::ErrorKind::InvalidData => Failure::Stranger(error.to_string()),
+            _ => absent(error),
+        })?;
+        let (reports, mut requests) = tokio::io::split(stream);
+        let open = Open { version: NODE_PROTOCOL_VERSION, num_ranks: self.num_ranks };
+        let line = serde_json::to_string(&open).map_err(|error| Failure::Stranger(error.to_string()))?;
+        requests.write_all((line + "\n").as_bytes()).await.map_err(absent)?;
+        Ok(NodeConnection { requests, reports: Lines::new(reports) })
+    }
+
+    fn tls(&self) -> Result<ClientConfig, String> {
+        let authority = Authority::derive(&self.secret).map_err(|error| error.to_string())?;
+        let (certificate, key) = authority.certify(LAUNCHER_NAME).map_err(|error| error.to_string())?.into_der();
+        let mut roots = RootCertStore::empty();
+        roots.add(authority.certificate().into()).map_err(|error| error.to_string())?;
+        ClientConfig::builder_with_protocol_versions(&[&version::TLS13])
+            .with_root_certificates(roots)
+            .with_client_auth_cert(vec![certificate], key)
+            .map_err(|error| error.to_string())
+    }
+}
+
+/// Lets the kernel detect a machine that is gone.
+pub(super) fn set_options(stream: &TcpStream) -> io::Result<()> {
+    let keepalive = TcpKeepalive::new().with_time(SILENCE / 4).with_interval(SILENCE / 4);
+    let socket = SockRef::from(stream);
+    socket.set_tcp_keepalive(&keepalive)?;
+    socket.set_tcp_user_timeout(Some(SILENCE))?;
+    socket.set_tcp_nodelay(true)
+}

@@ -1,0 +1,193 @@
+"""Tensors of ranks on several machines are exchanged over TLS connections, one for each two ranks.
+
+Not gloo: without TLS, anyone on the network could read and change what the ranks exchange.
+INVARIANT: both ends of a connection have shown a certificate of the group's authority, and then the group's token."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from penstock_server.collectives.gathered import Gathered
+from penstock_server.config import Node
+from penstock_server.endpoint import WORKER_NAME, parse_address
+from penstock_server.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+SCHEME = "tls://"
+_MEETING_S = 300.0  # until all ranks are connected
+_HANDSHAKE_S = 10.0
+_RETRY_S = 0.05
+_SILENCE_S = 20  # of a machine that is gone
+_BUFFER_BYTES = 1 << 19
+_SHORT_BYTES = 1 << 16  # of a tensor that surely fits into the buffers of a connection, with TLS's records
+_RANK = struct.Struct("!I")
+
+Peers = dict[int, ssl.SSLSocket]
+
+
+class Network(Gathered):
+    """Connections to all other ranks. Raises RuntimeError when another rank's process has exited."""
+
+    def __init__(self, rank: int, size: int, peers: Peers) -> None:
+        super().__init__(rank, size)
+        self._peers = dict(sorted(peers.items()))
+
+    def _gather(self, x: Tensor, widths: Sequence[int], joined: Tensor | None = None) -> None:
+        rows, places = x.shape[0], _places(widths)
+        mine = _bytes(x)
+        received = {
+            rank: torch.empty((rows, widths[rank]), dtype=x.dtype) for rank in self._peers if joined is not None
+        }
+        if rows * max(widths) * x.element_size() <= _SHORT_BYTES:
+            for rank in self._peers:
+                self._send(rank, mine)
+            for rank, part in received.items():
+                self._receive(rank, part)
+        else:
+            # Each two ranks take turns, in an order that is the same for all pairs, so that no rank waits in a circle.
+            for rank in self._peers:
+                if self._rank < rank:
+                    self._send(rank, mine)
+                if rank in received:
+                    self._receive(rank, received[rank])
+                if self._rank > rank:
+                    self._send(rank, mine)
+        if joined is not None:
+            for rank, part in {**received, self._rank: x}.items():
+                joined[:, places[rank]] = part
+
+    def _send(self, rank: int, data: memoryview) -> None:
+        if not data:
+            return
+        try:
+            self._peers[rank].sendall(data)
+        except OSError as error:
+            raise RuntimeError(f"the connection to rank {rank} was lost: {error}") from error
+
+    def _receive(self, rank: int, part: Tensor) -> None:
+        left = _bytes(part)
+        while left:
+            try:
+                num_bytes = self._peers[rank].recv_into(left)
+            except OSError as error:
+                raise RuntimeError(f"the connection to rank {rank} was lost: {error}") from error
+            if num_bytes == 0:
+                raise RuntimeError(f"rank {rank} has exited")
+            left = left[num_bytes:]
+
+
+def _places(widths: Sequence[int]) -> list[slice]:
+    ends = torch.tensor(widths).cumsum(0).tolist()
+    return [slice(end - width, end) for end, width in zip(ends, widths, strict=True)]
+
+
+def _bytes(x: Tensor) -> memoryview:
+    """A contiguous tensor's own memory; a copy's of another."""
+    return memoryview(x.contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def meet(rank: int, size: int, rendezvous: str, node: Node) -> Network:
+    """Connect to all other ranks. rendezvous: `tls://`, then where each rank listens, in their order. Blocks until all
+    are connected. Raises ConfigError."""
+    try:
+        addresses = [parse_address(text) for text in rendezvous.removeprefix(SCHEME).split(",")]
+    except ValueError as error:
+        raise ConfigError(f"the rendezvous {rendezvous} cannot be used: {error}") from error
+    if len(addresses) != size:
+        raise ConfigError(f"the rendezvous has {len(addresses)} addresses, must have one for each of {size} ranks")
+    deadline = time.monotonic() + _MEETING_S
+    with _listen(node.listen) as listener:
+        peers = {other: _connect(rank, other, addresses[other], node, deadline) for other in range(rank)}
+        peers |= _accept(listener, set(range(rank + 1, size)), node, deadline)
+    for peer in peers.values():
+        peer.settimeout(None)
+    logger.info("the ranks exchange tensors over TLS connections")
+    return Network(rank, size, peers)
+
+
+def _listen(address: tuple[str, int]) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+    # The process that gave the port out keeps it bound, so that no other process gets it.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {address[0]}:{address[1]} for the other ranks: {error}") from error
+    listener.listen(128)
+    return listener
+
+
+def _connect(rank: int, other: int, address: tuple[str, int], node: Node, deadline: float) -> ssl.SSLSocket:
+    context = node.tls.context(ssl.Purpose.SERVER_AUTH)
+    while True:
+        try:
+            plain = socket.create_connection(address, timeout=_HANDSHAKE_S)
+            _set_options(plain)
+            peer = context.wrap_socket(plain, server_hostname=WORKER_NAME)
+            peer.sendall(_RANK.pack(rank) + node.token.encode())
+            if peer.recv(1):
+                return peer
+            reason = "it closed the connection"
+        except OSError as error:  # it does not listen yet, or refuses
+            reason = str(error)
+        if time.monotonic() > deadline:
+            raise ConfigError(f"rank {other} at {address[0]}:{address[1]} was not reached in {_MEETING_S} s: {reason}")
+        time.sleep(_RETRY_S)
+
+
+def _accept(listener: socket.socket, awaited: set[int], node: Node, deadline: float) -> Peers:
+    context = node.tls.context(ssl.Purpose.CLIENT_AUTH)
+    peers: Peers = {}
+    while awaited:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise ConfigError(f"the ranks {sorted(awaited)} did not connect within {_MEETING_S} s")
+        listener.settimeout(left_s)
+        with suppress(OSError):  # of one connection, as a scanner's; the ranks try again
+            plain, _ = listener.accept()
+            plain.settimeout(_HANDSHAKE_S)
+            _set_options(plain)
+            peer = context.wrap_socket(plain, server_side=True)
+            rank = _greeting(peer, node.token.encode())
+            if rank in awaited:
+                peer.sendall(b"\1")
+                peers[rank] = peer
+                awaited = awaited - {rank}
+            else:
+                peer.close()
+    return peers
+
+
+def _greeting(peer: ssl.SSLSocket, token: bytes) -> int | None:
+    """The rank of a peer that knows the token."""
+    greeting = b""
+    while len(greeting) < _RANK.size + len(token):
+        received = peer.recv(_RANK.size + len(token) - len(greeting))
+        if not received:
+            return None
+        greeting += received
+    is_known = hmac.compare_digest(greeting[_RANK.size :], token)
+    return _RANK.unpack_from(greeting)[0] if is_known else None
+
+
+def _set_options(plain: socket.socket) -> None:
+    plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        plain.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+    plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENCE_S // 4)
+    plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _SILENCE_S // 4)
+    plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENCE_S)
