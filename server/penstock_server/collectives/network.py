@@ -94,7 +94,7 @@ def _places(widths: Sequence[int]) -> list[slice]:
 
 def _bytes(x: Tensor) -> memoryview:
     """A contiguous tensor's own memory; a copy's of another."""
-    return memoryview(x.contiguous().view(-1).view(torch.uint8).numpy())
+    return x.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def meet(rank: int, size: int, rendezvous: str, node: Node) -> Network:

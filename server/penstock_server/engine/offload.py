@@ -61,11 +61,11 @@ class Offload:
         if self._device.type == "cpu":
             # PERF: not torch's copies: their threads wait for each other, on a busy machine for long.
             row = self._slots[slot].numpy()
-            for blocks, begin, end in self._parts:
-                row[begin:end] = blocks[block_id]
+            for array, begin, end in self._parts:
+                row[begin:end] = array[block_id]
         else:
-            row = torch.cat([blocks[block_id] for blocks in self._blocks])  # so that one copy crosses the bus
-            self._slots[slot].copy_(row, non_blocking=True)
+            joined = torch.cat([blocks[block_id] for blocks in self._blocks])  # so that one copy crosses the bus
+            self._slots[slot].copy_(joined, non_blocking=True)
         if self._checksums is not None:
             self._checksums[slot] = self._checksum(slot)
 
@@ -74,15 +74,15 @@ class Offload:
             raise RuntimeError(f"slot {slot} of the KV offload file is not what was written: its disk is faulty")
         if self._device.type == "cpu":
             row = self._slots[slot].numpy()
-            for blocks, begin, end in self._parts:
-                blocks[block_id] = row[begin:end]
+            for array, begin, end in self._parts:
+                array[block_id] = row[begin:end]
         else:
-            row = self._slots[slot].to(self._device, non_blocking=True)
-            for blocks, part in zip(self._blocks, row.split(self._widths), strict=True):
+            parts = self._slots[slot].to(self._device, non_blocking=True).split(self._widths)
+            for blocks, part in zip(self._blocks, parts, strict=True):
                 blocks[block_id].copy_(part)
 
     def _checksum(self, slot: int) -> int:
-        return zlib.crc32(memoryview(self._slots[slot].numpy()))
+        return zlib.crc32(self._slots[slot].numpy().data)
 
 
 def _reserve(folder: Path, num_bytes: int) -> IO[bytes]:
