@@ -212,18 +212,6 @@ CASES: dict[str, Case] = {
             **LLAMA3,
         },
     ),
-    "llama4-biases": Case(
-        "Llama4TextConfig",
-        {
-            "num_local_experts": 5,
-            "intermediate_size_mlp": 112,
-            "interleave_moe_layer_step": 2,
-            "no_rope_layers": [0, 1, 0],
-            "attn_temperature_tuning": False,
-            "use_qk_norm": False,
-            "attention_bias": True,
-        },
-    ),
     "mixtral": Case("MixtralConfig", {"num_local_experts": 4}),
     "mixtral-two-experts": Case("MixtralConfig", {"num_local_experts": 2, "sliding_window": 16}),
     "qwen2-moe": Case(

@@ -109,7 +109,6 @@ ONE_BY_ONE = {
     "deepseek-v3": "heads of 20 elements, which are padded",
     "olmo": "a norm without weights",
     "t5": "cross-attention",
-    "llama4-biases": "experts whose inputs are scaled",
     "llama-nine-heads": "heads of 8 elements, which are padded",
 }
 
