@@ -15,7 +15,7 @@ use crate::linear::Rows;
 use crate::pool::{Executor, Pool, Target};
 use crate::product::{self, Operand, WIDTH};
 use crate::simd::{F32, LANES, SUMS, with_constant};
-use pack::{CHUNK, GROUP_RANKS, PANEL, Site, TILE_VECTORS};
+use pack::{CHUNK, GROUP_RANKS, PANEL, Site, Stream, TILE_VECTORS};
 use std::array::from_fn;
 use std::ops::Range;
 
@@ -31,6 +31,30 @@ pub(crate) struct Run {
     num_rows: usize,
     /// In the list of the step's adapters.
     adapter: usize,
+}
+
+impl Run {
+    /// The rows of the run that are in a range.
+    fn within(self, range: &Range<usize>) -> Option<Run> {
+        let (first, end) = (self.first.max(range.start), (self.first + self.num_rows).min(range.end));
+        (first < end).then(|| Run { first, num_rows: end - first, ..self })
+    }
+}
+
+/// A run at a site.
+#[derive(Clone, Copy)]
+struct SiteRun<'a> {
+    run: Run,
+    adapter: &'a Adapter,
+    site: &'a Site,
+    /// The weights that this thread reads after those of the site.
+    next: *const Element,
+}
+
+impl SiteRun<'_> {
+    fn start(self) -> *const Element {
+        self.adapter.start(self.site)
+    }
 }
 
 /// The runs of rows with these adapters; `None`: the row has none.
@@ -50,8 +74,11 @@ pub(crate) fn runs(adapters: impl Iterator<Item = Option<usize>>) -> Vec<Run> {
 
 /// Most ranks of a row at one site, padded to whole groups.
 pub(crate) fn max_rank(adapters: &[&Adapter]) -> usize {
-    let groups = adapters.iter().flat_map(|adapter| adapter.sites.iter().map(Site::num_groups));
-    groups.max().unwrap_or(0) * GROUP_RANKS
+    max_rank_of(adapters.iter().flat_map(|adapter| &adapter.sites))
+}
+
+fn max_rank_of<'a>(sites: impl Iterator<Item = &'a Site>) -> usize {
+    sites.map(Site::num_groups).max().unwrap_or(0) * GROUP_RANKS
 }
 
 /// The rows of a step that have adapters.
@@ -78,7 +105,10 @@ pub(crate) struct Product {
 /// # Safety
 /// The adapters must fit the site. The product's rows must be readable, and its y writable for every row of the runs.
 pub(crate) unsafe fn apply(pool: &Pool, adapters: &[&Adapter], runs: &[Run], site: usize, product: Product) {
-    let max_rank = max_rank(adapters);
+    let max_rank = max_rank_of(adapters.iter().map(|adapter| &adapter.sites[site]));
+    if max_rank == 0 {
+        return;
+    }
     // A test must not find zeros where nothing was written: a stack uses its scratch again.
     let mut inner = vec![if cfg!(test) { f32::NAN } else { 0.0 }; product.rows.num_rows * max_rank];
     let adapted = Adapted { adapters, runs, inner: Target::new(inner.as_mut_ptr()), max_rank };
@@ -113,12 +143,12 @@ impl Adapted<'_> {
     /// overlap.
     pub(crate) unsafe fn apply(&self, executor: &impl Executor, site: usize, product: Product) {
         // SAFETY: guaranteed by the caller; a row's ranks of a group are one thread's, and so are its columns of a panel.
-        self.for_units(executor, site, Site::num_groups, |adapter, site, group, run| unsafe {
-            self.shrink(adapter, site, group, run, product);
+        self.for_units(executor, site, Site::num_groups, |of_run, group| unsafe {
+            self.shrink(of_run, group, product)
         });
         // SAFETY: as above.
-        self.for_units(executor, site, Site::num_panels, |adapter, site, panel, run| unsafe {
-            self.expand(adapter, site, panel, run, product);
+        self.for_units(executor, site, Site::num_panels, |of_run, panel| unsafe {
+            self.expand(of_run, panel, product)
         });
     }
 
@@ -127,28 +157,34 @@ impl Adapted<'_> {
     /// # Safety
     /// As for `apply`; no other thread may use these rows.
     pub(crate) unsafe fn apply_to(&self, range: Range<usize>, site: usize, product: Product) {
-        for run in self.runs {
-            let (first, end) = (run.first.max(range.start), (run.first + run.num_rows).min(range.end));
-            if first >= end {
-                continue;
+        let mut runs = self.runs.iter().filter_map(|run| run.within(&range)).peekable();
+        while let Some(run) = runs.next() {
+            let mut of_run = self.of_run(run, site);
+            if let Some(next) = runs.peek() {
+                of_run.next = self.of_run(*next, site).start();
             }
-            let (run, adapter) = (Run { first, num_rows: end - first, ..*run }, self.adapters[run.adapter]);
-            let site = &adapter.sites[site];
             // SAFETY: guaranteed by the caller.
             unsafe {
-                (0..site.num_groups()).for_each(|group| self.shrink(adapter, site, group, run, product));
-                (0..site.num_panels()).for_each(|panel| self.expand(adapter, site, panel, run, product));
+                (0..of_run.site.num_groups()).for_each(|group| self.shrink(of_run, group, product));
+                (0..of_run.site.num_panels()).for_each(|panel| self.expand(of_run, panel, product));
             }
         }
+    }
+
+    /// What a run's adapter adds at a site.
+    fn of_run(&self, run: Run, site: usize) -> SiteRun<'_> {
+        let adapter = self.adapters[run.adapter];
+        let site = &adapter.sites[site];
+        SiteRun { run, adapter, site, next: adapter.after(site) }
     }
 
     /// `inner` of a run's rows, for a group of ranks.
     ///
     /// # Safety
     /// As for `apply`.
-    unsafe fn shrink(&self, adapter: &Adapter, site: &Site, group: usize, run: Run, product: Product) {
+    unsafe fn shrink(&self, SiteRun { run, adapter, site, next }: SiteRun<'_>, group: usize, product: Product) {
         let Rows { address, stride, .. } = product.rows;
-        let down = adapter.down(site, group);
+        let down = adapter.down(site, group, next);
         let scale = |rank| site.scales.get(group * GROUP_RANKS + rank).copied().unwrap_or(0.0);
         let scales: [f32; GROUP_RANKS] = from_fn(scale);
         for_tiles(run, |first, height| {
@@ -163,11 +199,11 @@ impl Adapted<'_> {
     ///
     /// # Safety
     /// As for `apply`; `inner` of these rows must be complete.
-    unsafe fn expand(&self, adapter: &Adapter, site: &Site, panel: usize, run: Run, product: Product) {
+    unsafe fn expand(&self, SiteRun { run, adapter, site, next }: SiteRun<'_>, panel: usize, product: Product) {
         let Some((part, panel)) = site.panel(panel) else { return };
         let first_column = part.columns.start + panel * PANEL;
         let panel = Panel {
-            up: adapter.up(part, panel),
+            up: adapter.up(site, part, panel, next),
             num_ranks: part.ranks.len(),
             num_columns: PANEL.min(part.columns.end - first_column),
         };
@@ -187,17 +223,14 @@ impl Adapted<'_> {
         executor: &impl Executor,
         site: usize,
         count: impl Fn(&Site) -> usize + Sync,
-        work: impl Fn(&Adapter, &Site, usize, Run) + Sync,
+        work: impl Fn(SiteRun<'_>, usize) + Sync,
     ) {
-        let Adapted { adapters, runs, .. } = *self;
-        let most = adapters.iter().map(|adapter| count(&adapter.sites[site])).max().unwrap_or(0);
-        executor.for_ranges(runs.len() * most, 1, |range| {
+        let most = self.adapters.iter().map(|adapter| count(&adapter.sites[site])).max().unwrap_or(0);
+        executor.for_ranges(self.runs.len() * most, 1, |range| {
             for index in range {
-                let (run, unit) = (runs[index / most], index % most);
-                let adapter = adapters[run.adapter];
-                let site = &adapter.sites[site];
-                if unit < count(site) {
-                    work(adapter, site, unit, run);
+                let (of_run, unit) = (self.of_run(self.runs[index / most], site), index % most);
+                if unit < count(of_run.site) {
+                    work(of_run, unit);
                 }
             }
         });
@@ -226,7 +259,7 @@ struct Input {
 /// # Safety
 /// R rows must be readable at x and writable at `inner`, and `down` be a group for these features.
 unsafe fn shrink<const R: usize>(
-    down: *const Element,
+    down: Stream,
     scales: [f32; GROUP_RANKS],
     x: Input,
     inner: *mut f32,
@@ -238,7 +271,7 @@ unsafe fn shrink<const R: usize>(
     unsafe {
         for chunk in 0..whole {
             let rows = from_fn(|row| x.address.add(row * x.stride + chunk * CHUNK));
-            add_chunk(&mut sums, rows, down.add(chunk * GROUP_RANKS * CHUNK));
+            add_chunk(&mut sums, rows, down.read(chunk * GROUP_RANKS * CHUNK, GROUP_RANKS * CHUNK));
         }
         let rest = x.in_features % CHUNK;
         if rest > 0 {
@@ -247,7 +280,8 @@ unsafe fn shrink<const R: usize>(
                 let features = std::slice::from_raw_parts(x.address.add(row * x.stride + whole * CHUNK), rest);
                 last[..rest].copy_from_slice(features);
             }
-            add_chunk(&mut sums, from_fn(|row| last[row].as_ptr()), down.add(whole * GROUP_RANKS * CHUNK));
+            let down = down.read(whole * GROUP_RANKS * CHUNK, GROUP_RANKS * CHUNK);
+            add_chunk(&mut sums, from_fn(|row| last[row].as_ptr()), down);
         }
         for (row, sums) in sums.iter().enumerate() {
             for (rank, sum) in sums.iter().enumerate() {
@@ -278,7 +312,7 @@ unsafe fn add_chunk<const R: usize>(
 /// Columns of B.
 #[derive(Clone, Copy)]
 struct Panel {
-    up: *const Element,
+    up: Stream,
     num_ranks: usize,
     num_columns: usize,
 }
@@ -293,7 +327,8 @@ unsafe fn expand<const R: usize>(panel: Panel, inner: *const f32, inner_stride: 
     // SAFETY: guaranteed by the caller; panels are padded.
     unsafe {
         for rank in 0..num_ranks {
-            let weights: [F32; TILE_VECTORS] = from_fn(|vector| Element::load(up.add(rank * PANEL + vector * LANES)));
+            let up = up.read(rank * PANEL, PANEL);
+            let weights: [F32; TILE_VECTORS] = from_fn(|vector| Element::load(up.add(vector * LANES)));
             for (row, sums) in sums.iter_mut().enumerate() {
                 let factor = F32::splat(inner.add(row * inner_stride + rank).read());
                 for (sum, weights) in sums.iter_mut().zip(weights) {

@@ -191,6 +191,8 @@ class AdapterSites:
 
         def add(x: Tensor, y: Tensor, adapters: StepAdapters) -> None:
             if looks_up:
+                if all(adapter.embedding is None for adapter in adapters.loaded):
+                    return
                 x = self._looked_up(x, y.dtype, adapters)
             ops.adapt(site, x, y, [adapter.packed for adapter in adapters.loaded], adapters.of_tokens)
 
