@@ -287,6 +287,11 @@ def test_a_token_outside_of_the_byte_alphabet_stands_for_itself(tmp_path: Path) 
     assert encoder.decode(encoder.encode("中 a").ids) == "中 a"
 
 
+def test_qwen_3_5_composes_combining_marks(tmp_path: Path) -> None:
+    """As the model's own tokenizer does; llama.cpp does not."""
+    assert tokenizer(tmp_path, pre="qwen35").normalizer.normalize_str("re\u0301sume\u0301") == "r\u00e9sum\u00e9"
+
+
 def merges_of(spelled: str) -> list[str]:
     """Of four characters to one token."""
     first, second, third, fourth = spelled
