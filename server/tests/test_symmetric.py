@@ -74,7 +74,7 @@ def test_a_failed_rendezvous_means_nccl(monkeypatch: pytest.MonkeyPatch, caplog:
 
 def test_only_small_sums_of_floats_are_made_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     by_nccl: list[int] = []
-    monkeypatch.setattr(dist, "all_reduce", lambda x: by_nccl.append(x.numel()))
+    monkeypatch.setattr(dist, "all_reduce", lambda x, group: by_nccl.append(x.numel()))
     shared = SymmetricMemory(torch.zeros(MAX_BYTES, dtype=torch.uint8), lambda mine: 2 * mine)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         x = torch.ones(3, 16, dtype=dtype)
