@@ -34,7 +34,6 @@ class Node:
 
     process: subprocess.Popen[str]
     address: str
-    arguments: list[str]
 
     def worker_pids(self) -> list[int]:
         return sorted(pid for child in children(self.process.pid) for pid in children(child))
@@ -71,7 +70,7 @@ def run_node(host: str, secret: Path, port: int = 0) -> Node:
     Thread(target=follow, daemon=True).start()
     address = urls.get(timeout=START_TIMEOUT_S)
     assert address is not None, "the node did not start"
-    return Node(process, address, arguments)
+    return Node(process, address)
 
 
 @dataclass
@@ -90,14 +89,22 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     secret.write_text(SECRET)
     nodes = [run_node(host, secret) for host in ("127.0.0.1", "127.0.0.2")]
     with ExitStack() as stack:
-        found = Cluster(Server.__new__(Server), nodes, secret)
-        stack.callback(lambda: [(node.process.kill(), node.process.wait()) for node in found.nodes])
+
+        @stack.callback
+        def kill() -> None:
+            for node in nodes:
+                node.process.kill()
+                node.process.wait()
+
         addresses = ",".join(node.address for node in nodes)
-        found.server = start("--ranks-on", addresses, "--node-secret-file", str(secret))
-        yield found
-        assert found.server.stop() == 0, found.server.last_lines()
+        server = start("--ranks-on", addresses, "--node-secret-file", str(secret))
+        yield Cluster(server, nodes, secret)
+        assert server.stop() == 0, server.last_lines()
         # The end of the server is the end of its workers.
-        wait_until(lambda: not any(node.worker_pids() for node in found.nodes))
+        wait_until(lambda: not any(node.worker_pids() for node in nodes))
+        for node in nodes:
+            node.process.terminate()
+            assert node.process.wait(START_TIMEOUT_S) == 0
 
 
 @pytest.fixture(scope="module")
