@@ -5,6 +5,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::layout::BlockLayout;
+
 /// Identifies a sequence. Chosen by the caller and unique among the sequences that the scheduler knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SequenceId(pub u64);
@@ -62,6 +64,22 @@ pub struct Limits {
     /// Stages of the worker's pipeline, at least 1. With several, the steps in flight decode disjoint sequences, so that
     /// every stage has a step, and one more step for each stage after the first may be in flight.
     pub num_stages: u32,
+}
+
+impl Limits {
+    /// Whether a sequence that is alone in the pool can always advance, although it may verify `max_draft_tokens` in each
+    /// step in flight.
+    ///
+    /// Only with a sliding window may the pool be too small. What lies before the window is then released for the case
+    /// that all drafts in flight are wrong, and allocated for the case that all are right, so the sequence holds the
+    /// blocks of a window that is longer by the drafts in flight.
+    pub fn has_room_for_drafts(&self) -> bool {
+        let Some(window) = self.window_tokens else { return true };
+        let num_drafts = self.max_draft_tokens.saturating_mul(self.max_steps_in_flight.max(1));
+        let window_tokens = Some(window.max(1).saturating_add(num_drafts));
+        let layout = BlockLayout { block_tokens: self.block_tokens.max(1), window_tokens };
+        layout.num_required_blocks(self.max_sequence_tokens) <= self.num_blocks as usize
+    }
 }
 
 /// A sequence to generate.

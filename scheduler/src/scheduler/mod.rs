@@ -73,6 +73,7 @@ impl Scheduler {
             max_steps_in_flight: limits.max_steps_in_flight.max(1),
             num_stages: limits.num_stages.max(1),
             window_tokens: limits.window_tokens.map(|window| window.max(1)),
+            max_draft_tokens: if limits.has_room_for_drafts() { limits.max_draft_tokens } else { 0 },
             ..limits
         };
         let layout = BlockLayout { block_tokens: limits.block_tokens, window_tokens: limits.window_tokens };

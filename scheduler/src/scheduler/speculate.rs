@@ -26,8 +26,7 @@ impl Scheduler {
         work: &Work,
     ) -> (Drafting, Vec<u32>) {
         let limits = self.limits;
-        // Drafts would hold blocks beyond those of one window, which a sequence that is alone in the pool may lack.
-        if limits.max_draft_tokens == 0 || limits.window_tokens.is_some() || decodes.is_empty() {
+        if limits.max_draft_tokens == 0 || decodes.is_empty() {
             return (Drafting::Lookup, Vec::new());
         }
         let max_rows = limits.max_step_sequences.min(limits.max_step_tokens);

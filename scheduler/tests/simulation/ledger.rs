@@ -283,15 +283,19 @@ impl Ledger {
         }
     }
 
-    /// A sequence releases the blocks that it will not read again, unless it is finishing.
+    /// A sequence releases the blocks that it will not read again, even if all drafts in flight are wrong, unless it is
+    /// finishing.
     fn release_before_window(&mut self, id: SequenceId) {
         let entry = self.entries.get_mut(&id).expect("a sequence that advances is on the worker");
         if entry.is_finishing() {
             return;
         }
-        let released = entry.num_released..entry.visibility.first_block(entry.num_computed_tokens);
+        let num_certain_tokens = entry.num_computed_tokens - entry.num_drafts();
+        let released = entry.num_released..entry.visibility.first_block(num_certain_tokens);
         entry.num_released = released.end;
-        let most = entry.visibility.max_blocks(0, entry.num_allocated_tokens + 1);
+        let max_drafts = self.limits.max_draft_tokens * self.limits.max_steps_in_flight;
+        let most = entry.visibility.max_blocks(0, entry.num_allocated_tokens + 1)
+            + max_drafts.div_ceil(self.limits.block_tokens) as usize;
         assert!(entry.held().len() <= most, "{id:?} holds {:?}, at most {most} blocks are needed", entry.held());
         let released = entry.block_ids[released].to_vec();
         self.tally.add("blocks released before a window", released.len() as u64);
@@ -479,6 +483,7 @@ impl Ledger {
         if num_drafts > 0 {
             entry.drafts.push_back((self.num_steps, num_drafts));
             self.tally.add("drafts before the result of earlier ones", u64::from(entry.drafts.len() > 1));
+            self.tally.add("drafts with a window", u64::from(self.limits.window_tokens.is_some()));
         }
         entry.num_allocated_tokens = entry.num_allocated_tokens.max(entry.num_computed_tokens);
         // Wrong drafts leave blocks to the tokens after them.

@@ -1,3 +1,5 @@
+use std::collections::VecDeque;
+
 use super::*;
 
 fn drafting(max_draft_tokens: u32, limits: Limits) -> Limits {
@@ -146,11 +148,60 @@ fn a_step_with_a_prompt_has_no_drafts() {
     assert_eq!(drafts(&step(&mut scheduler).0), [3, 2]);
 }
 
+/// With a window of 8 tokens. With 3 drafts in each of 2 steps in flight, a sequence holds up to 14 tokens: 5 blocks.
+fn drafting_with_window(num_blocks: u32) -> Limits {
+    Limits { window_tokens: Some(8), ..drafting(3, limits(num_blocks, 2)) }
+}
+
 #[test]
-fn a_sliding_window_has_no_drafts() {
-    let windowed = Limits { window_tokens: Some(8), ..drafting(3, limits(16, 1)) };
-    let mut scheduler = scheduler(windowed, &[(1, 4, 20)]);
+fn with_a_window_a_sequence_that_is_alone_in_the_pool_ends_whether_drafts_are_right_or_wrong() {
+    for num_right in 0..=3 {
+        let mut scheduler = scheduler(drafting_with_window(5), &[(1, 4, 96)]);
+        let (mut in_flight, mut num_drafts) = (VecDeque::new(), 0);
+        while scheduler.stats().num_running + scheduler.stats().num_queued > 0 {
+            while let Some(plan) = scheduler.plan(Duration::ZERO) {
+                scheduler.audit();
+                num_drafts += drafts(&plan).iter().sum::<u32>();
+                in_flight.push_back(plan);
+            }
+            let oldest = in_flight.pop_front().expect("the sequence waits for a step in flight");
+            scheduler.apply(&verified(&oldest, num_right)).unwrap();
+        }
+        assert!(num_drafts > 20, "{num_drafts} drafts");
+        assert_eq!(scheduler.stats().num_preemptions, 0);
+    }
+}
+
+#[test]
+fn a_pool_too_small_for_a_window_and_the_drafts_in_flight_has_no_drafts() {
+    let limits = drafting_with_window(4);
+    assert!(!limits.has_room_for_drafts());
+    let mut scheduler = scheduler(limits, &[(1, 4, 20)]);
     assert!(run_to_end(&mut scheduler).iter().flat_map(drafts).all(|num_drafts| num_drafts == 0));
+}
+
+#[test]
+fn a_pool_has_room_for_drafts_if_the_longest_sequence_fits_or_there_is_no_window() {
+    let longest_fits = Limits { max_sequence_tokens: 16, ..drafting_with_window(4) };
+    let no_window = Limits { window_tokens: None, ..drafting_with_window(4) };
+    let no_drafts = Limits { max_draft_tokens: 0, ..drafting_with_window(3) };
+    for limits in [drafting_with_window(5), longest_fits, no_window, no_drafts] {
+        assert!(limits.has_room_for_drafts(), "{limits:?}");
+    }
+}
+
+#[test]
+fn blocks_before_the_window_are_released_only_as_far_as_drafts_are_confirmed() {
+    let mut scheduler = scheduler(drafting_with_window(8), &[(1, 11, 80)]);
+    let (prompt, _) = step(&mut scheduler);
+    let decode = plan(&mut scheduler);
+    assert_eq!(drafts(&decode), [3]);
+    // If all drafts are wrong, the next token is at 12 and attends to positions 5 and up; if all are right, it is at 15.
+    assert_eq!(num_blocks(&[&prompt, &decode]), 4);
+    assert_eq!(scheduler.stats().num_allocatable_blocks, 5);
+    scheduler.apply(&verified(&decode, 3)).unwrap();
+    plan(&mut scheduler);
+    assert_eq!(scheduler.stats().num_allocatable_blocks + scheduler.stats().num_retiring_blocks, 5);
 }
 
 #[test]
