@@ -15,7 +15,7 @@ use crate::linear::Rows;
 use crate::pool::{Executor, Pool, Target};
 use crate::product::{self, Operand, WIDTH};
 use crate::simd::{F32, LANES, SUMS, with_constant};
-use pack::{CHUNK, GROUP_RANKS, PANEL, Site, Stream, TILE_VECTORS};
+use pack::{CHUNK, GROUP_RANKS, PANEL, Site, TILE_VECTORS};
 use std::array::from_fn;
 use std::ops::Range;
 
@@ -31,30 +31,6 @@ pub(crate) struct Run {
     num_rows: usize,
     /// In the list of the step's adapters.
     adapter: usize,
-}
-
-impl Run {
-    /// The rows of the run that are in a range.
-    fn within(self, range: &Range<usize>) -> Option<Run> {
-        let (first, end) = (self.first.max(range.start), (self.first + self.num_rows).min(range.end));
-        (first < end).then(|| Run { first, num_rows: end - first, ..self })
-    }
-}
-
-/// A run at a site.
-#[derive(Clone, Copy)]
-struct SiteRun<'a> {
-    run: Run,
-    adapter: &'a Adapter,
-    site: &'a Site,
-    /// The weights that this thread reads after those of the site.
-    next: *const Element,
-}
-
-impl SiteRun<'_> {
-    fn start(self) -> *const Element {
-        self.adapter.start(self.site)
-    }
 }
 
 /// The runs of rows with these adapters; `None`: the row has none.
@@ -143,12 +119,12 @@ impl Adapted<'_> {
     /// overlap.
     pub(crate) unsafe fn apply(&self, executor: &impl Executor, site: usize, product: Product) {
         // SAFETY: guaranteed by the caller; a row's ranks of a group are one thread's, and so are its columns of a panel.
-        self.for_units(executor, site, Site::num_groups, |of_run, group| unsafe {
-            self.shrink(of_run, group, product)
+        self.for_units(executor, site, Site::num_groups, |adapter, site, group, run| unsafe {
+            self.shrink(adapter, site, group, run, product);
         });
         // SAFETY: as above.
-        self.for_units(executor, site, Site::num_panels, |of_run, panel| unsafe {
-            self.expand(of_run, panel, product)
+        self.for_units(executor, site, Site::num_panels, |adapter, site, panel, run| unsafe {
+            self.expand(adapter, site, panel, run, product);
         });
     }
 
@@ -157,34 +133,28 @@ impl Adapted<'_> {
     /// # Safety
     /// As for `apply`; no other thread may use these rows.
     pub(crate) unsafe fn apply_to(&self, range: Range<usize>, site: usize, product: Product) {
-        let mut runs = self.runs.iter().filter_map(|run| run.within(&range)).peekable();
-        while let Some(run) = runs.next() {
-            let mut of_run = self.of_run(run, site);
-            if let Some(next) = runs.peek() {
-                of_run.next = self.of_run(*next, site).start();
+        for run in self.runs {
+            let (first, end) = (run.first.max(range.start), (run.first + run.num_rows).min(range.end));
+            if first >= end {
+                continue;
             }
+            let (run, adapter) = (Run { first, num_rows: end - first, ..*run }, self.adapters[run.adapter]);
+            let site = &adapter.sites[site];
             // SAFETY: guaranteed by the caller.
             unsafe {
-                (0..of_run.site.num_groups()).for_each(|group| self.shrink(of_run, group, product));
-                (0..of_run.site.num_panels()).for_each(|panel| self.expand(of_run, panel, product));
+                (0..site.num_groups()).for_each(|group| self.shrink(adapter, site, group, run, product));
+                (0..site.num_panels()).for_each(|panel| self.expand(adapter, site, panel, run, product));
             }
         }
-    }
-
-    /// What a run's adapter adds at a site.
-    fn of_run(&self, run: Run, site: usize) -> SiteRun<'_> {
-        let adapter = self.adapters[run.adapter];
-        let site = &adapter.sites[site];
-        SiteRun { run, adapter, site, next: adapter.after(site) }
     }
 
     /// `inner` of a run's rows, for a group of ranks.
     ///
     /// # Safety
     /// As for `apply`.
-    unsafe fn shrink(&self, SiteRun { run, adapter, site, next }: SiteRun<'_>, group: usize, product: Product) {
+    unsafe fn shrink(&self, adapter: &Adapter, site: &Site, group: usize, run: Run, product: Product) {
         let Rows { address, stride, .. } = product.rows;
-        let down = adapter.down(site, group, next);
+        let down = adapter.down(site, group);
         let scale = |rank| site.scales.get(group * GROUP_RANKS + rank).copied().unwrap_or(0.0);
         let scales: [f32; GROUP_RANKS] = from_fn(scale);
         for_tiles(run, |first, height| {
@@ -199,11 +169,11 @@ impl Adapted<'_> {
     ///
     /// # Safety
     /// As for `apply`; `inner` of these rows must be complete.
-    unsafe fn expand(&self, SiteRun { run, adapter, site, next }: SiteRun<'_>, panel: usize, product: Product) {
+    unsafe fn expand(&self, adapter: &Adapter, site: &Site, panel: usize, run: Run, product: Product) {
         let Some((part, panel)) = site.panel(panel) else { return };
         let first_column = part.columns.start + panel * PANEL;
         let panel = Panel {
-            up: adapter.up(site, part, panel, next),
+            up: adapter.up(part, panel),
             num_ranks: part.ranks.len(),
             num_columns: PANEL.min(part.columns.end - first_column),
         };
@@ -223,14 +193,17 @@ impl Adapted<'_> {
         executor: &impl Executor,
         site: usize,
         count: impl Fn(&Site) -> usize + Sync,
-        work: impl Fn(SiteRun<'_>, usize) + Sync,
+        work: impl Fn(&Adapter, &Site, usize, Run) + Sync,
     ) {
-        let most = self.adapters.iter().map(|adapter| count(&adapter.sites[site])).max().unwrap_or(0);
-        executor.for_ranges(self.runs.len() * most, 1, |range| {
+        let Adapted { adapters, runs, .. } = *self;
+        let most = adapters.iter().map(|adapter| count(&adapter.sites[site])).max().unwrap_or(0);
+        executor.for_ranges(runs.len() * most, 1, |range| {
             for index in range {
-                let (of_run, unit) = (self.of_run(self.runs[index / most], site), index % most);
-                if unit < count(of_run.site) {
-                    work(of_run, unit);
+                let (run, unit) = (runs[index / most], index % most);
+                let adapter = adapters[run.adapter];
+                let site = &adapter.sites[site];
+                if unit < count(site) {
+                    work(adapter, site, unit, run);
                 }
             }
         });
@@ -259,7 +232,7 @@ struct Input {
 /// # Safety
 /// R rows must be readable at x and writable at `inner`, and `down` be a group for these features.
 unsafe fn shrink<const R: usize>(
-    down: Stream,
+    down: *const Element,
     scales: [f32; GROUP_RANKS],
     x: Input,
     inner: *mut f32,
@@ -271,7 +244,7 @@ unsafe fn shrink<const R: usize>(
     unsafe {
         for chunk in 0..whole {
             let rows = from_fn(|row| x.address.add(row * x.stride + chunk * CHUNK));
-            add_chunk(&mut sums, rows, down.read(chunk * GROUP_RANKS * CHUNK, GROUP_RANKS * CHUNK));
+            add_chunk(&mut sums, rows, down.add(chunk * GROUP_RANKS * CHUNK));
         }
         let rest = x.in_features % CHUNK;
         if rest > 0 {
@@ -280,8 +253,7 @@ unsafe fn shrink<const R: usize>(
                 let features = std::slice::from_raw_parts(x.address.add(row * x.stride + whole * CHUNK), rest);
                 last[..rest].copy_from_slice(features);
             }
-            let down = down.read(whole * GROUP_RANKS * CHUNK, GROUP_RANKS * CHUNK);
-            add_chunk(&mut sums, from_fn(|row| last[row].as_ptr()), down);
+            add_chunk(&mut sums, from_fn(|row| last[row].as_ptr()), down.add(whole * GROUP_RANKS * CHUNK));
         }
         for (row, sums) in sums.iter().enumerate() {
             for (rank, sum) in sums.iter().enumerate() {
@@ -312,7 +284,7 @@ unsafe fn add_chunk<const R: usize>(
 /// Columns of B.
 #[derive(Clone, Copy)]
 struct Panel {
-    up: Stream,
+    up: *const Element,
     num_ranks: usize,
     num_columns: usize,
 }
@@ -327,8 +299,7 @@ unsafe fn expand<const R: usize>(panel: Panel, inner: *const f32, inner_stride: 
     // SAFETY: guaranteed by the caller; panels are padded.
     unsafe {
         for rank in 0..num_ranks {
-            let up = up.read(rank * PANEL, PANEL);
-            let weights: [F32; TILE_VECTORS] = from_fn(|vector| Element::load(up.add(vector * LANES)));
+            let weights: [F32; TILE_VECTORS] = from_fn(|vector| Element::load(up.add(rank * PANEL + vector * LANES)));
             for (row, sums) in sums.iter_mut().enumerate() {
                 let factor = F32::splat(inner.add(row * inner_stride + rank).read());
                 for (sum, weights) in sums.iter_mut().zip(weights) {

@@ -4,8 +4,7 @@
 
 use crate::element::Element;
 use crate::memory::{Arena, Piece};
-use crate::product::LINE;
-use crate::simd::{LANES, SUMS, prefetch};
+use crate::simd::{LANES, SUMS};
 use std::io;
 use std::ops::Range;
 
@@ -17,8 +16,6 @@ pub(super) const GROUP_RANKS: usize = TILE_VECTORS;
 pub(super) const CHUNK: usize = 2 * LANES;
 /// Columns of a panel.
 pub(super) const PANEL: usize = TILE_VECTORS * LANES;
-/// Elements from what is read to what is prefetched. PERF: a site is a few pages long, and the hardware starts anew on each page.
-const AHEAD: usize = 4096 / size_of::<Element>();
 
 /// What an adapter adds to adjacent output columns of a layer, as to the keys of a layer that computes queries, keys and values: the
 /// product of B, A and the scale.
@@ -57,24 +54,6 @@ impl<'a> PlainPart<'a> {
     }
 }
 
-/// Weights, and what is prefetched at the pace at which they are read.
-#[derive(Clone, Copy)]
-pub(super) struct Stream {
-    weights: *const Element,
-    ahead: *const Element,
-}
-
-impl Stream {
-    /// The weights from an element on, of which `count` are read next.
-    #[inline(always)]
-    pub(super) fn read(self, first: usize, count: usize) -> *const Element {
-        for element in (0..count).step_by(LINE / size_of::<Element>()) {
-            prefetch(self.ahead.wrapping_add(first + element));
-        }
-        self.weights.wrapping_add(first)
-    }
-}
-
 /// Adjacent output columns of a site.
 pub(super) struct Part {
     pub(super) columns: Range<usize>,
@@ -97,9 +76,8 @@ pub(super) struct Site {
     pub(super) parts: Vec<Part>,
     /// Of each rank of all parts.
     pub(super) scales: Vec<f32>,
-    /// Where A begins and the last B ends, in elements.
+    /// Where A begins, in elements.
     down: usize,
-    end: usize,
 }
 
 impl Site {
@@ -117,7 +95,6 @@ impl Site {
             part.up = end;
             end += part.num_panels() * part.ranks.len() * PANEL;
         }
-        site.end = end;
         plain.iter().all(|part| part.in_features() == in_features).then_some((site, end))
     }
 
@@ -189,31 +166,14 @@ impl Adapter {
         })
     }
 
-    /// A of a group of ranks of a site. `next`: as of `stream`.
-    pub(super) fn down(&self, site: &Site, group: usize, next: *const Element) -> Stream {
-        self.stream(site, site.down + group * site.group_elements(), next)
+    /// A of a group of ranks of a site.
+    pub(super) fn down(&self, site: &Site, group: usize) -> *const Element {
+        self.at(site.down + group * site.group_elements())
     }
 
-    /// B of a panel of a part of a site. `next`: as of `stream`.
-    pub(super) fn up(&self, site: &Site, part: &Part, panel: usize, next: *const Element) -> Stream {
-        self.stream(site, part.up + panel * part.ranks.len() * PANEL, next)
-    }
-
-    /// Where a site's A and B begin.
-    pub(super) fn start(&self, site: &Site) -> *const Element {
-        self.at(site.down)
-    }
-
-    /// Where the site after this one begins.
-    pub(super) fn after(&self, site: &Site) -> *const Element {
-        self.at(site.end)
-    }
-
-    /// The weights of a site from an element on. `next`: what is read after the site.
-    fn stream(&self, site: &Site, element: usize, next: *const Element) -> Stream {
-        let ahead = element + AHEAD;
-        let ahead = if ahead < site.end { self.at(ahead) } else { next.wrapping_add(ahead - site.end) };
-        Stream { weights: self.at(element), ahead }
+    /// B of a panel of a part.
+    pub(super) fn up(&self, part: &Part, panel: usize) -> *const Element {
+        self.at(part.up + panel * part.ranks.len() * PANEL)
     }
 
     fn at(&self, element: usize) -> *const Element {
