@@ -23,7 +23,7 @@ const IMAGE_TOKENS: u64 = 2048;
 /// Images of each engine that are remembered. An engine keeps fewer of them.
 const MAX_IMAGES: usize = 1024;
 /// What a token of a prompt that an engine has not computed counts when the engine is chosen. At 1 each request goes where it would begin
-/// first, and what it computes again delays the others: the hit rate falls as the load grows. Beyond 2, the imbalance grows.
+/// first, and what it computes again delays the others: the hit rate falls as the load grows. Beyond 2, the imbalance grows (ADR 112).
 const MISSING_WEIGHT: u64 = 2;
 /// How much one ended sequence changes the mean.
 const MEAN_WEIGHT: f64 = 0.02;

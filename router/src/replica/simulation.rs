@@ -349,10 +349,12 @@ const SMALL: Setting = Setting {
 
 #[test]
 fn prefixes_are_found_and_no_replica_is_a_hot_spot() {
-    let outcome = simulate(Policy::Prefix, &SMALL);
-    let others = [simulate(Policy::Work, &SMALL), simulate(Policy::RoundRobin, &SMALL)];
-    assert!(outcome.hit_rate > 0.9 * outcome.hit_rate_optimum, "{outcome:?}");
-    assert!(outcome.imbalance < 1.3, "{outcome:?}");
+    // With short queues, nothing is gained from balance.
+    let loaded = Setting { requests_per_s: 120.0, ..SMALL };
+    let outcome = simulate(Policy::Prefix, &loaded);
+    let others = [simulate(Policy::Work, &loaded), simulate(Policy::RoundRobin, &loaded)];
+    assert!(outcome.hit_rate > 0.98 * outcome.hit_rate_optimum, "{outcome:?}");
+    assert!(outcome.imbalance < 1.2, "{outcome:?}");
     assert!(others.iter().all(|other| outcome.ttft_p99_s < other.ttft_p99_s), "{outcome:?} {others:?}");
     assert!(outcome.num_remembered_blocks <= 2 * 8 * SMALL.num_blocks);
 }
