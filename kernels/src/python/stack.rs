@@ -31,6 +31,7 @@ impl<'py> FromPyObject<'_, 'py> for Register {
             "latents" => Register::Latents,
             "query_latent" => Register::QueryLatent,
             "queries" => Register::Queries,
+            "unpadded" => Register::Unpadded,
             "values" => Register::Values,
             "inner" => Register::Inner,
             "activated" => Register::Activated,
@@ -130,6 +131,11 @@ impl Program {
         width: usize,
     ) -> PyResult<()> {
         self.append(|program| program.copy(source, target, count, width))
+    }
+
+    /// target = `count` heads of `width` columns of source, each followed by zeros up to `step` columns.
+    fn pad(&mut self, source: Register, target: Register, count: usize, width: usize, step: usize) -> PyResult<()> {
+        self.append(|program| program.pad(source, target, count, width, step))
     }
 
     /// Column i of target becomes column `order[i]` of source.

@@ -140,6 +140,14 @@ pub(super) enum RowOperation {
         count: usize,
         width: usize,
     },
+    /// Copies `count` heads of `width` elements to heads of `step` elements, which end with zeros.
+    Pad {
+        from: Register,
+        to: Register,
+        count: usize,
+        width: usize,
+        step: usize,
+    },
     /// Column i of `to` is column `order[i]` of `from`.
     Reorder {
         order: Arc<[u32]>,
@@ -198,6 +206,7 @@ impl RowOperation {
             | RowOperation::Clamp { width, .. }
             | RowOperation::Add { width, .. } => *width,
             RowOperation::Copy { count, width, .. } => count * width,
+            RowOperation::Pad { count, step, .. } => count * step,
             // One element at a time.
             RowOperation::Reorder { order, .. } => 8 * order.len(),
             RowOperation::Rotate { tables, num_heads, .. } => 4 * num_heads * tables.half,
@@ -233,6 +242,14 @@ impl RowOperation {
                     let place = |of: Pieces, index: usize| at(of.register, of.stride).add(of.first + index * of.step);
                     for index in 0..count {
                         place(to, index).copy_from_nonoverlapping(place(from, index), width);
+                    }
+                }
+                RowOperation::Pad { from, to, count, width, step } => {
+                    let (from, to) = (at(from, count * width), at(to, count * step));
+                    for head in 0..count {
+                        let target = to.add(head * step);
+                        target.copy_from_nonoverlapping(from.add(head * width), width);
+                        target.add(width).write_bytes(0, step - width);
                     }
                 }
                 RowOperation::Reorder { ref order, from, to } => {

@@ -158,6 +158,28 @@ impl Program {
         Ok(())
     }
 
+    /// Copies `count` heads of `width` columns, which follow each other, to heads of `step` columns, whose last columns become zero.
+    pub(crate) fn pad(
+        &mut self,
+        from: Register,
+        to: Register,
+        count: usize,
+        width: usize,
+        step: usize,
+    ) -> Result<(), String> {
+        expect_different(from, to)?;
+        let (Some(given), Some(padded)) = (count.checked_mul(width), count.checked_mul(step)) else {
+            return Err(format!("{count} heads of {width} or {step} columns are too many"));
+        };
+        self.expect(from, given, "heads to be padded")?;
+        if step < width {
+            return Err(format!("heads of {width} columns cannot be padded to {step}"));
+        }
+        self.assign(to, padded)?;
+        self.push_row(RowOperation::Pad { from, to, count, width, step });
+        Ok(())
+    }
+
     /// Column i of `to` becomes column `order[i]` of `from`.
     pub(crate) fn reorder(&mut self, order: Arc<[u32]>, from: Register, to: Register) -> Result<(), String> {
         self.expect(from, order.len(), "an order of columns")?;

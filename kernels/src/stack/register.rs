@@ -17,6 +17,8 @@ pub(crate) enum Register {
     QueryLatent,
     /// The plain parts of the queries of all heads, and then their rotated parts.
     Queries,
+    /// Queries, keys and values of heads that the cache pads, before they are padded; then what they attended to without its padding.
+    Unpadded,
     /// The values of all heads, which latent attention makes of what it attended to.
     Values,
     /// The MLP's first product.

@@ -133,3 +133,36 @@ fn columns_are_reordered() {
         }
     }
 }
+
+#[test]
+fn heads_are_padded_with_zeros() {
+    const WIDTH: usize = 4;
+    let heads = HIDDEN / WIDTH;
+    let norm = Arc::new(Norm::new(Kind::Rms, 1e-6, HIDDEN, vec![1.0; HIDDEN], Vec::new()).unwrap());
+    let stack = |pads: bool| {
+        let mut program = Program::new(HIDDEN);
+        if pads {
+            assert!(program.pad(Register::Residual, Register::Queries, heads + 1, WIDTH, 16).is_err());
+            assert!(program.pad(Register::Residual, Register::Queries, heads, WIDTH, WIDTH - 1).is_err());
+            assert!(program.pad(Register::Residual, Register::Queries, 3, usize::MAX, 16).is_err());
+            program.pad(Register::Residual, Register::Queries, heads, WIDTH, 16).unwrap();
+            // Twice the input, by way of the padded heads, plus the padding of each head.
+            for first in [0, WIDTH] {
+                program.reserve(Register::Sum, HIDDEN).unwrap();
+                program.copy((Register::Queries, first, 16), (Register::Sum, 0, WIDTH), heads, WIDTH).unwrap();
+                program.add(Register::Sum, Register::Residual).unwrap();
+            }
+        } else {
+            program.scale(Register::Residual, 2.0).unwrap();
+        }
+        program.select(&[Register::Residual]).unwrap();
+        program.norm(Arc::clone(&norm), Register::Residual, Register::Output).unwrap();
+        program.finish().unwrap()
+    };
+    let expected = run(&stack(false), &Pool::single());
+    for num_threads in [1, 2] {
+        let pool = Pool::new(num_threads, one_after_the_other);
+        assert_eq!(run(&stack(true), &pool), expected);
+        assert_eq!(run(&stack(true), &pool), expected, "of buffers with the numbers of a step before");
+    }
+}

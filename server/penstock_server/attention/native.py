@@ -76,9 +76,9 @@ class NativeAttention:
         self.native = build.kernels().attention(padded, stored)
 
     @property
-    def is_padded(self) -> bool:
-        """Whether the cache's heads are wider than the shape's."""
-        return any(self._padding)
+    def padded_dims(self) -> tuple[int, int]:
+        """Elements of a key head and of a value head in the cache."""
+        return self.shape.head_dim + self._padding[0], self.shape.output_dim + self._padding[1]
 
     def allocate(self, num_blocks: int) -> Tensor:
         import torch

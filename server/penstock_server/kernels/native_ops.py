@@ -231,7 +231,7 @@ class NativeOps:
         self._num_threads = num_threads
         self._kernels = build.kernels(num_threads)
         self._activation_bits = activation_bits
-        self._torch = TorchOps()  # for norms without weights
+        self._torch = TorchOps()  # for residual streams in another data type
 
     @property
     def quantized_packer(self) -> QuantizedPacker:
@@ -268,9 +268,7 @@ class NativeOps:
     def pack_heads(self, weight: Tensor) -> None:
         return None
 
-    def pack_norm(self, weight: Tensor | None, bias: Tensor | None, variant: NormVariant) -> PackedNorm:
-        if weight is None:
-            return self._torch.pack_norm(weight, bias, variant)
+    def pack_norm(self, weight: Tensor, bias: Tensor | None, variant: NormVariant) -> PackedNorm:
         kind = "wide rms" if variant.kind == "rms" and variant.is_wide else variant.kind
         dim = weight.shape[-1]
         weights = weight.float().contiguous().view(-1, dim)

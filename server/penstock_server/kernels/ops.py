@@ -108,9 +108,9 @@ class NormVariant:
     is_wide: bool = False
 
 
-def norm_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
+def norm_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
     """The dtype of a norm's result. A residual stream is float32 in some float16 models."""
-    return x.dtype if weight is None or weight.dtype == torch.float32 else weight.dtype
+    return x.dtype if weight.dtype == torch.float32 else weight.dtype
 
 
 Elementwise = Callable[[Tensor], Tensor]
@@ -167,8 +167,8 @@ class Ops(Protocol):
         """weight [heads, out, in]. None: there is no operator for all heads, only layers for each."""
         ...
 
-    def pack_norm(self, weight: Tensor | None, bias: Tensor | None, variant: NormVariant) -> PackedNorm:
-        """weight [dim], or [heads, dim] for a weight per head; bias the same. Either may be None."""
+    def pack_norm(self, weight: Tensor, bias: Tensor | None, variant: NormVariant) -> PackedNorm:
+        """weight [dim], or [heads, dim] for a weight per head; bias the same or None."""
         ...
 
     def add(self, residual: Tensor, summand: Summand, norm: PackedNorm | None) -> Tensor:

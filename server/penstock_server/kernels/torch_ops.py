@@ -89,7 +89,7 @@ class TorchNorm:
     """Implements `PackedNorm`."""
 
     ops: TorchOps
-    weight: Tensor | None
+    weight: Tensor
     bias: Tensor | None
     variant: NormVariant
 
@@ -133,7 +133,7 @@ class TorchOps:
             return None  # so that each head has a weight that oneDNN packs
         return partial(_multiply_heads, weight.transpose(1, 2).contiguous())
 
-    def pack_norm(self, weight: Tensor | None, bias: Tensor | None, variant: NormVariant) -> PackedNorm:
+    def pack_norm(self, weight: Tensor, bias: Tensor | None, variant: NormVariant) -> PackedNorm:
         return TorchNorm(self, weight, bias, variant)
 
     def add(self, residual: Tensor, summand: Summand, norm: PackedNorm | None) -> Tensor:
@@ -142,7 +142,7 @@ class TorchOps:
     def norm(
         self,
         x: Tensor,
-        weight: Tensor | None,
+        weight: Tensor,
         bias: Tensor | None,
         variant: NormVariant,
         residual: Tensor | None = None,
@@ -151,7 +151,7 @@ class TorchOps:
         if residual is not None:
             x = residual.add_(x)
         eps = variant.eps
-        if variant.kind == "layer" and (weight is None or weight.dim() == 1):
+        if variant.kind == "layer" and weight.dim() == 1:
             return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
         wide, dtype = x.float(), norm_dtype(x, weight)
         if variant.kind == "layer":
@@ -160,8 +160,7 @@ class TorchOps:
             wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         if variant.kind == "rms" and not variant.is_wide:
             wide = wide.to(dtype)
-        if weight is not None:
-            wide = wide * weight
+        wide = wide * weight
         if bias is not None:
             wide = wide + bias
         return wide.to(dtype)

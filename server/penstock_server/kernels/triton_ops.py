@@ -73,7 +73,7 @@ class TritonOps(TorchOps):
     def norm(
         self,
         x: Tensor,
-        weight: Tensor | None,
+        weight: Tensor,
         bias: Tensor | None,
         variant: NormVariant,
         residual: Tensor | None = None,

@@ -23,7 +23,7 @@ from penstock_server.kernels.ops import Ops
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.linear import Linear
-from penstock_server.layers.native_stack import NativeProgram, NotNativeError, Register
+from penstock_server.layers.native_stack import NativeProgram, NotNativeError, Register, padded_head_dim
 from penstock_server.layers.qk_norm import (
     ProjectionNorm,
     QkNorm,
@@ -216,10 +216,16 @@ class AttentionBlock:
             raise NotNativeError("attention with a learned bias")
         if self.spec.temperature is not None:
             raise NotNativeError("queries that are scaled by position")
-        program.linear(self.qkv, source, "qkv")
-        program.adapt(self.site, source, "qkv")
+        heads, dim, padded_dim = self.shape.num_heads, self.shape.head_dim, padded_head_dim(self.attention)
+        product: Register = "qkv" if padded_dim == dim else "unpadded"
+        program.linear(self.qkv, source, product)
+        program.adapt(self.site, source, product)
         if self.clip is not None:
-            program.clamp("qkv", self.clip)
+            program.clamp(product, self.clip)
+        if padded_dim != dim:
+            if self.norms is not None:
+                raise NotNativeError(f"norms of heads of {dim} elements, which are padded")
+            program.pad(product, "qkv", heads + 2 * self.shape.num_kv_heads, (dim, padded_dim))
         if not self._norms_follow_rope:
             self._append_norms(program)
         if self.rope is not None and self.spec.rope is not None:
@@ -228,7 +234,11 @@ class AttentionBlock:
             self._append_norms(program)
         program.write(self.attention, self.scales)
         program.attend(self.sinks)
-        return "attended"
+        if padded_dim == dim:
+            return "attended"
+        program.reserve("unpadded", heads * dim)
+        program.copy("attended", (0, padded_dim), "unpadded", (0, dim), dim, heads)
+        return "unpadded"
 
     def _append_norms(self, program: NativeProgram) -> None:
         first = 0

@@ -23,7 +23,7 @@ from penstock_server.layers.adapter import add_adapters
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.linear import DenseWeights, Linear
-from penstock_server.layers.native_stack import NativeProgram, Register
+from penstock_server.layers.native_stack import NativeProgram, NotNativeError, Register, padded_head_dim
 from penstock_server.layers.norm import NormSpec, load_norm
 from penstock_server.layers.rope import RopeSpec
 from penstock_server.layers.row_parallel import RowParallelLinear
@@ -246,6 +246,8 @@ class LatentAttentionBlock:
     def append_to(self, program: NativeProgram, source: Register) -> Register:
         """Appends `store` and `attend` of the input in `source` to a native stack. Returns where the result is."""
         spec, heads = self.spec, self.shape.num_heads
+        if padded_head_dim(self.attention) != self.shape.head_dim:
+            raise NotNativeError(f"latent attention heads of {self.shape.head_dim} elements, which are padded")
         query_rank, rank, key_dim = spec.q_lora_rank or 0, spec.kv_lora_rank, spec.key_dim
         of_down, of_queries = self.sites
         program.linear(self.down, source, "latents")
@@ -283,7 +285,7 @@ class LatentAttentionBlock:
     def _latents(self, down: Tensor, step: StepContext) -> Latents | None:
         """None: the norms have operators of their own."""
         query, latent = self.q_norm, self.kv_norm
-        if not isinstance(latent, TorchNorm) or latent.weight is None:
+        if not isinstance(latent, TorchNorm):
             return None
         weight = query.weight if isinstance(query, TorchNorm) else None
         return Latents(down, weight, latent.weight, latent.variant.eps, self.cos, self.sin, step.batch.positions)

@@ -36,7 +36,8 @@ Register = Literal[
     "attended",
     "latents",  # of latent attention: what all heads share, before it is normed and rotated
     "query_latent",  # normed
-    "queries",  # the plain parts of the queries of all heads, then their rotated parts
+    "queries",  # of latent attention: the plain parts of all heads, then their rotated parts
+    "unpadded",  # "qkv" and "attended" of heads that the cache pads
     "values",  # of all heads, of what latent attention attended to
     "inner",  # the MLP's first product
     "activated",
@@ -109,6 +110,10 @@ class NativeProgram:
     ) -> None:
         """Copies `count` pieces of `width` columns, given the first one's column and the distance to the next one."""
         self._native.copy((source, *source_columns), (target, *target_columns), count, width)
+
+    def pad(self, source: Register, target: Register, num_heads: int, dims: tuple[int, int]) -> None:
+        """Heads of `dims[0]` columns become heads of `dims[1]`, which end with zeros."""
+        self._native.pad(source, target, num_heads, *dims)
 
     def norm(self, norm: PackedNorm, source: Register, target: Register) -> None:
         self._native.norm(_native_norm(norm), source, target)
@@ -267,9 +272,12 @@ def _native_activation(function: Elementwise) -> Any:
     return function.packed
 
 
+def padded_head_dim(attention: Attention) -> int:
+    """Elements of a head in the cache. Raises NotNativeError."""
+    return _native_attention(attention).padded_dims[0]
+
+
 def _native_attention(attention: Attention) -> NativeAttention:
     if not isinstance(attention, NativeAttention):
         raise NotNativeError(f"{attention.name} attention")
-    if attention.is_padded:
-        raise NotNativeError(f"attention heads of {attention.shape.head_dim} elements, which are padded")
     return attention

@@ -22,7 +22,7 @@ def olmo(config: Config) -> tuple[ModelSpec, NameMap]:
     bias = config.get("attention_bias", False)
     attention = llama.llama_attention(config, qkv_bias=bias, output_bias=bias)
     clip = config.get("clip_qkv", 0.0) or None
-    norm = NormSpec("layer", 1e-5, weight=False)
+    norm = NormSpec("layer", 1e-5, unweighted_dim=config.require("hidden_size", int))
     layer = LayerSpec(replace(attention, clip=clip), llama.llama_mlp(config), norm)
     return llama.llama_model(config, "olmo", (layer,) * llama.num_layers(config)), llama.NAMES
 

@@ -20,7 +20,7 @@ def opt(config: Config) -> tuple[ModelSpec, NameMap]:
     attention = AttentionSpec(num_heads, num_heads, head_dim, head_dim**-0.5, qkv_bias=bias, output_bias=bias)
     activation = config.activation("activation_function", "relu")
     mlp = MlpSpec(config.require("ffn_dim", int), activation, gated=False, bias=bias, down_bias=bias)
-    norm = NormSpec("layer", 1e-5, weight=has_weights, bias=has_weights)
+    norm = NormSpec("layer", 1e-5, bias=has_weights, unweighted_dim=None if has_weights else hidden_size)
     is_before = config.get("do_layer_norm_before", True)
     has_final = is_before and not config.get("_remove_final_layer_norm", False)
     layer = LayerSpec(attention, mlp, norm, NormPlacement.PRE if is_before else NormPlacement.SUM)

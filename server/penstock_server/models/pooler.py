@@ -113,7 +113,7 @@ class Classifier:
             spec,
             (read("classifier.dense.weight", has_dense), read("classifier.dense.bias", has_dense and spec.dense_bias)),
             (
-                read("classifier.norm.weight", norm is not None and norm.weight),
+                read("classifier.norm.weight", norm is not None and norm.has_weight),
                 read("classifier.norm.bias", norm is not None and norm.bias),
             ),
             (loader.read("classifier.out.weight").float(), read("classifier.out.bias", spec.bias)),

@@ -21,7 +21,7 @@ from penstock_server.parallel import RankGroup
 from penstock_server.plan import Adapter
 from rank_threads import run_native_ranks
 from safetensors.torch import load_file, save_file
-from test_native_stack import BLOCK_TOKENS, SUPPORTED, widened
+from test_native_stack import BLOCK_TOKENS, PADDED, SUPPORTED, sized, widened
 from tiny_model import make_model, save_model
 from tiny_models import prompts
 
@@ -49,7 +49,7 @@ OFTEN = (
 EXPERTS_WITH_ADAPTERS = ("deepseek-v2", "deepseek-v2-lite", "granitemoeshared", "mixtral", "qwen2-moe")
 BY_PEFT = [
     pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow)
-    for name in (*SUPPORTED, *EXPERTS_WITH_ADAPTERS)
+    for name in (*SUPPORTED, *PADDED, *EXPERTS_WITH_ADAPTERS)
     if CASES[name].published is None  # transformers does not have these layouts, so peft has no adapters for them
 ]
 DENSE_PARTS = r".*(self_attn\.\w+_proj(_with_mqa)?|shared_mlp\.\w+_linear)"
@@ -121,7 +121,7 @@ def reference(model: Any, text: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", BY_PEFT)
 def test_logits_are_those_of_peft_and_neighbours_keep_their_bits(name: str, tmp_path: Path) -> None:
-    folder = save(name, widened(CASES[name]), tmp_path / "base")
+    folder = save(name, sized(name), tmp_path / "base")
     one, one_model = make_adapter(tmp_path / "one", folder, 1, **targets(name))
     rs_lora = {"r": 5, "lora_alpha": 3, "use_rslora": True}
     other, other_model = make_adapter(tmp_path / "other", folder, 2, **rs_lora, **targets(name))
@@ -276,7 +276,7 @@ def test_only_the_last_adapters_stay_loaded(served: tuple[Path, Path, Decoder]) 
     assert adapters.get(first) is not loaded_first  # read again: two are loaded at most
 
 
-@pytest.mark.parametrize(("name", "reason"), [("llama-nine-heads", "padded"), ("t5", "only decoders")])
+@pytest.mark.parametrize(("name", "reason"), [("cohere-qk-norm", "padded"), ("t5", "only decoders")])
 def test_a_model_without_a_native_stack_says_why_it_has_no_adapters(name: str, reason: str, tmp_path: Path) -> None:
     folder = save(name, CASES[name], tmp_path)
     with pytest.raises(ConfigError, match=f"not supported for this model on this device: .*{reason}"):
