@@ -167,13 +167,25 @@ def test_everything_that_is_asked_for_is_there() -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "num_shard"), [({}, 8), ({"replicas": 2}, 4), ({"replicas": 2, "pipeline-parallel-size": 2}, 2)]
+)
+def test_the_gpus_of_a_pod_are_divided(flags: dict[str, int], num_shard: int) -> None:
+    server = container(render({"gpus": 8, "flags": flags})["Deployment"])
+    assert f"--num-shard={num_shard}" in server["args"]
+    assert server["resources"]["limits"]["nvidia.com/gpu"] == 8
+
+
+@pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"replicas": 2}, "set weights.accessModes to [ReadWriteMany]"),
         ({"autoscaling": {"enabled": True}}, "set weights.accessModes to [ReadWriteMany]"),
         ({"weights": {"kind": "image"}}, "set weights.image to the image"),
         ({"flags": {"num-shard": 2}}, "flags.num-shard is set by the chart"),
-        ({"gpus": 3, "flags": {"replicas": 2}}, "gpus is 3, must be a multiple of flags.replicas, 2"),
+        (
+            {"gpus": 3, "flags": {"replicas": 2}},
+            "gpus is 3, must be a multiple of flags.replicas times flags.pipeline-parallel-size, 2",
+        ),
         ({"replica": 2}, "replica"),
         ({"gpus": "two"}, "gpus"),
         ({"router": {"enabled": True}}, "set weights.accessModes to [ReadWriteMany]"),

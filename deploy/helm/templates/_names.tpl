@@ -26,6 +26,11 @@ app.kubernetes.io/component: router
 {{ ternary "StatefulSet" "Deployment" .Values.router.enabled }}
 {{- end }}
 
+{{- /* The parts of a pod's GPUs, each of which splits every layer that it has. */ -}}
+{{- define "penstock.parts" -}}
+{{ mul (.Values.flags.replicas | default 1) (index .Values.flags "pipeline-parallel-size" | default 1) }}
+{{- end }}
+
 {{- /* The most pods of servers that there will be. */ -}}
 {{- define "penstock.most" -}}
 {{ ternary .Values.autoscaling.maxReplicas .Values.replicas .Values.autoscaling.enabled }}

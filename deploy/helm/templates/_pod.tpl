@@ -41,7 +41,7 @@ spec:
         - {{ printf "--model-id=%s" . | quote }}
         {{- end }}
         {{- if $gpus }}
-        - --num-shard={{ div $gpus ($flags.replicas | default 1) }}
+        - --num-shard={{ div $gpus (include "penstock.parts" .root) }}
         {{- end }}
         {{- if $values.apiKeys.secret }}
         - --api-key-file=/etc/penstock/api-keys
