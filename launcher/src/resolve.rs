@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use penstock_router::config::{EndpointError, TraceConfig};
 use penstock_router::worker::Description;
+use penstock_scheduler::Limits;
 
 use crate::args::{Args, RopeScaling};
 use crate::attention::Attention;
@@ -216,17 +217,22 @@ impl Settings {
         (num_slots as u32, None)
     }
 
-    /// Draft tokens per sequence and step. `--speculate` is 0 where drafts cannot be verified with the same bits.
-    pub(crate) fn speculation(args: &Args, model: &Description) -> (u32, Option<Choice>) {
-        let reason = match model {
-            _ if args.speculate == 0 => return (0, None),
-            Description { can_draft: false, .. } => {
-                "drafts are verified on CPUs only so far, by a native decoder and native kernels"
-            }
-            Description { window_tokens: Some(_), .. } => {
-                "models whose layers all have a sliding window have no drafts"
-            }
-            _ => return (args.speculate, None),
+    /// Draft tokens per sequence and step. `--speculate` is 0 where drafts cannot be verified with the same bits, or where
+    /// the KV pool of `limits` is too small for them. `limits`: of the scheduler, with `--speculate`.
+    pub(crate) fn speculation(model: &Description, limits: &Limits) -> (u32, Option<Choice>) {
+        let reason = if limits.max_draft_tokens == 0 {
+            return (0, None);
+        } else if !model.can_draft {
+            "drafts are verified on CPUs only so far, by a native decoder and native kernels".to_owned()
+        } else if !limits.has_room_for_drafts() {
+            format!(
+                "the KV pool of {} tokens does not hold a sliding window and the drafts of {} steps in flight; raise \
+                 --max-batch-total-tokens, or lower --speculate",
+                u64::from(limits.num_blocks) * u64::from(limits.block_tokens),
+                limits.max_steps_in_flight
+            )
+        } else {
+            return (limits.max_draft_tokens, None);
         };
         (0, Some(Choice::new("speculate", 0, reason)))
     }

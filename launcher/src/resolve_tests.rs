@@ -196,6 +196,44 @@ fn with_a_sliding_window_a_sequence_may_exceed_the_kv_cache() {
 }
 
 #[test]
+fn drafts_are_off_where_they_cannot_be_verified_or_the_pool_is_too_small_for_them() {
+    let reason = |model: &Description, num_blocks| {
+        let (max_draft_tokens, choice) = Settings::speculation(model, &drafting(model, num_blocks));
+        assert_eq!(max_draft_tokens, if choice.is_some() { 0 } else { 4 });
+        choice.map(|choice| choice.reason)
+    };
+    let windowed = Description { window_tokens: Some(96), ..model("cpu") };
+    assert_eq!((reason(&model("cpu"), 1), reason(&windowed, 8)), (None, None));
+    let pool = "the KV pool of 112 tokens does not hold a sliding window and the drafts of 2 steps in flight; raise \
+                --max-batch-total-tokens, or lower --speculate";
+    assert_eq!(reason(&windowed, 7).as_deref(), Some(pool));
+    let no_kernels = Description { can_draft: false, ..model("cpu") };
+    assert!(reason(&no_kernels, 8).is_some_and(|reason| reason.contains("on CPUs only")));
+}
+
+/// Limits of a scheduler with `--speculate 4`.
+fn drafting(model: &Description, num_blocks: u32) -> Limits {
+    Limits {
+        max_step_tokens: 64,
+        max_step_sequences: 8,
+        max_sequence_tokens: 8192,
+        num_blocks,
+        num_slots: 0,
+        block_tokens: model.block_tokens,
+        max_steps_in_flight: 2,
+        prefix_caching: false,
+        priority_ageing: Duration::ZERO,
+        max_inter_token: None,
+        max_overtaking: 0,
+        window_tokens: model.window_tokens,
+        whole_prompts: false,
+        max_draft_tokens: 4,
+        drafts_with_model: false,
+        num_stages: 1,
+    }
+}
+
+#[test]
 fn a_whole_prompt_fits_into_one_step() {
     let input = ImageInput {
         placeholder_id: 1,

@@ -141,9 +141,7 @@ pub(crate) async fn start(
     };
     let (prefix_caching, choice) = Settings::prefix_caching(args, &loaded.model);
     choice.iter().for_each(log_choice);
-    let (max_draft_tokens, choice) = Settings::speculation(args, &loaded.model);
-    choice.iter().for_each(log_choice);
-    let limits = Limits {
+    let mut limits = Limits {
         max_step_tokens: loaded.step_tokens,
         max_step_sequences: settings.max_step_sequences,
         max_sequence_tokens: loaded.limits.max_total_tokens + loaded.model.num_prefix_tokens(),
@@ -157,10 +155,13 @@ pub(crate) async fn start(
         max_overtaking: MAX_OVERTAKING,
         window_tokens: loaded.model.window_tokens,
         whole_prompts: loaded.model.is_prompt_whole(),
-        max_draft_tokens,
+        max_draft_tokens: args.speculate,
         drafts_with_model: loaded.model.drafts_with_model,
         num_stages: args.pipeline_parallel_size,
     };
+    let (max_draft_tokens, choice) = Settings::speculation(&loaded.model, &limits);
+    choice.iter().for_each(log_choice);
+    limits.max_draft_tokens = max_draft_tokens;
     let options = EngineOptions {
         limits,
         step_deadline: args

@@ -61,8 +61,8 @@ def load_drafter(
         return SentDrafter() if heads is None else MedusaDrafter(heads)
     if model.window_tokens:
         raise ConfigError(
-            f"--speculative-model {folder}: drafts are not verified for a model whose layers all have a sliding "
-            "window; leave the flag out"
+            f"--speculative-model {folder}: a draft model reads whole texts, and this model, whose layers all have a "
+            "sliding window, releases their beginnings; name `ngram`, or Medusa heads"
         )
     if group.rank:
         return SentDrafter()
