@@ -17,6 +17,7 @@ mod fingerprint;
 mod fork_protocol;
 mod fork_server;
 mod group;
+mod heap;
 mod hosts;
 mod init;
 mod isa;

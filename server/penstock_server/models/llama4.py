@@ -60,7 +60,7 @@ def _layer(config: Config, *, has_rope: bool, kind: str, mlp: MlpSpec | MoeSpec)
         temperature = TemperatureSpec(config.get("floor_scale", 8192), config.get("attn_scale", 0.1))
         attention = replace(attention, rope=None, temperature=temperature if is_tuned else None)
     elif config.get("use_qk_norm", True):
-        qk_norm = QkNormSpec(NormSpec("rms", norm.eps, weight=False), is_after_rope=True)
+        qk_norm = QkNormSpec(NormSpec("rms", norm.eps, attention.head_dim), is_after_rope=True)
         attention = replace(attention, qk_norm=qk_norm)
     return LayerSpec(attention, mlp, norm)
 
