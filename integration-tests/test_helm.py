@@ -192,7 +192,7 @@ def test_the_gpus_of_a_pod_are_divided(flags: dict[str, int], num_shard: int) ->
         ({**CPU, "router": {"enabled": True}}, "router.enabled needs router.secret"),
         ({**CPU, "router": {"enabled": True, "secret": "a"}}, "router.enabled needs router.tls.secret"),
         ({**CPU, "router": {"flags": {"replica": "a"}}}, "router.flags.replica is set by the chart"),
-        ({**CPU, "replicas": 65, "router": ROUTER}, "a router has at most 64 servers"),
+        ({**CPU, "replicas": 1025, "router": ROUTER}, "a router has at most 1024 servers"),
         ({"flags": {"--port": 1}}, "--port"),
     ],
 )

@@ -9,27 +9,3 @@ pub(crate) fn return_free_pages() {
         nix::libc::malloc_trim(0);
     }
 }
-
-#[cfg(test)]
-#[cfg(target_env = "gnu")]
-mod tests {
-    use super::*;
-
-    fn resident_bytes() -> usize {
-        let sizes = std::fs::read_to_string("/proc/self/statm").unwrap();
-        let pages: usize = sizes.split(' ').nth(1).unwrap().parse().unwrap();
-        pages * 4096
-    }
-
-    #[test]
-    fn pages_between_blocks_in_use_are_returned() {
-        const BLOCK: usize = 64 << 10;
-        let blocks: Vec<Vec<u8>> = (0..1024).map(|_| vec![1; BLOCK]).collect();
-        let kept: Vec<Vec<u8>> = blocks.into_iter().step_by(16).collect();
-        let before = resident_bytes();
-        return_free_pages();
-        // 60 MiB are free; other tests run at the same time.
-        assert!(resident_bytes() + (30 << 20) < before);
-        assert_eq!(kept.len(), 64);
-    }
-}

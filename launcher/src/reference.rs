@@ -53,6 +53,8 @@ const OURS: &[&str] = &[
     "engine-tls-cert",
     "engine-tls-key",
     "engine-without-tls",
+    "kv-offload-folder",
+    "kv-offload-gib",
     "max-inter-token-ms",
     "max-lora-rank",
     "max-lora-slots",

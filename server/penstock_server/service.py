@@ -90,7 +90,7 @@ class Worker(rpc.WorkerServicer):
                 f"{_package_version()}) speaks version {PROTOCOL_VERSION}; install both from one release",
             )
         if not hmac.compare_digest(request.token.encode(), self._config.token.encode()):
-            _abort(context, _Abort(grpc.StatusCode.PERMISSION_DENIED, "Load has not the token of this worker"))
+            _abort(context, _Abort(grpc.StatusCode.PERMISSION_DENIED, "the token in Load is not that of this worker"))
         try:
             description = self._compute.call(partial(self._load, load_config(request)))
         except ConfigError as error:

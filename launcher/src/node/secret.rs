@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-/// Whoever knows the authority's certificate could guess a shorter secret without asking a node.
+/// A node shows its certificate to everybody who connects. With it, a short secret could be found by trying out, without the node.
 const MIN_CHARACTERS: usize = 32;
 
 /// `Debug` does not print it.

@@ -1,9 +1,9 @@
 //! Chooses an engine for each sequence: the one where it would finish its prompt first.
 //!
-//! Work is counted in tokens to compute, and an engine that is slower than the others has more of it in effect (`slowness`). What an engine
-//! has of the prompt is no work there. What it has not counts twice, because later sequences wait for it, too. So requests follow their
-//! prefix until another engine has less to do, with twice the prompt added. Then that engine gets the prefix too: no prefix makes one
-//! engine a hot spot.
+//! Work is counted in tokens to compute, and an engine that is slower than the others has more of it in effect (`slowness`). Cached prompt
+//! tokens cost nothing. Each uncached one counts twice: for this sequence, and for those that wait behind it. So requests follow their
+//! prefix until another engine has less to do, with twice the prompt added. Then that engine computes the prefix too, so that no prefix
+//! makes one engine a hot spot.
 //!
 //! INVARIANT: the chosen engine has at most as much work as any other open one with twice the whole prompt added, both times their slowness.
 
