@@ -12,14 +12,48 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
 
 /// Version of what a server and a node say to each other.
-pub(crate) const NODE_PROTOCOL_VERSION: u32 = 1;
+const NODE_PROTOCOL_VERSION: u32 = 1;
+/// Ranks of different releases could compute different tokens, or not understand each other.
+const RELEASE: &str = env!("CARGO_PKG_VERSION");
 
 /// The first line that a server sends to a node.
 #[derive(Debug, Deserialize, Serialize)]
 pub(crate) struct Open {
     pub(crate) version: u32,
+    /// Of the server.
+    #[serde(default)]
+    pub(crate) release: String,
     /// Ranks of one group on the node, which share its cores.
     pub(crate) num_ranks: usize,
+}
+
+/// Why a node refuses a server.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum OpenError {
+    #[error(
+        "the server speaks version {0} of the node protocol, this node speaks version {NODE_PROTOCOL_VERSION}; \
+         install the same release on both"
+    )]
+    Version(u32),
+    #[error("the server is release {0}, this node is release {RELEASE}; install the same release on both")]
+    Release(String),
+}
+
+impl Open {
+    pub(crate) fn new(num_ranks: usize) -> Self {
+        Self { version: NODE_PROTOCOL_VERSION, release: RELEASE.to_owned(), num_ranks }
+    }
+
+    /// Whether this node can host the server.
+    pub(crate) fn check(&self) -> Result<(), OpenError> {
+        if self.version != NODE_PROTOCOL_VERSION {
+            return Err(OpenError::Version(self.version));
+        }
+        if self.release != RELEASE {
+            return Err(OpenError::Release(self.release.clone()));
+        }
+        Ok(())
+    }
 }
 
 /// What a worker is started with. It has secrets, so it has no `Debug`.

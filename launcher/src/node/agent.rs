@@ -14,7 +14,7 @@ use clap::Args;
 use tempfile::TempDir;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls::server::WebPkiClientVerifier;
 use tokio_rustls::rustls::{RootCertStore, ServerConfig, version};
@@ -22,7 +22,7 @@ use tokio_rustls::rustls::{RootCertStore, ServerConfig, version};
 use super::authority::{Authority, NODE_NAME};
 use super::reservation::PortReservation;
 use super::{NodeSecret, client};
-use crate::fork_protocol::{NODE_PROTOCOL_VERSION, NodeFlags, Open, Ports, Report, Request, WorkerFlags};
+use crate::fork_protocol::{NodeFlags, Open, Ports, Report, Request, WorkerFlags};
 use crate::fork_server::ForkServerOptions;
 use crate::machine_share::MachineShare;
 use crate::output::{Lines, StderrTail};
@@ -30,8 +30,10 @@ use crate::workers::make_pipe;
 
 /// How long a connection may take to show its certificate and its first line.
 const OPENING_TIMEOUT: Duration = Duration::from_secs(10);
-/// Connections at a time, with those that have shown nothing.
-const MAX_CONNECTIONS: usize = 64;
+/// Connections at a time that have not shown both. Their own limit, so that strangers take no place of a server.
+const MAX_OPENINGS: usize = 64;
+/// Servers at a time.
+const MAX_SERVERS: usize = 64;
 /// Of one connection.
 const MAX_WORKERS: usize = 1024;
 
@@ -58,6 +60,8 @@ struct Node {
     python: PathBuf,
     address: IpAddr,
     acceptor: TlsAcceptor,
+    /// A permit for each server that has workers here.
+    servers: Semaphore,
 }
 
 /// Serves until the future is dropped. Run it on the main thread (see `process::python_module`), with a runtime that has no other.
@@ -70,10 +74,15 @@ pub(crate) async fn run(args: &NodeArgs, python: &Path) -> anyhow::Result<()> {
         anyhow::bail!("--listen is {address}, must be an address of this machine that the other machines reach");
     }
     tracing::info!(url = format!("node://{address}"), "this node waits for servers");
-    let node = Arc::new(Node { python: python.to_owned(), address: address.ip(), acceptor });
-    let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let node = Arc::new(Node {
+        python: python.to_owned(),
+        address: address.ip(),
+        acceptor,
+        servers: Semaphore::new(MAX_SERVERS),
+    });
+    let openings = Arc::new(Semaphore::new(MAX_OPENINGS));
     loop {
-        let permit = connections.clone().acquire_owned().await?;
+        let opening = openings.clone().acquire_owned().await?;
         let (stream, peer) = match listener.accept().await {
             Ok(accepted) => accepted,
             Err(error) => {
@@ -84,8 +93,7 @@ pub(crate) async fn run(args: &NodeArgs, python: &Path) -> anyhow::Result<()> {
         };
         let node = node.clone();
         tokio::spawn(async move {
-            let _permit = permit;
-            match node.serve(stream, peer).await {
+            match node.serve(stream, peer, opening).await {
                 Ok(()) => tracing::info!(server = peer.to_string(), "the server has left"),
                 Err(reason) => tracing::warn!(server = peer.to_string(), "the connection ends: {reason:#}"),
             }
@@ -105,11 +113,13 @@ fn tls(secret: &NodeSecret) -> anyhow::Result<ServerConfig> {
 }
 
 impl Node {
-    /// Runs a fork server until the connection or the fork server ends.
-    async fn serve(&self, stream: TcpStream, peer: SocketAddr) -> anyhow::Result<()> {
+    /// Runs a fork server until the connection or the fork server ends. `permit` is for the opening only.
+    async fn serve(&self, stream: TcpStream, peer: SocketAddr, permit: OwnedSemaphorePermit) -> anyhow::Result<()> {
         client::set_options(&stream)?;
         let opening = async {
-            let stream = self.acceptor.accept(stream).await.context("it has not the secret of this node")?;
+            let stream = self.acceptor.accept(stream).await.map_err(|error| {
+                anyhow::anyhow!("the TLS handshake failed: {error}; a server with another secret fails like this")
+            })?;
             let (requests, reports) = tokio::io::split(stream);
             let mut requests = Lines::new(requests);
             let line = requests.next().await.context("it closed the connection")?;
@@ -118,17 +128,40 @@ impl Node {
         };
         let (mut requests, mut reports, open) =
             tokio::time::timeout(OPENING_TIMEOUT, opening).await.context("it was silent for too long")??;
-        if open.version != NODE_PROTOCOL_VERSION {
-            let reason = format!(
-                "the server speaks version {} of the node protocol, this node speaks version {NODE_PROTOCOL_VERSION}; \
-                 install the same release on both",
-                open.version
-            );
-            send(&mut reports, &Report::Lost { reason: reason.clone() }).await?;
-            anyhow::bail!(reason);
+        drop(permit);
+        let result = self.accept(&mut requests, &mut reports, open, peer).await;
+        if let Err(reason) = &result {
+            // The connection may be what failed. Requests are read to their end, because a socket that is closed with unread
+            // bytes takes back what it has sent.
+            let farewell = async {
+                send(&mut reports, &Report::Lost { reason: format!("{reason:#}") }).await?;
+                reports.shutdown().await?;
+                while requests.next().await.is_some() {}
+                Ok::<_, io::Error>(())
+            };
+            let _ = tokio::time::timeout(OPENING_TIMEOUT, farewell).await;
         }
+        result
+    }
+
+    /// Hosts the ranks of a server that has shown the secret. The error is for both sides.
+    async fn accept<R, W>(
+        &self,
+        requests: &mut Lines<R>,
+        reports: &mut W,
+        open: Open,
+        peer: SocketAddr,
+    ) -> anyhow::Result<()>
+    where
+        R: AsyncRead + Unpin,
+        W: AsyncWrite + Unpin,
+    {
+        open.check()?;
+        let Ok(_permit) = self.servers.try_acquire() else {
+            anyhow::bail!("this node hosts {MAX_SERVERS} servers already");
+        };
         tracing::info!(server = peer.to_string(), ranks = open.num_ranks, "a server uses this node");
-        self.host(&mut requests, &mut reports, open.num_ranks.clamp(1, MAX_WORKERS)).await
+        self.host(requests, reports, open.num_ranks.clamp(1, MAX_WORKERS)).await
     }
 
     async fn host<R, W>(&self, requests: &mut Lines<R>, reports: &mut W, num_ranks: usize) -> anyhow::Result<()>
@@ -176,8 +209,7 @@ impl Node {
         let status = child.wait().await?;
         if ended {
             let _ = tokio::time::timeout(OPENING_TIMEOUT, &mut following).await;
-            let reason = tail.exit_reason("the fork server", status);
-            send(reports, &Report::Lost { reason }).await?;
+            anyhow::bail!(tail.exit_reason("the fork server", status));
         }
         Ok(())
     }
@@ -275,7 +307,8 @@ mod tests {
         let server = NodeOptions { address, secret: NodeSecret::new(secret).unwrap(), num_ranks: 3 };
         let connection = server.connect().await;
         let first_line = node.await.unwrap();
-        (connection.map(|_| ()), first_line.as_deref() == Some("{\"version\":1,\"num_ranks\":3}"))
+        let open = first_line.and_then(|line| serde_json::from_str::<Open>(&line).ok());
+        (connection.map(|_| ()), open.is_some_and(|open| open.check().is_ok() && open.num_ranks == 3))
     }
 
     #[tokio::test]
@@ -283,5 +316,45 @@ mod tests {
         assert_eq!(meeting(SECRET).await, (Ok(()), true));
         let (refusal, was_accepted) = meeting(&SECRET.replace('f', "g")).await;
         assert!(refusal.unwrap_err().contains("does not have the secret of --node-secret-file") && !was_accepted);
+    }
+
+    /// The reason that a node gives for what `open` asks of it, if Python is `/nowhere`.
+    async fn refusal(num_servers: usize, open: Open) -> String {
+        let secret = NodeSecret::new(SECRET).unwrap();
+        let node = Node {
+            python: "/nowhere".into(),
+            address: IpAddr::from([127, 0, 0, 1]),
+            acceptor: TlsAcceptor::from(Arc::new(tls(&secret).unwrap())),
+            servers: Semaphore::new(MAX_SERVERS - num_servers),
+        };
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = NodeAddress { host: "127.0.0.1".to_owned(), port: listener.local_addr().unwrap().port() };
+        let openings = Arc::new(Semaphore::new(1));
+        let permit = openings.clone().acquire_owned().await.unwrap();
+        let server = async {
+            let options = NodeOptions { address, secret, num_ranks: 1 };
+            let mut connection = options.connect_with(open).await.unwrap();
+            // What a server sends before it reads the refusal does not cost it the refusal.
+            connection.requests.write_all(b"\n\n").await.unwrap();
+            connection.reports.next().await.unwrap()
+        };
+        let accepted = async {
+            let (stream, peer) = listener.accept().await.unwrap();
+            node.serve(stream, peer, permit).await.unwrap_err()
+        };
+        let (report, error) = tokio::join!(server, accepted);
+        assert_eq!(openings.available_permits(), 1);
+        let Report::Lost { reason } = serde_json::from_str(&report).unwrap() else { panic!("{report}") };
+        assert_eq!(reason, format!("{error:#}"));
+        reason
+    }
+
+    #[tokio::test]
+    async fn a_server_learns_why_a_node_does_not_host_it() {
+        let no_python = refusal(0, Open::new(1)).await;
+        assert!(no_python.starts_with("cannot start the fork server: "), "{no_python}");
+        assert_eq!(refusal(MAX_SERVERS, Open::new(1)).await, "this node hosts 64 servers already");
+        let other_release = refusal(0, Open { release: "0.0.1".to_owned(), ..Open::new(1) }).await;
+        assert!(other_release.starts_with("the server is release 0.0.1, this node is release "), "{other_release}");
     }
 }

@@ -15,7 +15,7 @@ use tokio_rustls::rustls::{ClientConfig, RootCertStore, version};
 
 use super::authority::{Authority, LAUNCHER_NAME, NODE_NAME};
 use super::{NodeAddress, NodeSecret};
-use crate::fork_protocol::{NODE_PROTOCOL_VERSION, Open};
+use crate::fork_protocol::Open;
 use crate::output::Lines;
 
 /// How long a node that is away may take to come back. Streams wait meanwhile.
@@ -57,12 +57,17 @@ enum Failure {
 impl NodeOptions {
     /// Waits until the agent answers. The error says why it did not.
     pub(crate) async fn connect(&self) -> Result<NodeConnection, String> {
+        self.connect_with(Open::new(self.num_ranks)).await
+    }
+
+    /// Connects with `open` as the first line.
+    pub(super) async fn connect_with(&self, open: Open) -> Result<NodeConnection, String> {
         let Self { address, .. } = self;
         let config = self.tls().map_err(|error| format!("{address} cannot be used: {error}"))?;
         let connector = TlsConnector::from(Arc::new(config));
         let began = Instant::now();
         loop {
-            let attempt = tokio::time::timeout(HANDSHAKE_TIMEOUT, self.attempt(&connector)).await;
+            let attempt = tokio::time::timeout(HANDSHAKE_TIMEOUT, self.attempt(&connector, &open)).await;
             let reason = match attempt {
                 Ok(Ok(connection)) => return Ok(connection),
                 Ok(Err(Failure::Stranger(reason))) => {
@@ -81,7 +86,7 @@ impl NodeOptions {
         }
     }
 
-    async fn attempt(&self, connector: &TlsConnector) -> Result<NodeConnection, Failure> {
+    async fn attempt(&self, connector: &TlsConnector, open: &Open) -> Result<NodeConnection, Failure> {
         let NodeAddress { host, port } = &self.address;
         let absent = |error: io::Error| Failure::Absent(error.to_string());
         let plain = TcpStream::connect(format!("{host}:{port}")).await.map_err(absent)?;
@@ -92,8 +97,7 @@ impl NodeOptions {
             _ => absent(error),
         })?;
         let (reports, mut requests) = tokio::io::split(stream);
-        let open = Open { version: NODE_PROTOCOL_VERSION, num_ranks: self.num_ranks };
-        let line = serde_json::to_string(&open).map_err(|error| Failure::Stranger(error.to_string()))?;
+        let line = serde_json::to_string(open).map_err(|error| Failure::Stranger(error.to_string()))?;
         requests.write_all((line + "\n").as_bytes()).await.map_err(absent)?;
         Ok(NodeConnection { requests, reports: Lines::new(reports) })
     }
