@@ -301,7 +301,13 @@ def start_server(worker: Worker, endpoint: Endpoint) -> grpc.Server:
         _check_socket(endpoint.path)
     server = grpc.server(
         ThreadPoolExecutor(max_workers=_RPC_THREADS, thread_name_prefix="rpc"),
-        options=[("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)],
+        options=[
+            ("grpc.max_receive_message_length", -1),
+            ("grpc.max_send_message_length", -1),
+            # A router on another machine pings every 5 s, also without a call. By default that ends its connection.
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.max_ping_strikes", 0),
+        ],
     )
     rpc.add_WorkerServicer_to_server(worker, server)
     try:

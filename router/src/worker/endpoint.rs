@@ -3,6 +3,7 @@
 use std::fmt::{self, Display, Formatter};
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use hyper_util::rt::TokioIo;
 use tokio::net::UnixStream;
@@ -13,6 +14,11 @@ use crate::remote::Identity;
 
 /// The name in every worker's certificate. Peers check it instead of host names, because each group has an authority of its own.
 pub const WORKER_NAME: &str = "worker.penstock";
+
+/// How often a worker on another machine must answer.
+const PING_INTERVAL: Duration = Duration::from_secs(5);
+/// How long its answer may take, so that a machine that vanished counts as lost within 20 s, as for `penstock node`.
+const PING_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// An address of a worker. It prints as a URI: `unix:/path` or `https://host:port`.
 #[derive(Clone, Debug)]
@@ -74,7 +80,16 @@ impl Endpoint {
                     .ca_certificate(Certificate::from_pem(&tls.authority))
                     .identity(tls.identity.to_tonic());
                 let endpoint = tonic::transport::Endpoint::from_shared(self.to_string())
-                    .and_then(|endpoint| endpoint.tcp_nodelay(true).tls_config(config));
+                    .and_then(|endpoint| endpoint.tls_config(config))
+                    .map(|endpoint| {
+                        endpoint
+                            .tcp_nodelay(true)
+                            .tcp_keepalive(Some(PING_INTERVAL))
+                            .tcp_keepalive_interval(Some(PING_INTERVAL))
+                            .http2_keep_alive_interval(PING_INTERVAL)
+                            .keep_alive_timeout(PING_TIMEOUT)
+                            .keep_alive_while_idle(true)
+                    });
                 match endpoint {
                     Ok(endpoint) => endpoint.connect().await,
                     Err(error) => Err(error),
