@@ -14,6 +14,7 @@ use penstock_scheduler::Limits;
 
 use crate::args::{Args, RopeScaling};
 use crate::attention::Attention;
+use crate::isa::CpuIsa;
 use crate::listener::Place;
 use crate::node::NodeAddress;
 use crate::standby::Standby;
@@ -359,6 +360,14 @@ fn num_ranks_on_nodes(args: &Args, choices: &mut Vec<Choice>) -> Result<usize, R
     }
     if args.ranks_on.iter().enumerate().any(|(index, node)| args.ranks_on[..index].contains(node)) {
         return refused("ranks-on", join(&args.ranks_on), "each node once; raise --num-shard for more ranks on each");
+    }
+    if args.engine_listen.is_some() && args.cpu_isa == CpuIsa::Auto {
+        return refused(
+            "cpu-isa",
+            "auto".to_owned(),
+            "an instruction set that all nodes have, with --ranks-on and --engine-listen: a router joins only servers with \
+             the same one, and this server does not know its nodes' CPUs",
+        );
     }
     match args.num_shard {
         Some(num_shard) if num_shard % num_nodes > 0 => {
