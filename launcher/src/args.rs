@@ -218,7 +218,8 @@ pub(crate) struct Args {
     #[arg(long, env)]
     pub(crate) max_inter_token_ms: Option<u64>,
 
-    /// Maximum number of steps in flight to the worker; 1 disables run-ahead, so the worker idles between steps
+    /// Maximum number of steps in flight to the worker; each pipeline stage after the first adds one. 1 disables run-ahead,
+    /// so the worker idles between steps
     #[arg(long, env, default_value_t = 2, value_parser = RangedU64ValueParser::<u32>::new().range(1..=16))]
     pub(crate) max_steps_in_flight: u32,
 

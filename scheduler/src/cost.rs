@@ -44,8 +44,8 @@ pub(crate) struct Work {
 pub(crate) struct Estimate {
     pub(crate) work: Work,
     pub(crate) seconds: f64,
-    /// Target duration in seconds; `None` when the step has no decodes that prompts could delay, or nothing is known
-    /// yet.
+    /// Target duration in seconds; `None` when no running sequence decodes, so that prompts delay no token, or when
+    /// nothing is known yet.
     pub(crate) target_seconds: Option<f64>,
 }
 
@@ -71,6 +71,12 @@ impl Work {
         let growth = (self.terms[DECODES] + num_more as f64) / self.terms[DECODES];
         self.terms[DECODES] *= growth;
         self.terms[DECODE_CONTEXT] *= growth;
+        self
+    }
+
+    /// The same work, split into `num_steps` steps.
+    pub(crate) fn in_steps(mut self, num_steps: u32) -> Self {
+        self.terms[FIXED] = f64::from(num_steps);
         self
     }
 

@@ -15,6 +15,8 @@ pub(crate) struct InFlightStep {
     pub(crate) advances: Vec<InFlightAdvance>,
     pub(crate) estimate: Estimate,
     pub(crate) drafting: Drafting,
+    /// Whether the worker also moves blocks to or from slots in this step.
+    pub(crate) has_transfers: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -48,9 +50,15 @@ impl InFlightSteps {
     }
 
     /// Adds the step `next_step`.
-    pub(crate) fn push(&mut self, advances: Vec<InFlightAdvance>, estimate: Estimate, drafting: Drafting) {
+    pub(crate) fn push(
+        &mut self,
+        advances: Vec<InFlightAdvance>,
+        estimate: Estimate,
+        drafting: Drafting,
+        has_transfers: bool,
+    ) {
         self.last_step += 1;
-        self.steps.push_back(InFlightStep { step: self.last_step, advances, estimate, drafting });
+        self.steps.push_back(InFlightStep { step: self.last_step, advances, estimate, drafting, has_transfers });
     }
 
     pub(crate) fn oldest(&self) -> Option<&InFlightStep> {

@@ -45,8 +45,8 @@ pub struct Limits {
     pub prefix_caching: bool,
     /// Waiting this long counts as one priority level, so that no sequence starves. Zero: only the arrival decides.
     pub priority_ageing: Duration,
-    /// Target duration of a step that has decodes: prompts are added only as far as it allows. `None`: a small multiple
-    /// of what the decodes take alone. Applies as soon as step durations are known (`Scheduler::observe`).
+    /// Target duration of a step while sequences decode, or with several stages, of the steps from one token to the next:
+    /// prompts are added only as far as it allows. `None`: a small multiple of what the decodes take alone. Applies as soon as step durations are known (`Scheduler::observe`).
     pub max_inter_token: Option<Duration>,
     /// The prompt with the fewest tokens left goes first, but each token of a prompt can be overtaken by at most this
     /// many tokens of prompts of lower precedence (priority with ageing, then arrival). 0: prompts are computed in

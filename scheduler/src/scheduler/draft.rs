@@ -14,6 +14,8 @@ pub(super) struct Draft {
     pub(super) estimate: Estimate,
     /// What is left of `max_step_tokens`.
     pub(super) num_tokens_left: u32,
+    /// Offloaded blocks that the step may bring back.
+    pub(super) max_restored_blocks: usize,
     /// No more prompt tokens: they would exceed the target duration, or a source needs the next step for itself.
     pub(super) is_closed: bool,
 }
@@ -26,6 +28,7 @@ impl Draft {
             now,
             estimate: Estimate::default(),
             num_tokens_left: limits.max_step_tokens,
+            max_restored_blocks: 0,
             is_closed: false,
         }
     }

@@ -9,6 +9,7 @@
 //! and the step after its result takes more decodes than came back.
 
 use super::Scheduler;
+use crate::cost::Work;
 use crate::plan::SequenceId;
 
 impl Scheduler {
@@ -25,6 +26,22 @@ impl Scheduler {
             1 => usize::MAX,
             num_stages => self.num_decodes().div_ceil(num_stages),
         }
+    }
+
+    /// Steps from one token of a sequence to its next: with several stages, the step after a result is planned behind
+    /// all other steps in flight.
+    pub(super) fn num_steps_per_token(&self) -> usize {
+        if self.limits.num_stages > 1 { self.max_steps_in_flight() } else { 1 }
+    }
+
+    /// One decode of each running sequence that decodes, also of those that cannot advance before another result is
+    /// back: a step in front of their next token delays it, although the step does not contain them.
+    pub(super) fn running_decodes(&self) -> Work {
+        let mut decodes = Work::default();
+        for sequence in self.residents.running().map(|id| self.sequence(id)).filter(|sequence| sequence.is_decoding()) {
+            decodes.add_decode(sequence.num_computed_tokens());
+        }
+        decodes
     }
 
     fn num_decodes(&self) -> usize {

@@ -41,10 +41,7 @@ impl Scheduler {
     /// Advances running prompts and admits queued ones, as far as the step and the pool have room. `prefills`: the
     /// running sequences that do not decode.
     pub(super) fn advance_prefills(&mut self, draft: &mut Draft, prefills: Vec<SequenceId>) {
-        // No content comes back at the cost of a long gap between the tokens of others.
-        let num_restorable = self.limits.max_step_tokens.div_ceil(self.limits.block_tokens) as usize;
-        let num_restorable = if draft.plan.advances.is_empty() { usize::MAX } else { num_restorable };
-        let mut admission = Admission::new(self.num_unreserved_blocks(&prefills), num_restorable);
+        let mut admission = Admission::new(self.num_unreserved_blocks(&prefills), draft.max_restored_blocks);
         // `make_room` has made sure that there are blocks for the first running sequence.
         let mut reserved_for = self.residents.running().next().filter(|first| prefills.contains(first));
         let mut running = VecDeque::from(self.in_order(prefills, draft));

@@ -35,7 +35,9 @@ impl Scheduler {
             let num_draft_tokens = num_drafts.get(index).copied().unwrap_or(0);
             self.advance(&mut draft, id, 1, num_draft_tokens, Vec::new());
         }
-        draft.estimate.target_seconds = self.target_seconds(&draft.estimate.work, prefills.len());
+        let running_decodes = self.running_decodes();
+        draft.estimate.target_seconds = self.target_seconds(&running_decodes, prefills.len());
+        draft.max_restored_blocks = self.max_restored_blocks(&running_decodes);
         self.advance_prefills(&mut draft, prefills);
         if draft.plan.advances.is_empty() && !self.residents.has_freed() && !self.cache.has_transfers() {
             return None;
@@ -51,7 +53,7 @@ impl Scheduler {
         draft.plan.freed_sequence_ids = self.residents.take_freed();
         draft.plan.transfers = self.cache.take_transfers();
         let estimate = Estimate { seconds: self.cost.seconds(&draft.estimate.work), ..draft.estimate };
-        self.in_flight.push(draft.in_flight, estimate, drafting);
+        self.in_flight.push(draft.in_flight, estimate, drafting, !draft.plan.transfers.is_empty());
         Some(draft.plan)
     }
 

@@ -21,7 +21,7 @@ impl Scheduler {
     /// the time that the drafts took, or `None` if the step is not in flight.
     pub fn observe(&mut self, step: u64, duration: Duration, drafted: Drafted) -> Option<Forecast> {
         let in_flight = self.in_flight.get(step)?;
-        let mut estimate = in_flight.estimate;
+        let (mut estimate, has_transfers) = (in_flight.estimate, in_flight.has_transfers);
         let duration = duration.saturating_sub(drafted.duration);
         if self.limits.drafts_with_model {
             let seconds = if estimate.seconds > 0.0 { estimate.seconds } else { duration.as_secs_f64() };
@@ -34,7 +34,11 @@ impl Scheduler {
             estimate.work.add_drafts(drafted.num_tokens);
             estimate.seconds = self.cost.seconds(&estimate.work);
         }
-        self.cost.observe(&estimate.work, duration);
+        // The model has no term for transfers and would charge their time to tokens. It still learns from such steps
+        // while it has no other evidence, because without any, prompts have no limit but `max_step_tokens`.
+        if !has_transfers || !self.cost.is_informed() {
+            self.cost.observe(&estimate.work, duration);
+        }
         let seconds = |seconds: f64| Duration::try_from_secs_f64(seconds).ok();
         Some(Forecast {
             duration: seconds(estimate.seconds).filter(|duration| !duration.is_zero()).map(|it| it + drafted.duration),
@@ -42,25 +46,35 @@ impl Scheduler {
         })
     }
 
-    /// Target duration of a step with these decodes, while `num_prefills` prompts are running.
+    /// Target duration of a step while `decodes` are running, whether the step contains them or not, and
+    /// `num_prefills` prompts. With several stages, the steps from one token to the next share the time.
     ///
     /// The default is `STRETCH` times what the decodes take together with the decodes that are about to join them. Many
     /// prompts at once soon become many streams: steps will be that long anyway, and until then all of them wait less.
     /// One of these prompts is not counted: it is the one that `STRETCH` makes room for. The default is never
     /// less than `LEAST_TARGET_SECONDS`.
     pub(super) fn target_seconds(&self, decodes: &Work, num_prefills: usize) -> Option<f64> {
-        // A sequence gets a token when a step has passed all stages, and each of them takes the duration of a step.
-        let num_stages = f64::from(self.limits.num_stages);
+        let num_steps = self.num_steps_per_token() as f64;
         (decodes.has_decodes() && self.cost.is_informed()).then(|| match self.limits.max_inter_token {
-            Some(max_inter_token) => max_inter_token.as_secs_f64() / num_stages,
+            Some(max_inter_token) => max_inter_token.as_secs_f64() / num_steps,
             None => {
                 let num_running = self.residents.running().len();
                 let num_places = (self.limits.max_step_sequences as usize).saturating_sub(num_running);
                 let num_joining = num_prefills + self.queue.num_ready().min(num_places);
-                let decode_seconds = self.cost.seconds(&decodes.with_decodes(num_joining.saturating_sub(1)));
-                (STRETCH * decode_seconds).max(LEAST_TARGET_SECONDS / num_stages)
+                let decodes = decodes.with_decodes(num_joining.saturating_sub(1)).in_steps(self.limits.num_stages);
+                (STRETCH * self.cost.seconds(&decodes)).max(LEAST_TARGET_SECONDS) / num_steps
             }
         })
+    }
+
+    /// Offloaded blocks that a step may bring back while `decodes` are running: at most as many as it may compute, so
+    /// that loading them does not delay the decodes for long.
+    pub(super) fn max_restored_blocks(&self, decodes: &Work) -> usize {
+        if decodes.has_decodes() {
+            self.limits.max_step_tokens.div_ceil(self.limits.block_tokens) as usize
+        } else {
+            usize::MAX
+        }
     }
 
     /// Tokens, of at most `max_tokens`, that a prompt with `num_computed_tokens` can advance by in this step.

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::{Advance, Forecast};
+use crate::{Advance, Forecast, Transfer};
 
 /// So long that what decodes take decides the default target.
 const TICK: Duration = Duration::from_millis(100);
@@ -126,6 +126,80 @@ fn without_a_target_concurrent_prompts_get_the_time_of_the_decodes_that_they_bec
     assert!(target.abs_diff(17 * TICK.mul_f64(1.75)) < 4 * TICK, "{target:?}");
     let num_tokens: u32 = advances(&plan).iter().map(|advance| advance.1).sum();
     assert!(num_tokens > 40, "{num_tokens}, the time of one decode allows one block");
+}
+
+/// Two stages, so that three steps are in flight, of which one decodes the single stream.
+fn staged(max_inter_token: Option<Duration>) -> Limits {
+    Limits { num_stages: 2, max_steps_in_flight: 2, ..wide(max_inter_token, 0) }
+}
+
+#[test]
+fn with_stages_the_steps_from_one_token_to_the_next_share_the_target() {
+    let mut scheduler = trained(staged(Some(30 * TICK)));
+    submit(&mut scheduler, submission(2, 200, 9));
+    let plans: Vec<_> = (0..3).map(|_| plan(&mut scheduler)).collect();
+    let chunks: Vec<_> = plans.iter().map(|plan| num_tokens_of(plan, 2)).collect();
+    assert!(chunks.iter().all(|chunk| (12..=20).contains(chunk)), "{chunks:?}, 10 ticks a step");
+    let gap: Duration = plans.iter().map(|plan| true_duration(plan, &[1])).sum();
+    assert!(gap <= 32 * TICK, "{gap:?}");
+    assert!(nothing_to_plan(&mut scheduler));
+    scheduler.apply(&answer(&plans[0], TOKEN)).unwrap();
+    assert_eq!(num_tokens_of(&plan(&mut scheduler), 1), 1, "two steps lie between the two decodes");
+}
+
+#[test]
+fn with_stages_the_default_leaves_less_than_twice_the_time_of_the_decodes() {
+    let mut scheduler = trained(staged(None));
+    submit(&mut scheduler, submission(2, 400, 9));
+    let plans: Vec<_> = (0..3).map(|_| plan(&mut scheduler)).collect();
+    // Alone, a decode takes 2 stages of at most 2 ticks; a step takes at least a block, which is 2 ticks.
+    let gap: Duration = plans.iter().map(|plan| true_duration(plan, &[1])).sum();
+    assert!(gap <= 10 * TICK, "{gap:?}");
+}
+
+/// Sequence 1 decodes. The step in flight has its decode if there is one stage.
+fn with_transfers(num_stages: u32) -> (Scheduler, Plan) {
+    let limits = Limits { num_blocks: 30, num_slots: 30, prefix_caching: true, num_stages, ..wide(None, 0) };
+    let mut scheduler = scheduler(Limits { max_step_tokens: 16, ..limits }, &[(1, 4, 60)]);
+    let prompt = |id, token| Submission { prompt_token_ids: vec![token; 48], ..submission(id, 48, 1) };
+    for (id, token) in [(2, 7), (3, 8), (4, 9)] {
+        submit(&mut scheduler, prompt(id, token));
+        while scheduler.stats().num_running + scheduler.stats().num_queued > 1 {
+            timed_step(&mut scheduler, &[1]);
+        }
+    }
+    assert!(scheduler.stats().num_offloaded_blocks > 4);
+    let waiting = (num_stages > 1).then(|| plan(&mut scheduler));
+    submit(&mut scheduler, prompt(5, 7));
+    let plan = plan(&mut scheduler);
+    if let Some(waiting) = waiting {
+        assert_eq!(num_tokens_of(&waiting, 1), 1);
+        scheduler.apply(&answer(&waiting, TOKEN)).unwrap();
+    }
+    (scheduler, plan)
+}
+
+#[test]
+fn while_a_stream_decodes_a_step_restores_no_more_blocks_than_it_may_compute() {
+    for num_stages in [1, 2] {
+        let (_, plan) = with_transfers(num_stages);
+        let is_load = |transfer: &&Transfer| matches!(transfer, Transfer::Load { .. });
+        assert_eq!(plan.transfers.iter().filter(is_load).count(), 4, "{num_stages} stages: {:?}", plan.transfers);
+    }
+}
+
+#[test]
+fn the_time_of_transfers_is_not_charged_to_tokens() {
+    let (mut scheduler, plan) = with_transfers(1);
+    let observe = |scheduler: &mut Scheduler| scheduler.observe(plan.step, 100 * TICK, Drafted::default());
+    let seconds = |scheduler: &Scheduler| {
+        scheduler.cost.seconds(&scheduler.in_flight.get(plan.step).expect("it is in flight").estimate.work)
+    };
+    let before = seconds(&scheduler);
+    for _ in 0..8 {
+        observe(&mut scheduler);
+    }
+    assert_eq!(seconds(&scheduler), before);
 }
 
 #[test]

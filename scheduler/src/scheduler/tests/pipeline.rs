@@ -28,7 +28,7 @@ fn chunks_of_one_prompt_follow_each_other_without_waiting() {
 }
 
 #[test]
-fn a_prompt_shares_steps_with_the_decodes() {
+fn until_durations_are_known_a_prompt_fills_every_step() {
     let mut scheduler = scheduler(stages(2), &[(1, 1, 9)]);
     step(&mut scheduler);
     submit(&mut scheduler, submission(2, 40, 9));
