@@ -122,6 +122,7 @@ impl WorkerEvents {
 }
 
 /// What the fork server is asked to do.
+#[expect(clippy::large_enum_variant, reason = "few exist at a time")]
 pub(crate) enum Command {
     Start {
         flags: WorkerFlags,
@@ -139,6 +140,7 @@ pub(crate) enum Command {
 
 /// A line that the fork server reads.
 #[derive(Deserialize, Serialize)]
+#[expect(clippy::large_enum_variant, reason = "few exist at a time")]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Request {
     Start(WorkerFlags),
