@@ -458,6 +458,25 @@ def offload(record: Record) -> Iterator[Figure]:
         yield Figure(f"{prompt} for the first time, offloading to {name}: speed to without", "", pairs)
 
 
+def routing(record: Record) -> Iterator[Figure]:
+    """Of each load and router; then of this one to the better of the peers, repeat by repeat."""
+    peers = ("sglang-router", "vllm-router")
+    for load in record["repeats"][0]:
+        repeats = [repeat[load] for repeat in record["repeats"]]
+        for name in repeats[0]:
+            runs = [repeat[name] for repeat in repeats]
+            yield Figure(f"{load}, {name}: hit rate", "", [100 * run["hit_rate"] for run in runs], " %", 1)
+            yield Figure(f"{load}, {name}: median TTFT", "", [run["ttft_p50_s"] for run in runs], " s")
+            yield Figure(f"{load}, {name}: p99 TTFT", "", [run["ttft_p99_s"] for run in runs], " s")
+            yield Figure(f"{load}, {name}: imbalance", "", [run["imbalance"] for run in runs])
+            yield Figure(f"{load}, {name}: failed requests", "0", [run["num_errors"] for run in runs], "", 0)
+        if {"penstock", *peers} <= repeats[0].keys():
+            p99 = [run["penstock"]["ttft_p99_s"] / min(run[peer]["ttft_p99_s"] for peer in peers) for run in repeats]
+            hits = [run["penstock"]["hit_rate"] / max(run[peer]["hit_rate"] for peer in peers) for run in repeats]
+            yield Figure(f"{load}: hit rate to the better peer", "≥ 1", hits)
+            yield Figure(f"{load}: p99 TTFT to the better peer", "≤ 0.8", p99)
+
+
 def long_context(record: Record) -> Iterator[Figure]:
     for name, cell in record["cells"].items():
         shares = [floor_s(cell, repeat["limits"]) / repeat["seconds"][name] for repeat in record["repeats"]]
@@ -513,6 +532,7 @@ BENCHMARKS: dict[str, Callable[[Record], Iterator[Figure]]] = {
     "traces": traces,
     "endpoints": endpoints,
     "long-context": long_context,
+    "routing": routing,
     "offload": offload,
     "scheduler": scheduler,
     "router": router,

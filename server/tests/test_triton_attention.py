@@ -339,8 +339,6 @@ RMS, WIDE, LAYER = NormVariant(1e-5), NormVariant(1e-5, is_wide=True), NormVaria
         (LAYER, (6, 20), False, False),  # Cohere
         (LAYER, (1, 20), True, False),  # Persimmon
         (LAYER, (6, 20), True, True),
-        (LAYER, None, False, False),
-        (RMS, None, False, True),
     ],
 )
 def test_queries_keys_and_values_are_transformed_as_they_are_stored(

@@ -41,7 +41,7 @@ from penstock_server.engine.step import StepRunner
 from penstock_server.engine.stream import Runner
 from penstock_server.engine.transfer import record_event
 from penstock_server.engine.watermark import Watermark
-from penstock_server.errors import ConfigError, GrammarError, ImageError, PlanError
+from penstock_server.errors import ConfigError, GrammarError, ImageError
 from penstock_server.grammar.compiler import GrammarCompiler
 from penstock_server.grammar.state import GrammarStates
 from penstock_server.heap import return_free_pages
@@ -252,12 +252,24 @@ class Engine:
         def runner(model: CausalModel, num_blocks: int, graphs: StepGraphs | None = None) -> Runner:
             table = SequenceTable(table_limits(num_blocks), self.model.adapters, self.model.images)
             if model.pooler is not None:
-                return PoolingRunner(model, model.pooler, self._group, self._device, config, table, self.progress)
+                return PoolingRunner(
+                    model, model.pooler, self._group, self._device, config, table, self.progress, self._offload
+                )
             if not self._group.stage.is_last:
-                return RelayRunner(model, self._device, config, table, self.progress)
+                return RelayRunner(model, self._device, config, table, self.progress, self._offload)
             drafter = self._drafter if _can_draft(model, self._device, self._group) else None
             return StepRunner(
-                model, self._group, self._device, config, sampler, table, grammars, graphs, self.progress, drafter
+                model,
+                self._group,
+                self._device,
+                config,
+                sampler,
+                table,
+                grammars,
+                graphs,
+                self.progress,
+                drafter,
+                self._offload,
             )
 
         on_cpu = self._device.type == "cpu"
@@ -340,10 +352,6 @@ class Engine:
 
     def launch(self, plan: Plan) -> Any:
         """Start one plan; see `StepRunner.launch`. Returns what `collect` takes."""
-        if plan.transfers:
-            if self._offload is None:
-                raise PlanError("the plan moves blocks, but there are no slots beside the pool")
-            self._offload.move(plan.transfers)
         return self._runner.launch(plan)
 
     def collect(self, pending: Any) -> StepResult:

@@ -22,6 +22,7 @@ from penstock_server.config import WarmUpConfig
 from penstock_server.engine import batch
 from penstock_server.engine.batch import Selection
 from penstock_server.engine.device_progress import DeviceProgress
+from penstock_server.engine.offload import Offload
 from penstock_server.engine.sequence import SequenceTable
 from penstock_server.engine.stream import apply_changes, check_plan
 from penstock_server.engine.transfer import Download, Fetched, Put, Upload
@@ -56,6 +57,7 @@ class PoolingRunner:
         limits: WarmUpConfig,
         table: SequenceTable,
         progress: DeviceProgress | None = None,
+        offload: Offload | None = None,
     ) -> None:
         """`pooler` is the model's. `progress` gets a mark behind each step."""
         self._model = model
@@ -63,6 +65,7 @@ class PoolingRunner:
         self._group = group
         self._device = device
         self._limits = limits
+        self._offload = offload
         self._table = table
         self._progress = progress
         self._sums: dict[int, Tensor] = {}  # [hidden] by sequence id: of the outputs of earlier steps
@@ -87,7 +90,7 @@ class PoolingRunner:
         self._last_step = plan.step
         for sequence_id in plan.freed_sequence_ids:
             self._sums.pop(sequence_id, None)
-        apply_changes(self._table, plan)
+        apply_changes(self._table, plan, self._offload)
         chosen = batch.select(self._table, plan.advances)
         pending = PendingVectors(plan.step, chosen.sequence_ids[chosen.samples], chosen.failures)
         self._in_flight.append(pending)

@@ -14,6 +14,7 @@ from penstock_server.config import WarmUpConfig
 from penstock_server.engine import batch
 from penstock_server.engine.batch import Selection
 from penstock_server.engine.device_progress import DeviceProgress
+from penstock_server.engine.offload import Offload
 from penstock_server.engine.sequence import SequenceTable
 from penstock_server.engine.stream import apply_changes, check_plan
 from penstock_server.engine.transfer import Upload
@@ -31,11 +32,13 @@ class RelayRunner:
         limits: WarmUpConfig,
         table: SequenceTable,
         progress: DeviceProgress | None = None,
+        offload: Offload | None = None,
     ) -> None:
         """`progress` gets a mark behind each step."""
         self._model = model
         self._device = device
         self._limits = limits
+        self._offload = offload
         self._table = table
         self._progress = progress
         self._last_step = 0
@@ -54,7 +57,7 @@ class RelayRunner:
         idle_s = started - self._ended
         check_plan(plan, self._last_step, self._limits, can_draft=False)
         self._last_step = plan.step
-        apply_changes(self._table, plan)
+        apply_changes(self._table, plan, self._offload)
         chosen = batch.select(self._table, plan.advances)
         timing = self._run(chosen, started) if len(chosen.rows) else StepTiming(time.perf_counter() - started)
         self._ended = time.perf_counter()

@@ -31,6 +31,7 @@ from penstock_server.engine.drafting.interface import Drafter
 from penstock_server.engine.drafting.ngram import NgramDrafter
 from penstock_server.engine.graphs import StepGraphs
 from penstock_server.engine.logprob import Alternatives, tops_of
+from penstock_server.engine.offload import Offload
 from penstock_server.engine.prompt import PromptScores, prepare_prompt, score_prompt
 from penstock_server.engine.restriction import NOTHING_LEFT
 from penstock_server.engine.sampler import BROKEN, Prepared, Sampler
@@ -86,16 +87,18 @@ class StepRunner:
         graphs: StepGraphs | None = None,
         progress: DeviceProgress | None = None,
         drafter: Drafter | None = None,
+        offload: Offload | None = None,
     ) -> None:
         """`grammars` belong to the first rank, which makes all ranks' masks. `graphs` compute the model's decode steps.
         `progress` gets a mark behind the model and one behind each step. `drafter`: None if
-        plans may not allow draft tokens."""
+        plans may not allow draft tokens. `offload`: None if plans move no blocks."""
         self._model = model
         self._graphs = graphs
         self._progress = progress
         self._group = group
         self._device = device
         self._limits = limits
+        self._offload = offload
         self._sampler = sampler
         self._table = table
         self._grammars = grammars
@@ -125,7 +128,7 @@ class StepRunner:
         check_plan(plan, self._last_step, self._limits, can_draft=self._drafter is not None)
         self._last_step = plan.step
         table = self._table
-        apply_changes(table, plan)
+        apply_changes(table, plan, self._offload)
         if self._grammars is not None:
             self._grammars.apply(plan)
         chosen = batch.select(table, plan.advances)

@@ -6,6 +6,7 @@ import logging
 from typing import Any, Protocol
 
 from penstock_server.config import WarmUpConfig
+from penstock_server.engine.offload import Offload
 from penstock_server.engine.sequence import SequenceTable
 from penstock_server.errors import PlanError
 from penstock_server.plan import Plan, StepResult
@@ -21,11 +22,16 @@ class Runner(Protocol):
     def reset(self) -> None: ...
 
 
-def apply_changes(table: SequenceTable, plan: Plan) -> None:
-    """Forget the freed sequences, then add the new ones."""
+def apply_changes(table: SequenceTable, plan: Plan, offload: Offload | None) -> None:
+    """Forget the freed sequences, make the transfers, then add the new sequences. Raises PlanError for a transfer that
+    cannot be made."""
     for sequence_id in plan.freed_sequence_ids:
         if not table.free(sequence_id):
             logger.warning("step %d frees sequence %d, which is unknown", plan.step, sequence_id)
+    if plan.transfers:
+        if offload is None:
+            raise PlanError("the plan moves blocks, but there are no slots beside the pool")
+        offload.move(plan.transfers)
     for new in plan.new_sequences:
         table.add(new)
 

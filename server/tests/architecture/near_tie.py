@@ -27,6 +27,10 @@ def assert_greedy(logits: Tensor, token_ids: list[int]) -> None:
     torch.testing.assert_close(chosen, logits.amax(-1), atol=1e-4, rtol=1e-4)
 
 
+def has_experts(reference: transformers.PreTrainedModel) -> bool:
+    return any(type(module).__name__.endswith("Experts") for module in reference.modules())
+
+
 @dataclass
 class Followed:
     """Our choices of one step by layer, and the number of rows in which the reference was changed to follow them."""

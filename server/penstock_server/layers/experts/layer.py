@@ -97,10 +97,9 @@ class ListedExperts:
         pairs = order[first : first + sum(my_counts)]
         rows = pairs // top_k
         steps = [step.select(part) if part.shape[0] else step for part in rows.split(my_counts)]
-        inputs = x[rows]
-        if self.router.spec.scales_inputs:
-            inputs = inputs * choice.weights.flatten()[pairs, None].to(x.dtype)
-        inner = _by_expert(self.gate_up, inputs, my_counts, steps)
+        scales = choice.weights.flatten()[pairs, None].to(x.dtype) if self.router.spec.scales_inputs else None
+        # PERF: the inputs are not kept while the experts' outputs are made.
+        inner = _by_expert(self.gate_up, x[rows] if scales is None else x[rows] * scales, my_counts, steps)
         if intermediate is not None and self.shard.shard.exact:
             inner = self.shard.shard.group.all_gather_columns(inner, intermediate.widths())
         outputs = _by_expert(self.down, inner, my_counts, steps)
