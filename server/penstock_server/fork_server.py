@@ -104,10 +104,12 @@ def parse(line: bytes) -> Start | Signal | Load:
                 "stderr": str(stderr),
             }
         } if 0 <= rank < world_size:
-            with suppress(ValueError):
+            try:
                 place = _parse_node(node, token)
                 where = parse_endpoint(endpoint, None if place is None else place.tls)
-                return Start(name, WorkerConfig(where, rank, world_size, token, place), stdout, stderr)
+            except ValueError as error:
+                raise ConfigError(f"worker {name} cannot be started: {error}") from error
+            return Start(name, WorkerConfig(where, rank, world_size, token, place), stdout, stderr)
         case {"signal": {"name": str(name), "number": int(number)}}:
             return Signal(name, number)
         case {"load": {"request": str(request)}}:
@@ -133,7 +135,7 @@ def _parse_node(node: object, token: str) -> Node | None:
             "authority": str(authority),
         } if 0 <= local_rank < local_size:
             return Node(local_rank, local_size, parse_address(listen), Tls(certificate, key, authority), token)
-    raise ValueError("it is no node")
+    raise ValueError("its place on the node is incomplete")
 
 
 class ForkServer:

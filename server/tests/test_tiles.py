@@ -56,5 +56,5 @@ def test_the_stored_processor_decides(tmp_path: Path) -> None:
     path.write_text(json.dumps({**stored, "image_mean": [0.1, 0.2, 0.3]}))
     assert TileProcessor.of(tmp_path) == TileProcessor(48, 3, mean=[0.1, 0.2, 0.3])
     path.write_text(json.dumps({**stored, "max_patches": 65}))
-    with pytest.raises(ConfigError, match="max_patches is 65; at least 1, and 1 to 64"):
+    with pytest.raises(ConfigError, match="max_patches is 65; equal height and width of at least 1, and 1 to 64"):
         TileProcessor.of(tmp_path)

@@ -1,4 +1,4 @@
-"""Tensors of ranks on several machines are exchanged over TLS connections, one for each two ranks.
+"""Tensors of ranks on several machines are exchanged over TLS connections, one for each pair of ranks.
 
 Not gloo: without TLS, anyone on the network could read and change what the ranks exchange.
 INVARIANT: both ends of a connection have shown a certificate of the group's authority, and then the group's token."""
@@ -12,7 +12,7 @@ import ssl
 import struct
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 from torch import Tensor
@@ -27,8 +27,11 @@ logger = logging.getLogger(__name__)
 SCHEME = "tls://"
 _MEETING_S = 300.0  # until all ranks are connected
 _HANDSHAKE_S = 10.0
+_MAX_HANDSHAKES = 64  # at a time, those of strangers too
+_ACCEPT_S = 0.2  # between two looks at who has connected
 _RETRY_S = 0.05
 _SILENCE_S = 20  # of a machine that is gone
+_PROBES = 3
 _BUFFER_BYTES = 1 << 19
 _SHORT_BYTES = 1 << 16  # of a tensor that surely fits into the buffers of a connection, with TLS's records
 _RANK = struct.Struct("!I")
@@ -93,7 +96,7 @@ def _places(widths: Sequence[int]) -> list[slice]:
 
 
 def _bytes(x: Tensor) -> memoryview:
-    """A contiguous tensor's own memory; a copy's of another."""
+    """The memory of a contiguous tensor itself; of another tensor, that of a copy."""
     return x.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
@@ -151,23 +154,40 @@ def _connect(rank: int, other: int, address: tuple[str, int], node: Node, deadli
 def _accept(listener: socket.socket, awaited: set[int], node: Node, deadline: float) -> Peers:
     context = node.tls.context(ssl.Purpose.CLIENT_AUTH)
     peers: Peers = {}
-    while awaited:
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            raise ConfigError(f"the ranks {sorted(awaited)} did not connect within {_MEETING_S} s")
-        listener.settimeout(left_s)
-        with suppress(OSError):  # of one connection, as a scanner's; the ranks try again
-            plain, _ = listener.accept()
+
+    def greet(plain: socket.socket) -> None:
+        try:
             plain.settimeout(_HANDSHAKE_S)
             _set_options(plain)
             peer = context.wrap_socket(plain, server_side=True)
             rank = _greeting(peer, node.token.encode())
-            if rank in awaited:
-                peer.sendall(b"\1")
-                peers[rank] = peer
-                awaited = awaited - {rank}
-            else:
-                peer.close()
+            if rank not in awaited or rank in peers:
+                return peer.close()
+            peer.sendall(b"\1")
+            peers[rank] = peer
+        except OSError:  # of one connection, as a scanner's; the ranks try again
+            plain.close()
+
+    # A thread for each connection: a stranger who says nothing delays no rank.
+    greetings: set[Future[None]] = set()
+    threads = ThreadPoolExecutor(_MAX_HANDSHAKES)
+    try:
+        while awaited - peers.keys():
+            if time.monotonic() > deadline:
+                missing = sorted(awaited - peers.keys())
+                raise ConfigError(f"the ranks {missing} did not connect within {_MEETING_S} s")
+            greetings = {greeting for greeting in greetings if not greeting.done()}
+            if len(greetings) == _MAX_HANDSHAKES:
+                wait(greetings, timeout=_ACCEPT_S, return_when="FIRST_COMPLETED")
+                continue
+            listener.settimeout(_ACCEPT_S)
+            try:
+                plain, _ = listener.accept()
+            except OSError:
+                continue
+            greetings.add(threads.submit(greet, plain))
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
     return peers
 
 
@@ -187,7 +207,8 @@ def _set_options(plain: socket.socket) -> None:
     plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         plain.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+    # Not TCP_USER_TIMEOUT: it would also end the connection to a rank that computes for long and reads nothing.
     plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENCE_S // 4)
-    plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _SILENCE_S // 4)
-    plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENCE_S)
+    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+        plain.setsockopt(socket.IPPROTO_TCP, option, _SILENCE_S // (_PROBES + 1))
+    plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)

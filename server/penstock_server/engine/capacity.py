@@ -199,8 +199,8 @@ class CapacityProbe:
         if config.proven or config.offload_folder is not None:
             return
         on_cpu = self.device.type == "cpu"
-        needed = config.num_slots * self.kv_bytes_per_block * self.group.num_local
-        pool = config.num_blocks * self.kv_bytes_per_block * self.group.num_local if on_cpu else 0
+        per_block = -self.group.minimum_of_all(-self.kv_bytes_per_block) * self.group.num_local
+        needed, pool = config.num_slots * per_block, config.num_blocks * per_block if on_cpu else 0
         free = memory.free_bytes(torch.device("cpu")) - pool
         if self.group.minimum_of_all(free) < needed:
             raise ConfigError(

@@ -307,12 +307,13 @@ class Engine:
         with clock.phase("allocate KV pool"):
             probe.allocate_cache(num_blocks)
             # The memory is there: it was measured. Requests wait for their first token, not for the last page.
-            self._backing = memory.touch_pages_in_background(probe.caches)
-            return_free_pages()
-        if config.num_slots:
-            with clock.phase("allocate KV offload"):
+            slots = []
+            if config.num_slots:
                 probe.check_offload(replace(config, num_blocks=num_blocks))
                 self._offload = Offload(probe.caches, config.num_slots, config.offload_folder)
+                slots = self._offload.pages
+            self._backing = memory.touch_pages_in_background([*probe.caches, *slots])
+            return_free_pages()
         longest = probe.longest_in(num_blocks, config)
         self.model.serve_up_to(longest)
         if self._pooled_drafter is not None:

@@ -38,11 +38,16 @@ class Offload:
         self._checksums: dict[int, int] | None = None if folder is None else {}
         shape, on_gpu = (num_slots, sum(self._widths)), self._device.type != "cpu"
         if folder is None:
-            # Of a CPU, a page takes no memory before it is written.
+            # On a CPU, a page takes no memory until it is written; see `pages`.
             self._slots = torch.empty(shape, dtype=torch.uint8, pin_memory=on_gpu)
         else:
             self._file = _reserve(folder, shape[0] * shape[1])
             self._slots = torch.frombuffer(mmap.mmap(self._file.fileno(), 0), dtype=torch.uint8).view(shape)
+
+    @property
+    def pages(self) -> list[Tensor]:
+        """The tensors whose pages have to be backed before they are needed: those of slots in host memory."""
+        return [self._slots] if self._checksums is None else []
 
     @torch.inference_mode()
     def move(self, transfers: Sequence[Transfer]) -> None:

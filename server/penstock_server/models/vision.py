@@ -127,7 +127,7 @@ def load_images(options: LoadOptions) -> ImageEncoder:
         raise ConfigError(f"{folder} holds no preprocessor_config.json, which says how images become pixel values")
     if importlib.util.find_spec("PIL") is None:
         raise ConfigError("models that read images need Pillow: pip install 'penstock[transformers]'")
-    TileProcessor.of(folder)  # raises what the process that reads files cannot say
+    TileProcessor.of(folder)  # refuses a bad file here: the process that reads images could not say why
     config = read_config(folder)
     family = FAMILIES[config.model_type]
     tower = VisionTower.load(folder, config, family, options.dtype, options.device)

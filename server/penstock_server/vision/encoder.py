@@ -257,14 +257,17 @@ class ImageEncoder:
 
     def _keep(self, hash_: bytes, image: EncodedImage, *, is_awaited: bool) -> int:
         """Forgets the images that were used longest ago, until the others fit: first those that no request waits for,
-        because a step encodes what it needs and was forgotten. Returns the bytes of those in use."""
+        because a step encodes what it needs and was forgotten. Requests that have ended leave theirs among those that
+        are awaited, so these are forgotten first where they take more than half. Returns the bytes of those in use."""
         with self._lock:
             self._alive[hash_] = image
             self._kept.pop(hash_, None)
             self._awaited.pop(hash_, None)
             (self._awaited if is_awaited else self._kept)[hash_] = image
             while (num_bytes := self._num_bytes()) > self.kept_bytes and len(self._kept) + len(self._awaited) > 1:
-                images = self._kept or self._awaited
+                awaited_bytes = sum(image.num_bytes for image in self._awaited.values())
+                is_half = awaited_bytes > self.kept_bytes // 2
+                images = self._awaited if is_half or not self._kept else self._kept
                 del images[next(iter(images))]
             return num_bytes
 

@@ -44,16 +44,20 @@ class TileProcessor:
         values: dict[str, Any] = {}
         for name in ("processor_config.json", "preprocessor_config.json"):
             if (folder / name).is_file():
-                stored = json.loads((folder / name).read_text(encoding="utf-8"))
-                values |= stored.get("image_processor", stored)
+                try:
+                    stored = json.loads((folder / name).read_text(encoding="utf-8"))
+                    values |= stored.get("image_processor", stored)
+                except (ValueError, AttributeError, TypeError) as error:
+                    raise ConfigError(f"{folder / name} is no object of JSON: {error}") from error
         if values.get("image_processor_type") not in _TYPES:
             return None
         given = {field: values[key] for key, field in _KEYS.items() if values.get(key) is not None}
-        side, max_tiles = values.get("size", {}).get("height", 336), given.get("max_tiles", 16)
-        if side < 1 or not 1 <= max_tiles <= MAX_TILES:
+        size, max_tiles = values.get("size") or {"height": 336, "width": 336}, given.get("max_tiles", 16)
+        side = size.get("height") if isinstance(size, dict) and size.get("height") == size.get("width") else None
+        if type(side) is not int or type(max_tiles) is not int or side < 1 or not 1 <= max_tiles <= MAX_TILES:
             raise ConfigError(
-                f"{folder}: the image processor's tiles have {side} × {side} pixels, and max_patches is {max_tiles}; "
-                f"at least 1, and 1 to {MAX_TILES}, are possible"
+                f"{folder}: the image processor's tiles have the size {size}, and max_patches is {max_tiles}; equal "
+                f"height and width of at least 1, and 1 to {MAX_TILES}, are possible"
             )
         return cls(side, **given)
 

@@ -62,7 +62,7 @@ def load_drafter(
     if model.window_tokens:
         raise ConfigError(
             f"--speculative-model {folder}: a draft model reads whole texts, and this model, whose layers all have a "
-            "sliding window, releases their beginnings; name `ngram`, or Medusa heads"
+            "sliding window, releases their beginnings; use `--speculative-model ngram`, or Medusa heads"
         )
     if group.rank:
         return SentDrafter()
