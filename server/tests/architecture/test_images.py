@@ -343,15 +343,20 @@ def test_a_step_encodes_no_image_that_requests_wait_for_while_others_can_be_forg
     monkeypatch.setattr(ImageEncoder, "_encode", counted)
     waiting = IMAGES[0]
     (first,) = encoder.encode([waiting])
-    encoder.kept_bytes = first.num_bytes * 2
+    encoder.kept_bytes = first.num_bytes * 4
     del first
-    others = [Image(bytes([number]), IMAGES[2].data) for number in range(4)]
+    others = [Image(bytes([number]), IMAGES[2].data) for number in range(6)]
     for other in others:
         encoder.encode([other])
         encoder.placed([ImageSpan(other, 0)])
-    assert len(encoded) == 5
+    assert len(encoded) == 7
     encoder.placed([ImageSpan(waiting, 0)])
-    assert len(encoded) == 5, "the others were used later, but no request waits for them"
+    assert len(encoded) == 7, "the others were used later, but no request waits for them"
+    # Images of requests that have ended do not take the place of those in use.
+    for number in range(6, 12):
+        encoder.encode([Image(bytes([number]), IMAGES[2].data)])
+    encoder.placed([ImageSpan(others[-1], 0), ImageSpan(waiting, 0)])
+    assert len(encoded) == 13
     encoder.close()
 
 
