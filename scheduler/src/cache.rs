@@ -403,6 +403,7 @@ impl Cache {
             }
         }
         self.pool.audit(&block_refs);
-        self.tree.audit(&node_refs, |block_id| self.pool.node(block_id), &self.offload);
+        self.tree.audit(&node_refs, |block_id| self.pool.node(block_id));
+        self.offload.audit(self.tree.num_with_slot(), |node| self.tree.slot(node));
     }
 }

@@ -8,7 +8,6 @@
 
 use std::collections::HashMap;
 
-use crate::offload::Offload;
 use crate::plan::{BlockHash, BlockId, ContentSalt, SequenceId, SlotId, TokenId};
 use crate::precedence::Precedence;
 
@@ -191,6 +190,11 @@ impl PrefixTree {
         self.remove_unneeded(id);
     }
 
+    /// Nodes whose content is in a slot. For audits: it takes time proportional to all nodes.
+    pub(crate) fn num_with_slot(&self) -> usize {
+        self.nodes.iter().flatten().filter(|node| node.slot.is_some()).count()
+    }
+
     pub(crate) fn slot(&self, id: NodeId) -> Option<SlotId> {
         self.node(id).slot
     }
@@ -253,12 +257,7 @@ impl PrefixTree {
     }
 
     /// Panics unless all counts and links are right. `ref_counts`: for each node, the sequences that refer to it.
-    pub(crate) fn audit(
-        &self,
-        ref_counts: &HashMap<NodeId, u32>,
-        node_of_block: impl Fn(BlockId) -> Option<NodeId>,
-        offload: &Offload,
-    ) {
+    pub(crate) fn audit(&self, ref_counts: &HashMap<NodeId, u32>, node_of_block: impl Fn(BlockId) -> Option<NodeId>) {
         let mut num_children = vec![0; self.nodes.len()];
         let nodes = || self.nodes.iter().zip(0..).filter_map(|(node, id)| Some((NodeId(id), node.as_ref()?)));
         for (_, node) in nodes() {
@@ -278,7 +277,6 @@ impl PrefixTree {
                 assert_eq!(node_of_block(block_id), Some(id), "block {block_id}");
             }
         }
-        offload.audit(nodes().filter(|(_, node)| node.slot.is_some()).count(), |id| self.slot(id));
         assert_eq!(self.index.len(), nodes().count());
         assert_eq!(self.nodes.len(), self.unused.len() + nodes().count());
     }

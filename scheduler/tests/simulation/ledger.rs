@@ -254,7 +254,7 @@ impl Ledger {
         }
     }
 
-    /// Content leaves blocks that nobody holds or writes, and comes back into such ones.
+    /// Checks one transfer: no sequence holds its block, and no step in flight writes it.
     fn transfer(&mut self, transfer: Transfer) {
         let (Transfer::Store { block_id, slot } | Transfer::Load { slot, block_id }) = transfer;
         assert!(block_id < self.limits.num_blocks && slot < self.limits.num_slots);
