@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import byte_model
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
 from binary import PENSTOCK, start
 from client import ask
+from test_nodes import run_node
 from test_route import engine_url
 
 ROOT = Path(__file__).parent.parent
@@ -24,6 +26,8 @@ TLS = ROOT / "router" / "tests" / "fixtures" / "tls"
 HELM = shutil.which("helm", path=f"{ROOT / '.make' / 'bin'}{os.pathsep}{os.environ['PATH']}")
 OLDEST, NEWEST = "1.30", kubernetes_validate.latest_version()
 OPERATOR = "monitoring.coreos.com/v1"  # kinds of the Prometheus Operator, whose schemas are not Kubernetes' own
+GROUPS = "leaderworkerset.x-k8s.io/v1"
+GROUPS_SCHEMA = ROOT / ".make" / "go" / "sigs.k8s.io" / "lws@v0.8.0" / "config" / "crd" / "bases"
 
 pytestmark = pytest.mark.skipif(HELM is None, reason="needs helm: go install helm.sh/helm/v3/cmd/helm@latest")
 
@@ -52,6 +56,7 @@ EVERYTHING = {
 }
 CPU: dict[str, Any] = {"gpus": 0, "image": {"tag": "cpu"}, "weights": {"kind": "emptyDir"}}
 ROUTER: dict[str, Any] = {"enabled": True, "secret": "engine", "tls": {"secret": "engine-tls"}}
+NODES: dict[str, Any] = {"count": 3, "secret": "nodes"}
 LOGGED = {"json-output": False}  # `start` sets it
 CASES: dict[str, dict[str, Any]] = {
     "defaults": {},
@@ -60,6 +65,8 @@ CASES: dict[str, dict[str, Any]] = {
     "image volume": {"model": "/model", "weights": {"kind": "image", "image": "registry/model:1"}},
     "own claim": {"replicas": 2, "weights": {"existing": "models"}},
     "router": {**EVERYTHING, "router": ROUTER},
+    "groups": {"gpus": 0, "nodes": NODES, "weights": {"accessModes": ["ReadWriteMany"]}},
+    "groups behind a router": {**EVERYTHING, "gpus": 0, "nodes": NODES, "router": ROUTER},
 }
 
 
@@ -82,9 +89,43 @@ def render(values: dict[str, Any]) -> dict[str, Any]:
     return kinds
 
 
+def templates(workload: dict[str, Any]) -> list[dict[str, Any]]:
+    """The pods of a workload: one, or that of the server and that of the nodes of its group."""
+    if workload["apiVersion"] != GROUPS:
+        return [workload["spec"]["template"]]
+    return [workload["spec"]["leaderWorkerTemplate"][f"{name}Template"] for name in ("leader", "worker")]
+
+
 def container(workload: dict[str, Any]) -> dict[str, Any]:
-    (only,) = workload["spec"]["template"]["spec"]["containers"]
+    (only,) = templates(workload)[0]["spec"]["containers"]
     return only
+
+
+def validate(item: dict[str, Any], version: str) -> None:
+    """Raises if the API server of a release would refuse the object."""
+    if item["apiVersion"] == GROUPS:
+        for pod in templates(item):
+            metadata = {**pod["metadata"], "name": "pod"}
+            kubernetes_validate.validate(
+                {"apiVersion": "v1", "kind": "Pod", **pod, "metadata": metadata}, version, strict=True
+            )
+        if GROUPS_SCHEMA.exists():
+            (file,) = GROUPS_SCHEMA.iterdir()
+            schema = yaml.safe_load(file.read_text())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+            jsonschema.validate(item, {**schema, "properties": closed(schema["properties"])})
+    elif item["apiVersion"] != OPERATOR:
+        kubernetes_validate.validate(item, version, strict=True)
+
+
+def closed(properties: dict[str, Any]) -> dict[str, Any]:
+    """The schemas of properties, which refuse those that they do not name; the schemas of pods are left as they are."""
+    found = {}
+    for name, schema in properties.items():
+        inner = schema.get("properties")
+        if inner and name not in ("metadata", "leaderTemplate", "workerTemplate"):
+            schema = {**schema, "properties": closed(inner), "additionalProperties": False}
+        found[name] = schema
+    return found
 
 
 def options(workload: dict[str, Any], **replaced: str) -> list[str]:
@@ -104,22 +145,25 @@ def test_every_object_is_valid_and_they_belong_together(name: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     kinds = render(CASES[name])
     for item in kinds.values():
-        if item["apiVersion"] != OPERATOR:
-            kubernetes_validate.validate(item, NEWEST, strict=True)
-            if name != "image volume":  # which came later
-                kubernetes_validate.validate(item, OLDEST, strict=True)
+        validate(item, NEWEST)
+        if name != "image volume":  # which came later
+            validate(item, OLDEST)
         assert re.fullmatch("[a-z0-9-]{1,63}", item["metadata"]["name"])
-    workloads = [item for kind, item in kinds.items() if kind.split()[0] in ("Deployment", "StatefulSet")]
-    pods = [workload["spec"]["template"] for workload in workloads]
-    assert len(pods) == 1 + (name == "router")
-    for workload, pod in zip(workloads, pods, strict=True):
-        assert selected(workload["spec"]["selector"]["matchLabels"], pods) == [pod]
-        volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
-        assert {mount["name"] for mount in container(workload)["volumeMounts"]} == volumes
-    # Clients reach the router if there is one, and each budget is that of one workload.
-    assert selected(kinds["Service"]["spec"]["selector"], pods) == [
-        kinds_of(kinds, "Deployment")[0]["spec"]["template"]
+    workloads = [
+        item for kind, item in kinds.items() if kind.split()[0] in ("Deployment", "StatefulSet", "LeaderWorkerSet")
     ]
+    pods = [pod for workload in workloads for pod in templates(workload)]
+    assert len(pods) == 1 + ("router" in name) + ("groups" in name)
+    for workload in workloads:
+        if labels := workload["spec"].get("selector"):
+            assert selected(labels["matchLabels"], pods) == templates(workload)
+    for pod in pods:
+        volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
+        containers = [*pod["spec"]["containers"], *pod["spec"].get("initContainers", [])]
+        assert {mount["name"] for each in containers for mount in each["volumeMounts"]} == volumes
+    # Clients reach the router if there is one, and each budget is that of one workload.
+    front = kinds.get("Deployment router") or kinds.get("Deployment") or kinds["LeaderWorkerSet engines"]
+    assert selected(kinds["Service"]["spec"]["selector"], pods) == templates(front)[:1]
     budgets = kinds_of(kinds, "PodDisruptionBudget")
     chosen = [selected(budget["spec"]["selector"]["matchLabels"], pods) for budget in budgets]
     assert len(chosen) == len(pods)
@@ -128,7 +172,8 @@ def test_every_object_is_valid_and_they_belong_together(name: str) -> None:
         assert selected(policy["spec"]["podSelector"]["matchLabels"], pods) == pods
     if scaler := kinds.get("HorizontalPodAutoscaler"):
         target = scaler["spec"]["scaleTargetRef"]
-        assert kinds[target["kind"]]["metadata"]["name"] == target["name"]
+        (scaled,) = kinds_of(kinds, target["kind"])[-1:]
+        assert (scaled["apiVersion"], scaled["metadata"]["name"]) == (target["apiVersion"], target["name"])
 
 
 def kinds_of(kinds: dict[str, Any], kind: str) -> list[dict[str, Any]]:
@@ -194,6 +239,10 @@ def test_the_gpus_of_a_pod_are_divided(flags: dict[str, int], num_shard: int) ->
         ({**CPU, "router": {"flags": {"replica": "a"}}}, "router.flags.replica is set by the chart"),
         ({**CPU, "replicas": 1025, "router": ROUTER}, "a router has at most 1024 servers"),
         ({"flags": {"--port": 1}}, "--port"),
+        ({**CASES["groups"], "gpus": 1}, "ranks on several nodes compute on CPUs"),
+        ({**CASES["groups"], "nodes": {"count": 2}}, "nodes.count above 1 needs nodes.secret"),
+        ({**CASES["groups"], **CPU}, "nodes.count above 1 needs weights that all pods of a group mount"),
+        ({"nodes": {"count": 0}}, "count"),
     ],
 )
 def test_values_that_cannot_work_are_refused_by_name(values: dict[str, Any], message: str) -> None:
@@ -258,3 +307,33 @@ def test_a_router_of_the_chart_uses_the_servers_of_the_chart(tmp_path: Path) -> 
     body = {"inputs": "a", "parameters": {"max_new_tokens": 4}}
     assert ask(router, "/generate", body).json == ask(servers[0], "/generate", body).json
     assert [process.stop() for process in (router, *servers)] == [0, 0, 0]
+
+
+def test_a_group_of_pods_serves_one_model(tmp_path: Path) -> None:
+    """The server of the first pod, and a node with the arguments of each pod."""
+    model, secret = tmp_path / "model", tmp_path / "secret"
+    model.mkdir()
+    byte_model.save(model, 256, None)
+    secret.write_text("an integration test's secret, 32+ characters")
+    values = {**CASES["groups"], "model": str(model), "flags": LOGGED, "nodes": {**NODES, "count": 2}}
+    group = render(values)["LeaderWorkerSet engines"]
+    leader, worker = templates(group)
+    (sidecar,), (node,) = leader["spec"]["initContainers"], worker["spec"]["containers"]
+    assert sidecar["restartPolicy"] == "Always"
+    assert sidecar["args"] == node["args"]
+    command = ["node", "--listen=$(POD_IP):7000", "--secret-file=/etc/penstock-node/node-secret", "--json-output"]
+    assert node["args"] == command
+    name = group["metadata"]["name"]
+    nodes = [f"--ranks-on=node://$(POD_NAME){place}.{name}.default.svc:7000" for place in ("", "-1")]
+    assert [argument for argument in container(group)["args"] if argument.startswith("--ranks-on=")] == nodes
+
+    running = [run_node(f"127.0.0.{place}", secret) for place in (2, 3)]
+    arguments = [argument for argument in options(group, node_secret_file=str(secret)) if argument not in nodes]
+    server = start(*arguments, *(f"--ranks-on={each.address}" for each in running))
+    alone = start("--model-id", str(model))
+    body = {"inputs": "a", "parameters": {"max_new_tokens": 4}}
+    assert ask(server, "/generate", body).json == ask(alone, "/generate", body).json
+    assert [process.stop() for process in (server, alone)] == [0, 0]
+    for each in running:
+        each.process.terminate()
+        assert each.process.wait(timeout=30) == 0

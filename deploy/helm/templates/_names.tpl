@@ -7,23 +7,46 @@ app.kubernetes.io/name: {{ .Chart.Name }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
-{{- /* The labels of the pods that compute, and of those that clients reach: the same ones without a router. */ -}}
+{{- /* Whether each server is a group of pods, whose ranks are on several nodes. */ -}}
+{{- define "penstock.grouped" -}}
+{{ if gt (int .Values.nodes.count) 1 }}true{{ end }}
+{{- end }}
+
+{{- /* The labels of the servers' pods, and of those that clients reach: the same ones without a router. */ -}}
 {{- define "penstock.servers" -}}
 {{ include "penstock.selector" . }}
-{{- if .Values.router.enabled }}
+{{- if or .Values.router.enabled (include "penstock.grouped" .) }}
 app.kubernetes.io/component: server
 {{- end }}
 {{- end }}
 
-{{- define "penstock.front" -}}
+{{- /* The labels of the pods that have only ranks. */ -}}
+{{- define "penstock.nodes" -}}
 {{ include "penstock.selector" . }}
-{{- if .Values.router.enabled }}
+app.kubernetes.io/component: node
+{{- end }}
+
+{{- define "penstock.front" -}}
+{{- if .Values.router.enabled -}}
+{{ include "penstock.selector" . }}
 app.kubernetes.io/component: router
+{{- else -}}
+{{ include "penstock.servers" . }}
 {{- end }}
 {{- end }}
 
-{{- define "penstock.kind" -}}
-{{ ternary "StatefulSet" "Deployment" .Values.router.enabled }}
+{{- /* The object that makes the servers' pods. */ -}}
+{{- define "penstock.workload" -}}
+{{- if include "penstock.grouped" . }}
+{apiVersion: leaderworkerset.x-k8s.io/v1, kind: LeaderWorkerSet, name: {{ include "penstock.engines" . }}}
+{{- else }}
+{apiVersion: apps/v1, kind: {{ ternary "StatefulSet" "Deployment" .Values.router.enabled }}, name: {{ include "penstock.name" . }}}
+{{- end }}
+{{- end }}
+
+{{- /* The headless service that names the servers' pods. A LeaderWorkerSet makes one of its own name. */ -}}
+{{- define "penstock.engines" -}}
+{{ include "penstock.name" . }}-engines
 {{- end }}
 
 {{- /* The parts of a pod's GPUs, each of which splits every layer that it has. */ -}}

@@ -1,11 +1,13 @@
-{{- /* The pod of the servers, or that of the router in front of them. Takes a dict of `root`, the chart's context, and `isRouter`. */ -}}
+{{- /* The pod of the servers, of the router in front of them, or of a node that has ranks of a server. Takes a dict of `root`, the
+chart's context, and `labels`, the name of the template of its labels. */ -}}
 {{- define "penstock.pod" -}}
 {{- $values := .root.Values }}
-{{- $gpus := ternary 0 (int $values.gpus) .isRouter }}
-{{- $flags := ternary $values.router.flags $values.flags .isRouter }}
-{{- $protocol := ternary "http" "https" (empty $values.router.tls.secret) }}
+{{- $isNode := eq .labels "penstock.nodes" }}
+{{- $isRouter := and $values.router.enabled (eq .labels "penstock.front") }}
+{{- $isGrouped := and (gt (int $values.nodes.count) 1) (not $isRouter) }}
+{{- $gpus := ternary 0 (int $values.gpus) $isRouter }}
 metadata:
-  labels: {{- merge (dict) (include (ternary "penstock.front" "penstock.servers" .isRouter) .root | fromYaml) $values.podLabels | toYaml | nindent 4 }}
+  labels: {{- merge (dict) (include .labels .root | fromYaml) $values.podLabels | toYaml | nindent 4 }}
   {{- with $values.podAnnotations }}
   annotations: {{- toYaml . | nindent 4 }}
   {{- end }}
@@ -26,91 +28,16 @@ spec:
     {{- end }}
   {{- end }}
   terminationGracePeriodSeconds: {{ add $values.endpointRemovalSeconds $values.gracefulTerminationSeconds 15 }}
+  {{- if and $isGrouped (not $isNode) }}
+  initContainers: # a sidecar: it starts before the server and ends after it
+    {{- include "penstock.node" (dict "root" .root "isSidecar" true) | trim | nindent 4 }}
+  {{- end }}
   containers:
-    - name: penstock
-      image: {{ printf "%s:%s" $values.image.repository $values.image.tag | quote }}
-      imagePullPolicy: {{ $values.image.pullPolicy }}
-      args:
-        {{- if .isRouter }}
-        - route
-        {{- end }}
-        - --hostname=0.0.0.0 # Kubernetes sets HOSTNAME to the pod's name
-        - --port=8080 # the user need not be allowed to listen on port 80
-        - --graceful-termination-timeout={{ $values.gracefulTerminationSeconds }}
-        {{- with $values.model }}
-        - {{ printf "--model-id=%s" . | quote }}
-        {{- end }}
-        {{- if $gpus }}
-        - --num-shard={{ div $gpus (include "penstock.parts" .root) }}
-        {{- end }}
-        {{- if $values.apiKeys.secret }}
-        - --api-key-file=/etc/penstock/api-keys
-        {{- end }}
-        {{- if $values.router.enabled }}
-        - --engine-secret-file=/etc/penstock-engine/secret/engine-secret
-        {{- if .isRouter }}
-        {{- range $number := until (int (include "penstock.most" .root)) }}
-        - --replica={{ $protocol }}://{{ include "penstock.name" $.root }}-{{ $number }}.{{ include "penstock.name" $.root }}-engines.{{ $.root.Release.Namespace }}.svc:3001
-        {{- end }}
-        {{- else }}
-        - --engine-listen=0.0.0.0:3001
-        {{- end }}
-        {{- if $values.router.tls.secret }}
-        - --engine-tls-cert=/etc/penstock-engine/tls/tls.crt
-        - --engine-tls-key=/etc/penstock-engine/tls/tls.key
-        - --engine-tls-ca=/etc/penstock-engine/tls/ca.crt
-        {{- else }}
-        - --engine-without-tls
-        {{- end }}
-        {{- end }}
-        {{- include "penstock.arguments" $flags | trim | nindent 8 }}
-      {{- if or $values.hubToken.secret $values.env }}
-      env:
-        {{- with $values.hubToken.secret }}
-        - name: HF_TOKEN
-          valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: HF_TOKEN}}
-        {{- end }}
-        {{- with $values.env }}
-        {{- toYaml . | nindent 8 }}
-        {{- end }}
-      {{- end }}
-      ports:
-        - {name: http, containerPort: 8080}
-        {{- if and $values.router.enabled (not .isRouter) }}
-        - {name: engine, containerPort: 3001}
-        {{- end }}
-      # docs/operations.md, "Health". The port answers once the model is loaded, or once the router has found a server.
-      startupProbe: {httpGet: {path: /health/live, port: http}, periodSeconds: 5, failureThreshold: {{ div (add $values.startSeconds 4) 5 }}}
-      readinessProbe: {httpGet: {path: /health/ready, port: http}, periodSeconds: 5}
-      livenessProbe: {httpGet: {path: /health/live, port: http}, periodSeconds: 10, timeoutSeconds: 5}
-      lifecycle: {preStop: {sleep: {seconds: {{ $values.endpointRemovalSeconds }}}}}
-      {{- $resources := deepCopy (ternary $values.router.resources $values.resources .isRouter) }}
-      {{- if $gpus }}
-      {{- $resources = mergeOverwrite $resources (dict "limits" (dict $values.gpuResource $gpus)) }}
-      {{- end }}
-      resources: {{- toYaml $resources | nindent 8 }}
-      securityContext:
-        allowPrivilegeEscalation: false
-        readOnlyRootFilesystem: true
-        capabilities: {drop: [ALL]}
-      volumeMounts:
-        - {name: data, mountPath: /data}
-        - {name: tmp, mountPath: /tmp}
-        {{- if gt $gpus 1 }}
-        - {name: shared-memory, mountPath: /dev/shm}
-        {{- end }}
-        {{- if eq $values.weights.kind "image" }}
-        - {name: model, mountPath: /model, readOnly: true}
-        {{- end }}
-        {{- if $values.apiKeys.secret }}
-        - {name: api-keys, mountPath: /etc/penstock, readOnly: true}
-        {{- end }}
-        {{- if $values.router.enabled }}
-        - {name: engine-secret, mountPath: /etc/penstock-engine/secret, readOnly: true}
-        {{- if $values.router.tls.secret }}
-        - {name: engine-tls, mountPath: /etc/penstock-engine/tls, readOnly: true}
-        {{- end }}
-        {{- end }}
+    {{- if $isNode }}
+    {{- include "penstock.node" (dict "root" .root "isSidecar" false) | trim | nindent 4 }}
+    {{- else }}
+    {{- include "penstock.container" (dict "root" .root "isRouter" $isRouter) | trim | nindent 4 }}
+    {{- end }}
   volumes:
     {{- if eq $values.weights.kind "claim" }}
     - {name: data, persistentVolumeClaim: {claimName: {{ include "penstock.claim" .root | quote }}}}
@@ -124,6 +51,7 @@ spec:
     {{- if eq $values.weights.kind "image" }}
     - {name: model, image: {reference: {{ $values.weights.image | quote }}, pullPolicy: {{ $values.image.pullPolicy }}}}
     {{- end }}
+    {{- if not $isNode }}
     {{- with $values.apiKeys.secret }}
     - {name: api-keys, secret: {secretName: {{ . | quote }}, items: [{key: api-keys, path: api-keys}], defaultMode: 0440}}
     {{- end }}
@@ -133,7 +61,11 @@ spec:
     - {name: engine-tls, secret: {secretName: {{ . | quote }}, defaultMode: 0440}}
     {{- end }}
     {{- end }}
-  {{- if not .isRouter }}
+    {{- end }}
+    {{- if $isGrouped }}
+    - {name: node-secret, secret: {secretName: {{ $values.nodes.secret | quote }}, items: [{key: node-secret, path: node-secret}], defaultMode: 0440}}
+    {{- end }}
+  {{- if not $isRouter }}
   {{- with $values.nodeSelector }}
   nodeSelector: {{- toYaml . | nindent 4 }}
   {{- end }}
