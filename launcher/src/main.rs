@@ -58,7 +58,8 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use futures::future::{join_all, select_all};
 use nix::sys::signal::Signal;
-use penstock_router::config::{ApiKeys, ConnectionLimits, QueueLimits, RequestLimits};
+use penstock_router::config::ApiKeys;
+use penstock_router::limits::{ConnectionLimits, QueueLimits, RequestLimits};
 use penstock_router::remote::{self, Access, EngineListener, Remote, ServerDescription};
 use penstock_router::replica::Replicas;
 use penstock_router::telemetry::metrics::{self, Exporter};
@@ -246,8 +247,8 @@ async fn serve(setup: Setup<'_>, listener: Reserved, stop: CancellationToken) ->
     let adapters = AdapterFlags::new(args)?;
     let start = async {
         match servers.is_empty() {
-            true => start::start(args, settings, &adapters, python, &nodes).await,
-            false => route::start(args, &adapters, python, servers, access.clone()).await,
+            true => anyhow::Ok(start::start(args, settings, &adapters, python, &nodes).await?),
+            false => Ok(route::start(args, &adapters, python, servers, access.clone()).await?),
         }
     };
     let started = tokio::select! {

@@ -15,7 +15,7 @@ use crate::args::Args;
 use crate::fingerprint;
 use crate::replica_file::{self, Follower, Servers};
 use crate::resolve::{ResolveError, SequenceLimits};
-use crate::start::{self, StartError, Started};
+use crate::start::{self, Started};
 
 /// Between two attempts to reach a first server.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
@@ -39,6 +39,17 @@ pub(crate) enum RouteError {
     Read(#[from] std::io::Error),
     #[error("--replica-file {}: {reason}", .path.display())]
     File { path: PathBuf, reason: String },
+}
+
+/// Why the router does not start.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum StartError {
+    #[error(transparent)]
+    Model(#[from] start::StartError),
+    #[error(transparent)]
+    Servers(#[from] RouteError),
+    #[error(transparent)]
+    Limits(#[from] ResolveError),
 }
 
 /// Checks the URLs before anything is started.

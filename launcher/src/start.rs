@@ -26,7 +26,6 @@ use crate::prefetch;
 use crate::quantize::Quantize;
 use crate::replica_file::Follower;
 use crate::resolve::{Choice, ResolveError, SequenceLimits, Settings};
-use crate::route::RouteError;
 use crate::standby::Standby;
 use crate::supervise::Supervisor;
 use crate::weights::{self, PrepareError, Prepared};
@@ -71,8 +70,6 @@ pub(crate) enum StartError {
     Group(#[from] GroupError),
     #[error(transparent)]
     Limits(#[from] ResolveError),
-    #[error(transparent)]
-    Route(#[from] RouteError),
     #[error("cannot read the model's files: {0}")]
     Fingerprint(std::io::Error),
 }

@@ -8,6 +8,7 @@ pub mod engine;
 mod fetch;
 mod generation;
 mod http;
+pub mod limits;
 pub mod remote;
 pub mod replica;
 pub mod sequence;

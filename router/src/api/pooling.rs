@@ -4,8 +4,8 @@ use serde::Deserialize;
 use utoipa::ToSchema;
 
 use super::openai::OneOrMany;
-use crate::config::RequestLimits;
 use crate::generation::{PoolingInput, ValidationError};
+use crate::limits::RequestLimits;
 use crate::sequence::{Matryoshka, Pooling};
 use crate::text::Input;
 

@@ -8,8 +8,8 @@ use utoipa::ToSchema;
 use super::field::{integer, is_given, or_default};
 use super::openai::EmbeddingUsage;
 use super::tei::pairs;
-use crate::config::RequestLimits;
 use crate::generation::{PoolingRequest, ValidationError};
+use crate::limits::RequestLimits;
 use crate::sequence::Task;
 use crate::telemetry::RequestSummary;
 

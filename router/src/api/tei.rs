@@ -5,8 +5,8 @@ use utoipa::ToSchema;
 
 use super::field::{integer, or_default};
 use super::pooling::{EmbeddingInputs, check_inputs};
-use crate::config::RequestLimits;
 use crate::generation::{PoolingInput, PoolingRequest, ValidationError};
+use crate::limits::RequestLimits;
 use crate::sequence::Task;
 use crate::text::{Input, Prompts, Truncation};
 

@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use super::validation::ValidationError;
-use crate::config::RequestLimits;
+use crate::limits::RequestLimits;
 use crate::sequence::{BadWord, Grammar, LogitBias, Sampling};
 
 /// The most generations of one prompt, whatever the server's limits.

@@ -22,7 +22,8 @@ use tower::ServiceExt;
 
 use super::socket::{Listener, Stream};
 use super::{guarded_body, socket, vertex_route};
-use crate::config::{ConnectionLimits, VertexRoutes};
+use crate::config::VertexRoutes;
+use crate::limits::ConnectionLimits;
 use crate::telemetry::metrics;
 
 /// The first bytes of HTTP/2, which no HTTP/1 request begins with (RFC 9113, section 3.4).

@@ -53,7 +53,7 @@ pub(crate) use service::Service;
 pub use socket::Listener;
 
 use crate::api::error::ApiError;
-use crate::config::ConnectionLimits;
+use crate::limits::ConnectionLimits;
 use crate::sequence::Task;
 use dialect::Dialect;
 

@@ -10,7 +10,7 @@ use tokio::io::Interest;
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio_util::either::Either;
 
-use crate::config::ConnectionLimits;
+use crate::limits::ConnectionLimits;
 
 /// Unsent bytes that the kernel buffers. With a larger buffer a slow reader would look for a long time like a client
 /// that does not read.

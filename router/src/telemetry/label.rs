@@ -2,6 +2,9 @@
 
 use crate::replica::Replicas;
 
+/// A label's name, and the values that it can have.
+pub(super) type Label = (&'static str, &'static [&'static str]);
+
 /// Declares an enum whose variants are the values of a label.
 macro_rules! label {
     ($(#[$attribute:meta])* $name:ident { $($(#[$variant_attribute:meta])* $variant:ident = $value:literal,)* }) => {
@@ -26,6 +29,9 @@ macro_rules! label {
 /// The position of a token in its draft. The values end at the most draft tokens that `--speculate` allows.
 pub(super) const DRAFT_POSITIONS: &[&str] =
     &["0", "1", "2", "3", "4", "5", "6", "7", "8", "9", "10", "11", "12", "13", "14", "15"];
+
+/// A series is created when its replica joins.
+pub(super) const REPLICA: Label = ("replica", REPLICAS);
 
 /// Numbers of replicas, as many as there can be.
 pub(super) const REPLICAS: &[&str] = &{

@@ -4,10 +4,8 @@ use metrics::{
     IntoF64, Label as Pair, counter, describe_counter, describe_gauge, describe_histogram, gauge, histogram,
 };
 
-use crate::config::RequestLimits;
-
-/// A label's name, and the values that it can have.
-pub(super) type Label = (&'static str, &'static [&'static str]);
+use super::label::{Label, REPLICA};
+use crate::limits::RequestLimits;
 
 /// A metric, or, after `with`, its series of one label value.
 #[derive(Clone, Copy)]
@@ -107,7 +105,7 @@ impl Metric {
             Kind::Gauge => describe_gauge!(self.name, self.help),
             Kind::Histogram(_) => describe_histogram!(self.name, self.help),
         }
-        if self.label.is_some_and(|label| label == super::table::REPLICA) {
+        if self.label.is_some_and(|label| label == REPLICA) {
             return; // A series is created when its replica joins.
         }
         let values = self.label.map_or(vec![None], |(_, values)| values.iter().copied().map(Some).collect());

@@ -6,13 +6,13 @@ use std::time::Duration;
 use metrics_exporter_prometheus::{BuildError, Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 use penstock_scheduler::Stats;
 
-use super::label::{DRAFT_POSITIONS, REPLICAS};
+use super::label::{DRAFT_POSITIONS, REPLICA, REPLICAS};
 pub(crate) use super::label::{Failure, ImageFetch, Method, RefusalReason, RestartPhase, SpanLoss};
 use super::metric::{Kind, Metric};
 use super::summary::RequestSummary;
 use super::table::*;
-use crate::config::RequestLimits;
 use crate::engine::ReplicaReport;
+use crate::limits::RequestLimits;
 use crate::sequence::DraftCount;
 
 /// Renders what was recorded since [`Exporter::install`].

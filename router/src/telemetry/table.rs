@@ -4,13 +4,13 @@
 //! Those that begin with `vllm:` are vLLM's: what the endpoint picker of Kubernetes' Gateway API Inference Extension reads, by its default
 //! names, and what vLLM's dashboards read of speculation. Ours begin with `penstock_` and have the unit in the name.
 
-use super::label::{DRAFT_POSITIONS, Failure, ImageFetch, Method, REPLICAS, RefusalReason, RestartPhase, SpanLoss};
+use super::label::{
+    DRAFT_POSITIONS, Failure, ImageFetch, Label, Method, REPLICA, RefusalReason, RestartPhase, SpanLoss,
+};
 use super::metric::Buckets::{Duration, InputTokens, Latency, Sequences, SkippedTokens, Step, TotalTokens};
-use super::metric::{Label, Metric};
+use super::metric::Metric;
 
 const METHOD: Label = ("method", Method::VALUES);
-/// A series is created when its replica joins.
-pub(super) const REPLICA: Label = ("replica", REPLICAS);
 const PHASE: Label = ("phase", RestartPhase::VALUES);
 
 /// Declares each metric as a constant, and all of them as `METRICS`.

@@ -11,10 +11,9 @@ use futures::future::BoxFuture;
 use http_body_util::{BodyExt, Full};
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
-use penstock_router::config::{
-    AdapterConfig, ApiKeys, ConnectionLimits, PriorityOrder, QueueLimits, RequestLimits, VertexRoutes,
-};
+use penstock_router::config::{AdapterConfig, ApiKeys, PriorityOrder, VertexRoutes};
 use penstock_router::engine::{Generator, Health, SequenceStream};
+use penstock_router::limits::{ConnectionLimits, QueueLimits, RequestLimits};
 use penstock_router::sequence::{
     Adapter, AdapterError, FinishReason, Grammar, GrammarError, Image, ImageError, SequenceEvent, SequenceRequest,
     Token,

@@ -7,8 +7,9 @@ use super::value::{IgnoredFields, OneOrMany, SamplingFields, StreamOptions};
 use super::vllm::VllmFields;
 use crate::api::error::{ApiError, COMPLETION_NAMES};
 use crate::api::field::{integer, or_default};
-use crate::config::{Config, RequestLimits};
+use crate::config::Config;
 use crate::generation::{FieldNames, GenerationRequest, Parameters, Prompt, ValidationError};
+use crate::limits::RequestLimits;
 
 /// OpenAI's limit.
 const MAX_LOGPROBS: u32 = 5;

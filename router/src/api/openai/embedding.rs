@@ -9,8 +9,8 @@ use utoipa::ToSchema;
 
 use crate::api::field::integer;
 use crate::api::pooling::EmbeddingInputs;
-use crate::config::RequestLimits;
 use crate::generation::{PoolingRequest, ValidationError};
+use crate::limits::RequestLimits;
 use crate::sequence::Task;
 use crate::telemetry::RequestSummary;
 use crate::text::Prompts;
