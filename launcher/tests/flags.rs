@@ -322,9 +322,9 @@ fn a_unix_socket_excludes_the_flags_of_a_port_but_not_their_variables() {
 
 #[test]
 fn the_end_of_standard_input_stops_the_server_only_with_the_flag() {
-    let until_killed = "case $2 in *prepare) sleep 60;; *) sleep 2; exit 3;; esac";
-    assert_eq!(with_python(until_killed, &["--stop-with-stdin"], &[]).status.code(), Some(0));
-    assert_eq!(with_python(until_killed, &[], &[]).status.code(), Some(1));
+    let fails_after = |seconds: u32| format!("case $2 in *prepare) sleep 60;; *) sleep {seconds}; exit 3;; esac");
+    assert_eq!(with_python(&fails_after(60), &["--stop-with-stdin"], &[]).status.code(), Some(0));
+    assert_eq!(with_python(&fails_after(2), &[], &[]).status.code(), Some(1));
 }
 
 #[test]

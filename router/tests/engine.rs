@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use fake_worker::fleet::Fleet;
-use fake_worker::setting::{FINISHED, collect, limits, request, streams_are_complete, worker_failure};
+use fake_worker::setting::{FINISHED, PATIENCE, collect, limits, request, streams_are_complete, worker_failure};
 use fake_worker::{FakeGroup, Garble, Hang, Script, expected_tokens};
 use futures::StreamExt;
 use futures::future::BoxFuture;
@@ -19,8 +19,6 @@ use penstock_scheduler::Limits;
 use tokio::runtime::Builder;
 use tokio::sync::watch;
 use tokio::time::timeout;
-
-const PATIENCE: Duration = Duration::from_secs(30);
 
 /// No restarts: the first group loss fails the engine.
 fn options(limits: Limits) -> EngineOptions {
@@ -209,7 +207,7 @@ async fn a_logprob_that_is_not_a_number_fails_its_sequence_alone() {
 #[tokio::test]
 async fn a_worker_that_hangs_is_lost_after_the_step_deadline() {
     let group = FakeGroup::start(vec![Script { hang_at_step: Some((2, Hang::Step)), ..Script::default() }]);
-    let options = EngineOptions { step_deadline: Duration::from_millis(200), ..options(limits()) };
+    let options = EngineOptions { step_deadline: Duration::from_secs(2), ..options(limits()) };
     let engine = engine_with(&group, options).await;
     let (_, terminal) = collect(engine.submit(request(&[1], 10))).await;
     let reason = worker_failure(terminal);

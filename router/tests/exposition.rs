@@ -12,11 +12,10 @@ mod server;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::time::Duration;
 
 use axum::http::StatusCode;
 use fake_worker::fleet::Fleet;
-use fake_worker::setting::limits;
+use fake_worker::setting::{PATIENCE, limits};
 use fake_worker::{FakeGroup, Script};
 use http_body_util::BodyExt;
 use penstock_router::engine::{Engine, EngineOptions};
@@ -60,7 +59,6 @@ const TGI: [(&str, &str, &str); 27] = [
 
 /// Sequences whose prompt begins with this byte fail in the worker.
 const BROKEN: u8 = b'!';
-const PATIENCE: Duration = Duration::from_secs(30);
 
 struct Router {
     server: Server<Engine>,

@@ -5,10 +5,9 @@
 mod fake_worker;
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use fake_worker::fleet::Fleet;
-use fake_worker::setting::{collect, limits, request, streams_are_complete, worker_failure};
+use fake_worker::setting::{PATIENCE, collect, limits, request, streams_are_complete, wait_until, worker_failure};
 use fake_worker::{Script, expected_tokens};
 use futures::StreamExt;
 use futures::future::join_all;
@@ -18,8 +17,6 @@ use penstock_router::sequence::{
     Grammar, Image, ImageError, ImageSpan, SequenceEvent, SequenceFailure, SequenceRequest,
 };
 use penstock_scheduler::Limits;
-
-const PATIENCE: Duration = Duration::from_secs(30);
 
 fn options() -> EngineOptions {
     let limits = Limits { max_step_tokens: 16, ..limits() };
@@ -43,15 +40,6 @@ async fn replicas(fleets: &[&Fleet], options: EngineOptions) -> Replicas {
 
 fn prompts(number: u32) -> Vec<Vec<u32>> {
     (1..=number).map(|length| (length..3 * length).collect()).collect()
-}
-
-async fn wait_until(condition: impl Fn() -> bool) {
-    let check = async {
-        while !condition() {
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-    };
-    tokio::time::timeout(PATIENCE, check).await.expect("the condition holds in time");
 }
 
 #[tokio::test]
@@ -147,7 +135,7 @@ async fn a_sequence_that_brings_workers_down_costs_two_replicas_their_groups_and
     let poison = collect(replicas.submit(request(&[77, 1], 50)));
     let others = streams_are_complete(&replicas, prompts(12), 30);
     let ((tokens, terminal), ()) = tokio::join!(poison, others);
-    assert_eq!(tokens, expected_tokens(&[77, 1], 1));
+    assert!(expected_tokens(&[77, 1], 1).starts_with(&tokens), "{tokens:?}");
     let SequenceEvent::Failed(SequenceFailure::Sequence(reason)) = terminal else { panic!("{terminal:?}") };
     assert!(reason.contains("stopped 3 times in a row"), "{reason}");
     let num_losses = || {

@@ -2,7 +2,6 @@
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use futures::FutureExt;
 use futures::future::BoxFuture;
@@ -11,9 +10,8 @@ use penstock_router::worker::Group;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 
+use super::setting::PATIENCE;
 use super::{FakeGroup, Script};
-
-const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A restart starts the next group, and fails when there is none. Clones are the same fleet.
 #[derive(Clone)]

@@ -10,6 +10,9 @@ use penstock_scheduler::Limits;
 
 use super::expected_tokens;
 
+/// How long a test waits for what must happen.
+pub const PATIENCE: Duration = Duration::from_secs(120);
+
 pub const FINISHED: SequenceEvent = SequenceEvent::Finished(FinishReason::Length);
 
 pub const fn limits() -> Limits {
@@ -31,6 +34,15 @@ pub const fn limits() -> Limits {
         drafts_with_model: false,
         num_stages: 1,
     }
+}
+
+pub async fn wait_until(condition: impl Fn() -> bool) {
+    let check = async {
+        while !condition() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, check).await.expect("the condition holds in time");
 }
 
 /// A greedy request to a model without an encoder.

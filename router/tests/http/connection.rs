@@ -89,6 +89,9 @@ async fn draining_lets_both_versions_finish_and_leaves_no_connection() {
     assert!(TcpStream::connect(server.address).await.is_err());
 }
 
+/// Longer than a busy machine takes to send a request.
+const LONG: Duration = Duration::from_secs(3);
+
 /// Everything that the server sends until it closes the connection.
 async fn until_closed(server: &Server, sent: &str) -> io::Result<String> {
     let mut connection = TcpStream::connect(server.address).await?;
@@ -98,9 +101,9 @@ async fn until_closed(server: &Server, sent: &str) -> io::Result<String> {
     Ok(said)
 }
 
-async fn hurried() -> Server {
+async fn hurried(idle_timeout: Duration) -> Server {
     let adjust = |config: &mut Config| {
-        config.connections.idle_timeout = Duration::from_millis(300);
+        config.connections.idle_timeout = idle_timeout;
         config.connections.body_timeout = Duration::from_millis(300);
         config.connections.max_head_bytes = 2000;
     };
@@ -109,13 +112,14 @@ async fn hurried() -> Server {
 
 #[tokio::test]
 async fn a_head_that_is_late_ends_the_connection() {
-    let server = hurried().await;
+    let server = hurried(Duration::from_millis(300)).await;
     for sent in ["", "P", "PR", "PRI * HTTP/2.0\r\n", "GET /heal", "GET /health HTTP/1.1\r\nhost: x\r\nx-slow: "] {
         // Closing a socket with unread input resets the connection.
         let said = until_closed(&server, sent).await.unwrap_or_default();
         assert!(!said.contains("200 OK"), "{sent:?}: {said}");
     }
     // Kept alive until the idle timeout.
+    let server = hurried(LONG).await;
     let said = until_closed(&server, "GET /health HTTP/1.1\r\nhost: x\r\n\r\n").await.unwrap();
     assert!(said.starts_with("HTTP/1.1 200 OK"), "{said}");
 }
@@ -129,7 +133,7 @@ async fn http2_connection(server: &Server) -> (http2::SendRequest<Full<Bytes>>, 
 
 #[tokio::test]
 async fn an_idle_http2_connection_is_closed_and_one_with_an_open_stream_is_not() {
-    let adjust = |config: &mut Config| config.connections.idle_timeout = Duration::from_millis(300);
+    let adjust = |config: &mut Config| config.connections.idle_timeout = LONG;
     let (server, mut sequences) = Server::manual_with(adjust).await;
     let (mut busy, _busy_connection) = http2_connection(&server).await;
     let body = Full::new(Bytes::from_static(br#"{"inputs": "Hi"}"#));
@@ -194,7 +198,7 @@ async fn connections_beyond_the_limit_are_closed_and_counted() {
 
 #[tokio::test]
 async fn a_body_that_is_late_is_answered_408() {
-    let server = hurried().await;
+    let server = hurried(LONG).await;
     let head = "HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{";
     let said = until_closed(&server, &format!("POST /generate {head}")).await.unwrap();
     assert!(said.starts_with("HTTP/1.1 408"), "{said}");
@@ -206,7 +210,7 @@ async fn a_body_that_is_late_is_answered_408() {
 
 #[tokio::test]
 async fn a_head_that_is_too_large_is_refused() {
-    let server = hurried().await;
+    let server = hurried(LONG).await;
     let said =
         until_closed(&server, &format!("GET /health HTTP/1.1\r\nx-large: {}\r\n\r\n", "x".repeat(3000))).await.unwrap();
     assert!(said.starts_with("HTTP/1.1 431"), "{said}");
@@ -214,7 +218,7 @@ async fn a_head_that_is_too_large_is_refused() {
 
 #[tokio::test]
 async fn a_client_that_is_still_sending_reads_its_refusal() {
-    let server = hurried().await;
+    let server = hurried(LONG).await;
     let large = "x".repeat(8 << 20);
     let said = until_closed(&server, &format!("GET /health HTTP/1.1\r\nx-large: {large}\r\n\r\n")).await.unwrap();
     assert!(said.starts_with("HTTP/1.1 431"), "{said}");

@@ -5,8 +5,9 @@ use penstock_router::replica::Replicas;
 use penstock_router::sequence::Grammar;
 
 use crate::fake_worker::Script;
+use crate::fake_worker::setting::{PATIENCE, wait_until};
 use crate::fake_worker::setting::{collect, request, streams_are_complete};
-use crate::server::{PATIENCE, Server, Setup, prompts, remotes, route, streams, wait_until};
+use crate::server::{Server, Setup, prompts, remotes, route, streams};
 
 fn set_servers(replicas: &Replicas, servers: &[&Server]) {
     let urls: Vec<_> = servers.iter().map(|server| server.url()).collect();

@@ -2,7 +2,8 @@
 
 use penstock_router::engine::Generator;
 
-use crate::server::{PATIENCE, Server, Setup, route, streams, wait_until};
+use crate::fake_worker::setting::{PATIENCE, wait_until};
+use crate::server::{Server, Setup, route, streams};
 
 const NUM_ROUNDS: usize = 500;
 

@@ -20,7 +20,8 @@ use penstock_router::replica::Replicas;
 use penstock_router::sequence::{Grammar, SequenceEvent, SequenceFailure, SequenceRequest, greedy};
 use tokio::sync::watch;
 
-use server::{Endless, PATIENCE, Server, Setup, access, prompts, route, router_limits, serve, streams, wait_until};
+use fake_worker::setting::{PATIENCE, wait_until};
+use server::{Endless, Server, Setup, access, prompts, route, router_limits, serve, streams};
 
 /// Two servers, both connected: the first answers `num_steps` steps and no further one.
 async fn stopping_server(num_steps: u64) -> (watch::Sender<u64>, Server, Server) {
@@ -91,7 +92,7 @@ async fn sequences_of_the_last_server_finish_there_while_it_drains() {
 #[tokio::test]
 async fn a_server_that_answers_but_finishes_no_step_loses_its_sequences() {
     let (gate, hanging, kept) = stopping_server(5).await;
-    let replicas = route(&[&hanging, &kept], Duration::from_millis(300)).await;
+    let replicas = route(&[&hanging, &kept], Duration::from_secs(3)).await;
     running_streams(&replicas, &hanging, 5).await.await.unwrap();
     let num_plans = hanging.num_plans().await;
     streams_are_complete(&replicas, prompts(4), 5).await;

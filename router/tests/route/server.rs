@@ -19,10 +19,9 @@ use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use crate::fake_worker::fleet::Fleet;
-use crate::fake_worker::setting::{limits, streams_are_complete};
+use crate::fake_worker::setting::{PATIENCE, limits, streams_are_complete};
 use crate::fake_worker::{Script, expected_tokens};
 
-pub const PATIENCE: Duration = Duration::from_secs(30);
 pub const SECRET: &str = "0123456789abcdef";
 
 pub fn access() -> Access {
@@ -250,13 +249,4 @@ pub fn prompts(number: u32) -> Vec<Vec<u32>> {
 pub fn streams(replicas: &Replicas) -> tokio::task::JoinHandle<()> {
     let replicas = replicas.clone();
     tokio::spawn(async move { streams_are_complete(&replicas, prompts(12), 20).await })
-}
-
-pub async fn wait_until(condition: impl Fn() -> bool) {
-    let check = async {
-        while !condition() {
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-    };
-    tokio::time::timeout(PATIENCE, check).await.expect("the condition holds in time");
 }
