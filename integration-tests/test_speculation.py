@@ -54,7 +54,8 @@ REQUESTS = [GREEDY] + [
 
 @pytest.fixture(scope="module")
 def speculating() -> Iterator[Server]:
-    server = start("--speculate", "8", "--max-batch-total-tokens", "8000")
+    recent = ["--speculate-recent-tokens", "4000"]
+    server = start("--speculate", "8", *recent, "--max-batch-total-tokens", "8000")
     yield server
     assert server.stop() == 0
 
@@ -141,6 +142,23 @@ def test_answers_are_the_bits_of_a_server_without_drafts(server: Server, specula
     with ThreadPoolExecutor(6) as threads:
         together = list(threads.map(lambda request: answer(speculating, request), REQUESTS))
     assert together == expected
+
+
+def test_a_grammar_forces_drafts_without_the_flag(server: Server) -> None:
+    """Requests are not told of them: how many there are depends on what else the steps compute."""
+    request = {
+        "inputs": COPY,
+        "parameters": {"max_new_tokens": 60, "details": True, "grammar": {"type": "json", "value": SCHEMA}},
+    }
+    before = metric(server, "penstock_accepted_draft_tokens")
+    text, details = answer(server, request)
+
+    def has_forced_tokens() -> bool:
+        found = ask(server, "/generate", request).json
+        assert (found["generated_text"], found["details"]) == (text, details)
+        return metric(server, "penstock_accepted_draft_tokens") > before
+
+    wait_until(has_forced_tokens, "forced tokens are verified")
 
 
 def test_every_right_draft_saves_a_step(speculating: Server) -> None:

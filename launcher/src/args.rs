@@ -223,12 +223,19 @@ pub(crate) struct Args {
     #[arg(long, env, default_value_t = 2, value_parser = RangedU64ValueParser::<u32>::new().range(1..=16))]
     pub(crate) max_steps_in_flight: u32,
 
-    /// Maximum number of draft tokens that a step verifies for one sequence; 0 is off. Drafts are what --speculative-model
-    /// proposes, or else the multi-token prediction (MTP) layer of the checkpoint, or else what followed the last tokens of
-    /// a sequence where they occurred in it before (n-grams), or what its grammar forces; they change no token, logprob or
-    /// stop. A step with prompts or with as many sequences as --max-batch-size has none
+    /// Maximum number of draft tokens that a step verifies for one sequence; with 0, only those that a grammar forces. Drafts
+    /// are what --speculative-model proposes, or else the multi-token prediction (MTP) layer of the checkpoint, or else what
+    /// followed the last tokens of a sequence where they occurred in it before (n-grams), or what its grammar forces; they
+    /// change no token, logprob or stop. A step with prompts or with as many sequences as --max-batch-size has none
     #[arg(long, env, default_value_t = 0, value_parser = RangedU64ValueParser::<u32>::new().range(0..=16))]
     pub(crate) speculate: u32,
+
+    /// Number of tokens of recent answers in which --speculate looks up drafts, as well as in a sequence's own text; 0 is off.
+    /// Answers of other clients count, so the time of an answer can tell a client that another one got a similar answer;
+    /// `cache_salt` and adapters separate them. Does not apply to requests with a grammar. Looking up a draft in 65536 tokens takes
+    /// about 0.1 ms
+    #[arg(long, env, default_value_t = 0, value_parser = RangedU64ValueParser::<u32>::new().range(0..=1 << 17))]
+    pub(crate) speculate_recent_tokens: u32,
 
     /// What proposes the draft tokens of --speculate: a smaller model with the same vocabulary, as a folder, a .gguf file, or an
     /// id or ID@REVISION on the Hugging Face hub; or heads that were made for the model: EAGLE-3 in the published layout, or Medusa

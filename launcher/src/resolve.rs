@@ -218,12 +218,10 @@ impl Settings {
         (num_slots as u32, None)
     }
 
-    /// Draft tokens per sequence and step. `--speculate` is 0 where drafts cannot be verified with the same bits, or where
-    /// the KV pool of `limits` is too small for them. `limits`: of the scheduler, with `--speculate`.
+    /// Draft tokens per sequence and step, of `--speculate` or forced by grammars. 0 where drafts cannot be verified with
+    /// the same bits, or where the KV pool of `limits` is too small for them. `limits`: of the scheduler, with the drafts.
     pub(crate) fn speculation(model: &Description, limits: &Limits) -> (u32, Option<Choice>) {
-        let reason = if limits.max_draft_tokens == 0 {
-            return (0, None);
-        } else if !model.can_draft {
+        let reason = if !model.can_draft {
             "drafts are verified on CPUs only so far, by a native decoder and native kernels".to_owned()
         } else if !limits.has_room_for_drafts() {
             format!(
@@ -235,7 +233,7 @@ impl Settings {
         } else {
             return (limits.max_draft_tokens, None);
         };
-        (0, Some(Choice::new("speculate", 0, reason)))
+        (0, (!limits.drafts_only_forced).then(|| Choice::new("speculate", 0, reason)))
     }
 }
 
@@ -270,6 +268,8 @@ fn check_ranges(args: &Args) -> Result<(), ResolveError> {
     in_range("replicas", args.replicas, args.replicas <= MAX_REPLICAS, "at most 64")?;
     let has_drafts = args.speculative_model.is_none() || args.speculate > 0;
     in_range("speculate", args.speculate, has_drafts, "at least 1 with --speculative-model, which makes the drafts")?;
+    let recent = args.speculate_recent_tokens;
+    in_range("speculate-recent-tokens", recent, recent == 0 || args.speculate > 0, "0 without --speculate")?;
     let is_one_stage = args.pipeline_parallel_size == 1;
     in_range("speculate", args.speculate, is_one_stage || args.speculate == 0, "0 with --pipeline-parallel-size")?;
     let seconds = args.queue_timeout.unwrap_or(1);

@@ -229,6 +229,7 @@ fn drafting(model: &Description, num_blocks: u32) -> Limits {
         whole_prompts: false,
         max_draft_tokens: 4,
         drafts_with_model: false,
+        drafts_only_forced: false,
         num_stages: 1,
     }
 }

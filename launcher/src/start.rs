@@ -37,6 +37,9 @@ const PRIORITY_AGEING: Duration = Duration::from_secs(10);
 /// of their way and still bounds its wait.
 const MAX_OVERTAKING: u32 = 4;
 
+/// Draft tokens of a sequence without `--speculate`, which a grammar forces: as many as the longest usual keys of a schema.
+const MAX_FORCED_TOKENS: u32 = 8;
+
 /// A model that is ready to serve.
 pub(crate) struct Started {
     pub(crate) replicas: Replicas,
@@ -153,8 +156,9 @@ pub(crate) async fn start(
         max_overtaking: MAX_OVERTAKING,
         window_tokens: loaded.model.window_tokens,
         whole_prompts: loaded.model.is_prompt_whole(),
-        max_draft_tokens: args.speculate,
+        max_draft_tokens: if args.speculate > 0 { args.speculate } else { MAX_FORCED_TOKENS },
         drafts_with_model: loaded.model.drafts_with_model,
+        drafts_only_forced: args.speculate == 0,
         num_stages: args.pipeline_parallel_size,
     };
     let (max_draft_tokens, choice) = Settings::speculation(&loaded.model, &limits);
@@ -341,6 +345,7 @@ fn load_options(
         max_adapter_rank: args.max_lora_rank,
         speculative_model: prepared.speculative_model.clone(),
         drafts_with_mtp: args.drafts_with_mtp(),
+        recent_answer_tokens: args.speculate_recent_tokens,
         num_stages: args.pipeline_parallel_size,
         watermark_delta: args.watermark_delta,
         attention: args.attention.name().map(str::to_owned),

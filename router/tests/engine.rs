@@ -296,6 +296,7 @@ fn load_options() -> LoadOptions {
         max_adapter_rank: 16,
         speculative_model: Some("/heads".into()),
         drafts_with_mtp: true,
+        recent_answer_tokens: 1000,
         num_stages: 1,
     }
 }
@@ -330,6 +331,7 @@ async fn loading_and_warming_up_reach_every_rank_and_add_up_their_sizes() {
             assert_eq!((&*seen.loads[0].dtype, &*seen.loads[0].kv_cache_dtype), ("", "fp8_e5m2"));
             assert_eq!((seen.loads[0].watermark_gamma, seen.loads[0].watermark_delta), (0.25, 0.0));
             assert_eq!((&*seen.loads[0].attention, seen.loads[0].deterministic), ("triton", true));
+            assert_eq!(seen.loads[0].recent_answer_tokens, 1000);
             assert_eq!(seen.warm_ups[0].num_blocks, 77);
         });
     }

@@ -89,6 +89,7 @@ impl Run {
             whole_prompts: false,
             max_draft_tokens: 0,
             drafts_with_model: false,
+            drafts_only_forced: false,
             num_stages: 1,
         });
         for text in 0..load.num_cached_blocks / 500 {
@@ -152,6 +153,7 @@ fn submit(scheduler: &mut Scheduler, id: u32, prompt_token_ids: Vec<TokenId>, ma
         needs_prompt_outputs: false,
         num_source_tokens: 0,
         whole_spans: [].into(),
+        has_grammar: false,
     };
     scheduler.submit(submission, Duration::ZERO).expect("the sequence fits into the pool");
 }

@@ -57,10 +57,12 @@ pub struct Limits {
     pub window_tokens: Option<u32>,
     /// All tokens of a prompt attend to each other: each prompt is a span as in [`Submission::whole_spans`].
     pub whole_prompts: bool,
-    /// Draft tokens that a step verifies for one sequence at most (`--speculate`). 0: none.
+    /// Draft tokens that a step verifies for one sequence at most. 0: none.
     pub max_draft_tokens: u32,
     /// Whether the worker can draft with a model or heads, which takes time, as well as by lookup, which takes none.
     pub drafts_with_model: bool,
+    /// Whether the only drafts are tokens that grammars force (without `--speculate`).
+    pub drafts_only_forced: bool,
     /// Stages of the worker's pipeline, at least 1. With several, the steps in flight decode disjoint sequences, so that
     /// every stage has a step, and one more step for each stage after the first may be in flight.
     pub num_stages: u32,
@@ -113,6 +115,8 @@ pub struct Submission {
     /// Prompt tokens that attend to each other, as those of an image may: disjoint ranges in order. An advance does not
     /// end inside of one.
     pub whole_spans: Arc<[Range<u32>]>,
+    /// Whether a grammar constrains the generated tokens, so that it can force some.
+    pub has_grammar: bool,
 }
 
 /// Where content begins that token ids do not show, as that of an image.
@@ -139,6 +143,8 @@ pub struct Plan {
     pub advances: Vec<Advance>,
     /// Whether drafts come from the sequences' texts and grammars alone, although the worker can draft with a model.
     pub drafts_by_lookup: bool,
+    /// Whether drafts are only tokens that grammars force.
+    pub drafts_only_forced: bool,
 }
 
 /// The content of one block that moves.

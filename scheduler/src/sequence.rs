@@ -38,6 +38,7 @@ pub(crate) struct Sequence {
     needs_prompt_outputs: bool,
     num_source_tokens: u32,
     whole_spans: Arc<[Range<u32>]>,
+    has_grammar: bool,
     /// `None`: the worker does not know the sequence; the next three fields are 0 and empty.
     residency: Option<Residency>,
     /// Tokens sampled by steps in flight, at most: known by number, not yet by id.
@@ -89,6 +90,7 @@ impl Sequence {
             needs_prompt_outputs: submission.needs_prompt_outputs,
             num_source_tokens: submission.num_source_tokens,
             whole_spans: submission.whole_spans,
+            has_grammar: submission.has_grammar,
             residency: None,
             num_in_flight_tokens: 0,
             num_in_flight_drafts: 0,
@@ -148,8 +150,11 @@ impl Sequence {
     }
 
     /// The most draft tokens that its next step can verify: the last token is sampled after them.
-    pub(crate) fn max_draft_tokens(&self) -> u32 {
-        (self.max_tokens - self.num_known_tokens()).saturating_sub(1)
+    pub(crate) fn max_draft_tokens(&self, limits: &Limits) -> u32 {
+        if limits.drafts_only_forced && !self.has_grammar {
+            return 0;
+        }
+        limits.max_draft_tokens.min((self.max_tokens - self.num_known_tokens()).saturating_sub(1))
     }
 
     pub(crate) fn acceptance(&mut self, drafting: Drafting) -> &mut Acceptance {

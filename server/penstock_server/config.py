@@ -57,6 +57,7 @@ class LoadConfig:
     max_adapter_rank: int = 0
     speculative_model: Path | None = None  # the folder of a draft model or of heads; None: there is none
     drafts_with_mtp: bool = False  # without a speculative_model, with a layer of the checkpoint if it has one
+    recent_answer_tokens: int = 0  # of ended answers, in which drafts are looked up; 0: none
     num_stages: int = 1  # of the pipeline
 
 

@@ -60,6 +60,7 @@ def load_config(request: pb.LoadRequest) -> LoadConfig:
         max_adapter_rank=request.max_adapter_rank,
         speculative_model=Path(request.speculative_model) if request.speculative_model else None,
         drafts_with_mtp=request.drafts_with_mtp,
+        recent_answer_tokens=request.recent_answer_tokens,
         num_stages=max(1, request.num_stages),
     )
 
@@ -104,6 +105,7 @@ def plan_of(message: pb.Plan) -> Plan:
         new_sequences=[_new_sequence(new) for new in message.new_sequences],
         advances=_advances(message.advances),
         drafts_by_lookup=message.drafts_by_lookup,
+        drafts_only_forced=message.drafts_only_forced,
         transfers=_transfers(message.transfers),
     )
 
@@ -147,6 +149,7 @@ def _new_sequence(message: pb.NewSequence) -> NewSequence:
         num_second_text_tokens=message.num_second_text_tokens,
         adapter=adapter_of(message.adapter),
         images=tuple(ImageSpan(Image(span.hash, span.data), span.offset) for span in message.images),
+        cache_salt=message.cache_salt if message.HasField("cache_salt") else None,
     )
 
 

@@ -94,6 +94,7 @@ class NewSequence:
     num_second_text_tokens: int = 0  # last token_ids that have token type 1; the others have type 0
     adapter: Adapter | None = None
     images: Sequence[ImageSpan] = ()  # in the order of their offsets
+    cache_salt: int | None = None  # recent answers are looked up only in sequences with the same one
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +158,7 @@ class Plan:
     new_sequences: Sequence[NewSequence] = ()
     advances: Advances = NO_ADVANCES
     drafts_by_lookup: bool = False  # drafts come from the sequences' texts and grammars alone
+    drafts_only_forced: bool = False  # drafts are only tokens that grammars force
     transfers: Sequence[Transfer] = ()  # before the new sequences
 
 

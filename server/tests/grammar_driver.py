@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock_server.engine import Engine
 from penstock_server.plan import NewSequence, Sampling
@@ -32,6 +32,7 @@ class AnswerDriver:
     num_blocks: int
     blocks_each: int = 16
     num_steps: int = 0
+    max_forced: int = 0  # draft tokens of each decode, which grammars force
 
     def run(
         self,
@@ -71,12 +72,15 @@ class AnswerDriver:
             known = len(answers[place].prompt) + len(answers[place].tokens)
             num_tokens = min(chunk_tokens, known - computed[place])
             computed[place] += num_tokens
-            advances.append(Advance(place, num_tokens, (), computed[place] == known))
+            num_drafts = self.max_forced if num_tokens == 1 else 0
+            advances.append(Advance(place, num_tokens, (), computed[place] == known, num_drafts))
         self.num_steps += 1
         told = [self._new(place, answers[place]) for place in new]
-        for output in step(self.engine, plan(self.num_steps, freed, told, advances)):
+        planned = replace(plan(self.num_steps, freed, told, advances), drafts_only_forced=self.max_forced > 0)
+        for output in step(self.engine, planned):
             answer = answers[output.sequence_id]
             answer.error = output.error
+            computed[output.sequence_id] += max(0, len(output.tokens) - 1)
             for token in output.tokens:
                 answer.tokens.append(token.id)
                 answer.has_ended = token.id == self.eos_id

@@ -365,6 +365,24 @@ def test_a_draft_has_what_the_grammar_forces_and_guesses_that_it_allows(compiler
     assert draft_of(states, [7, a, b, *forced, END], 9, [a]) == []
 
 
+def test_forced_tokens_are_those_that_alone_may_follow(compiler: GrammarCompiler) -> None:
+    states, a, b = GrammarStates(compiler, 1), WORDS.index("a"), WORDS.index("b")
+    states.apply(Plan(1, (), [constrained(1, Grammar("regex", "[ab]0110[ab]"), [])]))
+    assert states.forced(1, 9) == [], "before the first token"
+    states.chosen([1], [a])
+    forced = states.forced(1, 9)
+    assert forced == [*forced[:1], *states.forced(1, 9)[1:]], "asking changes nothing"
+    assert len(forced) > 0
+    assert states.forced(1, 1) == forced[:1]
+    for token_id in forced:
+        bits, _ = masks_of(states, [1])
+        assert np.flatnonzero(bits[0]).tolist() == [token_id]
+        states.chosen([1], [token_id])
+    assert states.forced(1, 9) == []
+    states.chosen([1], [b])
+    assert states.forced(1, 9) == [], "only the end may follow"
+
+
 def test_of_a_few_allowed_tokens_a_draft_has_the_one_that_was_used_last(compiler: GrammarCompiler) -> None:
     states, ids = GrammarStates(compiler, 1), [WORDS.index(word) for word in "0a1"]
     states.apply(Plan(1, (), [constrained(1, Grammar("regex", "(0|1)[ab](0|1)"), ids[:1])]))

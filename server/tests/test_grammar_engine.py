@@ -72,6 +72,22 @@ def constrained(schema: dict[str, Any], **options: Any) -> Sampling:
     return Sampling(grammar=Grammar("json_schema", json.dumps(schema)), stop_token_ids=(EOS,), **options)
 
 
+def test_forced_tokens_save_steps_and_change_no_token(driver: AnswerDriver, prompt: list[int]) -> None:
+    drawn = [Sampling(do_sample=seed > 0, seed=seed, stop_token_ids=(EOS,)) for seed in range(2)]
+    asked = [
+        (prompt, sampling) for sampling in (*(constrained(PERSON, do_sample=True, seed=i) for i in range(3)), *drawn)
+    ]
+    expected, num_steps = driver.run(asked, 60), driver.num_steps
+    forcing = replace(driver, max_forced=3)
+    # What a grammar forces ends before the end of the answer, so no answer has more tokens.
+    assert forcing.run(asked[:3], 60) == expected[:3]
+    num_tokens = max(len(answer.tokens) for answer in expected[:3])
+    assert forcing.num_steps < num_tokens, "keys and punctuation are forced"
+    short = replace(driver, max_forced=1).run(asked, 20, preempt_every=3)
+    assert [answer.tokens[:20] for answer in short] == [answer.tokens[:20] for answer in expected]
+    assert num_steps == 60
+
+
 def test_every_output_matches_its_grammar(driver: AnswerDriver, tokenizer: Any, prompt: list[int]) -> None:
     regex = r"(19|20)\d\d-(0[1-9]|1[0-2])-[0-3]\d (AM|PM)"
     grammars = [Grammar("json_schema", json.dumps(PERSON)), Grammar("regex", regex), Grammar("lark", ARITHMETIC)]

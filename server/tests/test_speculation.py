@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from fake_model import POISON, FakeModel, continuation
+from hypothesis import given
+from hypothesis import strategies as st
 from paired_ranks import PairedGroup, paired_engines
 from penstock_server.config import WarmUpConfig
 from penstock_server.engine import speculation
@@ -48,6 +50,28 @@ def test_only_the_end_of_a_long_text_is_searched() -> None:
     history = [1, 2, 3, *range(10, 10 + (1 << 15)), 1, 2]
     assert draft(history, 1) == []
     assert draft(history[-(1 << 15) :] + history[-2:], 1) == [1]
+
+
+@given(
+    text=st.lists(st.integers(0, 2), max_size=80),
+    end=st.lists(st.integers(0, 2), min_size=1, max_size=40),
+    most=st.integers(1, 6),
+    num_few=st.sampled_from([0, 3, 64]),
+)
+def test_the_longest_match_is_that_of_comparing_all(text: list[int], end: list[int], most: int, num_few: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ngram, "_FEW", num_few)
+        num_matched, tokens = ngram.longest_match(np.array(text, np.int32), np.array(end, np.int32), most)
+
+    def places(length: int) -> list[int]:
+        return [i for i in range(length, len(text)) if text[i - length : i] == end[-length:]]
+
+    longest = max((n for n in range(1, min(ngram.MAX_MATCH, len(end)) + 1) if places(n)), default=0)
+    assert num_matched == longest
+    if longest:
+        long = [place for place in places(longest) if place + most <= len(text)]
+        first = long[-1] if long else places(longest)[0]
+        assert tokens.tolist() == text[first : first + most]
 
 
 class Proposed:
@@ -161,6 +185,27 @@ def test_the_first_rank_sends_the_drafts_that_grammars_allow(drafter: Drafter, e
         assert chosen.num_drafts.tolist() == [2, 3]
         assert (chosen.num_tokens.tolist(), chosen.samples.tolist()) == ([3, 4], [0, 0, 0, 1, 1, 1, 1])
         assert speculation.drafts_of(table, chosen) == [[7, 8], [3, 1, 2]]
+
+
+class Forcing:
+    def forced(self, sequence_id: int, most: int) -> list[int]:
+        assert sequence_id == 0
+        return [7, 8, 9, 10][:most]
+
+
+def test_forced_tokens_are_the_only_drafts_if_the_plan_says_so() -> None:
+    sent: deque[torch.Tensor] = deque()
+    for rank, grammars in ((0, Forcing()), (1, None)):
+        table = SequenceTable(
+            TableLimits(vocab_size=100, block_tokens=16, num_blocks=4, max_sequence_tokens=30, num_rows=2)
+        )
+        for i, grammar in enumerate((Grammar("regex", "a"), None)):
+            table.add(NewSequence(i, [1, 2, 3, 1, 2], 5, 4, [i], Sampling(grammar=grammar)))
+        selected = select(table, columns([Advance(i, 1, sample=True, num_draft_tokens=3) for i in range(2)]))
+        group = PairedGroup(rank, 2, sent=sent)
+        chosen = speculation.with_forced_tokens(table, selected, cast(Any, grammars), group)
+        assert chosen.num_drafts.tolist() == [3, 0]
+        assert speculation.drafts_of(table, chosen) == [[7, 8, 9], []]
 
 
 @pytest.mark.parametrize(

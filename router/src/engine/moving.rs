@@ -34,12 +34,13 @@ impl MovingSequence {
             needs_prompt_outputs: request.sampling.prompt_logprobs || request.needs_prompt_outputs,
             priority: request.priority,
             group: request.group,
-            cache_salt: request.cache_salt,
             content_salts: request.content_salts,
             arrived_at: Instant::now(),
         };
-        let SequenceRequest { sampling, grammar, adapter, images, num_second_text_tokens, timeline, .. } = request;
-        let constants = Constants { sampling, grammar, adapter, images, num_second_text_tokens };
+        let SequenceRequest {
+            sampling, grammar, adapter, images, num_second_text_tokens, cache_salt, timeline, ..
+        } = request;
+        let constants = Constants { sampling, grammar, adapter, images, num_second_text_tokens, cache_salt };
         let mut token_ids = request.prompt_token_ids;
         token_ids.extend(request.generated_token_ids);
         Self { id, token_ids, sequence: OpenSequence::new(terms, constants, owner, events), timeline }
@@ -62,7 +63,7 @@ impl MovingSequence {
             needs_prompt_outputs: terms.needs_prompt_outputs,
             priority: terms.priority,
             group: terms.group,
-            cache_salt: terms.cache_salt,
+            cache_salt: constants.cache_salt,
             content_salts: Arc::clone(&terms.content_salts),
             timeline: None,
         }

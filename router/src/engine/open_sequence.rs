@@ -23,7 +23,6 @@ pub(super) struct Terms {
     pub(super) needs_prompt_outputs: bool,
     pub(super) priority: i32,
     pub(super) group: Option<u64>,
-    pub(super) cache_salt: Option<u64>,
     pub(super) content_salts: Arc<[ContentSalt]>,
     pub(super) arrived_at: Instant,
 }

@@ -35,6 +35,8 @@ pub(super) struct OpenSequences {
     quarantine: Vec<SequenceId>,
     /// The most tokens that one step gives a sequence.
     max_tokens_per_step: usize,
+    /// Whether clients are told of their drafts: not without `--speculate`.
+    shows_drafts: bool,
     epoch: Instant,
 }
 
@@ -56,6 +58,7 @@ impl OpenSequences {
             timelines: Timelines::default(),
             quarantine: Vec::new(),
             max_tokens_per_step: 1 + limits.max_draft_tokens as usize,
+            shows_drafts: !limits.drafts_only_forced,
             epoch: Instant::now(),
         }
     }
@@ -87,11 +90,12 @@ impl OpenSequences {
             stop_token_ids: sequence.constants().sampling.stop_token_ids.as_slice().into(),
             priority: terms.priority,
             group: terms.group,
-            cache_salt: terms.cache_salt,
+            cache_salt: sequence.constants().cache_salt,
             content_salts: terms.content_salts,
             needs_prompt_outputs: terms.needs_prompt_outputs,
             num_source_tokens: terms.num_source_tokens,
             whole_spans: whole.map(ImageSpan::tokens).collect(),
+            has_grammar: sequence.constants().grammar.is_some(),
         };
         // One that arrived before this engine began goes first.
         match self.scheduler.submit(submission, terms.arrived_at.saturating_duration_since(self.epoch)) {
@@ -190,7 +194,9 @@ impl OpenSequences {
                         None => {
                             sequence.send_prompt_tokens(&output.prompt_tokens);
                             let tokens = &output.tokens.as_deref().unwrap_or_default()[..num_tokens];
-                            sequence.send_drafts(output.num_draft_tokens, tokens.len());
+                            if self.shows_drafts {
+                                sequence.send_drafts(output.num_draft_tokens, tokens.len());
+                            }
                             let gap = sequence.send_tokens(tokens, reported_at);
                             let num_first = usize::from(gap.is_none());
                             delivered.num_next_tokens += tokens.len().saturating_sub(num_first);

@@ -65,6 +65,7 @@ pub(crate) struct Constants {
     pub(crate) adapter: Option<Adapter>,
     pub(crate) images: Arc<[ImageSpan]>,
     pub(crate) num_second_text_tokens: u32,
+    pub(crate) cache_salt: Option<u64>,
 }
 
 /// What happens to a sequence. Every stream ends in exactly one `Finished` or `Failed`.

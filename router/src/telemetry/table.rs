@@ -49,7 +49,7 @@ metrics! {
         .unlike_tgi("the request's limit; TGI recorded chunks of at most 1024");
     REQUEST_SKIPPED_TOKENS = Metric::histogram("tgi_request_skipped_tokens", SkippedTokens,
         "Speculated tokens accepted in a step: those after the first, per sequence")
-        .unlike_tgi("a histogram, as TGI's dashboard expects; TGI exported a summary. 0 without speculation");
+        .unlike_tgi("a histogram, as TGI's dashboard expects; TGI exported a summary. 0 without draft tokens");
     QUEUE_SIZE = Metric::gauge("tgi_queue_size", "Sequences waiting in the queue");
     BATCH_CURRENT_SIZE = Metric::gauge("tgi_batch_current_size", "Running sequences");
     BATCH_CURRENT_MAX_TOKENS = Metric::gauge("tgi_batch_current_max_tokens",
@@ -109,7 +109,7 @@ metrics! {
     KV_CACHED_BLOCKS = Metric::gauge("penstock_kv_cached_blocks", "Blocks of the KV pool in the prefix cache");
     PREFIX_QUERIED = Metric::counter("penstock_prefix_queried_tokens", "Tokens looked up in the prefix cache");
     PREFIX_HIT = Metric::counter("penstock_prefix_hit_tokens", "Tokens found in the prefix cache");
-    DRAFT_TOKENS = Metric::counter("penstock_draft_tokens", "Draft tokens verified by steps (`--speculate`)");
+    DRAFT_TOKENS = Metric::counter("penstock_draft_tokens", "Draft tokens verified by steps: of `--speculate`, or forced by grammars");
     ACCEPTED_DRAFT_TOKENS = Metric::counter("penstock_accepted_draft_tokens", "Draft tokens that were right");
     PREEMPTIONS = Metric::counter("penstock_preemptions",
         "Running sequences that went back to the queue, mostly for want of blocks, and are computed again");

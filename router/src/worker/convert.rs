@@ -18,6 +18,7 @@ pub(super) fn plan<'a>(plan: Plan, constants: impl Fn(SequenceId) -> &'a Constan
         new_sequences: plan.new_sequences.into_iter().map(|new| new_sequence(constants(new.id), new)).collect(),
         advances: Some(advances(&plan.advances)),
         drafts_by_lookup: plan.drafts_by_lookup,
+        drafts_only_forced: plan.drafts_only_forced,
         transfers: (!plan.transfers.is_empty()).then(|| transfers(&plan.transfers)),
     }
 }
@@ -46,6 +47,7 @@ fn new_sequence(constants: &Constants, new: NewSequence) -> proto::NewSequence {
         num_second_text_tokens: constants.num_second_text_tokens,
         adapter: constants.adapter.as_ref().map(adapter),
         images: constants.images.iter().map(image_span).collect(),
+        cache_salt: constants.cache_salt,
     }
 }
 

@@ -70,6 +70,8 @@ pub struct LoadOptions {
     /// Whether the checkpoint's multi-token prediction layer proposes them, if it has one and there is no
     /// `speculative_model`; otherwise they come from n-grams.
     pub drafts_with_mtp: bool,
+    /// Tokens of ended answers in which drafts are looked up as well; 0: none.
+    pub recent_answer_tokens: u32,
     /// Stages of the pipeline, each with as many ranks.
     pub num_stages: u32,
 }
@@ -104,6 +106,7 @@ impl LoadOptions {
             max_adapter_rank: self.max_adapter_rank,
             speculative_model: text_of(self.speculative_model.as_deref()),
             drafts_with_mtp: self.drafts_with_mtp,
+            recent_answer_tokens: self.recent_answer_tokens,
             num_stages: self.num_stages,
         }
     }

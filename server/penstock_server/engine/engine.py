@@ -90,9 +90,11 @@ class Engine:
         compiler: GrammarCompiler | None = None,
         cpu_isa: str = "",
         drafter: Drafter | None = None,
+        recent_answer_tokens: int = 0,
     ) -> None:
         self.model = model
         self._drafter = drafter or NgramDrafter()
+        self._recent_answer_tokens = recent_answer_tokens
         self._pooled_drafter = drafter if isinstance(drafter, PooledDrafter) else None
         self._group = group
         self._device = device
@@ -177,7 +179,9 @@ class Engine:
             drafts_with_model=not drafter.is_lookup,
             image_input=_image_input(model.images),
         )
-        return cls(model, group, device, block_tokens, watermark, compiler, config.cpu_isa, drafter), description
+        recent = config.recent_answer_tokens
+        engine = cls(model, group, device, block_tokens, watermark, compiler, config.cpu_isa, drafter, recent)
+        return engine, description
 
     def compile_grammar(self, grammar: Grammar) -> None:
         """Compile and cache a grammar. Any thread may call it while steps run. Raises GrammarError for a grammar that
@@ -270,6 +274,7 @@ class Engine:
                 self.progress,
                 drafter,
                 self._offload,
+                self._recent_answer_tokens,
             )
 
         on_cpu = self._device.type == "cpu"

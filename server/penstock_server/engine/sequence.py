@@ -58,6 +58,7 @@ class SequenceTable:
         self._images_of: dict[int, list[PlacedImage]] = {}  # by row; kept until the row is released
         self._adapter_of: dict[int, Any] = {}  # by row; kept loaded until the row is released
         self._salts_of: dict[int, list[tuple[int, int | bytes]]] = {}  # by row
+        self._cache_salt_of: dict[int, int] = {}  # by row
         self._composition: tuple[bytes, Composition] | None = None
         self._naming: dict[int, Sampling] = {}  # by row: samplings that name single tokens
         self._restrictions: dict[int, Restriction] = {}  # by row
@@ -144,6 +145,8 @@ class SequenceTable:
             self.shift[row] = images[-1].shift
         if salts := _salts(new):
             self._salts_of[row] = salts
+        if new.cache_salt is not None:
+            self._cache_salt_of[row] = new.cache_salt
         self.sampling[row] = record(new.sampling)
         if names_tokens(new.sampling):
             self._naming[row] = new.sampling
@@ -208,6 +211,9 @@ class SequenceTable:
         sequence's adapter, and the images that begin there."""
         return tuple(salt for offset, salt in self._salts_of.get(row, ()) if start <= offset < end)
 
+    def cache_salt(self, row: int) -> int | None:
+        return self._cache_salt_of.get(row)
+
     def splits_images(self, rows: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """[rows]: whether the first `ends` [rows] tokens end inside of an image whose tokens attend to each other. Rows
         may be -1."""
@@ -266,6 +272,7 @@ class SequenceTable:
         self.adapter[row] = 0
         self._images_of.pop(row, None)
         self._salts_of.pop(row, None)
+        self._cache_salt_of.pop(row, None)
         self.images_end[row] = self.shift[row] = 0
         self.residency[row] = 0
         self._free_rows.append(row)

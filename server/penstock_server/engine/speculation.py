@@ -48,6 +48,24 @@ def with_drafts(
             drafts[place, : len(allowed)] = allowed
     if is_constrained.any() or drafter.is_sent:
         group.broadcast(torch.from_numpy(drafts))
+    return _with_rows(table, chosen, drafts)
+
+
+def with_forced_tokens(
+    table: SequenceTable, chosen: Selection, grammars: GrammarStates | None, group: RankGroup
+) -> Selection:
+    """As `with_drafts`, with the tokens alone that grammars force."""
+    drafts = np.full((len(chosen.rows), int(chosen.max_drafts.max())), _NO_TOKEN, np.int32)
+    if grammars is not None:
+        for place in np.flatnonzero(table.sampling["has_grammar"][chosen.rows] & (chosen.max_drafts > 0)).tolist():
+            forced = grammars.forced(int(chosen.sequence_ids[place]), int(chosen.max_drafts[place]))
+            drafts[place, : len(forced)] = forced
+    group.broadcast(torch.from_numpy(drafts))
+    return _with_rows(table, chosen, drafts)
+
+
+def _with_rows(table: SequenceTable, chosen: Selection, drafts: npt.NDArray[np.int32]) -> Selection:
+    """Writes drafts [selected, most] behind the known tokens, and gives each a row of the step."""
     num_drafts = (drafts != _NO_TOKEN).sum(1)
     for place in np.flatnonzero(num_drafts).tolist():
         table.write_drafts(int(chosen.rows[place]), drafts[place, : num_drafts[place]])

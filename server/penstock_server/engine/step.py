@@ -29,6 +29,7 @@ from penstock_server.engine.batch import Built, Selection
 from penstock_server.engine.device_progress import DeviceProgress
 from penstock_server.engine.drafting.interface import Drafter
 from penstock_server.engine.drafting.ngram import NgramDrafter
+from penstock_server.engine.drafting.recent import RecentDrafter
 from penstock_server.engine.graphs import StepGraphs
 from penstock_server.engine.logprob import Alternatives, tops_of
 from penstock_server.engine.offload import Offload
@@ -36,7 +37,7 @@ from penstock_server.engine.prompt import PromptScores, prepare_prompt, score_pr
 from penstock_server.engine.restriction import NOTHING_LEFT
 from penstock_server.engine.sampler import BROKEN, Prepared, Sampler
 from penstock_server.engine.sequence import SequenceTable
-from penstock_server.engine.speculation import drafts_of, keep_right_drafts, with_drafts
+from penstock_server.engine.speculation import drafts_of, keep_right_drafts, with_drafts, with_forced_tokens
 from penstock_server.engine.stream import apply_changes, check_plan
 from penstock_server.engine.transfer import Download, Fetched, Put, Upload
 from penstock_server.grammar.state import NO_MASKS, GrammarStates, Masks
@@ -88,10 +89,12 @@ class StepRunner:
         progress: DeviceProgress | None = None,
         drafter: Drafter | None = None,
         offload: Offload | None = None,
+        recent_answer_tokens: int = 0,
     ) -> None:
         """`grammars` belong to the first rank, which makes all ranks' masks. `graphs` compute the model's decode steps.
         `progress` gets a mark behind the model and one behind each step. `drafter`: None if
-        plans may not allow draft tokens. `offload`: None if plans move no blocks."""
+        plans may not allow draft tokens. `offload`: None if plans move no blocks.
+        `recent_answer_tokens`: of ended sequences, in which drafts are looked up."""
         self._model = model
         self._graphs = graphs
         self._progress = progress
@@ -103,7 +106,8 @@ class StepRunner:
         self._table = table
         self._grammars = grammars
         self._drafter = drafter
-        self._lookup = NgramDrafter()
+        self._recent = RecentDrafter(recent_answer_tokens) if drafter and recent_answer_tokens else None
+        self._lookup = self._recent or NgramDrafter()
         self._in_flight: deque[Pending] = deque()
         self._last_step = 0
         self._upload_bytes = 1024  # memory for the next step's upload
@@ -116,6 +120,7 @@ class StepRunner:
             self._grammars.clear()
         if self._drafter is not None:
             self._drafter.clear()
+        self._lookup.clear()
         self._in_flight.clear()
         self._last_step = 0
         self._ended = time.perf_counter()
@@ -128,16 +133,21 @@ class StepRunner:
         check_plan(plan, self._last_step, self._limits, can_draft=self._drafter is not None)
         self._last_step = plan.step
         table = self._table
+        if self._recent is not None and plan.freed_sequence_ids:
+            self._settle_all()
+            self._recent.end(table, plan.freed_sequence_ids)
         apply_changes(table, plan, self._offload)
         if self._grammars is not None:
             self._grammars.apply(plan)
         chosen = batch.select(table, plan.advances)
         if self._drafter is not None and chosen.max_drafts.any():
-            for earlier in self._in_flight:
-                self._settle(earlier)  # drafts continue the tokens that are known
+            self._settle_all()  # drafts continue the tokens that are known
             drafting = time.perf_counter()
-            drafter = self._lookup if plan.drafts_by_lookup else self._drafter
-            chosen = with_drafts(table, chosen, drafter, self._grammars, self._group)
+            if plan.drafts_only_forced:
+                chosen = with_forced_tokens(table, chosen, self._grammars, self._group)
+            else:
+                drafter = self._lookup if plan.drafts_by_lookup or self._drafter.is_lookup else self._drafter
+                chosen = with_drafts(table, chosen, drafter, self._grammars, self._group)
             draft_s = time.perf_counter() - drafting
         failures = {failure.sequence_id: failure for failure in chosen.failures}
         sampled_rows = chosen.rows[chosen.samples]
@@ -197,8 +207,7 @@ class StepRunner:
             pending.prompt = score_prompt(self._model, self._sampler, hidden, adapters, prompt, download.add)
         if len(rows) or prompt is not None:
             if masks is None:
-                for earlier in self._in_flight:
-                    self._settle(earlier)
+                self._settle_all()
                 masks = self._start_masks(chosen)
             self._sample(pending, logits, prepared, masks, download)
             download.start()
@@ -306,6 +315,10 @@ class StepRunner:
 
     def _last_generated(self, pending: Pending, sample: int, num_tokens: int) -> npt.NDArray[np.int32]:
         return self._table.last_generated(int(pending.rows[sample]), int(pending.positions[sample]), num_tokens)
+
+    def _settle_all(self) -> None:
+        for pending in self._in_flight:
+            self._settle(pending)
 
     def _settle(self, pending: Pending) -> None:
         """Bring a step's tokens into the table, and fail the sequences whose logits are broken."""

@@ -79,6 +79,13 @@ class _State:
                 break
         return draft
 
+    def forced(self, most: int) -> list[int]:
+        """At most `most` tokens that must follow."""
+        if self._consume() or self._matcher is None or self._has_ended:
+            return []
+        tokens = self._matcher.compute_ff_tokens()[:most]
+        return list(takewhile(lambda token_id: token_id not in self._end_ids, tokens))
+
     def fill(self, masks: Words, draft: Sequence[int]) -> dict[int, str]:
         """Writes the tokens that may follow, and those that may follow after each draft token, into the masks
         [1 + draft tokens, words]. Returns error messages by mask, for masks that allow nothing."""
@@ -217,6 +224,10 @@ class GrammarStates:
         its grammar allows. Where it allows several: those that the drafter expects to follow `history`, or what `guess`
         makes of the text."""
         return self._states[sequence_id].draft(history, most, guess, list(expected))
+
+    def forced(self, sequence_id: int, most: int) -> list[int]:
+        """At most `most` tokens that a constrained sequence's grammar allows no other token for."""
+        return self._states[sequence_id].forced(most)
 
     def start(self, sequence_ids: Sequence[int], drafts: Sequence[Sequence[int]]) -> Masks:
         """Starts to compute the masks of the constrained sequences among those given: of the next token, and of the one

@@ -42,6 +42,7 @@ fn limits(num_blocks: u32, max_steps_in_flight: u32) -> Limits {
         whole_prompts: false,
         max_draft_tokens: 0,
         drafts_with_model: false,
+        drafts_only_forced: false,
         num_stages: 1,
     }
 }
@@ -60,6 +61,7 @@ fn submission(id: u64, num_prompt_tokens: usize, max_new_tokens: u32) -> Submiss
         needs_prompt_outputs: false,
         num_source_tokens: 0,
         whole_spans: Arc::default(),
+        has_grammar: false,
     }
 }
 

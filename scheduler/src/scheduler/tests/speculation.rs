@@ -238,6 +238,44 @@ fn drafts_after_wrong_ones(num_decodes: u64, num_steps: u32, fixed: Duration, pe
         .collect()
 }
 
+/// A scheduler whose rows cost as much as tokens, with a sequence for each: whether it has a grammar.
+fn forcing(has_grammar: &[bool], limits: Limits) -> Scheduler {
+    let mut scheduler = scheduler(Limits { drafts_only_forced: true, ..drafting(3, limits) }, &[]);
+    for (id, has_grammar) in (1..).zip(has_grammar) {
+        submit(&mut scheduler, Submission { has_grammar: *has_grammar, ..submission(id, 4, 90) });
+    }
+    scheduler
+}
+
+#[test]
+fn without_speculation_only_sequences_with_a_grammar_have_drafts() {
+    let wide = Limits { max_step_sequences: 32, ..limits(200, 1) };
+    let mut scheduler = forcing(&[false, true, false, true], wide);
+    step(&mut scheduler);
+    let decode = plan(&mut scheduler);
+    assert_eq!((drafts(&decode), decode.drafts_only_forced), (vec![0, 3, 0, 3], true));
+    let mut free = forcing(&[false, false], wide);
+    step(&mut free);
+    let decode = plan(&mut free);
+    assert_eq!((drafts(&decode), decode.drafts_only_forced), (vec![0, 0], false));
+}
+
+#[test]
+fn a_forced_token_pays_however_much_its_row_costs() {
+    let mut scheduler = forcing(&[true; 4], Limits { max_step_tokens: 64, max_step_sequences: 32, ..limits(200, 1) });
+    step(&mut scheduler);
+    for _ in 0..30 {
+        let plan = plan(&mut scheduler);
+        assert_eq!(drafts(&plan), [3; 4]);
+        let drafted = Drafted { num_tokens: 0, ..Drafted::default() };
+        scheduler.observe(plan.step, Duration::from_millis(100) * 4, drafted);
+        // Most steps find no forced token.
+        let output = |id| SequenceOutput { id, token_ids: Some(vec![TOKEN]), num_draft_tokens: 0 };
+        let outputs = plan.advances.iter().map(|advance| output(advance.id)).collect();
+        scheduler.apply(&StepResult { step: plan.step, outputs }).unwrap();
+    }
+}
+
 #[test]
 fn a_result_with_more_drafts_or_tokens_than_planned_is_rejected() {
     let mut scheduler = scheduler(drafting(3, limits(16, 1)), &[(1, 4, 20)]);

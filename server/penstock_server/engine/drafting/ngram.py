@@ -11,28 +11,52 @@ from penstock_server.engine.drafting.interface import Tokens
 from penstock_server.engine.host_batch import Rows
 from penstock_server.engine.sequence import SequenceTable
 
-_MIN_MATCH = 2  # tokens of the end of a text that must occur before
-_MAX_MATCH = 8  # a longer match does not make a better draft
+MIN_MATCH = 2  # tokens of the end of a text that must occur before
+MAX_MATCH = 32  # a longer match does not make a better draft
 _MAX_HISTORY = 1 << 15  # last tokens that are searched
+_FEW = 64  # occurrences whose matches are measured at once
 
 
-def continuation(history: Tokens, most: int, least_match: int = _MIN_MATCH) -> Tokens:
-    """[≤ most]: what followed the longest end of `history` where it occurred before, at its last occurrence with `most`
-    tokens behind it, or else at the first one. Empty: not even its last `least_match` tokens occurred before."""
-    history = history[-_MAX_HISTORY:]
-    ends = np.flatnonzero(history[:-1] == history[-1])  # last tokens of the matches
+def longest_match(text: Tokens, end: Tokens, most: int) -> tuple[int, Tokens]:
+    """How many of the last tokens of `end`, at most `MAX_MATCH`, occur together in `text` with a token behind them; and
+    [≤ most] what follows them there: at their last occurrence with `most` tokens behind it, or else at the first one.
+
+    The time is that of reading `text` once, plus that of `MAX_MATCH` tokens of `_FEW` occurrences.
+    """
+    limit = min(MAX_MATCH, len(end), len(text))
+    ends = np.flatnonzero(text[:-1] == end[-1])  # last tokens of the matches
     num_matched = 1
-    while len(ends) and num_matched < min(_MAX_MATCH, len(history) - 1):
+    while len(ends) > _FEW and num_matched < limit:
         longer = ends[ends >= num_matched]
-        longer = longer[history[longer - num_matched] == history[-1 - num_matched]]
+        longer = longer[text[longer - num_matched] == end[-1 - num_matched]]
         if not len(longer):
             break
         ends, num_matched = longer, num_matched + 1
-    if not len(ends) or num_matched < least_match:
-        return history[:0]
-    num_long = int(np.searchsorted(ends, len(history) - most))
+    if not len(ends):
+        return 0, text[:0]
+    if len(ends) <= _FEW and num_matched < limit:
+        offsets = np.arange(limit)
+        places = ends[:, None] - offsets
+        is_equal = (text[places] == end[-1 - offsets]) & (places >= 0)
+        lengths = is_equal.cumprod(1).sum(1)
+        num_matched = int(lengths.max())
+        ends = ends[lengths == num_matched]
+    num_long = int(np.searchsorted(ends, len(text) - most))
     start = int(ends[num_long - 1 if num_long else 0]) + 1
-    return history[start : start + most]
+    return num_matched, text[start : start + most]
+
+
+def own_match(history: Tokens, most: int) -> tuple[int, Tokens]:
+    """As `longest_match`, of the end of a sequence's tokens in the tokens before it."""
+    history = history[-_MAX_HISTORY:]
+    return longest_match(history, history, most)
+
+
+def continuation(history: Tokens, most: int, least_match: int = MIN_MATCH) -> Tokens:
+    """[≤ most]: what followed the longest end of `history` where it occurred before. Empty: not even its last
+    `least_match` tokens occurred before."""
+    num_matched, tokens = own_match(history, most)
+    return tokens if num_matched >= least_match else tokens[:0]
 
 
 class NgramDrafter:
