@@ -347,10 +347,11 @@ def fair_share(num_cores: int, num_neighbours: int) -> float:
 
 
 def speculation(record: Record) -> Iterator[Figure]:
+    """Servers of another model than the embedded one have its name in theirs."""
     kinds = {"on": "drafts", "heads": "drafts of Medusa heads", "draft": "drafts of a draft model"}
     targets = {"copying": "≥ 2.5", "JSON form": "≥ 1.7", "32 streams": "≥ 0.98"}
     for server, of_server in record["repeats"][0].items():
-        ours = server == "penstock"
+        ours = server.startswith("penstock")
         for load, modes in of_server["loads"].items():
             cells = [repeat[server]["loads"][load] for repeat in record["repeats"]]
             for mode in (mode for mode in kinds if mode in modes):
@@ -363,13 +364,24 @@ def speculation(record: Record) -> Iterator[Figure]:
                 if drafting:
                     shares = [100 * cell["accepted"] / cell["drafted"] for cell in drafting]
                     yield Figure(f"{server}, {load}: right {kinds[mode]}", "", shares, " %", 0)
-        differences = [repeat[server]["different"] for repeat in record["repeats"]]
-        yield Figure(
-            f"{server}: answers of these loads that differ", "0" if ours else "", differences, "", 0, is_count=True
-        )
-    if sampled := record.get("sampled"):
-        name = f"penstock: answers that differ, of {sampled['requests']:,} requests with every kind of sampling"
-        yield Figure(name, "0", [sampled["different"]], "", 0, is_count=True)
+        yield from _differences(server, [repeat[server] for repeat in record["repeats"]], kinds, "0" if ours else "")
+    for name in (name for name in record if name.startswith("sampled")):
+        server, sampled = name.replace("sampled", "penstock"), record[name]
+        what = f"answers that differ, of {sampled['requests']:,} requests with every kind of sampling"
+        yield Figure(f"{server}: {what}", "0", [sampled["different"]], "", 0, is_count=True)
+
+
+def _differences(server: str, repeats: Sequence[Record], kinds: dict[str, str], target: str) -> Iterator[Figure]:
+    """Answers of one stream that differ from those without drafts, by what drafts if the record says so."""
+    cells = [modes for repeat in repeats for modes in repeat["loads"].values()]
+    for mode, kind in kinds.items():
+        counted = [modes[mode] for modes in cells if "different" in modes.get(mode, {})]
+        if counted:
+            what = f"answers that {kind} change, of {sum(cell['requests'] for cell in counted)}"
+            yield Figure(f"{server}: {what}", target, [cell["different"] for cell in counted], "", 0, is_count=True)
+    if not any("different" in cell for modes in cells for cell in modes.values()):
+        differences = [repeat["different"] for repeat in repeats]
+        yield Figure(f"{server}: answers of these loads that differ", target, differences, "", 0, is_count=True)
 
 
 def ranks(record: Record) -> Iterator[Figure]:

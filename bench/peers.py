@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -172,19 +173,41 @@ def model_shape() -> dict[str, int]:
 
 def prompt_words() -> list[str]:
     """Words that are exactly one token with a leading space, checked against the tokenizer once."""
-    kept = PEERS / "words.json"
-    if not kept.exists():
+
+    def words() -> Iterator[str]:
         from transformers import AutoTokenizer
 
         gguf = embedded_gguf()
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        words = sorted(token[1:] for token in tokenizer.get_vocab() if token.startswith("Ġ"))
-        plain = [word for word in words if word.isascii() and word.isalpha() and word.islower() and len(word) > 2]
-        single = [word for word in plain if len(tokenizer(" " + word, add_special_tokens=False).input_ids) == 1]
+        found = sorted(token[1:] for token in tokenizer.get_vocab() if token.startswith("Ġ"))
+        plain = [word for word in found if word.isascii() and word.isalpha() and word.islower() and len(word) > 2]
+        return (word for word in plain if len(tokenizer(" " + word, add_special_tokens=False).input_ids) == 1)
+
+    return _kept(PEERS / "words.json", words)
+
+
+def gemma_words() -> list[str]:
+    """Those of `prompt_words` that are one token of Gemma's too."""
+
+    def words() -> Iterator[str]:
+        from penstock_server.weights.gguf.folder import gguf_folder
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(gguf_folder(gemma_gguf()) / "tokenizer.json"))
+        known = prompt_words()
+        encodings = tokenizer.encode_batch([" " + word for word in known], add_special_tokens=False)
+        return (word for word, encoding in zip(known, encodings, strict=True) if len(encoding.ids) == 1)
+
+    return _kept(PEERS / "gemma-words.json", words)
+
+
+def _kept(path: Path, words: Callable[[], Iterable[str]]) -> list[str]:
+    """The words in a file, which is written once."""
+    if not path.exists():
         PEERS.mkdir(exist_ok=True)
-        kept.write_text(json.dumps(single), encoding="utf-8")
-    words_kept: list[str] = json.loads(kept.read_text(encoding="utf-8"))
-    return words_kept
+        path.write_text(json.dumps(list(words())), encoding="utf-8")
+    kept: list[str] = json.loads(path.read_text(encoding="utf-8"))
+    return kept
 
 
 def run_transformers(streams: list[int], num_input: int, num_output: int, seed: str) -> dict[str, Any]:

@@ -5,10 +5,14 @@ Three loads of one stream: copying a text, filling in a form under a JSON schema
 random words, where drafts must not cost throughput. The answers of all servers are compared token by token, and so are
 those to requests with every kind of sampling. llama.cpp gets the loads of one stream, without drafts, with its own
 n-grams and with a draft model. Both draft with the same model in 4 bits: it is nearly always right, and not cheap.
+
+The second model, Gemma 3 270M, has n-grams only, and no chat: it was not trained for answers. Each model's servers run
+at the same time, those of the models one after another.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import json
@@ -19,7 +23,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +31,7 @@ from typing import Any
 import peers
 from compare import WEIGHTS, Server, free_port, llama_server, metrics_of, penstock_server, running, stream_load
 from figure import speculation, table_of
-from load import PENSTOCK, prompt_of, run
+from load import PENSTOCK, Dialect, prompt_of, run
 from quantized import gguf_of
 from result import heading, keep, machine, option_parser, title
 from train_medusa import FOLDER, make_heads
@@ -111,16 +115,38 @@ def answer_of_llama(port: int, request: dict[str, Any]) -> Answer:
     return found["tokens"], found["content"]
 
 
-# By server and mode: its flags; and how to ask it.
-SERVERS: dict[str, tuple[dict[str, list[str]], Callable[[int, dict[str, Any]], Answer]]] = {
-    "penstock": ({"off": [], "on": ["--speculate", str(SPECULATE)]}, answer),
+# By server: its flags for n-grams, and how to ask it.
+SERVERS: dict[str, tuple[list[str], Callable[[int, dict[str, Any]], Answer]]] = {
+    "penstock": (["--speculate", str(SPECULATE)], answer),
     "llama.cpp": (
-        {
-            "off": [],
-            "on": f"--spec-type ngram-simple {NGRAMS}-size-n 2 {NGRAMS}-size-m {SPECULATE}".split(),
-        },
+        f"--spec-type ngram-simple {NGRAMS}-size-n 2 {NGRAMS}-size-m {SPECULATE}".split(),
         answer_of_llama,
     ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What the servers serve and are asked."""
+
+    suffix: str  # of the servers' names in the record
+    words: Callable[[], list[str]]
+    num_begin_tokens: int  # that the tokenizer puts in front of a prompt
+    loads: Sequence[str]
+
+    def dialect(self) -> Dialect:
+        """Penstock's, whose input tokens are those of the words."""
+
+        def counts(last: dict[str, Any]) -> tuple[int, int]:
+            num_input, num_output = PENSTOCK.counts(last)
+            return num_input - self.num_begin_tokens, num_output
+
+        return replace(PENSTOCK, counts=counts)
+
+
+MODELS = {
+    "smollm2": Model("", peers.prompt_words, 0, list(LOADS)),
+    "gemma": Model(", Gemma 3 270M", peers.gemma_words, 1, ["copying", "JSON form"]),
 }
 
 
@@ -153,75 +179,78 @@ def num_different(some: Sequence[Any], others: Sequence[Any]) -> int:
     return sum(one != other for one, other in zip(some, others, strict=True))
 
 
-def server_of(name: str, weights: str, flags: list[str]) -> Server:
-    dequantize = WEIGHTS[weights]
+def modes_of(name: str, model: Model, options: argparse.Namespace) -> dict[str, Server]:
+    """The servers of one name by what drafts: nothing, n-grams, and for the embedded model heads and a draft model."""
+    ngrams, _ = SERVERS[name]
+    flags = {"off": [], "on": ngrams}
+    is_embedded = model is MODELS["smollm2"]
+    if is_embedded:
+        # llama.cpp makes the draft model.
+        small = str(gguf_of("Q4_0")) if "llama.cpp" in options.only else str(peers.embedded_gguf())
+        if name == "penstock":
+            models = {"heads": str(make_heads(options.heads)), "draft": small}
+            flags |= {mode: [*ngrams, "--speculative-model", path] for mode, path in models.items()}
+        else:
+            most = ["--spec-draft-n-max", str(SPECULATE)]
+            flags["draft"] = ["--spec-type", "draft-simple", "--spec-draft-model", small, *most]
+    dequantize = is_embedded and WEIGHTS[options.weights]
     if name == "penstock":
-        flags = ["--max-batch-total-tokens", str(MAX_TOKENS), "--standby", "off", *flags]
-        return replace(penstock_server(flags, dequantize=dequantize), settled="")
-    return llama_server(name, peers.bf16_gguf() if dequantize else peers.embedded_gguf(), 1, flags)
+        fixed = ["--max-batch-total-tokens", str(MAX_TOKENS), "--standby", "off"]
+        fixed += [] if is_embedded else ["--model-id", str(peers.gemma_gguf())]
+        return {
+            mode: replace(penstock_server([*fixed, *more], dequantize=dequantize), settled="")
+            for mode, more in flags.items()
+        }
+    gguf = (peers.bf16_gguf() if dequantize else peers.embedded_gguf()) if is_embedded else peers.gemma_gguf()
+    return {mode: llama_server(name, gguf, 1, more) for mode, more in flags.items()}
 
 
-def main() -> None:
-    parser = option_parser(__doc__, num_repeats=3)
-    parser.add_argument("--only", nargs="+", choices=list(SERVERS), default=list(SERVERS))
-    parser.add_argument("--requests", type=int, default=1000, help="requests with every kind of sampling")
-    parser.add_argument("--requests-per-load", type=int, default=4)
-    parser.add_argument("--weights", choices=list(WEIGHTS), default="bf16", help="of the embedded model")
-    parser.add_argument("--heads", type=Path, default=FOLDER, help="folder of Medusa heads for the embedded model")
-    options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that all servers are stopped
+def measure_server(name: str, ports: dict[str, int], model: Model, repeat: int, num_requests: int) -> dict[str, Any]:
+    """The loads of one repeat on the servers of one name, which take turns. ports: by mode."""
+    ask, words = SERVERS[name][1], model.words()
+    order = list(ports)[:: 1 if repeat % 2 else -1]
+    cells: dict[str, Any] = {}
+    for load in model.loads:
+        draw = random.Random(f"{load}/{repeat}")
+        requests = [LOADS[load](words, draw) for _ in range(num_requests)]
+        measured = {mode: measure(ports[mode], ask, requests) for mode in order}
+        without = measured["off"][1]
+        cells[load] = {
+            mode: {**cell, "requests": num_requests, "different": num_different(without, answers)}
+            for mode, (cell, answers) in measured.items()
+        }
+    num_differences = sum(cell["different"] for modes in cells.values() for cell in modes.values())
+    if name == "penstock":
+        many = stream_load(NUM_STREAMS)
+        rates = {mode: run(ports[mode], model.dialect(), many, words, str(repeat)) for mode in order}
+        cells[many.name] = {mode: {"tokens_per_s": rate.tokens_per_s} for mode, rate in rates.items()}
+    ratios = (
+        f"{load} {mode} {cell[mode]['tokens_per_s'] / cell['off']['tokens_per_s']:.2f}"
+        for load, cell in cells.items()
+        for mode in cell
+        if mode != "off"
+    )
+    print(f"  {name}{model.suffix}: {', '.join(ratios)}, {num_differences} answers differ", flush=True)
+    return {"loads": cells, "different": num_differences}
 
-    words = peers.prompt_words()
-    repeats: list[dict[str, Any]] = []
-    record: dict[str, Any] = {**heading(), "machine": machine(), "speculate": SPECULATE, "weights": options.weights}
-    record["repeats"] = repeats
-    ports: dict[str, dict[str, int]] = {}
-    # llama.cpp makes the draft model.
-    small = str(gguf_of("Q4_0")) if "llama.cpp" in options.only else str(peers.embedded_gguf())
+
+def measure_model(model: Model, record: dict[str, Any], options: argparse.Namespace) -> None:
+    """Adds what the servers do with one model to the record's repeats, and the answers with every kind of sampling."""
+    words, ports = model.words(), dict[str, dict[str, int]]()
     with contextlib.ExitStack() as stack:
         for name in options.only:
-            modes, ask = SERVERS[name]
-            if name == "penstock":
-                models = {"heads": str(make_heads(options.heads)), "draft": small}
-                modes = modes | {mode: [*modes["on"], "--speculative-model", model] for mode, model in models.items()}
-            else:
-                most = ["--spec-draft-n-max", str(SPECULATE)]
-                modes = modes | {"draft": ["--spec-type", "draft-simple", "--spec-draft-model", small, *most]}
             ports[name] = {}
-            for mode, flags in modes.items():
+            for mode, server in modes_of(name, model, options).items():
                 port = ports[name][mode] = free_port()
-                stack.enter_context(running(server_of(name, options.weights, flags), port))
-                ask(port, form(words, random.Random("warm-up")))
+                stack.enter_context(running(server, port))
+                SERVERS[name][1](port, form(words, random.Random("warm-up")))
         for port in ports.get("penstock", {}).values():
-            run(port, PENSTOCK, stream_load(NUM_STREAMS, 1), words, "warm-up")
-        for repeat in range(options.repeats):
-            servers: dict[str, Any] = {}
-            for name, by_mode in ports.items():
-                order = list(by_mode)[:: 1 if repeat % 2 else -1]
-                cells, num_differences = {}, 0
-                for load, request_of in LOADS.items():
-                    draw = random.Random(f"{load}/{repeat}")
-                    requests = [request_of(words, draw) for _ in range(options.requests_per_load)]
-                    measured = {mode: measure(by_mode[mode], SERVERS[name][1], requests) for mode in order}
-                    cells[load] = {mode: cell for mode, (cell, _) in measured.items()}
-                    without = measured["off"][1]
-                    num_differences += sum(num_different(without, answers) for _, answers in measured.values())
-                servers[name] = {"loads": cells, "different": num_differences}
-                ratios = (
-                    f"{load} {mode} {cell[mode]['tokens_per_s'] / cell['off']['tokens_per_s']:.2f}"
-                    for load, cell in cells.items()
-                    for mode in cell
-                    if mode != "off"
+            run(port, model.dialect(), stream_load(NUM_STREAMS, 1), words, "warm-up")
+        for number, repeat in enumerate(record["repeats"]):
+            for name in ports:
+                repeat[name + model.suffix] = measure_server(
+                    name, ports[name], model, number, options.requests_per_load
                 )
-                print(f"  {name}: {', '.join(ratios)}, {num_differences} answers differ", flush=True)
-            if "penstock" in ports:
-                many = stream_load(NUM_STREAMS)
-                by_mode = ports["penstock"]
-                order = list(by_mode)[:: 1 if repeat % 2 else -1]
-                rates = {mode: run(by_mode[mode], PENSTOCK, many, words, str(repeat)) for mode in order}
-                cell = {mode: {"tokens_per_s": rate.tokens_per_s} for mode, rate in rates.items()}
-                servers["penstock"]["loads"][many.name] = cell
-            repeats.append(servers)
         if "penstock" in ports and options.requests:
             sampled = sampled_requests(words, options.requests)
             with ThreadPoolExecutor(8) as threads:
@@ -229,7 +258,24 @@ def main() -> None:
                     list(threads.map(partial(answer, port), sampled)) for port in ports["penstock"].values()
                 )
             different = sum(num_different(without, answers) for answers in others)
-            record["sampled"] = {"requests": len(sampled), "different": different}
+            record["sampled" + model.suffix] = {"requests": len(sampled), "different": different}
+
+
+def main() -> None:
+    parser = option_parser(__doc__, num_repeats=3)
+    parser.add_argument("--only", nargs="+", choices=list(SERVERS), default=list(SERVERS))
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--requests", type=int, default=1000, help="to each model with every kind of sampling")
+    parser.add_argument("--requests-per-load", type=int, default=4)
+    parser.add_argument("--weights", choices=list(WEIGHTS), default="bf16", help="of the embedded model")
+    parser.add_argument("--heads", type=Path, default=FOLDER, help="folder of Medusa heads for the embedded model")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that all servers are stopped
+
+    record: dict[str, Any] = {**heading(), "machine": machine(), "speculate": SPECULATE, "weights": options.weights}
+    record["repeats"] = [{} for _ in range(options.repeats)]
+    for name in options.models:
+        measure_model(MODELS[name], record, options)
     keep(record, "speculation", title(record) + table_of(speculation(record)), options.out)
 
 

@@ -9,12 +9,13 @@ and the accuracy of each head is that on their answers.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -23,6 +24,12 @@ import peers
 import torch
 from load import prompt_of
 from penstock import LLM, SamplingParams
+from penstock_server.attention import preferred_block_tokens
+from penstock_server.attention.interface import StepBatch
+from penstock_server.models import load_model
+from penstock_server.models.interface import CausalModel, LoadOptions
+from penstock_server.parallel import RankGroup
+from penstock_server.weights.gguf.folder import gguf_folder
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -42,7 +49,8 @@ QUESTIONS = (
     "List the steps to make{}.",
 )
 NUM_HEADS, NUM_BLOCKS, NUM_TOKENS = 4, 1, 12_288
-ANSWER_TOKENS = 120
+ANSWER_TOKENS, CHAT_TOKENS = 120, 512
+CHATS_PER_STEP = 16
 BATCH_ROWS = 512
 LEARNING_RATE = 2e-3
 Chat = tuple[list[int], int]  # token ids, and the number of those that the question has
@@ -70,11 +78,39 @@ def answers(count: int) -> list[Chat]:
     return [(one.prompt_token_ids + one.token_ids, len(one.prompt_token_ids)) for one in found]
 
 
-def base_model() -> nn.Module:
-    from transformers import AutoModelForCausalLM
+def base_model() -> CausalModel:
+    cpu, dtype = torch.device("cpu"), torch.bfloat16
+    block_tokens = preferred_block_tokens(cpu, dtype)
+    model = load_model(LoadOptions(gguf_folder(peers.bf16_gguf()), dtype, cpu, block_tokens), RankGroup())
+    model.allocate_cache(CHATS_PER_STEP * -(-CHAT_TOKENS // block_tokens))
+    return model
 
-    gguf = peers.bf16_gguf()  # transformers keeps the matrices of a quantized file packed
-    return AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16).eval()
+
+@torch.inference_mode()
+def outputs_of(model: CausalModel, chats: Sequence[Chat]) -> Iterator[Tensor]:
+    """Of each chat the outputs [answer tokens, hidden] from which the tokens of its answer were sampled."""
+    cpu = torch.device("cpu")
+    block_tokens = preferred_block_tokens(cpu, torch.bfloat16)
+    blocks = torch.arange(CHATS_PER_STEP * -(-CHAT_TOKENS // block_tokens), dtype=torch.int32).view(CHATS_PER_STEP, -1)
+    capacity = blocks.shape[1] * block_tokens
+    for part in (chats[first : first + CHATS_PER_STEP] for first in range(0, len(chats), CHATS_PER_STEP)):
+        lengths = [len(ids) for ids, _ in part]
+        assert max(lengths) <= capacity, "questions are shorter than CHAT_TOKENS without an answer"
+        positions = [torch.arange(length) for length in lengths]
+        starts = list(itertools.accumulate(lengths, initial=0))
+        answers = [(start + asked - 1, start + len(ids) - 1) for start, (ids, asked) in zip(starts, part, strict=False)]
+        batch = StepBatch(
+            token_ids=torch.tensor([token for ids, _ in part for token in ids]),
+            positions=torch.cat(positions),
+            slots=torch.cat([chat * capacity + found for chat, found in enumerate(positions)]),
+            query_starts=torch.tensor(starts, dtype=torch.int32),
+            context_lens=torch.tensor(lengths, dtype=torch.int32),
+            block_tables=blocks[: len(part)],
+            sample_rows=torch.cat([torch.arange(*answer) for answer in answers]),
+            max_query_tokens=max(lengths),
+            max_context_tokens=max(lengths),
+        )
+        yield from model.forward(batch).clone().split([end - start for start, end in answers])
 
 
 @dataclass(frozen=True)
@@ -86,16 +122,15 @@ class Rows:
     targets: Tensor
 
 
-@torch.inference_mode()
-def rows_of(model: nn.Module, chats: Sequence[Chat], token_ids: Tensor) -> Rows:
-    place_of = torch.full((model.config.vocab_size,), -100)
+def rows_of(outputs: Iterable[Tensor], chats: Sequence[Chat], token_ids: Tensor) -> Rows:
+    """outputs: of each chat, as of `outputs_of`."""
+    place_of = torch.full((int(max(token_ids.max(), *(max(ids) for ids, _ in chats))) + 1,), -100)
     place_of[token_ids] = torch.arange(len(token_ids))
-    outputs, targets = [], []
+    targets = []
     for ids, num_asked in chats:
-        outputs.append(model.model(torch.tensor([ids])).last_hidden_state[0, num_asked - 1 : -1])
         padded = functional.pad(place_of[ids[num_asked:]], (0, NUM_HEADS), value=-100)
         targets.append(padded.unfold(0, NUM_HEADS, 1)[1:])
-    return Rows(torch.cat(outputs), torch.cat(targets))
+    return Rows(torch.cat(list(outputs)), torch.cat(targets))
 
 
 class Head(nn.Module):
@@ -173,9 +208,10 @@ def make_heads(folder: Path = FOLDER, num_questions: int = 1600, num_epochs: int
     token_ids = torch.tensor(sorted(token for token, _ in frequencies.most_common(NUM_TOKENS)))
     model = base_model()
     num_held_out = len(chats) // 10
-    held_out, rows = (rows_of(model, part, token_ids) for part in (chats[:num_held_out], chats[num_held_out:]))
-    matrix = model.get_output_embeddings().weight.detach()[token_ids]
-    heads = nn.ModuleList(Head(model.config.hidden_size) for _ in range(NUM_HEADS))
+    parts = chats[:num_held_out], chats[num_held_out:]
+    held_out, rows = (rows_of(outputs_of(model, part), part, token_ids) for part in parts)
+    matrix = model.head_rows(token_ids)
+    heads = nn.ModuleList(Head(model.hidden_size) for _ in range(NUM_HEADS))
     train(heads, matrix, rows, num_epochs)
     shares = ", ".join(f"{100 * share:.0f} %" for share in accuracies(heads, matrix, held_out))
     print(f"accuracy on held-out answers by head: {shares}; {time.perf_counter() - started:.0f} s", flush=True)

@@ -36,6 +36,26 @@ def test_medusa_heads_have_figures_of_their_own() -> None:
     assert figures["penstock, free chat: throughput with drafts, to without"].target == ""
 
 
+def test_a_second_model_has_figures_by_its_name_and_changed_answers_are_counted_by_what_drafts() -> None:
+    def modes(**different: int) -> dict[str, Any]:
+        return {mode: {"tokens_per_s": 10, "requests": 4, "different": num} for mode, num in different.items()}
+
+    loads = {"copying": modes(off=0, on=0), "JSON form": modes(off=0, on=1)}
+    servers = ("penstock, Gemma 3 270M", "llama.cpp, Gemma 3 270M")
+    repeat = {server: {"loads": loads, "different": 1} for server in servers}
+    record = {"repeats": [repeat, repeat], "sampled, Gemma 3 270M": {"requests": 10, "different": 0}}
+    figures = {figure.name: figure for figure in speculation(record)}
+    assert figures["penstock, Gemma 3 270M, copying: throughput with drafts, to without"].target == "≥ 2.5"
+    for server, target in zip(servers, ("0", ""), strict=True):
+        changed = figures[f"{server}: answers that drafts change, of 16"]
+        assert (changed.target, changed.row()[2]) == (target, "2")
+    name = "penstock, Gemma 3 270M: answers that differ, of 10 requests with every kind of sampling"
+    assert figures[name].values == [0]
+    assert not [
+        name for name in figures if "these loads" in name or "llama.cpp, Gemma 3 270M: answers that differ" in name
+    ]
+
+
 def test_requests_have_every_kind_of_sampling_in_turn() -> None:
     requests = sampled_requests(["a", "b"], 2 * len(SAMPLINGS))
     assert len({request["parameters"]["seed"] for request in requests}) == len(requests)

@@ -1,15 +1,16 @@
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import peers
 import pytest
 import speculation
 import torch
 import train_medusa
+from penstock_server.attention import preferred_block_tokens
+from penstock_server.attention.interface import StepBatch
 from safetensors.torch import load_file
 
 
@@ -30,15 +31,26 @@ def test_no_question_is_one_of_the_benchmark(few_words: list[str]) -> None:
 class Repeating:
     """A model whose output is the token it reads."""
 
-    config = SimpleNamespace(vocab_size=100)
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        for index, (start, end) in enumerate(itertools.pairwise(batch.query_starts.tolist())):
+            assert batch.positions[start:end].tolist() == list(range(end - start))
+            assert batch.context_lens[index] == end - start
+            blocks = batch.slots[start:end] // preferred_block_tokens(torch.device("cpu"), torch.bfloat16)
+            assert set(blocks.tolist()) <= set(batch.block_tables[index].tolist())
+        return batch.token_ids[batch.sample_rows, None].float()
 
-    def model(self, ids: torch.Tensor) -> Any:
-        return SimpleNamespace(last_hidden_state=ids[..., None].float())
+
+def test_an_output_is_that_from_which_a_token_of_the_answer_was_sampled() -> None:
+    chats = [(list(range(first, first + 5)), 2) for first in range(train_medusa.CHATS_PER_STEP + 3)]
+    chats.append(([90, 91, 92], 1))
+    outputs = list(train_medusa.outputs_of(Repeating(), chats))  # type: ignore[arg-type]
+    assert [found[:, 0].tolist() for found in outputs] == [ids[asked - 1 : -1] for ids, asked in chats]
 
 
 def test_head_number_n_predicts_the_token_n_places_after_the_sampled_one() -> None:
     token_ids = torch.tensor([11, 12, 13, 15])
-    rows = train_medusa.rows_of(Repeating(), [([7, 8, 11, 12, 13, 14, 15], 2)], token_ids)  # type: ignore[arg-type]
+    chats = [([7, 8, 11, 12, 13, 14, 15], 2)]
+    rows = train_medusa.rows_of(train_medusa.outputs_of(Repeating(), chats), chats, token_ids)  # type: ignore[arg-type]
     assert rows.outputs[:, 0].tolist() == [8, 11, 12, 13, 14]
     # Places in token_ids; 14 is not among them.
     assert rows.targets.tolist() == [
