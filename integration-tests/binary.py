@@ -20,6 +20,7 @@ import pytest
 
 PENSTOCK = Path(os.environ.get("PENSTOCK_BINARY", Path(sys.executable).parent / "penstock"))
 START_TIMEOUT_S = 180
+TIMEOUT_S = 240  # of what takes seconds at most on an idle machine
 WORKER_NAME = re.compile(r"worker-(?P<group>\d+)\.\d+")
 RENDERER_NAME = "chat-renderer"
 
@@ -32,11 +33,11 @@ class Server:
     url: str
     lines: list[str] = field(default_factory=list)
 
-    def stop(self, signal_number: int = signal.SIGTERM, timeout_s: float = 60) -> int:
+    def stop(self, signal_number: int = signal.SIGTERM) -> int:
         """Send a signal and wait. Returns the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal_number)
-        return self.process.wait(timeout_s)
+        return self.process.wait(TIMEOUT_S)
 
     def last_lines(self, count: int = 40) -> str:
         """The end of the log, for the message of a failed test."""
@@ -83,6 +84,17 @@ def children(pid: int) -> set[int]:
         for task in Path(f"/proc/{pid}/task").iterdir():
             found |= {int(child) for child in (task / "children").read_text().split()}
     return found
+
+
+@contextmanager
+def paused(pid: int) -> Iterator[None]:
+    """A process takes no instruction within the context."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):  # it was killed meanwhile
+            os.kill(pid, signal.SIGCONT)
 
 
 def launch(

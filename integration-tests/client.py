@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from binary import Server
+from binary import TIMEOUT_S, Server
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class Answer:
         return json.loads(self.body)
 
 
-def connect(server: Server, timeout_s: float = 60) -> http.client.HTTPConnection:
+def connect(server: Server, timeout_s: float = TIMEOUT_S) -> http.client.HTTPConnection:
     return http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=timeout_s)
 
 
 def send(
-    server: Server, path: str, body: Any = None, timeout_s: float = 240, **headers: str
+    server: Server, path: str, body: Any = None, timeout_s: float = TIMEOUT_S, **headers: str
 ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
     """Starts a request: a POST of bytes or of JSON, or a GET when there is no body."""
     connection = connect(server, timeout_s)

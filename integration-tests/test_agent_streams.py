@@ -15,7 +15,7 @@ import pytest
 from bad_request import dialects
 from binary import Server, start
 from client import ask, send
-from fault.probe import health, metric, wait_until
+from fault.probe import restarts, wait_for_loss, wait_for_restart, wait_until
 
 pytestmark = pytest.mark.native
 
@@ -84,13 +84,13 @@ def test_a_worker_s_death_changes_no_event(mortal: Server) -> None:
     assert all(len(events) > 20 for events in undisturbed)
     assert '"type": "message_stop"' in undisturbed[0][-1]
     assert '"type": "response.' in undisturbed[2][-1]
-    restarts = metric(mortal, "penstock_worker_restarts")
+    before = restarts(mortal)
     streams = [Stream(mortal, *request) for request in REQUESTS]
     wait_until(lambda: sum(len(stream.events) > 10 for stream in streams) >= 3)
     os.kill(mortal.worker_groups()[0][-1], signal.SIGKILL)
-    wait_until(lambda: health(mortal) == 503)
+    wait_for_loss(mortal, before)
     assert [stream.result() for stream in streams] == undisturbed
-    assert metric(mortal, "penstock_worker_restarts") == restarts + 1
+    wait_for_restart(mortal, before)
 
 
 def test_bad_requests_change_no_event_of_other_streams(server: Server) -> None:

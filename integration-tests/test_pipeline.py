@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 from binary import Server, start
-from fault.probe import health, metric, wait_until
+from fault.probe import health, restarts, wait_for_restart, wait_until
 from test_worker_death import Stream
 
 pytestmark = pytest.mark.native
 
-TOKENS = 48
+TOKENS = 96
 REQUESTS: list[dict] = [
     {"inputs": inputs, "parameters": {"max_new_tokens": TOKENS, "seed": 7, **parameters}}
     for inputs, parameters in [
@@ -49,10 +49,10 @@ def test_stages_answer_as_one_rank(pipeline: Server, expected: list[tuple]) -> N
 
 @pytest.mark.parametrize("rank", [-1, pytest.param(0, marks=pytest.mark.slow)])
 def test_the_death_of_a_stage_changes_no_token(pipeline: Server, expected: list[tuple], rank: int) -> None:
-    restarts = metric(pipeline, "penstock_worker_restarts")
+    before = restarts(pipeline)
     streams = [Stream(pipeline, request) for request in REQUESTS]
     wait_until(lambda: sum(len(stream.events) > 5 for stream in streams) >= 3)
     os.kill(pipeline.worker_pids()[rank], signal.SIGKILL)
     assert [stream.result() for stream in streams] == expected
-    assert metric(pipeline, "penstock_worker_restarts") == restarts + 1
+    wait_for_restart(pipeline, before)
     wait_until(lambda: health(pipeline) == 200)

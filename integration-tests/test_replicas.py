@@ -8,9 +8,9 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from binary import Server, children, launch, name, start
+from binary import TIMEOUT_S, Server, children, launch, name, start
 from client import ask
-from fault.probe import health, metric, wait_for_rest, wait_until
+from fault.probe import health, metric, restarts, wait_for_rest, wait_for_restart, wait_until
 from test_worker_death import REQUESTS, Stream
 
 pytestmark = [pytest.mark.native, pytest.mark.xdist_group("replicas")]
@@ -36,13 +36,9 @@ def workers(server: Server) -> list[int]:
     ]
 
 
-def restarts(server: Server) -> float:
-    return metric(server, "penstock_worker_restarts")
-
-
 @pytest.fixture(scope="module")
 def replicas() -> Iterator[Server]:
-    server = start("--replicas", "2")
+    server = start("--replicas", "2", "--step-timeout", str(2 * TIMEOUT_S))  # a pause makes no replica unhealthy
     yield server
     assert server.stop() == 0, server.last_lines()
 
@@ -97,7 +93,8 @@ def test_a_replicas_death_stops_no_stream_and_changes_no_token(
         watcher.join()
         assert results == undisturbed
         assert set(statuses) == {200}, "the other replica takes requests"
-        wait_until(lambda before=before: restarts(replicas) == before + 1 and len(workers(replicas)) == 2)
+        wait_for_restart(replicas, before)
+        wait_until(lambda: len(workers(replicas)) == 2)
     wait_for_rest(replicas)
 
 
@@ -124,6 +121,6 @@ def test_a_replica_that_was_replaced_serves_again(replicas: Server, undisturbed:
 )
 def test_a_number_that_cannot_be_is_refused(flags: list[str], message: str) -> None:
     process = launch(*flags)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 2
     assert message in output

@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from binary import Server, launch, start
+from binary import TIMEOUT_S, Server, launch, start
 from client import ask, send
 from fault.probe import health, metric, wait_for_rest, wait_until
 from test_replicas import GRAMMAR
-from test_worker_death import REQUESTS, Stream
+from test_worker_death import ENDLESS, REQUESTS, Stream
 
 pytestmark = [pytest.mark.native, pytest.mark.xdist_group("route")]
 
@@ -53,7 +53,8 @@ class ChatStream(threading.Thread):
 
 
 def start_server(engine: str = "127.0.0.1:0") -> Server:
-    return start("--engine-listen", engine, "--standby", "off", env=ENVIRONMENT)
+    flags = ["--standby", "off", "--step-timeout", str(2 * TIMEOUT_S)]  # a pause makes no server unhealthy
+    return start("--engine-listen", engine, *flags, env=ENVIRONMENT)
 
 
 def engine_url(server: Server) -> str:
@@ -93,6 +94,15 @@ def undisturbed(router: Server, servers: list[Server]) -> list:
     return routed
 
 
+def hold(router: Server, server: Server) -> list[Stream]:
+    """Endless streams, of which the server has one at least."""
+    streams: list[Stream] = []
+    while metric(server, "tgi_batch_current_size") == 0:
+        streams.append(Stream(router, ENDLESS))
+        wait_until(lambda: bool(streams[-1].events))
+    return streams
+
+
 def disturbed(router: Server, servers: list[Server], victim: int, signal_number: int) -> list:
     """The results when a server gets a signal while both have sequences."""
     statuses: list[int] = []
@@ -104,11 +114,13 @@ def disturbed(router: Server, servers: list[Server], victim: int, signal_number:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
+    held = hold(router, servers[victim])
     chat, streams = ChatStream(router), [Stream(router, request) for request in MIXED]
     wait_until(lambda: sum(len(stream.events) > 5 for stream in streams) >= 3)
-    wait_until(lambda: metric(servers[victim], "tgi_batch_current_size") > 0, "the victim has sequences")
     servers[victim].process.send_signal(signal_number)
     found = [chat.result(), *(stream.result() for stream in streams)]
+    for stream in held:
+        stream.drop()
     stopped.set()
     watcher.join()
     assert set(statuses) == {200}, "the other server takes requests"
@@ -121,13 +133,13 @@ def test_a_restart_and_a_kill_of_servers_stop_no_stream_and_change_no_token(
     place = engine_url(servers[0]).removeprefix("http://")
     num_blocks = metric(router, "penstock_kv_blocks")
     assert disturbed(router, servers, 0, signal.SIGTERM) == undisturbed
-    assert servers[0].process.wait(60) == 0, "its sequences left"
+    assert servers[0].process.wait(TIMEOUT_S) == 0, "its sequences left"
     servers[0] = start_server(place)
     wait_until(lambda: metric(router, "penstock_kv_blocks") == num_blocks)
 
     place = engine_url(servers[1]).removeprefix("http://")
     assert disturbed(router, servers, 1, signal.SIGKILL) == undisturbed
-    servers[1].process.wait(60)
+    servers[1].process.wait(TIMEOUT_S)
     servers[1] = start_server(place)
     wait_until(lambda: metric(router, "penstock_kv_blocks") == num_blocks)
     wait_for_rest(router)
@@ -149,7 +161,7 @@ def test_a_server_joins_and_the_other_leaves_while_streams_run(
     router = start("--replica-file", str(replicas), env=ENVIRONMENT, command=["route"])
     num_blocks = metric(router, "penstock_kv_blocks")
     # The list is read every few seconds, when the other streams may have ended.
-    endless = {"inputs": "Count:", "parameters": {"max_new_tokens": 4000, "ignore_eos": True, "details": True}}
+    endless = {**ENDLESS, "parameters": {**ENDLESS["parameters"], "details": True}}
     long = Stream(router, endless)
     chat, streams = ChatStream(router), [Stream(router, request) for request in MIXED]
     wait_until(lambda: sum(len(stream.events) > 5 for stream in [long, *streams]) >= 3)
@@ -197,6 +209,6 @@ def test_a_router_answers_as_a_server_does(router: Server, servers: list[Server]
 )
 def test_flags_that_cannot_be_are_refused(command: list[str], flags: list[str], message: str) -> None:
     process = launch(*flags, env=ENVIRONMENT, command=command)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 2
     assert message in output

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from binary import Server, start
 from client import ask
-from fault.probe import health, metric, metrics, wait_until
+from fault.probe import health, metrics, restarts, wait_for_loss, wait_for_restart, wait_until
 from test_worker_death import ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.native]
@@ -90,15 +90,15 @@ def undisturbed(mortal: Server) -> dict[str, Any]:
 
 @pytest.mark.parametrize("share", [0.1, 0.6])
 def test_a_restart_changes_no_answer(mortal: Server, undisturbed: dict[str, Any], share: float) -> None:
-    restarts, tokens = metric(mortal, "penstock_worker_restarts"), steps(mortal)
+    before, tokens = restarts(mortal), steps(mortal)
     answers, threads = ask_all(mortal)
     wait_until(lambda: steps(mortal) >= tokens + 100 * share)
     os.kill(ranks(mortal)[0], signal.SIGKILL)
-    wait_until(lambda: health(mortal) == 503 or metric(mortal, "penstock_worker_restarts") > restarts)
+    wait_for_loss(mortal, before)
     for thread in threads:
         thread.join()
     assert answers == undisturbed, mortal.last_lines()
-    assert metric(mortal, "penstock_worker_restarts") == restarts + 1
+    wait_for_restart(mortal, before)
     wait_until(lambda: health(mortal) == 200)
 
 

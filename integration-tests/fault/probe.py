@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from binary import Server
+from binary import TIMEOUT_S, Server
 from client import ask
 
 
@@ -27,11 +27,28 @@ def health(server: Server) -> int:
     return ask(server, "/health").status
 
 
-def wait_until(condition: Callable[[], bool], what: str = "the condition", timeout_s: float = 240) -> None:
+def restarts(server: Server) -> float:
+    """Number of worker groups that were started in place of lost ones."""
+    return metric(server, "penstock_worker_restarts")
+
+
+def wait_until(condition: Callable[[], bool], what: str = "the condition", timeout_s: float = TIMEOUT_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"after {timeout_s} s this is still not true: {what}"
         time.sleep(0.02)
+
+
+def wait_for_loss(server: Server, num_restarts: float) -> None:
+    """Wait until the server has noticed the loss of a worker group. num_restarts: before the loss."""
+    # A short restart may be over before the first look at the server's health.
+    wait_until(lambda: health(server) == 503 or restarts(server) > num_restarts, "the server has noticed the loss")
+
+
+def wait_for_restart(server: Server, num_restarts: float) -> None:
+    """Wait until exactly one worker group was started in place of a lost one. num_restarts: before the loss."""
+    wait_until(lambda: restarts(server) > num_restarts, "a worker group was started in place of a lost one")
+    assert restarts(server) == num_restarts + 1
 
 
 def is_at_rest(server: Server) -> bool:

@@ -29,6 +29,11 @@ class Hub:
     holds: dict[str, threading.Event] = field(default_factory=dict)  # file → half of it is sent before the event is set
     gets: list[tuple[str, str | None]] = field(default_factory=list)  # (file, requested range)
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of a process that asks this hub. On a busy machine an answer may take long."""
+        return {"HF_ENDPOINT": self.url, "HF_HUB_DOWNLOAD_TIMEOUT": "240", "HF_HUB_ETAG_TIMEOUT": "240"}
+
 
 @contextmanager
 def running(hub: Hub) -> Iterator[Hub]:

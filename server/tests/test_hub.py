@@ -59,7 +59,7 @@ def preparing(hub: Hub, home: Path, *arguments: str, **environment: str) -> subp
         env={
             **{name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))},
             "PYTHONPATH": PACKAGES,
-            "HF_ENDPOINT": hub.url,
+            **hub.environment,
             "HF_HOME": str(home),
             "PENSTOCK_HUB_RETRIES": "0",
             **environment,
@@ -169,7 +169,7 @@ def test_a_full_disk_leaves_nothing_half_written(hub: Hub, home: Path) -> None:
         "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20,) * 2)",
     ]
     limit[-1] += "; os.execv(sys.executable, [sys.executable, '-m', 'penstock_server.prepare', *sys.argv[1:]])"
-    environment = {**os.environ, "PYTHONPATH": PACKAGES, "HF_ENDPOINT": hub.url, "HF_HOME": str(home)}
+    environment = {**os.environ, "PYTHONPATH": PACKAGES, **hub.environment, "HF_HOME": str(home)}
     environment.pop("HF_HUB_OFFLINE", None)
     run = [*limit, "--model-id", "someone/tiny"]
     said = subprocess.run(run, env=environment, capture_output=True, text=True, check=False).stderr
