@@ -162,6 +162,31 @@ def assert_two_ranks_compute_the_bits_of_one(folder: Path, adapters: list[Path])
             assert torch.equal(found, expected)
 
 
+def test_an_adapter_that_peft_has_trained_answers_as_in_peft(tmp_path: Path) -> None:
+    base = save("llama", widened(CASES["llama"]), tmp_path / "base")
+    text = texts()[0]
+    ids = torch.tensor([text])
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    trained = peft.get_peft_model(model, config)
+    optimizer = torch.optim.AdamW([each for each in trained.parameters() if each.requires_grad], lr=0.01)
+    for _ in range(20):
+        optimizer.zero_grad()
+        trained(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    trained.eval().save_pretrained(tmp_path / "trained")
+
+    served = load(base)
+    (adapter,) = loaded(served, [tmp_path / "trained"])
+    with_adapter, without = (logits_of(served, [text], [each])[0] for each in (adapter, None))
+    losses = [torch.nn.functional.cross_entropy(each[:-1], ids[0, 1:]) for each in (with_adapter, without)]
+    assert losses[0] < losses[1] - 1, "the adapter has learned the text"
+    torch.testing.assert_close(with_adapter, reference(trained, text), **ACCURATE)
+    torch.testing.assert_close(with_adapter, reference(trained.merge_and_unload(), text), **ACCURATE)
+    assert_two_ranks_compute_the_bits_of_one(base, [tmp_path / "trained"] * 2)
+
+
 def damage(folder: Path, values: dict[str, Any] | None = None, **tensors: torch.Tensor | None) -> None:
     """Changes keys of the adapter's config, and tensors by a part of their names; None removes them."""
     config = folder / "adapter_config.json"

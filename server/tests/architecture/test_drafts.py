@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from penstock_server.grammar.compiler import GrammarCompiler
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import Grammar, NewSequence, Sampling
+from penstock_server.plan import Adapter, Grammar, NewSequence, Sampling
 from plans import Advance, Token, listed, plan
 from rank_threads import run_native_ranks
 from safetensors import safe_open
@@ -89,8 +89,15 @@ class Drafts:
         return np.array([(i + (draw.random() < 0.2)) % VOCAB for i in draft], np.int32)
 
 
-def generate(engine: Engine, texts: list[list[int]], num_source: int, max_drafts: int) -> tuple[list[list[Token]], int]:
-    """The tokens of each text under its sampling, and the number of steps. Texts start one after the other."""
+def generate(
+    engine: Engine,
+    texts: list[list[int]],
+    num_source: int,
+    max_drafts: int,
+    adapters: Sequence[Adapter | None] = (None,),
+) -> tuple[list[list[Token]], int]:
+    """The tokens of each text under its sampling, and the number of steps. Texts start one after the other, and take
+    the adapters in turn."""
     engine.reset()
     draw = random.Random(max_drafts)
     outputs: list[list[Token]] = [[] for _ in texts]
@@ -101,8 +108,9 @@ def generate(engine: Engine, texts: list[list[int]], num_source: int, max_drafts
         new, advances = [], []
         for i, text in enumerate(texts[:step]):
             if not num_computed[i]:
-                sampling = SAMPLINGS[i % len(SAMPLINGS)]
-                new.append(NewSequence(i, text, len(text), sampling=sampling, num_source_tokens=num_source))
+                sampling, adapter = SAMPLINGS[i % len(SAMPLINGS)], adapters[i % len(adapters)]
+                told = NewSequence(i, text, len(text), sampling=sampling, num_source_tokens=num_source, adapter=adapter)
+                new.append(told)
             pending = len(text) + len(outputs[i]) - num_computed[i]
             left = NUM_TOKENS - len(outputs[i])
             if left > 0:

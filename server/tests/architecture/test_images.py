@@ -407,6 +407,47 @@ def test_a_step_waits_for_no_image_of_other_requests_but_the_one_that_is_being_e
     encoder.close()
 
 
+def test_streams_advance_while_an_image_is_encoded_and_their_steps_encode_none(
+    monkeypatch: pytest.MonkeyPatch, made: Made
+) -> None:
+    if made.name != "llava":
+        pytest.skip("the same for every family")
+    engine = EngineRun(made.folder).engine
+    encode, encoded, has_begun, gate = ImageEncoder._encode, [], threading.Event(), threading.Event()
+
+    def gated(self: ImageEncoder, data: bytes) -> EncodedImage:
+        encoded.append(data)
+        has_begun.set()
+        assert gate.wait(30)
+        return encode(self, data)
+
+    monkeypatch.setattr(ImageEncoder, "_encode", gated)
+    stream = NewSequence(1, [1, 2, 3], 3)
+    step(engine, plan(1, (), [stream], [Advance(1, 3, [0, 1, 2], sample=True)]))
+    with ThreadPoolExecutor(1) as threads:
+        encoding = threads.submit(engine.encode_images, IMAGES[:2])
+        assert has_begun.wait(30)
+        for number in range(2, 6):
+            (output,) = step(engine, plan(number, advances=[Advance(1, 1, sample=True)]))
+            assert len(output.tokens) == 1
+        assert len(encoded) == 1, "the first image is still being encoded"
+        gate.set()
+        images = encoding.result(30)
+    # The steps in which their tokens are computed encode nothing either.
+    ids = [1, 2, *(token for image in images for token in image.token_ids.tolist()), 3]
+    offsets = [2, 2 + len(images[0].token_ids)]
+    spans = [ImageSpan(image, offset) for image, offset in zip(IMAGES, offsets, strict=False)]
+    new = NewSequence(2, ids, len(ids), images=spans)
+    for number, start in enumerate(range(0, len(ids), 16), 6):
+        num_tokens, blocks = min(16, len(ids) - start), range(3 + start // 4, 7 + start // 4)
+        advances = [Advance(1, 1, sample=True), Advance(2, num_tokens, blocks, sample=start + num_tokens == len(ids))]
+        outputs = step(engine, plan(number, (), [new] if start == 0 else [], advances))
+        assert [output.error for output in outputs if output.error] == []
+    assert [len(output.tokens) for output in outputs] == [1, 1]
+    assert encoded == [image.data for image in IMAGES[:2]]
+    engine.close()
+
+
 def test_a_folder_without_an_image_processor_is_refused(made: Made, tmp_path: Path) -> None:
     if made.name != "llava":
         pytest.skip("the same for every family")
