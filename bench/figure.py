@@ -393,6 +393,11 @@ def ranks(record: Record) -> Iterator[Figure]:
                 yield Figure(name, "", [cell[num] for cell in cells], " tokens/s", 0)
             pairs = [cell["2"] / cell["1"] for cell in cells]
             yield Figure(f"{weights}, {streams} streams: two ranks to one", "≥ 0.9", pairs)
+    gathers = record.get("gathers", [])  # older results lack it
+    for num_rows in gathers[0] if gathers else ():
+        yield Figure(
+            f"one gather of {num_rows} row(s)", "≤ 20 µs", [1e6 * each[num_rows] for each in gathers], " µs", 1
+        )
 
 
 def llm(record: Record) -> Iterator[Figure]:

@@ -1,4 +1,5 @@
-"""Compares two ranks with one on the same cores. Both servers run at the same time and are loaded alternately."""
+"""Compares two ranks with one on the same cores, and times one gather between two ranks. Both servers run at the same
+time and are loaded alternately."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 import peers
 from compare import WEIGHTS, free_port, penstock_server, running, stream_load
 from figure import ranks, table_of
+from gathers import gather_times
 from load import PENSTOCK, run
 from result import heading, keep, machine, option_parser, title
 
@@ -26,7 +28,8 @@ def main() -> None:
 
     words = peers.prompt_words()
     repeats: list[dict[str, Any]] = [{} for _ in range(options.repeats)]
-    record: dict[str, Any] = {**heading(), "machine": machine(), "repeats": repeats}
+    gathers = [gather_times() for _ in range(options.repeats)]
+    record: dict[str, Any] = {**heading(), "machine": machine(), "repeats": repeats, "gathers": gathers}
     for weights in options.weights:
         with contextlib.ExitStack() as servers:
             ports = {num: free_port() for num in NUM_RANKS}

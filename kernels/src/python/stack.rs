@@ -148,9 +148,15 @@ impl Program {
         self.append(|program| program.norm(Arc::clone(&norm.packed), source, target))
     }
 
-    /// Norms groups of queries, keys and values in place, from column `first` on.
-    fn norm_heads(&mut self, norm: PyRef<'_, PackedNorm>, first: usize, num_groups: usize) -> PyResult<()> {
-        self.append(|program| program.norm_heads(Arc::clone(&norm.packed), first, num_groups))
+    /// Norms groups of columns in place, from column `first` on.
+    fn norm_heads(
+        &mut self,
+        norm: PyRef<'_, PackedNorm>,
+        register: Register,
+        first: usize,
+        num_groups: usize,
+    ) -> PyResult<()> {
+        self.append(|program| program.norm_heads(Arc::clone(&norm.packed), register, first, num_groups))
     }
 
     /// target = activation(source)

@@ -499,9 +499,21 @@ impl I32 {
         }
     }
 
+    /// The magnitude of each signed byte, unsigned.
+    #[inline(always)]
+    pub(super) fn magnitudes_of_bytes(self) -> I32 {
+        intrinsics! { I32(self.0.map(|bytes| _mm256_abs_epi8(bytes))) }
+    }
+
+    /// Each signed byte, negated where that of `signs` is negative, and 0 where it is 0. None may be -128.
+    #[inline(always)]
+    pub(super) fn with_signs_of_bytes(self, signs: I32) -> I32 {
+        intrinsics! { I32(both(self.0, signs.0, |bytes, signs| _mm256_sign_epi8(bytes, signs))) }
+    }
+
     /// The products of pairs of unsigned bytes with signed ones, added to 16 bits, which must hold them.
     #[inline(always)]
-    fn multiply_pairs(self, inputs: I32) -> I32 {
+    pub(super) fn multiply_pairs(self, inputs: I32) -> I32 {
         intrinsics! { I32(both(self.0, inputs.0, |a, b| _mm256_maddubs_epi16(a, b))) }
     }
 
@@ -512,7 +524,7 @@ impl I32 {
 
     /// The sums of both words of a lane.
     #[inline(always)]
-    fn add_pairs(self) -> I32 {
+    pub(super) fn add_pairs(self) -> I32 {
         intrinsics! { I32(self.0.map(|pairs| _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))) }
     }
 

@@ -5,6 +5,7 @@
 //! INVARIANT: within one build, an operation's bits depend on its operands only. Sums over lanes have a fixed order. Builds may differ
 //! from each other: with fused multiply-add, or in subnormal numbers.
 
+mod bytes;
 mod float8;
 #[cfg(target_feature = "avx512f")]
 #[path = "avx512.rs"]
@@ -19,6 +20,7 @@ mod math;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use bytes::Bytes;
 pub(crate) use isa::{F32, I32, Mask, SUMS, U16};
 pub(crate) use math::{Float8, from_bf16, from_f16, to_bf16, to_f16};
 

@@ -170,19 +170,35 @@ fn numbers_are_rounded_to_16_bits_like_scalars() {
 }
 
 #[test]
-fn products_of_bytes_are_exact() {
+fn products_of_codes_and_bytes_are_exact() {
+    const COUNT: usize = 9;
     let mut random = Random::new(5);
-    let mut cases: Vec<[[i32; LANES]; 2]> =
-        vec![[[-1; LANES], [0x8080_8080_u32 as i32; LANES]], [[-1; LANES], [0x7f7f_7f7f; LANES]]];
-    cases.extend((0..100).map(|_| std::array::from_fn(|_| std::array::from_fn(|_| random.next() as i32))));
-    for [codes, inputs] in cases {
-        let expected = |codes: [i32; LANES]| -> [i32; LANES] {
-            std::array::from_fn(|lane| {
-                let (codes, inputs) = (codes[lane].to_le_bytes(), inputs[lane].to_le_bytes());
-                3 + (0..4).map(|byte| i32::from(codes[byte]) * i32::from(inputs[byte] as i8)).sum::<i32>()
-            })
-        };
-        assert_eq!(I32::splat(3).dot_bytes(integers(codes), integers(inputs)).to_array(), expected(codes));
+    for greatest in [3, 7, 15, 31, 63, 255] {
+        for case in 0..40 {
+            let mut bytes = |extreme: [u8; 3]| -> [u8; 4] {
+                std::array::from_fn(|_| if case < 6 { extreme[case % 3] } else { random.next() as u8 })
+            };
+            // The greatest codes with the greatest inputs of each sign, or any.
+            let inputs: [_; COUNT] = std::array::from_fn(|_| bytes([0x80, 0x7f, 0x81]));
+            let codes: [[[u8; 4]; LANES]; COUNT] =
+                std::array::from_fn(|_| std::array::from_fn(|_| bytes([greatest; 3]).map(|code| code & greatest)));
+            let expected = |lane: usize| {
+                let pairs = codes.iter().zip(&inputs).flat_map(|(codes, inputs)| codes[lane].into_iter().zip(inputs));
+                3 + pairs.map(|(code, &input)| i32::from(code) * i32::from(input.cast_signed())).sum::<i32>()
+            };
+            let codes = codes.map(|lanes| integers(lanes.map(i32::from_le_bytes)));
+            // SAFETY: there is an input for each vector of codes.
+            let sums = unsafe { I32::splat(3).dot_codes(&codes, inputs.as_ptr().cast(), greatest.into()) };
+            assert_eq!(sums.to_array(), std::array::from_fn(expected), "codes up to {greatest}, case {case}");
+            if inputs.as_flattened().contains(&0x80) {
+                continue;
+            }
+            let sum = inputs.as_flattened().iter().map(|input| i32::from(input.cast_signed())).sum::<i32>();
+            let start = I32::splat(3 + Bytes::OFFSET * sum);
+            // SAFETY: as above.
+            let sums = unsafe { Bytes::dot(&codes.map(Bytes::of), inputs.as_ptr().cast(), start) };
+            assert_eq!(sums.to_array(), std::array::from_fn(expected), "bytes up to {greatest}, case {case}");
+        }
     }
 }
 

@@ -105,9 +105,10 @@ pub(super) enum RowOperation {
         from: Register,
         to: Register,
     },
-    /// In place, of heads of `Qkv` from column `first` on. A norm over all heads together has one group.
+    /// In place, of heads from column `first` on. A norm over all heads together has one group.
     NormHeads {
         norm: Arc<Norm>,
+        register: Register,
         first: usize,
         num_groups: usize,
         stride: usize,
@@ -227,8 +228,8 @@ impl RowOperation {
                 RowOperation::Norm { ref norm, from, to } => {
                     norm.apply_row(1, at(from, norm.dim()), at(to, norm.dim()));
                 }
-                RowOperation::NormHeads { ref norm, first, num_groups, stride } => {
-                    let heads = at(Register::Qkv, stride).wrapping_add(first);
+                RowOperation::NormHeads { ref norm, register, first, num_groups, stride } => {
+                    let heads = at(register, stride).wrapping_add(first);
                     norm.apply_row(num_groups, heads, heads);
                 }
                 RowOperation::Activate { activation, from, to, width } => {

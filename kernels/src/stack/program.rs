@@ -204,14 +204,20 @@ impl Program {
         Ok(())
     }
 
-    /// Norms in place `num_groups` groups of the queries, keys and values, from column `first` on.
-    pub(crate) fn norm_heads(&mut self, norm: Arc<Norm>, first: usize, num_groups: usize) -> Result<(), String> {
-        let stride = self.width(Register::Qkv)?;
+    /// Norms in place `num_groups` groups of columns, from column `first` on.
+    pub(crate) fn norm_heads(
+        &mut self,
+        norm: Arc<Norm>,
+        register: Register,
+        first: usize,
+        num_groups: usize,
+    ) -> Result<(), String> {
+        let stride = self.width(register)?;
         let end = num_groups.checked_mul(norm.dim()).and_then(|width| width.checked_add(first));
         if end.is_none_or(|end| end > stride) || !norm.fits(num_groups) {
             return Err(format!("a norm of {num_groups} groups of {} does not fit {stride} columns", norm.dim()));
         }
-        self.push_row(RowOperation::NormHeads { norm, first, num_groups, stride });
+        self.push_row(RowOperation::NormHeads { norm, register, first, num_groups, stride });
         Ok(())
     }
 

@@ -222,16 +222,16 @@ class AttentionBlock:
         program.adapt(self.site, source, product)
         if self.clip is not None:
             program.clamp(product, self.clip)
-        if padded_dim != dim:
-            if self.norms is not None:
-                raise NotNativeError(f"norms of heads of {dim} elements, which are padded")
-            program.pad(product, "qkv", heads + 2 * self.shape.num_kv_heads, (dim, padded_dim))
         if not self._norms_follow_rope:
-            self._append_norms(program)
+            self._append_norms(program, product)
+        if padded_dim != dim:
+            if self._norms_follow_rope:
+                raise NotNativeError(f"norms of rotated heads of {dim} elements, which are padded")
+            program.pad(product, "qkv", heads + 2 * self.shape.num_kv_heads, (dim, padded_dim))
         if self.rope is not None and self.spec.rope is not None:
             program.rotate(self.attention, self.rope, interleaved=self.spec.rope.interleaved)
         if self._norms_follow_rope:
-            self._append_norms(program)
+            self._append_norms(program, "qkv")
         program.write(self.attention, self.scales)
         program.attend(self.sinks)
         if padded_dim == dim:
@@ -240,13 +240,13 @@ class AttentionBlock:
         program.copy("attended", (0, padded_dim), "unpadded", (0, dim), dim, heads)
         return "unpadded"
 
-    def _append_norms(self, program: NativeProgram) -> None:
+    def _append_norms(self, program: NativeProgram, register: Register) -> None:
         first = 0
         for norm, num_heads in zip(self.norms or (), (self.shape.num_heads, self.shape.num_kv_heads), strict=False):
             if isinstance(norm, ProjectionNorm):
-                norm.append_to(program, first)
+                norm.append_to(program, register, first)
             else:
-                program.norm_heads(norm, first, num_heads)
+                program.norm_heads(norm, register, first, num_heads)
             first += num_heads * self.shape.head_dim
 
     @property

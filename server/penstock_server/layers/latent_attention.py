@@ -266,7 +266,7 @@ class LatentAttentionBlock:
         rotated = heads * spec.qk_nope_head_dim, spec.qk_rope_head_dim
         program.copy("queries", rotated, "qkv", (rank, key_dim), spec.qk_rope_head_dim, heads)
         program.copy("latents", (query_rank, key_dim), "qkv", (heads * key_dim, key_dim), key_dim)
-        program.norm_heads(self.kv_norm, heads * key_dim, 1)
+        program.norm_heads(self.kv_norm, "qkv", heads * key_dim, 1)
         program.rotate(self.attention, (self.cos, self.sin), interleaved=False)
         program.write(self.attention, self.scales)
         program.attend()

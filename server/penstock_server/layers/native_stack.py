@@ -118,9 +118,9 @@ class NativeProgram:
     def norm(self, norm: PackedNorm, source: Register, target: Register) -> None:
         self._native.norm(_native_norm(norm), source, target)
 
-    def norm_heads(self, norm: PackedNorm, first: int, num_groups: int) -> None:
-        """Norms in place `num_groups` groups of elements of "qkv", from column `first` on."""
-        self._native.norm_heads(_native_norm(norm), first, num_groups)
+    def norm_heads(self, norm: PackedNorm, register: Register, first: int, num_groups: int) -> None:
+        """Norms in place `num_groups` groups of elements, from column `first` on."""
+        self._native.norm_heads(_native_norm(norm), register, first, num_groups)
 
     def activate(self, function: Elementwise, source: Register, target: Register) -> None:
         """function: of `Ops.elementwise` or `Ops.gated`."""

@@ -63,14 +63,14 @@ class ProjectionNorm:
             gathered = gathered.index_select(1, self.columns)
         return self.norm(gathered)[:, self.mine].reshape(x.shape)
 
-    def append_to(self, program: NativeProgram, first: int) -> None:
-        """Appends the norm of the columns of "qkv" from `first` on to a native stack."""
+    def append_to(self, program: NativeProgram, register: Register, first: int) -> None:
+        """Appends the norm of the columns of a register from `first` on to a native stack."""
         if self.group.size == 1:
-            program.norm_heads(self.norm, first, 1)
+            program.norm_heads(self.norm, register, first, 1)
             return
         width = self.widths[self.group.rank]
         program.reserve("part", width)
-        program.copy("qkv", (first, 0), "part", (0, 0), width)
+        program.copy(register, (first, 0), "part", (0, 0), width)
         program.gather(self.group, self.widths, "part", "gathered")
         source: Register = "gathered"
         if self.columns is not None:
@@ -80,7 +80,7 @@ class ProjectionNorm:
                 program.copy("gathered", (columns.start, 0), source, (start, 0), len(columns))
                 start += len(columns)
         program.norm(self.norm, source, source)
-        program.copy(source, (self.mine.start, 0), "qkv", (first, 0), width)
+        program.copy(source, (self.mine.start, 0), register, (first, 0), width)
 
 
 QkNorm = PackedNorm | ProjectionNorm

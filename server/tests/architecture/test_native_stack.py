@@ -37,7 +37,6 @@ SUPPORTED = [
     "bloom-normed-residual",
     "codegen",
     "cohere",
-    "cohere-qk-norm",
     "cohere2",
     "cwm",
     "ernie4-5",
@@ -70,7 +69,6 @@ SUPPORTED = [
     "mpt",
     "nemotron",
     "olmo",
-    "olmo2",
     "olmo3",
     "opt",
     "opt-350m",
@@ -91,7 +89,7 @@ SUPPORTED = [
     "starcoder2",
 ]
 # Their heads have 8 elements, so the cache pads them. Those of the other models get 16.
-PADDED = ["gptj", "llama-nine-heads"]
+PADDED = ["cohere-qk-norm", "gptj", "llama-nine-heads", "olmo2"]
 EXPERTS = [
     "dbrx",
     "deepseek-v2",
@@ -108,7 +106,6 @@ EXPERTS = [
     "qwen3-moe",
 ]
 ONE_BY_ONE = {
-    "cohere-qk-norm": "norms of heads of 8 elements, which are padded",
     "deepseek-v3": "heads of 20 elements, which are padded",
     "t5": "cross-attention",
 }

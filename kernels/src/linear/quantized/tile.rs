@@ -7,9 +7,10 @@ use super::activation::{Layout, Part};
 use super::format::{Number, SUPER_GROUP};
 use super::pack::{Numbers, Panel, TABLE};
 use crate::linear::epilogue::{self, Outcome};
-use crate::simd::{F32, I32, LANES, U16, with_constant};
+use crate::simd::{Bytes, F32, I32, LANES, U16, with_constant};
 use std::array::from_fn;
 use std::mem::MaybeUninit;
+use std::ops::Range;
 
 /// Vectors per row of a panel.
 pub(super) const VECTORS: usize = PANEL / LANES;
@@ -160,7 +161,7 @@ unsafe fn add_group<
 ) {
     // SAFETY: the caller of `apply` vouches for the rows and the panel.
     unsafe {
-        let unpacked = Group::<COUNT>::unpack::<KIND, HAS_MINS, SPLIT>(panel, unit, group);
+        let unpacked = Group::<COUNT>::unpack::<KIND, PLANES, HAS_MINS, SPLIT>(panel, unit, group);
         let mut first = 0;
         for rows in sums.chunks_mut(input.layout.group_rows) {
             let operands = Operands::of(input.below(first), unit, SPLIT, QUADS / COUNT);
@@ -199,31 +200,42 @@ impl Operands {
 /// What a panel has in a unit, or in one half of it: codes by 4 features, scales and mins.
 struct Group<const COUNT: usize> {
     codes: [[I32; COUNT]; VECTORS],
+    /// The codes, in the place of `codes`, where they have 8 bits and so do the inputs.
+    bytes: [[Bytes; COUNT]; VECTORS],
     scales: [F32; VECTORS],
     mins: [F32; VECTORS],
 }
 
+/// Whether products are those of `Group::bytes`.
+const fn are_bytes(kind: usize, planes: usize) -> bool {
+    matches!(kind, TABLE | 8) && planes == 1
+}
+
 impl<const COUNT: usize> Group<COUNT> {
     #[inline(always)]
-    unsafe fn unpack<const KIND: usize, const HAS_MINS: bool, const SPLIT: usize>(
+    unsafe fn unpack<const KIND: usize, const PLANES: usize, const HAS_MINS: bool, const SPLIT: usize>(
         panel: &Panel,
         unit: usize,
         group: usize,
     ) -> Group<COUNT> {
         let format = panel.format;
         let base = panel.codes.wrapping_add(unit * format.unit_bytes());
+        let zero = I32::splat(0);
         let mut unpacked = Group {
-            codes: [[I32::splat(0); COUNT]; VECTORS],
+            codes: [[zero; COUNT]; VECTORS],
+            bytes: [[Bytes::of(zero); COUNT]; VECTORS],
             scales: [F32::splat(0.0); VECTORS],
             mins: [F32::splat(0.0); VECTORS],
         };
         for vector in 0..VECTORS {
-            // SAFETY: the caller of `apply` vouches for the panel.
-            unsafe {
-                for index in 0..COUNT {
-                    let quad = SPLIT * COUNT + index;
-                    unpacked.codes[vector][index] =
-                        codes::<KIND>(panel, base, quad / (QUADS / 2), quad % (QUADS / 2), vector);
+            for index in 0..COUNT {
+                let quad = SPLIT * COUNT + index;
+                // SAFETY: the caller of `apply` vouches for the panel.
+                let codes = unsafe { codes::<KIND>(panel, base, quad / (QUADS / 2), quad % (QUADS / 2), vector) };
+                if are_bytes(KIND, PLANES) {
+                    unpacked.bytes[vector][index] = Bytes::of(codes);
+                } else {
+                    unpacked.codes[vector][index] = codes;
                 }
             }
         }
@@ -248,27 +260,49 @@ impl<const COUNT: usize> Group<COUNT> {
     ) {
         // SAFETY: the caller of `apply` vouches for the row.
         unsafe {
-            let shift = if HAS_MINS { 0 } else { -offset * inputs.integers.add(row).read_unaligned() };
+            let lost = if are_bytes(KIND, PLANES) { Bytes::OFFSET } else { 0 };
+            let offset = if HAS_MINS { 0 } else { offset };
+            let shift = I32::splat((lost - offset) * inputs.integers.add(row).read_unaligned());
             let low: *const i32 = inputs.low.add(row * UNIT).cast();
             let high: *const i32 = inputs.high.add(row * UNIT).cast();
-            let greatest = if matches!(KIND, TABLE | 8) { 255 } else { (1 << KIND) - 1 };
             let scale = F32::splat(inputs.scales.add(row).read_unaligned());
             for vector in 0..VECTORS {
-                let codes = &self.codes[vector];
+                let dot = |quads, inputs, sum| self.dot::<KIND, PLANES>(vector, quads, inputs, sum);
                 // Two chains of instructions run at the same time.
                 let product = if PLANES == 2 {
-                    let high = I32::splat(0).dot_codes(codes, high, greatest);
-                    I32::splat(shift).dot_codes(codes, low, greatest) + high.shift_left(8)
+                    dot(0..COUNT, low, shift) + dot(0..COUNT, high, I32::splat(0)).shift_left(8)
                 } else {
-                    let (first, second) = codes.split_at(COUNT / 2);
-                    let half = I32::splat(0).dot_codes(second, low.add(COUNT / 2), greatest);
-                    I32::splat(shift).dot_codes(first, low, greatest) + half
+                    dot(0..COUNT / 2, low, shift) + dot(COUNT / 2..COUNT, low, I32::splat(0))
                 };
                 let mut sum = product.to_f32().mul_add(self.scales[vector] * scale, sums[vector]);
                 if HAS_MINS {
                     sum = self.mins[vector].mul_add(F32::splat(inputs.totals.add(row).read_unaligned()), sum);
                 }
                 sums[vector] = sum;
+            }
+        }
+    }
+
+    /// sum + the products of some vectors of codes with the inputs of a row.
+    ///
+    /// # Safety
+    /// The inputs of all vectors must be readable.
+    #[inline(always)]
+    unsafe fn dot<const KIND: usize, const PLANES: usize>(
+        &self,
+        vector: usize,
+        quads: Range<usize>,
+        inputs: *const i32,
+        sum: I32,
+    ) -> I32 {
+        let greatest = if matches!(KIND, TABLE | 8) { 255 } else { (1 << KIND) - 1 };
+        // SAFETY: guaranteed by the caller; inputs of one plane are between -127 and 127.
+        unsafe {
+            let inputs = inputs.add(quads.start);
+            if are_bytes(KIND, PLANES) {
+                Bytes::dot(&self.bytes[vector][quads], inputs, sum)
+            } else {
+                sum.dot_codes(&self.codes[vector][quads], inputs, greatest)
             }
         }
     }
