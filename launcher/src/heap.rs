@@ -1,11 +1,6 @@
-//! The C library's heap.
+//! The allocator of the process (docs/adr/0119): it frees blocks of other threads without a lock, and returns unused pages by itself.
 
-/// Gives freed pages back to the system, where the C library can. glibc keeps those between blocks that are in use.
-pub(crate) fn return_free_pages() {
-    #[cfg(target_env = "gnu")]
-    // SAFETY: it frees only pages without a block in use, under the allocator's locks.
-    #[allow(unsafe_code)]
-    unsafe {
-        nix::libc::malloc_trim(0);
-    }
-}
+use mimalloc::MiMalloc;
+
+#[global_allocator]
+static ALLOCATOR: MiMalloc = MiMalloc;

@@ -17,7 +17,6 @@ use crate::args::Args;
 use crate::fingerprint;
 use crate::fork_server::ForkServerOptions;
 use crate::group::{self, GroupError, Recipe};
-use crate::heap;
 use crate::hosts::Hosts;
 use crate::machine_share::MachineShare;
 use crate::model_folder::{FolderError, ModelFolder};
@@ -307,11 +306,7 @@ pub(crate) async fn prepare(
     let (path, chat_template, num_threads) =
         (folder.path.clone(), folder.chat_template.clone(), args.validation_workers);
     let renderer = Path::new("/proc/self/exe");
-    let load = move || {
-        let text = TextModel::load(&path, num_threads, chat_template, renderer);
-        heap::return_free_pages(); // PERF: reading a vocabulary of 49,000 tokens leaves 7 MiB
-        text
-    };
+    let load = move || TextModel::load(&path, num_threads, chat_template, renderer);
     let text = tokio::task::spawn_blocking(load).await?.map_err(StartError::Tokenizer)?;
     phases.push(phase("load tokenizer", since.elapsed()));
     Ok((prepared, folder, text))

@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use penstock_scheduler::SequenceId;
-use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender};
+use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::sync::oneshot;
 
+use super::event::EventSender;
 use super::moving::MovingSequence;
 use super::owner::Owner;
 use crate::sequence::{SequenceEvent, SequenceFailure, SequenceRequest};
@@ -14,7 +15,7 @@ pub(super) enum Command {
     Submit {
         id: SequenceId,
         request: Box<SequenceRequest>,
-        events: UnboundedSender<SequenceEvent>,
+        events: EventSender,
         owner: Arc<Owner>,
     },
     /// Continues a sequence that another engine had.
@@ -43,7 +44,6 @@ pub(super) fn refuse_all(commands: &mut UnboundedReceiver<Command>, failure: &Se
     }
 }
 
-pub(super) fn refuse(events: &UnboundedSender<SequenceEvent>, failure: SequenceFailure) {
-    // An error means that the receiver was dropped.
-    let _ = events.send(SequenceEvent::Failed(failure));
+pub(super) fn refuse(events: &EventSender, failure: SequenceFailure) {
+    events.send(SequenceEvent::Failed(failure));
 }

@@ -10,6 +10,7 @@ use tokio::sync::{oneshot, watch};
 
 use super::adapter;
 use super::command::Command;
+use super::event::event_channel;
 use super::generator::Generator;
 use super::grammar::{self, Compiler};
 use super::health::Health;
@@ -120,13 +121,13 @@ impl Engine {
     /// is used with this method or the other one.
     pub(crate) fn submit_as(&self, id: SequenceId, request: SequenceRequest) -> SequenceStream {
         // Bounded in effect: see `SequenceStream`.
-        let (events, receiver) = mpsc::unbounded_channel();
+        let (events, receiver) = event_channel();
         let (request, owner) = (Box::new(request), Arc::new(Owner::new(self.commands.clone())));
         let command = Command::Submit { id, request, events, owner: Arc::clone(&owner) };
         if let Err(refused) = self.commands.send(command)
             && let Command::Submit { events, .. } = refused.0
         {
-            let _ = events.send(SequenceEvent::Failed(SequenceFailure::ShuttingDown));
+            events.send(SequenceEvent::Failed(SequenceFailure::ShuttingDown));
         }
         SequenceStream::new(receiver, move || owner.abort(id))
     }

@@ -7,6 +7,7 @@
 
 mod adapter;
 mod command;
+mod event;
 mod generator;
 mod grammar;
 mod handle;
@@ -30,6 +31,7 @@ mod stream;
 mod timelines;
 mod watchdog;
 
+pub use event::{EventReceiver, EventSender, event_channel};
 pub use generator::{Generator, ReplicaReport};
 pub use handle::Engine;
 pub use health::Health;

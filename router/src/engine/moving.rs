@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use penstock_scheduler::SequenceId;
-use tokio::sync::mpsc::UnboundedSender;
 use tokio::time::Instant;
 
+use super::event::EventSender;
 use super::open_sequence::{OpenSequence, Terms};
 use super::owner::Owner;
-use crate::sequence::{Constants, SequenceEvent, SequenceRequest, Timeline};
+use crate::sequence::{Constants, SequenceRequest, Timeline};
 
 /// An open sequence with everything that is needed to continue it.
 pub struct MovingSequence {
@@ -21,12 +21,7 @@ pub struct MovingSequence {
 
 impl MovingSequence {
     /// A new sequence on its way to its first engine.
-    pub(super) fn new(
-        id: SequenceId,
-        request: SequenceRequest,
-        owner: Arc<Owner>,
-        events: UnboundedSender<SequenceEvent>,
-    ) -> Self {
+    pub(super) fn new(id: SequenceId, request: SequenceRequest, owner: Arc<Owner>, events: EventSender) -> Self {
         let terms = Terms {
             num_prompt_tokens: request.prompt_token_ids.len(),
             num_source_tokens: request.num_source_tokens,

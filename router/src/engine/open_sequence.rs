@@ -1,12 +1,13 @@
 //! A sequence that has no terminal event yet: what was sent to its stream, and which group losses it was part of.
 
 use std::sync::Arc;
+use std::task::Waker;
 use std::time::Duration;
 
 use penstock_scheduler::ContentSalt;
-use tokio::sync::mpsc::UnboundedSender;
 use tokio::time::Instant;
 
+use super::event::EventSender;
 use super::options::MAX_LOSSES;
 use super::owner::Owner;
 use crate::sequence::{Constants, DraftCount, SequenceEvent, Token};
@@ -31,7 +32,7 @@ pub(super) struct OpenSequence {
     terms: Terms,
     constants: Constants,
     owner: Arc<Owner>,
-    events: UnboundedSender<SequenceEvent>,
+    events: EventSender,
     is_started: bool,
     /// Prompt tokens sent to the stream, and those that arrived in the current residency. After a preemption, and from a new
     /// worker group, they arrive again from the first one on; each is sent once.
@@ -45,12 +46,7 @@ pub(super) struct OpenSequence {
 }
 
 impl OpenSequence {
-    pub(super) fn new(
-        terms: Terms,
-        constants: Constants,
-        owner: Arc<Owner>,
-        events: UnboundedSender<SequenceEvent>,
-    ) -> Self {
+    pub(super) fn new(terms: Terms, constants: Constants, owner: Arc<Owner>, events: EventSender) -> Self {
         Self {
             terms,
             constants,
@@ -83,6 +79,7 @@ impl OpenSequence {
         self.num_prompt_tokens_arrived = 0;
         if !std::mem::replace(&mut self.is_started, true) {
             self.send(SequenceEvent::Started { num_cached_tokens });
+            self.wake();
         }
     }
 
@@ -142,6 +139,7 @@ impl OpenSequence {
             SequenceEvent::Token(token) => drop(self.send_tokens(&[token], Instant::now())),
             event => self.send(event),
         }
+        self.wake();
     }
 
     pub(super) fn needs_quarantine(&self) -> bool {
@@ -152,12 +150,20 @@ impl OpenSequence {
         self.num_losses >= MAX_LOSSES
     }
 
-    pub(super) fn end(self, terminal: SequenceEvent) {
-        self.send(terminal);
+    /// The reader of the stream, if it waits and has to be woken after `send_…`.
+    pub(super) fn take_reader(&mut self) -> Option<Waker> {
+        self.events.take_reader()
     }
 
-    fn send(&self, event: SequenceEvent) {
-        // An error means that the receiver was dropped; its abort is on the way.
-        let _ = self.events.send(event);
+    pub(super) fn end(self, terminal: SequenceEvent) {
+        self.events.send(terminal);
+    }
+
+    fn send(&mut self, event: SequenceEvent) {
+        self.events.push(event);
+    }
+
+    fn wake(&mut self) {
+        self.take_reader().into_iter().for_each(Waker::wake);
     }
 }

@@ -4,7 +4,6 @@
 //! INVARIANT: a sequence fails as the cause of group losses only when it ran alone in the last one. Before that, every
 //! sequence of the lost steps is as likely a cause (docs/adr/0009).
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,9 +11,10 @@ use penstock_scheduler::{
     self as scheduler, ApplyError, Drafted, Event, Forecast, Limits, Plan, Scheduler, SequenceId, Stats, Submission,
     SubmitError,
 };
-use tokio::sync::mpsc::UnboundedSender;
+use rustc_hash::FxHashMap;
 use tokio::time::Instant;
 
+use super::event::{Alarm, EventSender};
 use super::moving::{Handover, MovingSequence};
 use super::open_sequence::OpenSequence;
 use super::options::MAX_LOSSES;
@@ -29,8 +29,9 @@ const VECTOR: u32 = 0;
 
 pub(super) struct OpenSequences {
     scheduler: Scheduler,
-    open: HashMap<SequenceId, OpenSequence>,
+    open: FxHashMap<SequenceId, OpenSequence>,
     timelines: Timelines,
+    alarm: Alarm,
     /// Sequences to run alone, one after the other, the last one first.
     quarantine: Vec<SequenceId>,
     /// The most tokens that one step gives a sequence.
@@ -54,8 +55,9 @@ impl OpenSequences {
     pub(super) fn new(limits: Limits) -> Self {
         Self {
             scheduler: Scheduler::new(limits),
-            open: HashMap::new(),
+            open: FxHashMap::default(),
             timelines: Timelines::default(),
+            alarm: Alarm::new(),
             quarantine: Vec::new(),
             max_tokens_per_step: 1 + limits.max_draft_tokens as usize,
             shows_drafts: !limits.drafts_only_forced,
@@ -67,13 +69,7 @@ impl OpenSequences {
         self.scheduler.stats()
     }
 
-    pub(super) fn submit(
-        &mut self,
-        id: SequenceId,
-        request: SequenceRequest,
-        owner: Arc<Owner>,
-        events: UnboundedSender<SequenceEvent>,
-    ) {
+    pub(super) fn submit(&mut self, id: SequenceId, request: SequenceRequest, owner: Arc<Owner>, events: EventSender) {
         self.adopt(MovingSequence::new(id, request, owner, events));
     }
 
@@ -181,7 +177,7 @@ impl OpenSequences {
     /// Sends the events of a step that was reported at `reported_at` to their streams.
     pub(super) fn deliver(&mut self, events: Vec<Event>, outputs: &[Output], reported_at: Instant) -> Delivered {
         let mut delivered = Delivered::default();
-        let mut gaps = Vec::new();
+        let (mut gaps, mut readers) = (Vec::new(), Vec::new());
         for event in events {
             match event {
                 Event::Advanced { id, output_index, num_tokens, finish_reason } => {
@@ -203,6 +199,7 @@ impl OpenSequences {
                             gaps.extend(gap);
                         }
                     }
+                    readers.extend(sequence.take_reader());
                     if let Some(reason) = finish_reason {
                         self.end(id, SequenceEvent::Finished(reason));
                     }
@@ -216,6 +213,7 @@ impl OpenSequences {
                 }
             }
         }
+        self.alarm.wake(readers);
         metrics::next_tokens(&gaps);
         delivered
     }

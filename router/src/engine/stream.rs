@@ -3,17 +3,16 @@
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
-use futures::Stream;
-use tokio::sync::mpsc::{self, UnboundedReceiver};
-
+use super::event::{EventReceiver, event_channel};
 use crate::sequence::{SequenceEvent, SequenceFailure};
+use futures::Stream;
 
 type Observer = Box<dyn FnMut(&SequenceEvent) + Send>;
 
 /// The events of one sequence, in order. Ends after the terminal event. Dropping the stream before aborts the sequence.
 pub struct SequenceStream {
     // Bounded in effect: a sequence has at most one event per prompt chunk and generated token, and two more.
-    events: UnboundedReceiver<SequenceEvent>,
+    events: EventReceiver,
     abort: Option<Box<dyn FnOnce() + Send>>,
     /// Sees every event; dropped with the terminal one.
     observer: Option<Observer>,
@@ -21,15 +20,14 @@ pub struct SequenceStream {
 
 impl SequenceStream {
     /// `abort` runs when the stream is dropped before its terminal event was read.
-    pub fn new(events: UnboundedReceiver<SequenceEvent>, abort: impl FnOnce() + Send + 'static) -> Self {
+    pub fn new(events: EventReceiver, abort: impl FnOnce() + Send + 'static) -> Self {
         Self { events, abort: Some(Box::new(abort)), observer: None }
     }
 
     /// A stream whose only event is this failure.
     pub(crate) fn failed(failure: SequenceFailure) -> Self {
-        let (events, receiver) = mpsc::unbounded_channel();
-        // The receiver is here.
-        let _ = events.send(SequenceEvent::Failed(failure));
+        let (events, receiver) = event_channel();
+        events.send(SequenceEvent::Failed(failure));
         Self::new(receiver, || {})
     }
 

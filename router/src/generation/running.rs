@@ -95,8 +95,10 @@ impl Generations {
     pub(crate) fn deltas(self) -> impl Stream<Item = Result<GenerationDelta, GenerationError>> + Send {
         let Self { running, num_per_prompt, permit, .. } = self;
         let mut total = RequestTotal::new(running.len(), num_per_prompt);
-        let all = running.into_iter().enumerate().map(|(index, running)| running.deltas(index).boxed());
-        let mut all = stream::select_all(all);
+        let mut all: Vec<_> =
+            running.into_iter().enumerate().map(|(index, running)| running.deltas(index).boxed()).collect();
+        // PERF: `select_all` allocates for each item.
+        let mut all = if all.len() == 1 { all.remove(0) } else { stream::select_all(all).boxed() };
         async_stream::stream! {
             let _permit = permit;
             while let Some(result) = all.next().await {
@@ -136,7 +138,8 @@ pub(super) struct Running {
 
 impl Running {
     fn deltas(self, index: usize) -> impl Stream<Item = Result<GenerationDelta, GenerationError>> + Send {
-        stream::unfold(Some(self), move |running| async move {
+        // PERF: boxed, because `unfold` moves it for each item.
+        stream::unfold(Some(Box::new(self)), move |running| async move {
             let mut running = running?;
             match running.next(index).await {
                 Ok(delta) => {

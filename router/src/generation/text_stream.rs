@@ -1,10 +1,11 @@
 //! One sequence as text: the engine's tokens become text deltas until the model, a limit or a stop string ends it.
 
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Instant;
 
 use futures::StreamExt;
-use tokio_util::sync::CancellationToken;
+use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 
 use super::admission::QueueReservation;
 use super::deadline::{Deadlines, reached};
@@ -68,8 +69,8 @@ pub(super) struct TextStream {
     reservation: QueueReservation,
     /// An event that was received but not consumed yet.
     pending: Option<SequenceEvent>,
-    /// Cancelled when the grace period of a shutdown is over.
-    abandoned: CancellationToken,
+    /// Resolves when the grace period of a shutdown is over. PERF: one for all events, because all streams register at the same token.
+    abandoned: Pin<Box<WaitForCancellationFutureOwned>>,
     detokenizer: Detokenizer,
     stop_matcher: StopMatcher,
     stop_text: StopText,
@@ -125,7 +126,7 @@ impl TextStream {
             events: generator.submit(request),
             reservation,
             pending: None,
-            abandoned,
+            abandoned: Box::pin(abandoned.cancelled_owned()),
             detokenizer,
             stop_matcher: StopMatcher::new(options.stop_strings),
             stop_text: options.stop_text,
@@ -192,7 +193,7 @@ impl TextStream {
         let event = tokio::select! {
             biased;
             event = self.events.next() => event.ok_or(GenerationError::Incomplete)?,
-            () = self.abandoned.cancelled() => return Err(GenerationError::ShuttingDown),
+            () = &mut self.abandoned => return Err(GenerationError::ShuttingDown),
             () = reached(self.deadlines.answer) => return Err(GenerationError::Timeout),
             () = reached(self.deadlines.first_step), if is_queued => return Err(self.reservation.queue_timeout()),
         };

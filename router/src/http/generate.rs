@@ -4,7 +4,6 @@ use std::sync::Arc;
 
 use axum::extract::State;
 use axum::http::HeaderMap;
-use axum::response::sse::{Event, KeepAlive};
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 use futures::{Stream, StreamExt};
@@ -14,7 +13,7 @@ use super::dialect::TgiError;
 use super::document::TgiFailures;
 use super::header;
 use super::service::Service;
-use super::sse;
+use super::sse::{self, Event};
 use crate::api::error::ApiError;
 use crate::api::tgi::{
     BestOfSequence, Details, DraftTokens, GenerateRequest, GenerateResponse, StreamDetails, StreamResponse, Token,
@@ -197,7 +196,7 @@ async fn stream(service: Service, record: RequestRecord, request: GenerateReques
     let (generations, shape) = start(&service, &record, request, true).await?;
     let headers = header::of_stream(&service, shape.num_characters());
     let events = events(generations, shape, record.clone());
-    Ok(sse::response(headers, record, KeepAlive::default(), sse::tgi_error, events))
+    Ok(sse::response(headers, record, sse::comment(), sse::tgi_error, events))
 }
 
 /// One event for each token; the last has the full text.

@@ -5,14 +5,13 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use axum::Json;
-use axum::response::sse::{Event, KeepAlive};
 use axum::response::{IntoResponse, Response};
 use futures::StreamExt;
 use serde::Serialize;
 
 use super::header;
 use super::service::Service;
-use super::sse;
+use super::sse::{self, Event};
 use crate::api::error::ApiError;
 use crate::generation::{GenerationDelta, Generations};
 use crate::telemetry::RequestRecord;
@@ -34,7 +33,7 @@ pub(super) trait EventWriter: Send + 'static {
     fn fail(&mut self, error: &ApiError) -> Vec<Event>;
 
     /// What the stream sends after 15 s without an event.
-    fn keep_alive() -> KeepAlive;
+    fn keep_alive() -> Event;
 
     fn add(answer: &mut Self::Answer, event: Self::Event);
 }

@@ -3,7 +3,6 @@
 //! INVARIANT: a plain answer is the sum of the chunks that a stream would have had.
 
 use axum::Json;
-use axum::response::sse::{Event, KeepAlive};
 use axum::response::{IntoResponse, Response};
 use futures::StreamExt;
 use serde::Serialize;
@@ -12,7 +11,7 @@ use super::dialect::OpenAiError;
 use super::header;
 use super::message_answer::ReasoningCount;
 use super::service::Service;
-use super::sse;
+use super::sse::{self, Event};
 use crate::api::openai::{Envelope, StreamOptions, Usage};
 use crate::generation::{GenerationDelta, Generations};
 use crate::telemetry::{RequestRecord, RequestSummary};
@@ -77,7 +76,7 @@ impl<R: ChoiceReader> OpenAiAnswer<R> {
             }
             yield sse::done();
         };
-        sse::response(headers, stream_record, KeepAlive::default(), sse::openai_error, events)
+        sse::response(headers, stream_record, sse::comment(), sse::openai_error, events)
     }
 
     /// One answer. `render` gets the envelope, the readers with the sums of their chunks, and the usage.

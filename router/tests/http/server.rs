@@ -12,7 +12,7 @@ use http_body_util::{BodyExt, Full};
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
 use penstock_router::config::{AdapterConfig, ApiKeys, PriorityOrder, VertexRoutes};
-use penstock_router::engine::{Generator, Health, SequenceStream};
+use penstock_router::engine::{EventSender, Generator, Health, SequenceStream, event_channel};
 use penstock_router::limits::{ConnectionLimits, QueueLimits, RequestLimits};
 use penstock_router::sequence::{
     Adapter, AdapterError, FinishReason, Grammar, GrammarError, Image, ImageError, SequenceEvent, SequenceRequest,
@@ -47,15 +47,14 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 /// A sequence that the test controls. Dropping it ends the stream early.
 pub struct Sequence {
     pub request: SequenceRequest,
-    events: mpsc::UnboundedSender<SequenceEvent>,
+    events: EventSender,
     /// Resolves when the router drops the stream before its end.
     pub aborted: BoxFuture<'static, Result<(), oneshot::error::RecvError>>,
 }
 
 impl Sequence {
     pub fn send(&self, event: SequenceEvent) {
-        // The router may have dropped the stream.
-        let _ = self.events.send(event);
+        self.events.send(event);
     }
 
     pub fn send_token(&self, id: u32) {
@@ -107,7 +106,7 @@ pub struct Engine {
 
 impl Generator for Engine {
     fn submit(&self, request: SequenceRequest) -> SequenceStream {
-        let (events, receiver) = mpsc::unbounded_channel();
+        let (events, receiver) = event_channel();
         let (abort, aborted) = oneshot::channel();
         self.requests.lock().unwrap().push(request.clone());
         (self.script)(Sequence { request, events, aborted: Box::pin(within("an abort", aborted)) });

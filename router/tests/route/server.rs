@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use futures::FutureExt;
 use futures::future::{BoxFuture, ready};
-use penstock_router::engine::{EngineOptions, Generator, Health, RemoteOptions, RestartGroup, SequenceStream};
+use penstock_router::engine::{
+    EngineOptions, Generator, Health, RemoteOptions, RestartGroup, SequenceStream, event_channel,
+};
 use penstock_router::remote::{self, Access, EngineListener, Properties, Remote, RequestLimits, ServerDescription};
 use penstock_router::replica::Replicas;
 use penstock_router::sequence::{
@@ -15,7 +17,6 @@ use penstock_router::sequence::{
 use penstock_router::worker::{Description, Group, LoadOptions};
 use penstock_scheduler::{Limits, Stats};
 use tokio::runtime::{Builder, Runtime};
-use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use crate::fake_worker::fleet::Fleet;
@@ -132,10 +133,10 @@ pub struct Endless;
 
 impl Generator for Endless {
     fn submit(&self, request: SequenceRequest) -> SequenceStream {
-        let (events, receiver) = mpsc::unbounded_channel();
-        events.send(SequenceEvent::Started { num_cached_tokens: 0 }).unwrap();
+        let (events, receiver) = event_channel();
+        events.send(SequenceEvent::Started { num_cached_tokens: 0 });
         for id in expected_tokens(&request.prompt_token_ids, request.max_new_tokens as usize) {
-            events.send(SequenceEvent::Token(Token { id, logprob: -1.0, top: Vec::new() })).unwrap();
+            events.send(SequenceEvent::Token(Token { id, logprob: -1.0, top: Vec::new() }));
         }
         SequenceStream::new(receiver, move || drop(events))
     }

@@ -1,7 +1,5 @@
 //! One choice of a chat: its deltas as chunks, and its chunks added up.
 
-use axum::response::sse::Event;
-
 use crate::api::openai::{
     ChatChoice, ChatChunk, ChatChunkChoice, ChatLogprobs, ChatPrompt, Delta, Envelope, FinishReason, FunctionDelta,
     OutputMessage, ToolCallDelta, Usage,
@@ -9,7 +7,7 @@ use crate::api::openai::{
 use crate::generation::{self, GenerationDelta, ToolCallIds};
 use crate::http::logprob::{self, TokenNames};
 use crate::http::openai_answer::ChoiceReader;
-use crate::http::sse;
+use crate::http::sse::{self, Event};
 use crate::text::Part;
 
 const ROLE: &str = "assistant";

@@ -2,13 +2,11 @@
 
 use std::sync::Arc;
 
-use axum::response::sse::Event;
-
 use crate::api::openai::{CompletionChoice, CompletionChunk, CompletionLogprobs, Envelope, FinishReason, Usage};
 use crate::generation::GenerationDelta;
 use crate::http::logprob::{self, CompletionLogprobWriter};
 use crate::http::openai_answer::ChoiceReader;
-use crate::http::sse;
+use crate::http::sse::{self, Event};
 use crate::text::TextModel;
 
 /// The prompt, which the answer repeats before the generated text.

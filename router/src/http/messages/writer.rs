@@ -1,9 +1,5 @@
 //! An answer as Anthropic's events.
 
-use std::time::Duration;
-
-use axum::response::sse::{Event, KeepAlive};
-
 use crate::api::anthropic::{
     Caller, ContentBlock, ContentDelta, Message, MessageDelta, MessageEvent, MessagesRequest, OutputTokensDetails,
     StopReason, Usage,
@@ -11,7 +7,7 @@ use crate::api::anthropic::{
 use crate::api::error::ApiError;
 use crate::generation::{FinishReason, GenerationDelta, StartedPrompt, ToolCallIds};
 use crate::http::message_answer::{EventWriter, ReasoningCount};
-use crate::http::sse;
+use crate::http::sse::{self, Event};
 use crate::sequence::DraftCount;
 use crate::text::Part;
 
@@ -164,8 +160,8 @@ impl EventWriter for MessageWriter {
         vec![sse::typed_event(&error.anthropic_body())]
     }
 
-    fn keep_alive() -> KeepAlive {
-        KeepAlive::new().interval(Duration::from_secs(15)).event(sse::typed_event(&MessageEvent::Ping))
+    fn keep_alive() -> Event {
+        sse::typed_event(&MessageEvent::Ping)
     }
 
     fn add(answer: &mut Message, event: MessageEvent) {

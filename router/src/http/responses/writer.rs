@@ -1,7 +1,5 @@
 //! A response as its events.
 
-use axum::response::sse::{Event, KeepAlive};
-
 use crate::api::conversation::Conversation;
 use crate::api::error::ApiError;
 use crate::api::responses::{
@@ -12,7 +10,7 @@ use crate::generation::{FinishReason, GenerationDelta, ToolCallIds};
 use crate::http::envelope::unix_seconds;
 use crate::http::message_answer::{EventWriter, ReasoningCount};
 use crate::http::response_store::ResponseStore;
-use crate::http::sse;
+use crate::http::sse::{self, Event};
 use crate::telemetry::RequestSummary;
 use crate::text::Part;
 
@@ -231,8 +229,8 @@ impl EventWriter for ResponseWriter {
         events.iter().map(sse::typed_event).collect()
     }
 
-    fn keep_alive() -> KeepAlive {
-        KeepAlive::default()
+    fn keep_alive() -> Event {
+        sse::comment()
     }
 
     fn add(answer: &mut Response, event: StreamEvent) {
