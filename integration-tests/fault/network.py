@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-_HERE, _THERE = "169.254.83.1", "169.254.83.2"  # link-local, never routed
+_NETWORK = "169.254.{}"  # link-local, never routed
 _CLONE_NEWNET = 0x40000000
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -22,8 +22,10 @@ class NoMachineError(Exception):
 @dataclass(frozen=True)
 class Machine:
     name: str
-    host: str = _HERE
+    host: str
     """This host's address, as seen from the machine."""
+    address: str
+    """The machine's own address."""
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -53,19 +55,21 @@ def _ip(*arguments: str) -> None:
 
 
 @contextmanager
-def another_machine() -> Iterator[Machine]:
-    """Raises NoMachineError if this host cannot simulate a machine."""
-    machine = Machine(f"penstock-{os.getpid()}")
+def another_machine(subnet: int = 83) -> Iterator[Machine]:
+    """subnet: of this machine only. Raises NoMachineError if this host cannot simulate a machine."""
+    network = _NETWORK.format(subnet)
+    machine = Machine(f"penstock-{os.getpid()}", f"{network}.1", f"{network}.2")
     near = f"ps{os.getpid()}"
     if shutil.which("ip") is None:
         raise NoMachineError("`ip` is not installed")
     try:
         _ip("netns", "add", machine.name)
         _ip("link", "add", near, "type", "veth", "peer", "name", "cable", "netns", machine.name)
-        _ip("address", "add", f"{_HERE}/30", "dev", near)
+        _ip("address", "add", f"{machine.host}/30", "dev", near)
         _ip("link", "set", near, "up")
-        _ip("-n", machine.name, "address", "add", f"{_THERE}/30", "dev", "cable")
-        _ip("-n", machine.name, "link", "set", "cable", "up")
+        _ip("-n", machine.name, "address", "add", f"{machine.address}/30", "dev", "cable")
+        for device in ("cable", "lo"):
+            _ip("-n", machine.name, "link", "set", device, "up")
         yield machine
     except subprocess.CalledProcessError as error:
         raise NoMachineError(error.stderr.decode().strip()) from error

@@ -15,7 +15,7 @@ use penstock_router::{AllowedHost, ImageUrlConfig};
 use crate::attention::Attention;
 use crate::dtype::{Dtype, KvCacheDtype};
 use crate::isa::CpuIsa;
-use crate::node::NodeAddress;
+use crate::node::RanksOn;
 use crate::priority::PriorityOrder;
 use crate::quantize::Quantize;
 use crate::standby::Standby;
@@ -105,9 +105,10 @@ pub(crate) struct Args {
 
     /// Nodes that the ranks run on instead of this machine, as node://HOST:PORT of a `penstock node`; repeat, or separate by commas, for
     /// several. Each has one rank, or equally many of --num-shard. They read the model from the same path as this machine, and compute on CPUs.
-    /// Needs --node-secret-file [default: none]
+    /// Needs --node-secret-file. Or ray://HOST:PORT, the address of a Ray cluster that this machine is part of: Ray chooses a node for each
+    /// rank of --num-shard [default: none]
     #[arg(long, env, value_delimiter = ',', value_name = "NODES")]
-    pub(crate) ranks_on: Vec<NodeAddress>,
+    pub(crate) ranks_on: Vec<RanksOn>,
 
     /// File with the secret that this server and the nodes of --ranks-on share, at least 32 characters
     #[arg(long, env, value_name = "FILE", requires = "ranks_on")]

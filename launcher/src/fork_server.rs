@@ -2,7 +2,7 @@
 //!
 //! INVARIANT: when this process or the fork server ends, the kernel kills the workers.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
@@ -98,6 +98,12 @@ impl WorkerHandle {
     }
 }
 
+impl SpawnError {
+    pub(crate) fn new(python: &Path, source: std::io::Error) -> Self {
+        Self { python: python.to_owned(), source }
+    }
+}
+
 impl ForkServer {
     pub(crate) fn new(options: ForkServerOptions) -> Self {
         Self { options, preload: None, process: None }
@@ -111,8 +117,7 @@ impl ForkServer {
     /// Starts the process unless it runs. Call it on the main thread (see `process::python_module`).
     pub(crate) fn start(&mut self) -> Result<(), SpawnError> {
         if self.process.as_ref().is_none_or(|process| process.import_time.has_changed().is_err()) {
-            let process =
-                self.options.spawn().map_err(|source| SpawnError { python: self.options.python.clone(), source })?;
+            let process = self.options.spawn().map_err(|source| SpawnError::new(&self.options.python, source))?;
             let load = self.preload.clone().map(|request| Command::Load { request });
             // If the process has just ended, the next worker is reported as lost.
             load.into_iter().for_each(|load| drop(process.commands.send(load)));
@@ -275,10 +280,10 @@ async fn drive_node(node: NodeOptions, mut commands: mpsc::UnboundedReceiver<Com
     let mut workers = WorkerTable::default();
     let reason = match node.connect().await {
         Err(reason) => reason,
-        Ok(NodeConnection { requests, reports }) => {
+        Ok(NodeConnection { address, requests, reports }) => {
             match exchange(requests, reports, &mut commands, &mut workers, &events).await {
-                Ended::Lost(Some(reason)) => format!("{} has no fork server: {reason}", node.address),
-                Ended::Lost(None) | Ended::Released => format!("the connection to {} was lost", node.address),
+                Ended::Lost(Some(reason)) => format!("{address} has no fork server: {reason}"),
+                Ended::Lost(None) | Ended::Released => format!("the connection to {address} was lost"),
             }
         }
     };

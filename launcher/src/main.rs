@@ -72,8 +72,9 @@ use tokio_util::sync::CancellationToken;
 use crate::adapter::AdapterFlags;
 use crate::args::Args;
 use crate::command_line::Parsed;
+use crate::hosts::Placement;
 use crate::listener::{Place, Reserved, ReservedPort};
-use crate::node::{NodeAddress, NodeArgs, NodeOptions, NodeSecret, SecretError};
+use crate::node::{NodeArgs, NodeOptions, NodePlace, NodeSecret, RanksOn, RayOptions, SecretError};
 use crate::replica_file::Follower;
 use crate::resolve::Settings;
 use crate::start::{Started, log_choice};
@@ -147,7 +148,7 @@ fn run_node(args: &NodeArgs) -> ExitCode {
     let run = || {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         runtime.block_on(async {
-            let (stop, second_signal) = signals::listen(false).context("cannot listen for signals")?;
+            let (stop, second_signal) = signals::listen(args.stop_with_stdin).context("cannot listen for signals")?;
             let python = find_python();
             tokio::select! {
                 result = node::run(args, &python) => result,
@@ -179,7 +180,7 @@ fn run(parsed: &Parsed) -> anyhow::Result<Stopped> {
         Some(access) => route::servers(&parsed.args, access)?,
         None => Vec::new(),
     };
-    let nodes = nodes(&parsed.args, &settings)?;
+    let placement = placement(&parsed.args, &settings, &python)?;
     let listener = Reserved::bind(&settings.place)?;
     let engine_listener = parsed.args.engine_listen.map(ReservedPort::bind).transpose()?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("cannot start threads")?;
@@ -188,7 +189,7 @@ fn run(parsed: &Parsed) -> anyhow::Result<Stopped> {
         let (stop, second_signal) =
             signals::listen(parsed.args.stop_with_stdin).context("cannot listen for signals")?;
         let settings = &settings;
-        let setup = Setup { parsed, settings, api_keys, access, engine_listener, servers, nodes, python: &python };
+        let setup = Setup { parsed, settings, api_keys, access, engine_listener, servers, placement, python: &python };
         tokio::select! {
             result = serve(setup, listener, stop) => {
                 result.map(|()| Stopped::Drained)
@@ -201,15 +202,20 @@ fn run(parsed: &Parsed) -> anyhow::Result<Stopped> {
     stopped
 }
 
-/// The nodes of --ranks-on, each with its share of the ranks.
-fn nodes(args: &Args, settings: &Settings) -> Result<Vec<NodeOptions>, SecretError> {
-    if args.ranks_on.is_empty() {
-        return Ok(Vec::new());
-    }
+/// Where --ranks-on puts the ranks. Each node has its share of them.
+fn placement(args: &Args, settings: &Settings, python: &Path) -> Result<Placement, SecretError> {
+    let nodes: Vec<_> = match &args.ranks_on[..] {
+        [] => return Ok(Placement::Here),
+        [RanksOn::Ray(cluster)] => {
+            let (python, cluster) = (python.to_owned(), cluster.clone());
+            return Ok(Placement::Ray(RayOptions { python, cluster, num_ranks: settings.num_ranks }));
+        }
+        hosts => hosts.iter().filter_map(RanksOn::node).collect(),
+    };
     let secret = NodeSecret::read(args.node_secret_file.as_deref().ok_or(SecretError::Missing)?)?;
-    let num_ranks = settings.num_ranks / args.ranks_on.len();
-    let node = |address: &NodeAddress| NodeOptions { address: address.clone(), secret: secret.clone(), num_ranks };
-    Ok(args.ranks_on.iter().map(node).collect())
+    let num_ranks = settings.num_ranks / nodes.len();
+    let node = |address| NodeOptions { place: NodePlace::fixed(address), secret: secret.clone(), num_ranks };
+    Ok(Placement::Nodes(nodes.into_iter().map(node).collect()))
 }
 
 fn find_python() -> PathBuf {
@@ -234,20 +240,19 @@ struct Setup<'a> {
     engine_listener: Option<ReservedPort>,
     /// Not empty: they compute, and nothing is loaded here.
     servers: Vec<Remote>,
-    /// Not empty: the ranks run there.
-    nodes: Vec<NodeOptions>,
+    placement: Placement,
     python: &'a Path,
 }
 
 /// Starts, serves until `stop`, drains, and stops the workers.
 async fn serve(setup: Setup<'_>, listener: Reserved, stop: CancellationToken) -> anyhow::Result<()> {
-    let Setup { parsed, settings, api_keys, access, engine_listener, servers, nodes, python } = setup;
+    let Setup { parsed, settings, api_keys, access, engine_listener, servers, placement, python } = setup;
     let Parsed { args, vertex_routes, .. } = parsed;
     let began = Instant::now();
     let adapters = AdapterFlags::new(args)?;
     let start = async {
         match servers.is_empty() {
-            true => anyhow::Ok(start::start(args, settings, &adapters, python, &nodes).await?),
+            true => anyhow::Ok(start::start(args, settings, &adapters, python, &placement).await?),
             false => Ok(route::start(args, &adapters, python, servers, access.clone()).await?),
         }
     };

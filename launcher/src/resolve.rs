@@ -3,6 +3,7 @@
 //! It happens in three stages: `Settings` before any process is started, `step_tokens` once the device is known, and
 //! `SequenceLimits` once the model and its memory are known. Each chosen value carries its reason, for the log.
 
+mod nodes;
 mod sequence_limits;
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -14,9 +15,8 @@ use penstock_scheduler::Limits;
 
 use crate::args::{Args, RopeScaling};
 use crate::attention::Attention;
-use crate::isa::CpuIsa;
 use crate::listener::Place;
-use crate::node::NodeAddress;
+use crate::node::RanksOn;
 use crate::standby::Standby;
 pub(crate) use sequence_limits::SequenceLimits;
 
@@ -66,8 +66,8 @@ pub(crate) struct Settings {
     pub(crate) place: Place,
     /// Of one replica.
     pub(crate) num_ranks: usize,
-    /// That the ranks run on; empty: on this machine.
-    pub(crate) nodes: Vec<NodeAddress>,
+    /// Empty: on this machine.
+    pub(crate) ranks_on: Vec<RanksOn>,
     /// CPU threads per rank.
     pub(crate) num_threads: usize,
     /// 0 if the model runs on a CPU.
@@ -128,7 +128,7 @@ pub(crate) enum ResolveError {
 impl Settings {
     /// Whether the fork server loads the model: on CPUs, where one rank has all of it.
     pub(crate) fn preloads(&self) -> bool {
-        self.num_devices == 0 && self.num_ranks == 1 && self.nodes.is_empty()
+        self.num_devices == 0 && self.num_ranks == 1 && self.ranks_on.is_empty()
     }
 
     /// Checks the flags and fills in defaults.
@@ -159,7 +159,7 @@ impl Settings {
         Ok(Self {
             place: place(args, &mut warnings),
             num_ranks,
-            nodes: args.ranks_on.clone(),
+            ranks_on: args.ranks_on.clone(),
             num_threads,
             num_devices: machine.num_visible_devices.filter(|_| args.ranks_on.is_empty()).unwrap_or(0),
             max_step_sequences,
@@ -344,51 +344,10 @@ fn standby(args: &Args, choices: &mut Vec<Choice>) -> Result<Standby, ResolveErr
     }
 }
 
-/// Equally many on each node.
-fn num_ranks_on_nodes(args: &Args, choices: &mut Vec<Choice>) -> Result<usize, ResolveError> {
-    let num_nodes = args.ranks_on.len();
-    let refused = |name, value, allowed| Err(ResolveError::OutOfRange { name, value, allowed });
-    if args.replicas > 1 {
-        return refused(
-            "replicas",
-            args.replicas.to_string(),
-            "1 with --ranks-on; use `penstock route` for several servers",
-        );
-    }
-    if args.pipeline_parallel_size > 1 {
-        return refused("pipeline-parallel-size", args.pipeline_parallel_size.to_string(), "1 with --ranks-on");
-    }
-    if args.ranks_on.iter().enumerate().any(|(index, node)| args.ranks_on[..index].contains(node)) {
-        return refused("ranks-on", join(&args.ranks_on), "each node once; raise --num-shard for more ranks on each");
-    }
-    if args.engine_listen.is_some() && args.cpu_isa == CpuIsa::Auto {
-        return refused(
-            "cpu-isa",
-            "auto".to_owned(),
-            "an instruction set that all nodes have, with --ranks-on and --engine-listen: a router joins only servers with \
-             the same one, and this server does not know its nodes' CPUs",
-        );
-    }
-    match args.num_shard {
-        Some(num_shard) if num_shard % num_nodes > 0 => {
-            refused("num-shard", num_shard.to_string(), "a multiple of the number of nodes of --ranks-on")
-        }
-        Some(num_shard) => Ok(num_shard),
-        None => {
-            choices.push(Choice::new("num-shard", num_nodes, "one rank on each node"));
-            Ok(num_nodes)
-        }
-    }
-}
-
-fn join(nodes: &[NodeAddress]) -> String {
-    nodes.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
-}
-
 /// Ranks of one pipeline stage of one replica.
 fn num_shards(args: &Args, machine: Machine, choices: &mut Vec<Choice>) -> Result<usize, ResolveError> {
     if !args.ranks_on.is_empty() {
-        return num_ranks_on_nodes(args, choices);
+        return nodes::num_ranks(args, choices);
     }
     let (replicas, stages) = (args.replicas, args.pipeline_parallel_size);
     let devices = machine.num_visible_devices.map(|devices| devices / (replicas * stages as usize));

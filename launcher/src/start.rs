@@ -17,10 +17,9 @@ use crate::args::Args;
 use crate::fingerprint;
 use crate::fork_server::ForkServerOptions;
 use crate::group::{self, GroupError, Recipe};
-use crate::hosts::Hosts;
+use crate::hosts::{Hosts, Placement};
 use crate::machine_share::MachineShare;
 use crate::model_folder::{FolderError, ModelFolder};
-use crate::node::NodeOptions;
 use crate::prefetch;
 use crate::quantize::Quantize;
 use crate::replica_file::Follower;
@@ -94,14 +93,14 @@ pub(crate) async fn start(
     settings: &Settings,
     adapters: &AdapterFlags,
     python: &Path,
-    nodes: &[NodeOptions],
+    placement: &Placement,
 ) -> Result<Started, StartError> {
     let visible_devices = std::env::var("CUDA_VISIBLE_DEVICES").ok();
     let shares =
         MachineShare::of_each(args.replicas, settings.num_ranks, settings.num_devices, visible_devices.as_deref());
     let mut starting = Vec::new();
     for (replica, share) in shares.into_iter().enumerate() {
-        starting.push(Starting::new(args, settings, python, replica, share, nodes)?);
+        starting.push(Starting::new(args, settings, python, replica, share, placement)?);
     }
     // The fork servers import meanwhile.
     let (began, mut phases) = (Instant::now(), Vec::new());
@@ -259,7 +258,7 @@ impl Starting {
         python: &Path,
         replica: usize,
         share: MachineShare,
-        nodes: &[NodeOptions],
+        placement: &Placement,
     ) -> Result<Self, GroupError> {
         let options = ForkServerOptions {
             python: python.to_owned(),
@@ -268,7 +267,7 @@ impl Starting {
             hub_cache: args.huggingface_hub_cache.clone(),
             node: None,
         };
-        let mut hosts = Hosts::new(&options, nodes);
+        let mut hosts = Hosts::new(&options, placement);
         hosts.start().map_err(WorkersError::from)?;
         let worker_options = WorkerOptions {
             replica,
@@ -329,7 +328,7 @@ fn load_options(
         token: String::new(),
         trust_remote_code: args.trust_remote_code,
         // A node divides its own cores.
-        num_threads: u32::try_from(settings.num_threads).ok().filter(|_| settings.nodes.is_empty()),
+        num_threads: u32::try_from(settings.num_threads).ok().filter(|_| settings.ranks_on.is_empty()),
         watermark_gamma: args.watermark_gamma,
         dequantize: args.dequantize,
         quantize: args.quantize.map(Quantize::name),

@@ -19,7 +19,7 @@ use tokio::sync::{mpsc, watch};
 use crate::fork_protocol::{NodeFlags, Ports, WorkerEvents, WorkerFlags};
 use crate::fork_server::{Forked, SpawnError, WorkerHandle};
 use crate::hosts::{Hosts, LocalRank};
-use crate::node::{Authority, LAUNCHER_NAME};
+use crate::node::{Authority, LAUNCHER_NAME, NodeOptions};
 use crate::output::{Lines, StderrTail};
 
 /// How long the kernel may take to end a killed process. Freeing the memory of a large one takes time.
@@ -122,6 +122,7 @@ impl Workers {
     ///
     /// `number` is unique among the groups of this replica.
     pub(crate) fn spawn(options: &WorkerOptions, hosts: &mut Hosts, number: usize) -> Result<Self, WorkersError> {
+        hosts.start()?;
         let number = options.replica + options.num_replicas * number;
         let folder = tempfile::Builder::new().prefix("penstock-").permissions(Permissions::from_mode(0o700)).tempdir();
         let folder = folder.map_err(WorkersError::Folder)?;
@@ -152,11 +153,13 @@ impl Workers {
                         Some(tls) => tls,
                         none => none.insert(GroupTls::make()?),
                     };
-                    let (host, router) = (node.address.host.clone(), tls.router.clone());
-                    (Some(tls.worker(local_rank)?), Box::new(|ports| Some(Place::on_node(host, ports?, router))))
+                    let (node, router) = (node.clone(), tls.router.clone());
+                    let place_of = move |ports| Some(Place::on_node(node.address()?.host, ports?, router));
+                    (Some(tls.worker(local_rank)?), Box::new(place_of))
                 }
             };
-            let on_node = host.node().map_or_else(String::new, |node| format!(" on {}", node.address));
+            let on_node =
+                host.node().and_then(NodeOptions::address).map_or_else(String::new, |address| format!(" on {address}"));
             // A node logs what its workers print.
             let pipes = if node.is_none() { Some((make_pipe(&stdout)?, make_pipe(&stderr)?)) } else { None };
             let flags = WorkerFlags {

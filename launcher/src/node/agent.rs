@@ -53,6 +53,10 @@ pub(crate) struct NodeArgs {
     /// Log one JSON object per line
     #[arg(long)]
     pub(crate) json_output: bool,
+
+    /// Stop when standard input ends, as it does when the program that started this node is killed
+    #[arg(long)]
+    pub(crate) stop_with_stdin: bool,
 }
 
 /// What every connection needs.
@@ -290,7 +294,7 @@ impl Hosted {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::node::{NodeAddress, NodeOptions};
+    use crate::node::{NodeAddress, NodeOptions, NodePlace};
 
     const SECRET: &str = "0123456789abcdef0123456789abcdef";
 
@@ -304,7 +308,8 @@ mod tests {
             Lines::new(stream).next().await
         });
         let address = NodeAddress { host: "127.0.0.1".to_owned(), port };
-        let server = NodeOptions { address, secret: NodeSecret::new(secret).unwrap(), num_ranks: 3 };
+        let server =
+            NodeOptions { place: NodePlace::fixed(address), secret: NodeSecret::new(secret).unwrap(), num_ranks: 3 };
         let connection = server.connect().await;
         let first_line = node.await.unwrap();
         let open = first_line.and_then(|line| serde_json::from_str::<Open>(&line).ok());
@@ -332,7 +337,7 @@ mod tests {
         let openings = Arc::new(Semaphore::new(1));
         let permit = openings.clone().acquire_owned().await.unwrap();
         let server = async {
-            let options = NodeOptions { address, secret, num_ranks: 1 };
+            let options = NodeOptions { place: NodePlace::fixed(address), secret, num_ranks: 1 };
             let mut connection = options.connect_with(open).await.unwrap();
             // What a server sends before it reads the refusal does not cost it the refusal.
             connection.requests.write_all(b"\n\n").await.unwrap();

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use socket2::{SockRef, TcpKeepalive};
 use tokio::io::{AsyncWriteExt, ReadHalf, WriteHalf};
 use tokio::net::TcpStream;
+use tokio::sync::watch;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 use tokio_rustls::rustls::pki_types::ServerName;
@@ -28,20 +29,38 @@ const SILENCE: Duration = Duration::from_secs(20);
 /// A node to host ranks on.
 #[derive(Clone)]
 pub(crate) struct NodeOptions {
-    pub(crate) address: NodeAddress,
+    pub(crate) place: watch::Receiver<NodePlace>,
     pub(crate) secret: NodeSecret,
     /// Ranks of this group on the node.
     pub(crate) num_ranks: usize,
 }
 
+/// Where a node is. Ray may move it.
+#[derive(Clone, Debug)]
+pub(crate) enum NodePlace {
+    At(NodeAddress),
+    /// Ray looks for a machine, or waits for one.
+    Awaited,
+    /// There is none, and why.
+    Unavailable(String),
+}
+
+impl NodePlace {
+    /// A place that does not change.
+    pub(crate) fn fixed(address: NodeAddress) -> watch::Receiver<Self> {
+        watch::channel(Self::At(address)).1
+    }
+}
+
 impl fmt::Debug for NodeOptions {
     fn fmt(&self, formatter: &mut Formatter<'_>) -> fmt::Result {
-        write!(formatter, "{} with {} ranks", self.address, self.num_ranks)
+        write!(formatter, "{:?} with {} ranks", *self.place.borrow(), self.num_ranks)
     }
 }
 
 /// An open connection: requests go in, reports come out, as with a fork server's own pipes.
 pub(crate) struct NodeConnection {
+    pub(crate) address: NodeAddress,
     pub(crate) requests: WriteHalf<TlsStream<TcpStream>>,
     pub(crate) reports: Lines<ReadHalf<TlsStream<TcpStream>>>,
 }
@@ -55,6 +74,25 @@ enum Failure {
 }
 
 impl NodeOptions {
+    /// `None` while Ray looks for a machine.
+    pub(crate) fn address(&self) -> Option<NodeAddress> {
+        match &*self.place.borrow() {
+            NodePlace::At(address) => Some(address.clone()),
+            NodePlace::Awaited | NodePlace::Unavailable(_) => None,
+        }
+    }
+
+    /// Waits until Ray has found a machine, without a limit, because the cluster may grow. The error says why it cannot.
+    async fn placed(&self) -> Result<NodeAddress, String> {
+        let mut place = self.place.clone();
+        let found = place.wait_for(|place| !matches!(place, NodePlace::Awaited)).await;
+        match found.as_deref() {
+            Ok(NodePlace::At(address)) => Ok(address.clone()),
+            Ok(NodePlace::Unavailable(reason)) => Err(reason.clone()),
+            Ok(NodePlace::Awaited) | Err(_) => Err("the server is shutting down".to_owned()),
+        }
+    }
+
     /// Waits until the agent answers. The error says why it did not.
     pub(crate) async fn connect(&self) -> Result<NodeConnection, String> {
         self.connect_with(Open::new(self.num_ranks)).await
@@ -62,12 +100,15 @@ impl NodeOptions {
 
     /// Connects with `open` as the first line.
     pub(super) async fn connect_with(&self, open: Open) -> Result<NodeConnection, String> {
-        let Self { address, .. } = self;
-        let config = self.tls().map_err(|error| format!("{address} cannot be used: {error}"))?;
+        let config = self.tls().map_err(|error| format!("the secret of the nodes cannot be used: {error}"))?;
         let connector = TlsConnector::from(Arc::new(config));
-        let began = Instant::now();
+        let (mut began, mut before) = (Instant::now(), None);
         loop {
-            let attempt = tokio::time::timeout(HANDSHAKE_TIMEOUT, self.attempt(&connector, &open)).await;
+            let address = self.placed().await?;
+            if before.replace(address.clone()).is_some_and(|before| before != address) {
+                began = Instant::now();
+            }
+            let attempt = tokio::time::timeout(HANDSHAKE_TIMEOUT, attempt(&address, &connector, &open)).await;
             let reason = match attempt {
                 Ok(Ok(connection)) => return Ok(connection),
                 Ok(Err(Failure::Stranger(reason))) => {
@@ -86,22 +127,6 @@ impl NodeOptions {
         }
     }
 
-    async fn attempt(&self, connector: &TlsConnector, open: &Open) -> Result<NodeConnection, Failure> {
-        let NodeAddress { host, port } = &self.address;
-        let absent = |error: io::Error| Failure::Absent(error.to_string());
-        let plain = TcpStream::connect(format!("{host}:{port}")).await.map_err(absent)?;
-        set_options(&plain).map_err(absent)?;
-        let name = ServerName::try_from(NODE_NAME).map_err(|error| Failure::Stranger(error.to_string()))?;
-        let stream = connector.connect(name, plain).await.map_err(|error| match error.kind() {
-            io::ErrorKind::InvalidData => Failure::Stranger(error.to_string()),
-            _ => absent(error),
-        })?;
-        let (reports, mut requests) = tokio::io::split(stream);
-        let line = serde_json::to_string(open).map_err(|error| Failure::Stranger(error.to_string()))?;
-        requests.write_all((line + "\n").as_bytes()).await.map_err(absent)?;
-        Ok(NodeConnection { requests, reports: Lines::new(reports) })
-    }
-
     fn tls(&self) -> Result<ClientConfig, String> {
         let authority = Authority::derive(&self.secret).map_err(|error| error.to_string())?;
         let (certificate, key) = authority.certify(LAUNCHER_NAME).map_err(|error| error.to_string())?.into_der();
@@ -112,6 +137,22 @@ impl NodeOptions {
             .with_client_auth_cert(vec![certificate], key)
             .map_err(|error| error.to_string())
     }
+}
+
+async fn attempt(address: &NodeAddress, connector: &TlsConnector, open: &Open) -> Result<NodeConnection, Failure> {
+    let NodeAddress { host, port } = address;
+    let absent = |error: io::Error| Failure::Absent(error.to_string());
+    let plain = TcpStream::connect(format!("{host}:{port}")).await.map_err(absent)?;
+    set_options(&plain).map_err(absent)?;
+    let name = ServerName::try_from(NODE_NAME).map_err(|error| Failure::Stranger(error.to_string()))?;
+    let stream = connector.connect(name, plain).await.map_err(|error| match error.kind() {
+        io::ErrorKind::InvalidData => Failure::Stranger(error.to_string()),
+        _ => absent(error),
+    })?;
+    let (reports, mut requests) = tokio::io::split(stream);
+    let line = serde_json::to_string(open).map_err(|error| Failure::Stranger(error.to_string()))?;
+    requests.write_all((line + "\n").as_bytes()).await.map_err(absent)?;
+    Ok(NodeConnection { address: address.clone(), requests, reports: Lines::new(reports) })
 }
 
 /// Lets the kernel detect a machine that is gone.

@@ -7,11 +7,13 @@ mod address;
 mod agent;
 mod authority;
 mod client;
+mod ray;
 mod reservation;
 mod secret;
 
-pub(crate) use address::NodeAddress;
+pub(crate) use address::{NodeAddress, RanksOn};
 pub(crate) use agent::{NodeArgs, run};
 pub(crate) use authority::{Authority, LAUNCHER_NAME};
-pub(crate) use client::{NodeConnection, NodeOptions};
+pub(crate) use client::{NodeConnection, NodeOptions, NodePlace};
+pub(crate) use ray::{RayNodes, RayOptions};
 pub(crate) use secret::{NodeSecret, SecretError};

@@ -19,7 +19,7 @@ pub(crate) enum SecretError {
         min = MIN_CHARACTERS
     )]
     Short(usize),
-    #[error("--ranks-on needs --node-secret-file, the file that every `penstock node` has as --secret-file")]
+    #[error("--ranks-on node://… needs --node-secret-file, the file that every `penstock node` has as --secret-file")]
     Missing,
 }
 
@@ -37,6 +37,16 @@ impl NodeSecret {
             return Err(SecretError::Short(text.len()));
         }
         Ok(Self(text.to_owned()))
+    }
+
+    /// Of 32 random bytes.
+    pub(super) fn make() -> Self {
+        let bytes: [u8; 32] = rand::random();
+        Self(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+    }
+
+    pub(super) fn text(&self) -> &str {
+        &self.0
     }
 
     pub(super) fn bytes(&self) -> &[u8] {

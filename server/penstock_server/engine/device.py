@@ -176,8 +176,10 @@ def choose_kv_dtype(name: str) -> torch.dtype | None:
 
 
 def choose_num_threads(config: LoadConfig, world_size: int) -> int:
-    """The CPU threads asked for; else this rank's share of the cores that the process may use."""
-    return config.num_threads or max(1, usable_cores() // world_size)
+    """The CPU threads asked for; else OMP_NUM_THREADS, which a node sets for its ranks; else this rank's share of the
+    cores that the process may use."""
+    on_node = int(given) if (given := os.environ.get("OMP_NUM_THREADS", "")).isdecimal() else 0
+    return config.num_threads or on_node or max(1, usable_cores() // world_size)
 
 
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:

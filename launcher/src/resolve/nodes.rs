@@ -1,0 +1,69 @@
+//! The number of ranks with `--ranks-on`.
+
+use super::{Choice, ResolveError};
+use crate::args::Args;
+use crate::isa::CpuIsa;
+use crate::node::RanksOn;
+
+/// Equally many on each node.
+pub(super) fn num_ranks(args: &Args, choices: &mut Vec<Choice>) -> Result<usize, ResolveError> {
+    let num_nodes = args.ranks_on.len();
+    let refused = |name, value, allowed| Err(ResolveError::OutOfRange { name, value, allowed });
+    if args.replicas > 1 {
+        return refused(
+            "replicas",
+            args.replicas.to_string(),
+            "1 with --ranks-on; use `penstock route` for several servers",
+        );
+    }
+    if args.pipeline_parallel_size > 1 {
+        return refused("pipeline-parallel-size", args.pipeline_parallel_size.to_string(), "1 with --ranks-on");
+    }
+    if args.ranks_on.iter().enumerate().any(|(index, node)| args.ranks_on[..index].contains(node)) {
+        return refused("ranks-on", join(&args.ranks_on), "each node once; raise --num-shard for more ranks on each");
+    }
+    if args.engine_listen.is_some() && args.cpu_isa == CpuIsa::Auto {
+        return refused(
+            "cpu-isa",
+            "auto".to_owned(),
+            "an instruction set that all nodes have, with --ranks-on and --engine-listen: a router joins only servers with \
+             the same one, and this server does not know its nodes' CPUs",
+        );
+    }
+    if args.ranks_on.iter().any(|host| host.node().is_none()) {
+        return num_ranks_on_ray(args);
+    }
+    match args.num_shard {
+        Some(num_shard) if num_shard % num_nodes > 0 => {
+            refused("num-shard", num_shard.to_string(), "a multiple of the number of nodes of --ranks-on")
+        }
+        Some(num_shard) => Ok(num_shard),
+        None => {
+            choices.push(Choice::new("num-shard", num_nodes, "one rank on each node"));
+            Ok(num_nodes)
+        }
+    }
+}
+
+/// As given: only Ray knows the cluster.
+fn num_ranks_on_ray(args: &Args) -> Result<usize, ResolveError> {
+    let refused = |name, value, allowed| Err(ResolveError::OutOfRange { name, value, allowed });
+    if args.ranks_on.len() > 1 {
+        return refused("ranks-on", join(&args.ranks_on), "one ray://HOST:PORT, or nodes only");
+    }
+    if let Some(file) = &args.node_secret_file {
+        return refused(
+            "node-secret-file",
+            file.display().to_string(),
+            "unset with ray://: each server makes a secret",
+        );
+    }
+    match args.num_shard {
+        Some(num_shard) => Ok(num_shard),
+        None => refused("num-shard", "unset".to_owned(), "the number of ranks with --ranks-on ray://…"),
+    }
+}
+
+fn join(nodes: &[RanksOn]) -> String {
+    nodes.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
+}

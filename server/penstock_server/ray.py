@@ -1,0 +1,202 @@
+"""`python -m penstock_server.ray`: asks a Ray cluster for the machines of a server's ranks. Needs penstock[ray].
+
+Reads one line from stdin, {"cluster": "HOST:PORT", "num_ranks", "secret"}, and prints JSON lines:
+
+    {"placed": {"rank", "address"}}     `penstock node` listens at node://HOST:PORT
+    {"lost": {"rank", "reason"}}        it has ended; the rank is placed again
+
+The ranks share a placement group with a bundle of CPUs for each, so that either all of them have a machine or none has.
+An actor in each bundle runs `penstock node`. This process exits when stdin ends; its actors and their nodes end with
+it. On failure it prints a line to stderr that starts with "error: ".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from penstock_server import log
+from penstock_server.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 1.0  # after the loss of an actor, whose bundle Ray has to move first
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What the launcher asks for."""
+
+    cluster: str
+    num_ranks: int
+    secret: str
+
+    @classmethod
+    def parse(cls, line: str) -> Order:
+        match json.loads(line):
+            case {"cluster": str(cluster), "num_ranks": int(num_ranks), "secret": str(secret)} if num_ranks > 0:
+                return cls(cluster, num_ranks, secret)
+        raise ConfigError("the line on stdin is not an order")
+
+
+class NodeActor:
+    """Runs `penstock node` on the machine of this actor."""
+
+    def start(self, secret: str, num_threads: int) -> str:
+        """Returns the node's address. Raises RuntimeError if it does not start."""
+        import ray
+
+        source, sink = os.pipe()
+        os.write(sink, secret.encode())
+        os.close(sink)
+        # Without the cluster's token, which a model's own code must not read.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        environment |= {"OMP_NUM_THREADS": str(num_threads), "CUDA_VISIBLE_DEVICES": ""}
+        host = ray.util.get_node_ip_address()
+        listen = f"[{host}]:0" if ":" in host else f"{host}:0"
+        arguments = ["--listen", listen, "--secret-file", f"/dev/fd/{source}", "--json-output", "--stop-with-stdin"]
+        # Its stdin ends when this process does, however that happens.
+        self._node = subprocess.Popen(  # noqa: S603 - our own binary
+            [Path(sys.executable).with_name("penstock"), "node", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            pass_fds=[source],
+        )
+        os.close(source)
+        lines = []
+        for line in self._node.stdout or ():
+            lines.append(line)
+            if url := _url(line):
+                threading.Thread(target=self._log, daemon=True).start()
+                return url
+        raise RuntimeError(f"`penstock node` did not start: {' '.join(lines).strip()}")
+
+    def wait(self) -> str:
+        """Returns, when the node has ended, a sentence that says how."""
+        return f"`penstock node` exited with status {self._node.wait()}"
+
+    def _log(self) -> None:
+        """Passes the node's log on to the log of this actor, which Ray keeps."""
+        for line in self._node.stdout or ():
+            print(line, end="", file=sys.stderr)
+
+
+def _url(line: str) -> str | None:
+    try:
+        return json.loads(line)["fields"].get("url")
+    except (ValueError, LookupError, TypeError):
+        return None
+
+
+def cpus_per_rank(cpus: Sequence[int], num_ranks: int) -> int:
+    """The most CPUs that each rank can have, on machines with `cpus` of them. Raises ConfigError if it is none."""
+    for each in range(max(cpus, default=0), 0, -1):
+        if sum(machine // each for machine in cpus) >= num_ranks:
+            return each
+    raise ConfigError(f"the Ray cluster has {sum(cpus)} CPUs, must have at least one for each of {num_ranks} ranks")
+
+
+class Placement:
+    """Keeps an actor alive for each rank, and reports where it is."""
+
+    def __init__(self, order: Order, num_cpus: int, report: Callable[[dict[str, Any]], None]) -> None:
+        import ray
+
+        self._ray, self._report = ray, report
+        self._order, self._num_cpus = order, num_cpus
+        self._group = ray.util.placement_group([{"CPU": num_cpus}] * order.num_ranks, strategy="SPREAD")
+
+    async def keep(self) -> NoReturn:
+        await asyncio.gather(*map(self._keep, range(self._order.num_ranks)))
+        raise AssertionError("a rank is placed for ever")
+
+    async def _keep(self, rank: int) -> NoReturn:
+        """Raises ConfigError if a machine cannot run a node."""
+        from ray.exceptions import RayError, RayTaskError
+
+        while True:
+            try:
+                reason = await self._follow(rank)
+            except RayTaskError as error:
+                raise ConfigError(f"a machine of the Ray cluster cannot run `penstock node`: {error.cause}") from error
+            except RayError as error:
+                reason = " ".join(str(error).split())
+            self._report({"lost": {"rank": rank, "reason": reason}})
+            await asyncio.sleep(_RETRY_S)
+
+    async def _follow(self, rank: int) -> str:
+        """Starts an actor and returns when its node has ended. Raises RayError if the actor ends before, RayTaskError
+        if it cannot start the node."""
+        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group, rank)
+        options: dict[str, Any] = {"num_cpus": self._num_cpus, "scheduling_strategy": strategy}
+        actor: Any = self._ray.remote(NodeActor).options(**options).remote()
+        address = await actor.start.remote(self._order.secret, self._num_cpus)
+        self._report({"placed": {"rank": rank, "address": address}})
+        return await actor.wait.remote()
+
+
+class Reports:
+    """Lines for the launcher. Ray prints to stdout too: its lines go to stderr from now on."""
+
+    def __init__(self) -> None:
+        self._file = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(2, 1)
+
+    def __call__(self, line: dict[str, Any]) -> None:
+        print(json.dumps(line), file=self._file)
+
+
+def place(order: Order, report: Callable[[dict[str, Any]], None]) -> NoReturn:
+    """Joins the cluster and places the ranks until the process exits. Raises ConfigError."""
+    if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
+        raise ConfigError(
+            "RAY_USE_TLS is not 1: the secret of the ranks' connections crosses the network between Ray's processes; "
+            "set up TLS for the cluster, and start the server with the same RAY_* variables"
+        )
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(f"--ranks-on ray:// needs Ray: pip install 'penstock[ray]' ({error})") from error
+    try:
+        ray.init(address=order.cluster, log_to_driver=False, logging_level=logging.WARNING, namespace="penstock")
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"the Ray cluster at {order.cluster} cannot be joined: {error}") from error
+    cpus = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+    num_cpus = cpus_per_rank(cpus, order.num_ranks)
+    logger.info("Ray is asked for %d rank(s) of %d CPU(s); `ray status` shows what it lacks", order.num_ranks, num_cpus)
+    asyncio.run(Placement(order, num_cpus, report).keep())
+    raise AssertionError("a rank is placed for ever")
+
+
+def main() -> int:
+    def exit_with_stdin() -> NoReturn:
+        sys.stdin.read()
+        os._exit(0)  # the cluster notices, and ends the actors
+
+    log.configure()
+    try:
+        order = Order.parse(sys.stdin.readline())
+        threading.Thread(target=exit_with_stdin, daemon=True).start()
+        place(order, Reports())
+    except ConfigError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    # Actors of a class in __main__ would need its source: they import this module instead.
+    from penstock_server.ray import main as run
+
+    sys.exit(run())
