@@ -95,8 +95,8 @@ def test_a_sequence_that_returns_has_drafts_after_its_next_token() -> None:
 
 
 def test_a_draft_ends_where_its_tokens_are_too_unlikely() -> None:
-    # Each head gives its first choice a probability of 0.6: two of them 0.36, and three less than the limit.
-    certainty = float(np.log(0.6 / 0.4 * (VOCAB - 1)))
+    # Each head gives its first choice a probability of 0.5: two of them 0.25, and three less than the limit.
+    certainty = float(np.log(0.5 / 0.5 * (VOCAB - 1)))
     heads = knowing(list(range(20, 30)), 4, certainty)
     assert [draft.tolist() for draft in heads(torch.tensor([[20.0]]), np.array([4]))] == [[21, 22]]
 

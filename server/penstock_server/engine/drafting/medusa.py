@@ -31,9 +31,8 @@ from penstock_server.parallel import RankGroup
 from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
 
 WEIGHTS_NAME = "medusa_lm_head.safetensors"
-_LEAST_PROBABILITY = 0.3  # that all tokens of a draft are right; drafts end before it is lower
+_LEAST_PROBABILITY = 0.15  # that all tokens of a draft are right; drafts end before it is lower
 _PARALLEL_BYTES = 1 << 22  # of a matrix; the barrier of threads costs more than it saves for smaller ones
-_LONG_MATCH = 4  # tokens; if the last ones occurred before, what followed them is a better draft
 
 # [rows, in] → [rows, out]
 Layer = Callable[[Tensor], Tensor]
@@ -181,7 +180,7 @@ class MedusaDrafter:
     def draft(self, table: SequenceTable, rows: Rows, most: Rows) -> Sequence[Tokens]:
         """Empty for a sequence whose last output is unknown, as after preemption, until it has sampled."""
         drafts = [
-            ngram.continuation(table.known_ids(row), limit, _LONG_MATCH)
+            ngram.continuation(table.known_ids(row), limit)
             for row, limit in zip(rows.tolist(), most.tolist(), strict=True)
         ]
         places, outputs = [], []
