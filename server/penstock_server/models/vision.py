@@ -46,7 +46,8 @@ def build(config: Config, text_models: dict[str, Build]) -> tuple[ModelSpec, Nam
     model_type = config.require("model_type", str)
     whole = read_config(config.path.parent)
     text = whole.get_text_config()
-    is_tied = getattr(whole, "tie_word_embeddings", text.tie_word_embeddings)
+    # Either configuration may lack it: Qwen's of the text, Mllama's of the whole.
+    is_tied = (whole if hasattr(whole, "tie_word_embeddings") else text).tie_word_embeddings
     values = {**text.to_dict(), "tie_word_embeddings": is_tied, "image_token_id": whole.image_token_id}
     family = FAMILIES[model_type]
     # What is true of prompts is not of the text model as it generates.
