@@ -170,6 +170,8 @@ class Decoder:
             images.pool = StatePool(num_blocks, self.block_tokens)
             if self._device.type == "cpu":
                 images.max_bytes += num_blocks * block_bytes  # its pages are not touched yet
+            else:
+                self.weight_bytes += num_blocks * block_bytes  # so that there is room for a standby group's
 
     def allocate_cache(self, num_blocks: int) -> None:
         self.caches = []  # first: the old and the new pool may not fit together
