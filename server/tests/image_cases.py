@@ -193,6 +193,26 @@ IMAGE_CASES: dict[str, ImageCase] = {
         vision=SIGLIP,
         processor_values={"size": {"height": 32, "width": 32}, "image_grid_pinpoints": GRIDS},
     ),
+    # The image token has no row in the head. The last picture has fewer tiles than the others.
+    "mllama": ImageCase(
+        "MllamaConfig",
+        "MllamaImageProcessorPil",
+        text={
+            "vocab_size": token_id("<|image|>"),
+            "num_hidden_layers": 5,
+            "cross_attention_layers": [0, 3],
+            "bos_token_id": 1,
+        },
+        vision={
+            "attention_heads": 2,
+            "num_global_layers": 1,
+            "intermediate_layers_indices": [0, 1],
+            "vision_output_dim": 96,
+            "max_num_tiles": 4,
+        },
+        processor_values={"size": {"height": 32, "width": 32}, "max_image_tiles": 4},
+        image_token="<|image|>",
+    ),
     "vipllava": ImageCase(
         "VipLlavaConfig",
         "CLIPImageProcessorPil",

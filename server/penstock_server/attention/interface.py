@@ -60,6 +60,18 @@ class StepBatch:
     # [tokens] int32, for masks with `sees_spans`: each token attends to positions before this end. It is greater than
     # the token's position, at most the length of its context, and ascends within a sequence. None: no later tokens.
     ends: Tensor | None = None
+    seen: SeenImages | None = None  # of models whose images are attended to; None: no token sees one
+
+
+@dataclass(frozen=True, slots=True)
+class SeenImages:
+    """The states of images that tokens of a step attend to, whose keys and values are in a pool of their own."""
+
+    rows: Tensor  # [rows] int64: the step's tokens that see images
+    # Of these rows. A sequence of it is adjacent rows that see the same states, which are its source.
+    batch: StepBatch
+    states: Tensor | None  # [states, hidden] whose keys and values the step writes first; None: they are there
+    slots: Tensor  # [states] int64 in the pool of images, of `states`
 
 
 @dataclass(frozen=True, slots=True)

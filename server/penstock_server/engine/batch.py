@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock_server.engine.host_batch import HostBatch, Rows, split
+from penstock_server.engine.seen_images import seen_images
 from penstock_server.engine.sequence import SequenceTable
 from penstock_server.plan import Advances, Failure
 from penstock_server.vision.encoder import PlacedImage, image_tokens, text_positions
@@ -226,7 +227,7 @@ def build(table: SequenceTable, chosen: Selection) -> Built:
         batch = replace(batch, adapters=table.adapters_of(token_rows))
     if table.shift[rows].any():
         batch = replace(batch, positions=positions - table.shift[token_rows])
-    if (computed < table.images_end[rows]).any():
+    if (computed < table.images_end[rows]).any() or (table.has_attended_images and table.images_end[rows].any()):
         batch = with_images(batch, table.images_of(rows), computed)
     if table.limits.has_whole_prompts and (computed < table.prompt[rows]).any():
         batch = replace(batch, ends=prompt_ends(positions, table.prompt[token_rows]))
@@ -255,6 +256,7 @@ def with_images(batch: HostBatch, images: Sequence[Sequence[PlacedImage]], compu
                 start, end = batch.query_starts[place : place + 2]
                 positions[start:end] = text_positions(of_sequence, computed[place] + np.arange(end - start))
         batch = replace(batch, positions=positions)
+    batch = replace(batch, seen=seen_images(batch, images, computed))
     if found is None:
         return batch
     return replace(

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from penstock_server.attention.interface import StepAdapters, StepBatch
+from penstock_server.attention.interface import SeenImages, StepAdapters, StepBatch
 from penstock_server.engine.transfer import Put
 
 Rows = npt.NDArray[np.int64]
@@ -40,6 +40,19 @@ class HostAdapters:
         return HostAdapters(self.loaded, _filled(self.of_tokens, shape, -1), _filled(addresses, shape))
 
 
+@dataclass(frozen=True, slots=True)
+class HostSeenImages:
+    """Has the fields of `SeenImages`."""
+
+    rows: Rows
+    batch: HostBatch
+    states: Tensor | None  # on the device
+    slots: Rows
+
+    def put(self, put: Put) -> SeenImages:
+        return SeenImages(put(self.rows), self.batch.put(put), self.states, put(self.slots))
+
+
 NO_ADAPTERS = HostAdapters((), np.zeros(0, np.int64))
 
 
@@ -64,6 +77,7 @@ class HostBatch:
     image_embeddings: Tensor | None = None  # on the device
     image_positions: Rows | None = None
     ends: Lengths | None = None
+    seen: HostSeenImages | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -76,6 +90,7 @@ class HostBatch:
         return (
             not has_images
             and self.sources is None
+            and self.seen is None
             and len(self.token_ids) == len(self.sample_rows) == self.num_sequences > 0
         )
 
@@ -83,7 +98,7 @@ class HostBatch:
         """On the device. The arrays are put in the order of the fields."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values = {name: put(value) if isinstance(value, np.ndarray) else value for name, value in values.items()}
-        parts = {name: getattr(self, name) for name in ("sources", "adapters")}
+        parts = {name: getattr(self, name) for name in ("sources", "adapters", "seen")}
         return StepBatch(**values | {name: None if part is None else part.put(put) for name, part in parts.items()})
 
     def padded(

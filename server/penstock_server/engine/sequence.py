@@ -104,6 +104,11 @@ class SequenceTable:
             return [], str(error)
         return images, _image_refusal(new, images)
 
+    @property
+    def has_attended_images(self) -> bool:
+        """Whether tokens behind an image attend to it in layers of their own."""
+        return self.encoder is not None and self.encoder.pool is not None
+
     def failure(self, sequence_id: int) -> str:
         """Why a sequence without a row cannot advance."""
         return self._failures.get(sequence_id, "unknown sequence id")

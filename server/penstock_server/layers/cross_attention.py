@@ -1,5 +1,6 @@
 """The cross-attention of a decoder layer: queries of the answer's tokens over keys and values of the source's, which
-are in the layer's own cache at the source's slots. Sharded by heads."""
+are in the layer's own cache at the source's slots; or over those of images, in a cache of their own. Sharded by
+heads."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from penstock_server.layers.attention import AttentionBlock, AttentionSpec
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.linear import Linear
+from penstock_server.layers.qk_norm import QkNorm, load_qk_norms
 from penstock_server.layers.row_parallel import RowParallelLinear
 from penstock_server.layers.step import StepContext
 from penstock_server.weights.loader import Parameter
@@ -21,8 +23,8 @@ from penstock_server.weights.loader import Parameter
 class CrossAttentionBlock:
     """Has the parameters of an `AttentionBlock`.
 
-    INVARIANT: it and the layer's self-attention have heads of the same size, hence the same implementation, so either
-    reads a cache that the other has written.
+    INVARIANT: it and the layer's self-attention, if it has one, have heads of the same size, hence the same
+    implementation, so either reads a cache that the other has written.
     """
 
     queries: Linear
@@ -30,6 +32,7 @@ class CrossAttentionBlock:
     output: RowParallelLinear
     shape: AttentionShape
     attention: Attention
+    norms: tuple[QkNorm, QkNorm] | None  # of queries, of keys
 
     @staticmethod
     def parameters(spec: AttentionSpec, prefix: str, layout: WeightLayout) -> dict[str, Parameter]:
@@ -38,24 +41,31 @@ class CrossAttentionBlock:
 
     @classmethod
     def load(cls, spec: AttentionSpec, prefix: str, context: BuildContext) -> CrossAttentionBlock:
-        shape = spec.shape(context.shard, context.block_tokens)
+        shape, norms = spec.shape(context.shard, context.block_tokens), None
+        if spec.qk_norm is not None:
+            norms = load_qk_norms(spec.qk_norm, prefix, spec.head_dim, spec.heads(context.shard), context)
         return cls(
             queries=context.linear(f"{prefix}.q"),
             kv=context.linear(f"{prefix}.k", f"{prefix}.v"),
             output=RowParallelLinear.load(f"{prefix}.output", spec.output_widths(context.shard), context),
             shape=shape,
             attention=context.attention.for_shape(shape),
+            norms=norms,
         )
 
-    def store(self, states: Tensor, cache: Tensor, step: StepContext) -> None:
-        """states [source tokens, hidden]: the encoder's output for the tokens of this step."""
+    def store(self, states: Tensor, cache: Tensor, slots: Tensor, step: StepContext) -> None:
+        """states [source tokens, hidden]: the encoder's output for the tokens at these slots [source tokens] int64."""
         kv = self.kv(states, step).view(states.shape[0], 2 * self.shape.num_kv_heads, self.shape.head_dim)
         keys, values = kv.chunk(2, dim=1)
-        self.attention.write_kv(cache, keys, values, step.batch.slots)
+        if self.norms is not None:
+            keys = self.norms[1](keys)
+        self.attention.write_kv(cache, keys, values, slots)
 
     def attend(self, x: Tensor, cache: Tensor, step: StepContext) -> Tensor:
         """x [answer tokens, hidden] → [answer tokens, heads on this rank * head_dim]"""
         queries = self.queries(x, step).view(x.shape[0], self.shape.num_heads, self.shape.head_dim)
+        if self.norms is not None:
+            queries = self.norms[0](queries)
         return self.attention.attend(queries, cache, step.metadata[self.attention.name]).reshape(x.shape[0], -1)
 
     def project(self, attended: Tensor, step: StepContext) -> Tensor:

@@ -4,10 +4,10 @@ one. Everything that differs between architectures is in the `ModelSpec`."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, starmap
 from typing import Protocol
 
 import torch
@@ -29,12 +29,14 @@ from penstock_server.layers.step import StepContext
 from penstock_server.layers.vocabulary import VocabularyHead, soft_cap
 from penstock_server.models.adapter import Adapters, refusal
 from penstock_server.models.encoder import Encoder
+from penstock_server.models.image_layer import ImageLayer
 from penstock_server.models.layer import Layer, ResidualStream
 from penstock_server.models.mtp import MtpLayer
 from penstock_server.models.pooler import Pooler
 from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec
 from penstock_server.parallel import RankGroup
 from penstock_server.vision.encoder import ImageEncoder
+from penstock_server.vision.states import StatePool
 
 
 class Observer(Protocol):
@@ -98,9 +100,17 @@ class Decoder:
         is_projected = spec.embedding.size not in (None, spec.hidden_size)
         self.project = context.linear("project_out") if stage.is_last and is_projected else None
         self.pooler = Pooler.load(spec, context.loader)
+        # By the layer that each is in front of. Their keys and values are in caches of a pool of their own.
+        self.image_layers = {
+            place: ImageLayer.load(layer, f"image_layers.{number}", context)
+            for number, (place, layer) in enumerate(spec.image_layers)
+        }
+        self.image_caches: dict[int, Tensor] = {}
+        self.image_token = context.loader.read_if_there("image_token.weight")
         self.stack = NativeStack.of(self._append_layers, spec.hidden_size, context.ops)
         self._adapted_stack: NativeStack | None = None
-        self._adapted_pieces: list[NativeStack] = []  # the same, cut behind each layer that adds features of images
+        # The same, cut behind each layer that adds features of images, and before each that attends to them.
+        self._adapted_pieces: list[tuple[range, NativeStack]] = []
         self.adapters: Adapters | None = None
         self.images: ImageEncoder | None = None
         self.observer: Observer | None = None  # while there is one, layers run one by one, with the same bits
@@ -116,6 +126,7 @@ class Decoder:
         self.kv_bytes_per_block = sum(attention.bytes_per_block() for attention in self._cached)
         self.weight_bytes = context.loader.loaded_bytes
         self.attention = context.attention
+        self.block_tokens = context.block_tokens
         self.dtype = context.loader.dtype
         self._device = context.loader.device
         self._ropes = context.ropes
@@ -135,11 +146,11 @@ class Decoder:
         try:
             # Steps without adapters run the other stack: its layers have fewer operations, and rows the same bits.
             self._adapted_stack = NativeStack.written_by(self._append_layers, hidden_size, build, adapts=True)
-            if num_featured := self.spec.num_featured_layers:
-                cuts = [*range(num_featured + 1), self.num_layers]
+            cuts = {0, self.num_layers, *range(self.spec.num_featured_layers + 1), *self.image_layers}
+            if len(cuts) > 2:
                 self._adapted_pieces = [
-                    NativeStack.written_by(partial(self._append_piece, range(*cut)), hidden_size, build, adapts=True)
-                    for cut in pairwise(cuts)
+                    (cut, NativeStack.written_by(partial(self._append_piece, cut), hidden_size, build, adapts=True))
+                    for cut in starmap(range, pairwise(sorted(cuts)))
                 ]
         except NotNativeError as reason:
             raise refusal(f"its layers run one by one ({reason})") from reason
@@ -149,6 +160,18 @@ class Decoder:
         """Lets sequences have images."""
         self.images = images
         self.weight_bytes += images.weight_bytes
+        if self.image_layers:
+            images.token_embedding = self.image_token
+            attentions = {place: layer.attention.attention for place, layer in self.image_layers.items()}
+            block_bytes = sum(attention.bytes_per_block() for attention in attentions.values())
+            num_blocks = images.num_pool_blocks(block_bytes, self.spec.max_image_states, self.block_tokens)
+            num_blocks = self._group.minimum_of_all(num_blocks)
+            self.image_caches = {place: attention.allocate(num_blocks) for place, attention in attentions.items()}
+            images.pool = StatePool(num_blocks, self.block_tokens)
+            if self._device.type == "cpu":
+                images.max_bytes += num_blocks * block_bytes  # its pages are not touched yet
+            else:
+                self.weight_bytes += num_blocks * block_bytes  # so that there is room for a standby group's
 
     def allocate_cache(self, num_blocks: int) -> None:
         self.caches = []  # first: the old and the new pool may not fit together
@@ -223,17 +246,22 @@ class Decoder:
         """The normed residual of the sampled rows [samples, hidden]; before the last stage, not normed. residual: the
         input of the first layer [tokens, hidden], overwritten. features: what image tokens get after the first layers
         [image tokens, hidden]."""
+        reads_images = bool(features) or batch.seen is not None
         if batch.adapters is not None and self._adapted_stack is not None:
-            if features:
+            if reads_images:
                 return self._adapted_outputs(residual, step, features)
             return self._adapted_stack.run(residual, self.caches, step, batch.adapters)
-        if self.stack is not None and self.observer is None and not features:
+        if self.stack is not None and self.observer is None and not reads_images:
             return self.stack.run(residual, self.caches, step)
         stream = ResidualStream(residual, self._ops)
         selects_rows = batch.sample_rows.shape[0] < residual.shape[0]
+        attend = self._attend_to_images(batch)
         for index, (layer, cache) in enumerate(zip(self.layers, self.caches, strict=True)):
             if self.observer is not None and index in self.observer.layers:
                 self.observer.see(index, stream.enter(None), batch.slots)
+            if attend is not None and index in self.image_layers:
+                stream.residual = stream.enter(None)
+                attend(index, stream.residual)
             is_last = index + 1 == self.num_layers
             layer.run(stream, cache, step, batch.sample_rows if is_last and selects_rows else None)
             if index < len(features):
@@ -242,14 +270,30 @@ class Decoder:
         return stream.enter(self.norm)
 
     def _adapted_outputs(self, residual: Tensor, step: StepContext, features: Sequence[Tensor]) -> Tensor:
-        """As `_outputs`, of rows with adapters in native stacks, between which image tokens get their features."""
-        batch = step.batch
+        """As `_outputs`, of rows with adapters in native stacks, between which image tokens get their features, and
+        rows attend to images."""
+        batch, attend = step.batch, self._attend_to_images(step.batch)
         whole = replace(step, batch=replace(batch, sample_rows=torch.arange(len(residual))))
-        *first, last = self._adapted_pieces
-        for index, (piece, feature) in enumerate(zip(first, features, strict=True)):
-            residual = piece.run(residual, self.caches[index : index + 1], whole, batch.adapters)
-            residual[batch.image_places] += feature
-        return last.run(residual, self.caches[len(first) :], step, batch.adapters)
+        for cut, piece in self._adapted_pieces:
+            if attend is not None and cut.start in self.image_layers:
+                attend(cut.start, residual)
+            context = step if cut.stop == self.num_layers else whole
+            residual = piece.run(residual, self.caches[cut.start : cut.stop], context, batch.adapters)
+            if cut.stop <= len(features):
+                residual[batch.image_places] += features[cut.stop - 1]
+        return residual
+
+    def _attend_to_images(self, batch: StepBatch) -> Callable[[int, Tensor], None] | None:
+        """Runs the image layer in front of a layer, given by its index, on the residual [tokens, hidden] in place.
+        None: no token sees an image."""
+        if batch.seen is None:
+            return None
+        seen, step = batch.seen, StepContext.of(batch.seen.batch, self.attention)
+
+        def attend(index: int, residual: Tensor) -> None:
+            self.image_layers[index].run(residual, self.image_caches[index], seen, step)
+
+        return attend
 
     def _with_image_positions(self, batch: StepBatch) -> StepBatch:
         """The batch in which the positions of image tokens are rows at the end of the rope tables. Each row has the

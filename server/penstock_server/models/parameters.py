@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from penstock_server.layers.embedding import Embedding
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.norm import NormSpec, norm_parameters
+from penstock_server.models.image_layer import ImageLayer
 from penstock_server.models.layer import layer_parameters
 from penstock_server.models.mtp import MtpLayer
 from penstock_server.models.pooler import Classifier
@@ -28,6 +29,10 @@ def parameters(spec: ModelSpec, layout: WeightLayout) -> dict[str, Parameter]:
     if spec.pooling is None and spec.head.logits_bias:
         table["head.logits_bias"] = Parameter((1, spec.vocab_size), Part(1, vocab.range))
     table |= _stack_parameters(spec.layers, spec.final_norm, "", layout)
+    for number, (_, layer) in enumerate(spec.image_layers):
+        table |= ImageLayer.parameters(layer, f"image_layers.{number}", layout)
+    if spec.image_layers:
+        table["image_token.weight"] = Parameter((1, hidden_size))
     if spec.mtp is not None:
         table |= MtpLayer.parameters(spec.mtp, spec.mtp_prefix, layout)
     if spec.encoder is not None:

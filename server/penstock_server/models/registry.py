@@ -93,7 +93,6 @@ ARCHITECTURES: dict[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
     "ministral": llama.ministral,
     "mistral": llama.mistral,
     "mixtral": moe.mixtral,
-    "mllama": mllama.mllama,
     "mllama_text_model": mllama.mllama_text,
     "mpt": mpt.mpt,
     "mt5": t5.mt5,

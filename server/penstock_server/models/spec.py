@@ -127,6 +127,9 @@ class ModelSpec:
     mtp: LayerSpec | None = None
     reads_images: bool = False  # its architecture is a key of `FAMILIES`
     num_featured_layers: int = 0  # the first ones, behind which image tokens get features
+    # Layers that attend to images: the layer that each is in front of, and the largest number of states of an image.
+    image_layers: tuple[tuple[int, LayerSpec], ...] = ()
+    max_image_states: int = 0
 
     def __post_init__(self) -> None:
         layers = [*self.layers, *(() if self.encoder is None else self.encoder.layers)]

@@ -9,6 +9,8 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
+
 from penstock_server.errors import ConfigError
 from penstock_server.models.registry import ARCHITECTURES, ENCODERS
 from penstock_server.vision.family import FAMILIES
@@ -23,6 +25,7 @@ FOREIGN_ERRORS = (
     NotImplementedError,
     OSError,
     RuntimeError,
+    StrictDataclassError,
     TypeError,
     ValueError,
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock_server.errors import ConfigError
-from penstock_server.models import llama, moe
+from penstock_server.models import llama, mllama, moe
 from penstock_server.models.config import Config
 from penstock_server.models.interface import LoadOptions
 from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap
@@ -21,8 +21,9 @@ from penstock_server.vision.tower import VisionTower
 
 Build = Callable[[Config], tuple[ModelSpec, NameMap]]
 
-# Text models without a causal model of their type.
+# Text models without a causal model of their type, or with more layers than it.
 _TEXT_MODELS: dict[str, Build] = {
+    "mllama_text_model": mllama.mllama,
     "qwen2_5_vl_text": llama.qwen2,
     "qwen2_vl_text": llama.qwen2,
     "qwen3_vl_moe_text": moe.qwen3_vl_moe,
@@ -45,7 +46,9 @@ def build(config: Config, text_models: dict[str, Build]) -> tuple[ModelSpec, Nam
     model_type = config.require("model_type", str)
     whole = read_config(config.path.parent)
     text = whole.get_text_config()
-    values = {**text.to_dict(), "tie_word_embeddings": whole.tie_word_embeddings}
+    # Either configuration may lack it: Qwen's of the text, Mllama's of the whole.
+    is_tied = (whole if hasattr(whole, "tie_word_embeddings") else text).tie_word_embeddings
+    values = {**text.to_dict(), "tie_word_embeddings": is_tied, "image_token_id": whole.image_token_id}
     family = FAMILIES[model_type]
     # What is true of prompts is not of the text model as it generates.
     if family.is_prompt_whole and values.pop("use_bidirectional_attention", True) is False:
@@ -71,6 +74,8 @@ def build(config: Config, text_models: dict[str, Build]) -> tuple[ModelSpec, Nam
     num_featured = len(getattr(whole.vision_config, "deepstack_visual_indexes", ()))
     if num_featured >= spec.num_layers:
         raise config.refuse(f"{num_featured} layers with features of images need more than {spec.num_layers} layers")
+    if spec.image_layers:
+        spec = replace(spec, max_image_states=_max_states(whole.vision_config))
     spec = replace(spec, architecture=model_type, reads_images=True, num_featured_layers=num_featured)
     return spec, replace(first, alternatives=tuple(others))
 
@@ -91,6 +96,12 @@ def _with_axes(config: Config, layer: LayerSpec, axes: tuple[int, ...]) -> Layer
     if len(axes) != attention.rope.rotary_dim // 2:
         raise config.refuse(f"mrope_section has {len(axes)} frequencies, must have {attention.rope.rotary_dim // 2}")
     return replace(layer, attention=replace(attention, rope=replace(attention.rope, axes=axes)))
+
+
+def _max_states(vision: Any) -> int:
+    """Of an image that is attended to: of each patch, and one for each tile."""
+    num_states: int = vision.max_num_tiles * ((vision.image_size // vision.patch_size) ** 2 + 1)
+    return num_states
 
 
 def _seeing_spans(layer: LayerSpec) -> LayerSpec:

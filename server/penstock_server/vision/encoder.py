@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,16 @@ from penstock_server.errors import ConfigError, ImageError
 from penstock_server.plan import Image, ImageSpan
 from penstock_server.vision.family import Arrays, ImageFamily
 from penstock_server.vision.reader import ImageReader
+from penstock_server.vision.states import Run, StatePool
 from penstock_server.vision.tower import VisionTower
 
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 24  # concurrent calls of `encode`, each of which blocks a thread
 _KEPT_BYTES = 1 << 30
+# Of the keys and values of images that are attended to. On a GPU, an eighth of its memory if that is more.
+_POOL_BYTES = 1 << 30
+_POOL_IMAGES = 64
 _WORK_BYTES = 1 << 30  # of the process that reads files, and of the tower's activations; more only for huge files
 
 
@@ -42,6 +46,7 @@ class EncodedImage:
     grid: tuple[int, int] | None = None
     # [token_ids] the end of what each token attends to, if image tokens attend to each other, else None.
     ends: npt.NDArray[np.int64] | None = None
+    states: Tensor | None = None  # [states, hidden] that are attended to
 
     @property
     def num_positions(self) -> int:
@@ -50,7 +55,8 @@ class EncodedImage:
 
     @property
     def num_bytes(self) -> int:
-        return self.embeddings.nbytes + self.token_ids.nbytes + self.before.nbytes
+        num_bytes = self.embeddings.nbytes + self.token_ids.nbytes + self.before.nbytes
+        return num_bytes + (0 if self.states is None else self.states.nbytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,6 +66,8 @@ class PlacedImage:
     offset: int  # of its first token
     image: EncodedImage
     position: int  # of its first token
+    run: Run | None = None  # that it is in, if it is attended to
+    num_seen: int = 0  # states of the run up to the image's last one
 
     @property
     def end(self) -> int:
@@ -164,6 +172,11 @@ class ImageEncoder:
         if placeholder_id is None:
             raise ConfigError(f"{folder}/tokenizer.json lacks the token {stands_for}")
         self.placeholder_id = placeholder_id
+        # Of an image that is attended to: its token may have no row in the output head, so another one, which has
+        # the largest id, is in sequences, with the embedding [1, hidden] of the image token. Set by the decoder.
+        self.pool: StatePool | None = None
+        self.token_embedding: Tensor | None = None
+        self._last_id: int = config.get_text_config().vocab_size - 1
         # The image that was used last is the last one.
         self._kept: dict[bytes, EncodedImage] = {}  # whose step has had them
         self._awaited: dict[bytes, EncodedImage] = {}  # of requests that have not reached a step, as far as is known
@@ -182,6 +195,14 @@ class ImageEncoder:
     @property
     def weight_bytes(self) -> int:
         return self._tower.num_bytes
+
+    def num_pool_blocks(self, block_bytes: int, max_states: int, block_tokens: int) -> int:
+        """Blocks for the states of images: of `_POOL_IMAGES` of the largest ones, if these fit. block_bytes: of a block
+        in all caches."""
+        device, num_bytes = self._tower.device, _POOL_BYTES
+        if device.type == "cuda":
+            num_bytes = max(num_bytes, torch.cuda.get_device_properties(device).total_memory // 8)
+        return min(_POOL_IMAGES * -(-max_states // block_tokens), num_bytes // block_bytes)
 
     def encode(self, images: Sequence[Image]) -> list[EncodedImage]:
         """Encodes the images that are not kept, one after the other. Raises ImageError, which names the image that
@@ -209,7 +230,7 @@ class ImageEncoder:
             image = self._found(number, span.image, is_urgent=True)
             found.append(PlacedImage(span.offset, image, span.offset - shift))
             shift = found[-1].shift
-        return found
+        return found if self.pool is None else _in_runs(self.pool, spans, found)
 
     def close(self) -> None:
         """Ends the thread and the process."""
@@ -293,6 +314,13 @@ class ImageEncoder:
         return self._expanded(embeddings, arrays)
 
     def _expanded(self, embeddings: Tensor, arrays: Arrays) -> EncodedImage:
+        if self.token_embedding is not None:
+            return EncodedImage(
+                token_ids=np.array([min(self.image_token_id, self._last_id)], np.int32),
+                before=np.arange(2),
+                embeddings=self.token_embedding,
+                states=embeddings,
+            )
         text = self.family.expand(self._image_token, len(embeddings), arrays)
         token_ids = np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
         is_image = token_ids == self.image_token_id
@@ -307,6 +335,25 @@ class ImageEncoder:
         _, rows, columns = arrays["image_grid_thw"][0].tolist()
         merged = isqrt(rows * columns // num_embeddings)  # patches that become one embedding, in each direction
         return rows // merged, columns // merged
+
+
+def _in_runs(pool: StatePool, spans: Sequence[ImageSpan], images: Sequence[PlacedImage]) -> list[PlacedImage]:
+    """The images with their runs. They do not keep their states, which a run has until they are written. Raises
+    ImageError."""
+    found: list[PlacedImage] = []
+    while len(found) < len(images):
+        first = len(found)
+        last = first
+        while last + 1 < len(images) and images[last + 1].offset == images[last].end:
+            last += 1
+        states = [placed.image.states for placed in images[first : last + 1]]
+        assert None not in states, "of images that are attended to"
+        run = pool.run(tuple(span.image.hash for span in spans[first : last + 1]), [s for s in states if s is not None])
+        num_seen = 0
+        for placed, of_image in zip(images[first : last + 1], states, strict=True):
+            num_seen += 0 if of_image is None else len(of_image)
+            found.append(replace(placed, image=replace(placed.image, states=None), run=run, num_seen=num_seen))
+    return found
 
 
 def _run_ends(is_image: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:

@@ -26,7 +26,7 @@ class VisionTower:
         self._model = model.eval().requires_grad_(False).to(device)
         self._family = family
         self._dtype = dtype
-        self._device = device
+        self.device = device
         self.num_bytes = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
 
     @classmethod
@@ -65,17 +65,26 @@ class VisionTower:
 
     def __call__(self, arrays: Arrays) -> Tensor:
         """What the image processor made of one image → its embeddings [image tokens, hidden]; with features for the
-        first n layers [image tokens, (1 + n) * hidden]."""
+        first n layers [image tokens, (1 + n) * hidden]; of attended images, their states [states, hidden]."""
         inputs = {}
         for name in self._family.inputs:
             if name in arrays:
-                tensor = torch.from_numpy(arrays[name]).to(self._device)
+                tensor = torch.from_numpy(arrays[name]).to(self.device)
                 inputs[name] = tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+        if self._family.is_attended:
+            return self._states(inputs)
         made = self._model.get_image_features(**inputs)
         embeddings = made.get("pooler_output")
         if embeddings is None:  # Llama 4 projects them apart
             embeddings = self._model.multi_modal_projector(made.last_hidden_state)
         return torch.cat([_joined(part) for part in (embeddings, *made.get("deepstack_features", ()))], dim=1)
+
+    def _states(self, inputs: dict[str, Tensor]) -> Tensor:
+        """[tiles * patches, hidden], without the tiles that only fill the input."""
+        (of_tiles,) = self._model.model.vision_model(**inputs).last_hidden_state.flatten(0, 1)
+        num_tiles = int(inputs["aspect_ratio_mask"].sum())
+        projected: Tensor = self._model.model.multi_modal_projector(of_tiles[:num_tiles].flatten(0, 1))
+        return projected
 
 
 def _joined(features: Any) -> Tensor:

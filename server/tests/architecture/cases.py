@@ -15,7 +15,6 @@ from published import (
     BAICHUAN_13B,
     INTERNLM2,
     INTERNLM2_BIAS,
-    MLLAMA,
     MLLAMA_TEXT,
     Published,
 )
@@ -135,7 +134,6 @@ CASES: dict[str, Case] = {
     "llama-gelu": Case("LlamaConfig", {"hidden_act": "gelu", "head_dim": 16}),
     "llama3-rope": Case("LlamaConfig", LLAMA3),
     "llama-yarn": Case("LlamaConfig", YARN),
-    "mllama": Case("MllamaTextConfig", MLLAMA_SIZES, published=MLLAMA),
     "mllama-text": Case("MllamaTextConfig", MLLAMA_SIZES, published=MLLAMA_TEXT),
     "mistral": Case("MistralConfig", {"sliding_window": 16}),
     "mistral-no-window": Case("MistralConfig", {"sliding_window": None}),

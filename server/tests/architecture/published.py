@@ -117,12 +117,6 @@ class UnitHeadLlama(LlamaForCausalLM):
         return output
 
 
-def mllama(tensors: Tensors, _: LlamaConfig) -> Tensors:
-    """With what encodes images."""
-    tower = {"vision_model.class_embedding": torch.ones(4), "multi_modal_projector.bias": torch.ones(4)}
-    return {f"language_model.{name}": tensor for name, tensor in tensors.items()} | tower
-
-
 ROPE_OLD = {"rope_parameters": None, "rope_theta": 10000.0}
 INTERNLM2 = Published("internlm2", internlm2, {**ROPE_OLD, "bias": False, "attention_bias": None, "head_dim": None})
 INTERNLM2_BIAS = Published("internlm2", internlm2, {**INTERNLM2.values, "bias": True})
@@ -133,14 +127,5 @@ BAICHUAN_13B = Published(
     baichuan,
     {**BAICHUAN.values, "rope_theta": None, "max_position_embeddings": None, "model_max_length": 256},
     AlibiLlama,
-)
-MLLAMA = Published(
-    "mllama",
-    mllama,
-    {
-        **dict.fromkeys(("num_hidden_layers", "cross_attention_layers")),
-        "text_config": {"num_hidden_layers": 5, "cross_attention_layers": [1, 4]},
-    },
-    MllamaForCausalLM,
 )
 MLLAMA_TEXT = Published("mllama_text_model", lambda tensors, _: tensors, {}, MllamaForCausalLM)

@@ -23,6 +23,7 @@ pytest.importorskip("peft")
 pytestmark = pytest.mark.native
 
 TEXT_LAYERS = r".*(language_model|text_model)\.layers.*_proj|.*lm_head|.*embed_tokens"
+BETWEEN_IMAGE_LAYERS = r".*language_model\.layers\.[124]\..*_proj"
 
 
 def load(folder: Path) -> Decoder:
@@ -38,12 +39,12 @@ def adapter_of(folder: Path, base: Path, targets: str) -> tuple[Path, Any]:
 
 
 @pytest.mark.parametrize(
-    "name", ["llava", "qwen2-vl", "qwen3-vl", "idefics3", pytest.param("gemma3", marks=pytest.mark.slow)]
+    "name", ["llava", "qwen2-vl", "qwen3-vl", "idefics3", "mllama", pytest.param("gemma3", marks=pytest.mark.slow)]
 )
 def test_logits_are_those_of_peft_and_neighbours_keep_their_bits(name: str, tmp_path: Path) -> None:
     base = tmp_path / "base"
     reference = make_image_model(name, base)
-    folder, adapted = adapter_of(tmp_path / "adapter", base, TEXT_LAYERS)
+    folder, adapted = adapter_of(tmp_path / "adapter", base, BETWEEN_IMAGE_LAYERS if name == "mllama" else TEXT_LAYERS)
     model = load(base)
     (adapter,) = loaded(model, [folder])
     assert model.images is not None

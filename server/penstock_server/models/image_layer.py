@@ -1,0 +1,64 @@
+"""A layer that attends to the states of images (Mllama): cross-attention and MLP, each behind a gate. Rows that see no
+image bypass it.
+
+COMPAT: as in the publisher's code. In transformers, tokens before the first image attend to all images and their
+padding, and bypass the MLP alone; their keys would depend on what follows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from penstock_server.attention.interface import SeenImages
+from penstock_server.kernels.ops import PackedNorm
+from penstock_server.layers.context import BuildContext
+from penstock_server.layers.cross_attention import CrossAttentionBlock
+from penstock_server.layers.layout import WeightLayout
+from penstock_server.layers.mlp import Mlp
+from penstock_server.layers.norm import load_norm, norm_parameters
+from penstock_server.layers.step import StepContext
+from penstock_server.models.spec import LayerSpec
+from penstock_server.weights.loader import Parameter
+
+_PARTS = ("attention", "mlp")
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLayer:
+    attention: CrossAttentionBlock
+    mlp: Mlp
+    norms: list[PackedNorm]  # in front of attention and MLP
+    gates: list[Tensor]  # [1] factors of what they add
+
+    @staticmethod
+    def parameters(spec: LayerSpec, prefix: str, layout: WeightLayout) -> dict[str, Parameter]:
+        table = CrossAttentionBlock.parameters(spec.plain_attention, f"{prefix}.attention", layout)
+        table |= Mlp.parameters(spec.plain_mlp, f"{prefix}.mlp", layout)
+        for part in _PARTS:
+            table |= norm_parameters(f"{prefix}.{part}_norm", spec.norm, (layout.shard.hidden_size,))
+            table[f"{prefix}.{part}_gate"] = Parameter((1,))
+        return table
+
+    @classmethod
+    def load(cls, spec: LayerSpec, prefix: str, context: BuildContext) -> ImageLayer:
+        context = replace(context, adapter_sites=None)
+        loader = context.loader
+        return cls(
+            CrossAttentionBlock.load(spec.plain_attention, f"{prefix}.attention", context),
+            Mlp.load(spec.plain_mlp, f"{prefix}.mlp", context),
+            [load_norm(loader, context.ops, f"{prefix}.{part}_norm", spec.norm) for part in _PARTS],
+            [loader.read(f"{prefix}.{part}_gate").tanh() for part in _PARTS],
+        )
+
+    def run(self, residual: Tensor, cache: Tensor, seen: SeenImages, step: StepContext) -> None:
+        """Changes the rows of the residual [tokens, hidden] that see images. cache: of this layer, in the pool of
+        images. step: of `seen.batch`."""
+        if seen.states is not None:
+            self.attention.store(seen.states, cache, seen.slots, step)
+        x = residual[seen.rows]
+        attended = self.attention.attend(self.norms[0](x), cache, step)
+        x += self.gates[0] * self.attention.project(attended, step)
+        x += self.gates[1] * self.mlp(self.norms[1](x), step)
+        residual[seen.rows] = x
