@@ -1,6 +1,6 @@
 """Runs the faults of integration-tests/test_chaos.py in any number, against the real binary with the embedded model.
 
-    .venv/bin/python bench/chaos.py --kills 1000 --cancels 10000 --malformed 10000 --soak-minutes 30
+    .venv/bin/python bench/chaos.py --kills 1000 --replica-kills 500 --drains 500 --cancels 10000 --malformed 10000
 
 Everything except timing is a function of the seed. The raw result is written after every piece of work, and `--resume`
 continues from it. Exit status 1: an answer changed, or a resource was not released.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -27,16 +28,24 @@ sys.path.insert(0, str(ROOT / "integration-tests"))
 from binary import Server, start
 from fault import mix, slow
 from fault.cancel import cancel, leaves_nothing_behind
+from fault.drain import drain_servers, routed
 from fault.kill import kill_workers
 from fault.malformed import malform
-from fault.probe import Footprint, footprint, wait_for_rest, wait_until
+from fault.probe import Footprint, footprint, replica_workers, wait_for_rest, wait_until
 from fault.soak import Soak, soak
 
 NUM_PERMITS = 64
 # Just enough for the request mix, because every worker touches its whole pool before it serves.
 SMALL_POOL = ("--max-batch-total-tokens", "8192")
 LIMITS = ("--max-concurrent-requests", str(NUM_PERMITS), "--max-batch-size", "12", "--max-total-tokens", "1024")
-PIECES = {"kills, 1 rank": 20, "kills, 2 ranks": 20, "cancels": 500, "malformed": 500}
+PIECES = {
+    "kills, 1 rank": 20,
+    "kills, 2 ranks": 20,
+    "kills, 2 replicas": 20,
+    "drains": 20,
+    "cancels": 500,
+    "malformed": 500,
+}
 NUM_SLOW_READERS = 16
 Part = dict[str, Any]
 
@@ -112,6 +121,30 @@ def run_kills(run: Run, asked: Sequence[mix.Request], num_ranks: int, wanted: in
             part["differences"] += kills.differences
             run.add(part, answers=kills.num_answers, restarts=kills.num_restarts, downtime_s=kills.downtime_s)
             part.setdefault("footprints", []).append(footprint(server).as_dict())
+
+
+def run_replica_kills(run: Run, asked: Sequence[mix.Request], wanted: int) -> None:
+    name = "kills, 2 replicas"
+    if run.part(name)["done"] >= wanted:
+        return
+    with serving("--replicas", "2", *SMALL_POOL) as server:
+        expected = undisturbed(server, asked)
+        for part, num, seed in run.pieces(name, wanted):
+            kills = kill_workers(server, asked, expected, num, seed, replica_workers)
+            part["differences"] += kills.differences
+            run.add(part, answers=kills.num_answers, restarts=kills.num_restarts, downtime_s=kills.downtime_s)
+
+
+def run_drains(run: Run, asked: Sequence[mix.Request], wanted: int) -> None:
+    """Two servers behind a router; one of them leaves its list and joins it again."""
+    if run.part("drains")["done"] >= wanted:
+        return
+    with tempfile.TemporaryDirectory() as folder, routed(Path(folder), 2, *SMALL_POOL) as (router, servers):
+        expected = undisturbed(router, asked)
+        for part, num, seed in run.pieces("drains", wanted):
+            drains = drain_servers(router, servers, asked, expected, num, seed)
+            part["differences"] += drains.differences
+            run.add(part, answers=drains.num_answers, handovers=drains.num_handovers)
 
 
 def run_clients(run: Run, asked: Sequence[mix.Request], num_cancels: int, num_malformed: int) -> None:
@@ -209,6 +242,8 @@ def new_record(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = option_parser(__doc__)
     parser.add_argument("--kills", type=int, default=20, help="in total; half of them with two ranks")
+    parser.add_argument("--replica-kills", type=int, default=20, help="of the workers of two replicas")
+    parser.add_argument("--drains", type=int, default=20, help="removals of a server from a router's list")
     parser.add_argument("--cancels", type=int, default=250)
     parser.add_argument("--malformed", type=int, default=500)
     parser.add_argument("--soak-minutes", type=float, default=2.0)
@@ -228,6 +263,8 @@ def main() -> None:
     print(f"raw: {run.path}", flush=True)
     run_kills(run, asked, 1, options.kills - options.kills // 2)
     run_kills(run, asked, 2, options.kills // 2)
+    run_replica_kills(run, asked, options.replica_kills)
+    run_drains(run, asked, options.drains)
     run_clients(run, asked, options.cancels, options.malformed)
     run_soak(run, asked, options.soak_minutes)
     run_slow(run, asked, options.slow_pairs)
@@ -247,6 +284,8 @@ def summary(record: dict[str, Any]) -> str:
         line = f"- {name}: {part['done']}, {part.get('answers', 0)} answers compared, {bad} wrong"
         if "ratio" in part:
             line = f"- {name}: {part['done']} pairs, {part['ratio']:.3f} of the time without them, {bad} wrong"
+        if "handovers" in part:
+            line += f", {part['handovers']} handovers"
         if part.get("restarts"):
             line += f", {part['restarts']} restarts of {part['downtime_s'] / part['restarts']:.2f} s in the mean"
         lines.append(line)

@@ -85,8 +85,8 @@ def hot_spot(source: random.Random, num_clients: int, num_groups: int = 64) -> l
 def replica(engine_port: int, max_batch: int) -> Server:
     """A server with an engine listener; its worker is to be scripted."""
     listen = ["--engine-listen", f"127.0.0.1:{engine_port}", "--standby", "off"]
-    sizes = ["--max-batch-size", str(max_batch), "--max-batch-prefill-tokens", "2048", "--max-total-tokens", "4096"]
-    return penstock_server([*listen, *sizes, *limits(MANY)])
+    sizes = ["--max-batch-size", str(max_batch), "--max-batch-prefill-tokens", str(max(2048, max_batch))]
+    return penstock_server([*listen, *sizes, "--max-total-tokens", "4096", *limits(MANY)])
 
 
 def limits(max_requests: int) -> list[str]:

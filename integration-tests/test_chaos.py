@@ -9,16 +9,18 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from binary import Server, start
 from client import connect
 from fault import host, http2, network, slow
 from fault.cancel import cancel, leaves_nothing_behind
+from fault.drain import drain_servers, routed
 from fault.kill import kill_workers
 from fault.malformed import malform
 from fault.mix import Answer, Repeated, Request, answer_of, answers, error_in, events, requests
-from fault.probe import footprint, health, metrics, wait_for_rest, wait_until
+from fault.probe import footprint, health, metrics, replica_workers, wait_for_rest, wait_until
 from fault.soak import soak
 
 pytestmark = [pytest.mark.slow, pytest.mark.native]
@@ -57,6 +59,25 @@ def test_killed_workers_change_no_answer(expected: list[Answer], num_ranks: int)
     assert kills.num_kills == 2
     assert kills.num_restarts >= 1
     assert kills.num_answers >= len(MIX)
+
+
+def test_killed_replicas_change_no_answer(expected: list[Answer]) -> None:
+    server = start("--replicas", "2")
+    try:
+        kills = kill_workers(server, MIX, expected, 4, f"{SEED}/replicas", replica_workers)
+    finally:
+        assert server.stop() == 0
+    assert not kills.differences
+    assert kills.num_kills == 4
+    assert kills.num_answers >= len(MIX)
+
+
+def test_servers_that_leave_and_join_a_router_change_no_answer(expected: list[Answer], tmp_path: Path) -> None:
+    with routed(tmp_path, 2) as (router, servers):
+        drains = drain_servers(router, servers, MIX, expected, 4, f"{SEED}/drains")
+    assert not drains.differences
+    assert drains.num_drains == 4
+    assert drains.num_answers >= len(MIX)
 
 
 def test_disconnects_at_any_moment_leak_nothing(small: Server, expected: list[Answer]) -> None:

@@ -8,9 +8,10 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from binary import TIMEOUT_S, Server, children, launch, name, start
+from binary import TIMEOUT_S, Server, launch, start
 from client import ask
-from fault.probe import health, metric, restarts, wait_for_rest, wait_for_restart, wait_until
+from fault.probe import fork_servers, health, metric, restarts, wait_for_rest, wait_for_restart, wait_until
+from fault.probe import replica_workers as workers
 from test_worker_death import REQUESTS, Stream
 
 pytestmark = [pytest.mark.native, pytest.mark.xdist_group("replicas")]
@@ -22,18 +23,6 @@ SCHEMA = {
 }
 GRAMMAR = {"inputs": "A person:", "parameters": {"max_new_tokens": 60, "grammar": {"type": "json", "value": SCHEMA}}}
 MIXED = [*REQUESTS, GRAMMAR]
-
-
-def fork_servers(server: Server) -> list[int]:
-    """Pids of the replicas' fork servers, in no order."""
-    return sorted(children(server.process.pid) - server.renderer_pids())
-
-
-def workers(server: Server) -> list[int]:
-    """Pids of all replicas' workers."""
-    return [
-        pid for fork_server in fork_servers(server) for pid in children(fork_server) if name(pid).startswith("worker-")
-    ]
 
 
 @pytest.fixture(scope="module")

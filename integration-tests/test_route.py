@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from binary import TIMEOUT_S, Server, launch, start
 from client import ask, send
+from fault.drain import ENVIRONMENT, engine_url, start_server
 from fault.probe import health, metric, wait_for_rest, wait_until
 from test_replicas import GRAMMAR
 from test_worker_death import ENDLESS, REQUESTS, Stream
 
 pytestmark = [pytest.mark.native, pytest.mark.xdist_group("route")]
 
-ENVIRONMENT = {"ENGINE_SECRET": "0123456789abcdef"}
 CHAT = {
     "messages": [{"role": "user", "content": "Tell me a story."}],
     "max_tokens": 60,
@@ -50,17 +50,6 @@ class ChatStream(threading.Thread):
         self.join()
         assert self.chunks, self.server.last_lines()
         return self.chunks
-
-
-def start_server(engine: str = "127.0.0.1:0") -> Server:
-    flags = ["--standby", "off", "--step-timeout", str(2 * TIMEOUT_S)]  # a pause makes no server unhealthy
-    return start("--engine-listen", engine, *flags, env=ENVIRONMENT)
-
-
-def engine_url(server: Server) -> str:
-    records = [json.loads(line)["fields"] for line in server.lines if line.startswith("{")]
-    (url,) = [record["engine"] for record in records if "engine" in record]
-    return url
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -31,9 +31,14 @@ class Kills:
 
 
 def kill_workers(
-    server: Server, asked: Sequence[Request], expected: Sequence[Answer], num_kills: int, seed: str
+    server: Server,
+    asked: Sequence[Request],
+    expected: Sequence[Answer],
+    num_kills: int,
+    seed: str,
+    victims: Callable[[Server], list[int]] = serving_ranks,
 ) -> Kills:
-    """Kill `num_kills` workers. Sometimes a second kill follows, which may hit a group that is still starting."""
+    """Kill `num_kills` of the victims. Sometimes another one follows, which may hit a group that is still starting."""
     moments = random.Random(seed)
     before, result = metrics(server), Kills()
     with Repeated(server, asked, expected) as streams:
@@ -44,7 +49,7 @@ def kill_workers(
                 if place > 0:
                     time.sleep(moments.uniform(0.0, 3.0))
                 with suppress(ProcessLookupError, IndexError):
-                    os.kill(moments.choice(serving_ranks(server)), signal.SIGKILL)
+                    os.kill(moments.choice(victims(server)), signal.SIGKILL)
                     result.num_kills += 1
             killed_at = streams.progress()
             wait_until(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from binary import TIMEOUT_S, Server
+from binary import TIMEOUT_S, Server, children, name
 from client import ask
 
 
@@ -66,6 +66,17 @@ def serving_ranks(server: Server) -> list[int]:
     """Pids of the serving workers."""
     groups = server.worker_groups()
     return groups[0] if groups else []
+
+
+def fork_servers(server: Server) -> list[int]:
+    """Pids of the replicas' fork servers, in no order."""
+    return sorted(children(server.process.pid) - server.renderer_pids())
+
+
+def replica_workers(server: Server) -> list[int]:
+    """Pids of all replicas' workers."""
+    forked = [pid for fork_server in fork_servers(server) for pid in children(fork_server)]
+    return [pid for pid in forked if name(pid).startswith("worker-")]
 
 
 @dataclass(frozen=True)
