@@ -1,0 +1,63 @@
+"""What the launcher asks of Ray. `integration-tests/test_ray.py` has a real cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from penstock_server.config import LoadConfig
+from penstock_server.engine.device import choose_num_threads
+from penstock_server.errors import ConfigError
+from penstock_server.ray import Order, Reports, cpus_per_rank, place
+
+
+@pytest.mark.parametrize(
+    ("cpus", "num_ranks", "each"),
+    [([8, 8], 2, 8), ([8, 8], 3, 4), ([8], 3, 2), ([16, 2], 2, 8), ([1, 1], 2, 1), ([0, 4], 4, 1)],
+)
+def test_each_rank_gets_the_most_cpus_with_which_all_ranks_fit(cpus: list[int], num_ranks: int, each: int) -> None:
+    assert cpus_per_rank(cpus, num_ranks) == each
+    assert sum(machine // (each + 1) for machine in cpus) < num_ranks
+
+
+@pytest.mark.parametrize("cpus", [[], [0], [1, 1]])
+def test_a_cluster_with_fewer_cpus_than_ranks_is_refused(cpus: list[int]) -> None:
+    with pytest.raises(ConfigError, match=f"has {sum(cpus)} CPUs, must have at least one for each of 3 ranks"):
+        cpus_per_rank(cpus, 3)
+
+
+def test_a_cluster_without_tls_gets_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in (None, "0", "no"):
+        monkeypatch.delenv("RAY_USE_TLS", raising=False)
+        if value is not None:
+            monkeypatch.setenv("RAY_USE_TLS", value)
+        with pytest.raises(ConfigError, match="RAY_USE_TLS is not 1"):
+            place(Order("127.0.0.1:1", 1, "a secret"), pytest.fail)
+
+
+def test_an_order_that_is_incomplete_is_refused_without_being_printed() -> None:
+    whole = {"cluster": "head:6379", "num_ranks": 2, "secret": "hunter2"}
+    assert Order.parse(json.dumps(whole)) == Order("head:6379", 2, "hunter2")
+    for order in ({**whole, "num_ranks": 0}, {**whole, "cluster": None}, ["hunter2"]):
+        with pytest.raises(ConfigError) as refusal:
+            Order.parse(json.dumps(order))
+        assert "hunter2" not in str(refusal.value)
+
+
+def test_what_ray_prints_is_not_a_report(capfd: pytest.CaptureFixture[str]) -> None:
+    report = Reports()
+    os.write(1, b"a message of Ray\n")
+    report({"lost": {"rank": 0, "reason": "it is gone"}})
+    captured = capfd.readouterr()
+    assert captured.out == '{"lost": {"rank": 0, "reason": "it is gone"}}\n'
+    assert "a message of Ray" in captured.err
+
+
+def test_a_rank_has_the_threads_that_its_node_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert choose_num_threads(LoadConfig(Path("model")), 2) == 3
+    assert choose_num_threads(LoadConfig(Path("model"), num_threads=2), 2) == 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "4,2")  # of nested sections
+    assert choose_num_threads(LoadConfig(Path("model")), 2) >= 1
