@@ -20,18 +20,17 @@ from penstock_server.models import pager
 from penstock_server.models.adapter import Adapters
 from penstock_server.models.config import Config
 from penstock_server.models.fallback_check import check_logits
+from penstock_server.models.foreign import FOREIGN_ERRORS, transformers
 from penstock_server.models.interface import LoadOptions
 from penstock_server.models.pooler import Pooler
 from penstock_server.models.registry import ARCHITECTURES
 from penstock_server.models.support import (
     CODE_KEY,
     FALLBACK,
-    FOREIGN_ERRORS,
     NATIVE,
     builtin_class,
     refusal,
     support_of,
-    transformers,
 )
 from penstock_server.parallel import RankGroup
 from penstock_server.vision.encoder import ImageEncoder

@@ -9,26 +9,13 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
-
 from penstock_server.errors import ConfigError
+from penstock_server.models.foreign import FOREIGN_ERRORS, transformers
 from penstock_server.models.registry import ARCHITECTURES, ENCODERS
 from penstock_server.vision.family import FAMILIES
 
 NATIVE, FALLBACK = "native", "fallback"
 CODE_KEY = "AutoModelForCausalLM"  # in auto_map: the checkpoint's own class
-# What foreign code raises for an unsuitable model.
-FOREIGN_ERRORS = (
-    AttributeError,
-    ImportError,
-    LookupError,
-    NotImplementedError,
-    OSError,
-    RuntimeError,
-    StrictDataclassError,
-    TypeError,
-    ValueError,
-)
 _PAGED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 # Layer types of transformers that do not concern attention.
 _FEED_FORWARD_LAYERS = {"dense", "sparse"}
@@ -106,17 +93,6 @@ def builtin_class(model_type: str) -> Any | None:
         return getattr(transformers(), name)
     except (ImportError, RuntimeError) as error:
         raise ConfigError(f"model type {model_type!r} cannot be loaded by transformers: {error}") from error
-
-
-def transformers() -> Any:
-    """The library, an optional dependency. Raises ConfigError if it is not installed."""
-    try:
-        return importlib.import_module("transformers")
-    except ImportError as error:
-        supported = ", ".join(sorted(ARCHITECTURES))
-        raise ConfigError(
-            f"models of other types than {supported} need transformers: pip install 'penstock[transformers]' ({error})"
-        ) from error
 
 
 def _mapping(name: str) -> Mapping[str, Any]:

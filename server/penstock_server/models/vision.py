@@ -12,6 +12,7 @@ from typing import Any
 from penstock_server.errors import ConfigError
 from penstock_server.models import llama, mllama, moe
 from penstock_server.models.config import Config
+from penstock_server.models.foreign import FOREIGN_ERRORS, transformers
 from penstock_server.models.interface import LoadOptions
 from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap
 from penstock_server.vision.encoder import ImageEncoder
@@ -33,8 +34,6 @@ _TEXT_MODELS: dict[str, Build] = {
 
 def read_config(folder: Path) -> Any:
     """The configuration as transformers completes it. Raises ConfigError if transformers rejects it."""
-    from penstock_server.models.support import FOREIGN_ERRORS, transformers
-
     try:
         return transformers().AutoConfig.from_pretrained(folder, local_files_only=True)
     except FOREIGN_ERRORS as error:
