@@ -42,7 +42,7 @@ pub(crate) enum InputBits {
 
 /// Rows from which AMX is faster than vectors. PERF: the last tile costs as much as 16 rows, even if it has fewer (Emerald Rapids).
 #[cfg(target_feature = "avx512bf16")]
-const AMX_ROWS: usize = 64;
+const AMX_ROWS: usize = 48;
 
 impl QuantizedLinear {
     /// AMX, if it computes this number of rows.
