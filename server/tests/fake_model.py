@@ -75,7 +75,7 @@ class FakeModel:
         """[samples, 1]: the next token, or POISON."""
         self.num_steps += 1
         self.started.set()
-        assert self.gate.wait(30)
+        assert self.gate.wait(240)
         if (batch.token_ids == CRASH).any():
             raise RuntimeError("the model crashed")
         for part in (batch, batch.sources):

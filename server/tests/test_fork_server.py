@@ -23,7 +23,7 @@ from penstock_server.fork_server import Signal, Start, parse
 from penstock_server.pb import worker_pb2 as pb
 from penstock_server.pb import worker_pb2_grpc as rpc
 
-TIMEOUT_S = 60
+TIMEOUT_S = 240
 # Its workers import nothing: they say what they are and have, and wait for a signal.
 PROGRAM = """
 import os, signal, sys

@@ -216,7 +216,7 @@ def test_a_trial_process_without_a_vocabulary_exits(tmp_path: Path) -> None:
     trial = Trial(tmp_path)
     trial.start()
     assert trial._process is not None
-    assert trial._process.wait(60) == 0
+    assert trial._process.wait(240) == 0
     trial.close()
 
 
@@ -254,7 +254,7 @@ def test_grammars_are_compiled_once_and_the_oldest_is_evicted(
 
 def test_too_many_concurrent_grammars_are_refused(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
-    monkeypatch.setattr(Trial, "check", lambda self, grammar: gate.wait(30))
+    monkeypatch.setattr(Trial, "check", lambda self, grammar: gate.wait(240))
     monkeypatch.setattr(compiler_module, "MAX_WAITING", 3)
     with ThreadPoolExecutor(4) as threads:
         waiting = [threads.submit(compiler.compile, Grammar("regex", text)) for text in "ab01"]

@@ -33,7 +33,7 @@ from penstock_server.service import Worker, start_server
 from penstock_server.watermark import GreenLists
 from plans import Advance, columns
 
-TIMEOUT_S = 60
+TIMEOUT_S = 240
 GREEDY = pb.Sampling(temperature=1, top_p=1, typical_p=1, repetition_penalty=1)
 LOAD = pb.LoadRequest(
     protocol_version=PROTOCOL_VERSION, model_path="/nowhere", block_tokens=BLOCK_TOKENS, dtype="float32", num_threads=1

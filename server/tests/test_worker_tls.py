@@ -24,7 +24,7 @@ from tls_files import make_tls, needs_openssl
 from torch import Tensor
 
 pytestmark = needs_openssl
-TIMEOUT_S = 30
+TIMEOUT_S = 240
 TOKEN = "a token"
 
 

@@ -401,7 +401,7 @@ def test_a_call_is_refused_while_many_wait(monkeypatch: pytest.MonkeyPatch, made
     _, encoder = made.loaded
     monkeypatch.setattr(encoder_module, "MAX_WAITING", 1)
     gate = threading.Event()
-    encoder._thread.submit(gate.wait, 30)
+    encoder._thread.submit(gate.wait, 240)
     with ThreadPoolExecutor(2) as threads:
         waiting = [threads.submit(encoder.encode, IMAGES[:1]) for _ in range(2)]
         refused = next(as_completed(waiting))
@@ -422,21 +422,21 @@ def test_a_step_waits_for_no_image_of_other_requests_but_the_one_that_is_being_e
     def gated(self: ImageEncoder, data: bytes) -> EncodedImage:
         order.append(data)
         has_begun.set()
-        assert gate.wait(30)
+        assert gate.wait(240)
         return encode(self, data)
 
     monkeypatch.setattr(ImageEncoder, "_encode", gated)
     others = [Image(bytes([number]), IMAGES[2].data) for number in range(3)]
     with ThreadPoolExecutor(2) as threads:
         of_others = threads.submit(encoder.encode, others)
-        assert has_begun.wait(30)
+        assert has_begun.wait(240)
         assert encoder.placed([ImageSpan(IMAGES[0], 0)])[0].offset == 0, "kept: it waits for nothing"
         of_step = threads.submit(encoder.placed, [ImageSpan(IMAGES[1], 0)])
         with encoder._turns:
-            assert encoder._turns.wait_for(lambda: encoder._num_urgent == 1, 30)
+            assert encoder._turns.wait_for(lambda: encoder._num_urgent == 1, 240)
         gate.set()
-        assert len(of_step.result(30)) == 1
-        assert len(of_others.result(30)) == 3
+        assert len(of_step.result(240)) == 1
+        assert len(of_others.result(240)) == 3
     assert order == [IMAGES[2].data, IMAGES[1].data, IMAGES[2].data, IMAGES[2].data]
     encoder.close()
 
