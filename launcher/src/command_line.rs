@@ -78,6 +78,7 @@ const OF_MODELS: [&str; 31] = [
     "sharded",
     "shard_uds_path",
     "speculate",
+    "speculate_recent_tokens",
     "speculative_model",
     "standby",
     "step_timeout",

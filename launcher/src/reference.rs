@@ -74,6 +74,7 @@ const OURS: &[&str] = &[
     "served-model-name",
     "standby",
     "step-timeout",
+    "speculate-recent-tokens",
     "speculative-model",
     "stop-with-stdin",
     "trust-request-chat-template",

@@ -209,6 +209,21 @@ fn drafts_are_off_where_they_cannot_be_verified_or_the_pool_is_too_small_for_the
     assert_eq!(reason(&windowed, 7).as_deref(), Some(pool));
     let no_kernels = Description { can_draft: false, ..model("cpu") };
     assert!(reason(&no_kernels, 8).is_some_and(|reason| reason.contains("on CPUs only")));
+    // Forced tokens have no flag, so the log does not report that there are none.
+    let forced = |model: &Description, num_blocks| {
+        let limits = Limits { drafts_only_forced: true, ..drafting(model, num_blocks) };
+        let (max_draft_tokens, choice) = Settings::speculation(model, &limits);
+        assert!(choice.is_none());
+        max_draft_tokens
+    };
+    assert_eq!((forced(&model("cpu"), 1), forced(&windowed, 7), forced(&no_kernels, 8)), (4, 0, 0));
+}
+
+#[test]
+fn recent_answers_need_speculation() {
+    assert!(settings("--speculate-recent-tokens 100 --speculate 1").is_ok());
+    let refused = settings("--speculate-recent-tokens 100").unwrap_err().to_string();
+    assert!(refused.contains("speculate-recent-tokens is 100, must be 0 without --speculate"), "{refused}");
 }
 
 /// Limits of a scheduler with `--speculate 4`.
