@@ -13,6 +13,8 @@ use crate::sequence::ContentSalt;
 ///
 /// INVARIANT: two generations, each of which counts the engines of its blocks and is full at `max_blocks`: as many as all caches hold. A
 /// block that is inserted again moves to the new one, so the index forgets unused blocks first.
+/// INVARIANT: an engine is in the set of a block that it computed before it lost its cache until the set is checked. PERF: so a loss costs
+/// nothing, while millions of sets may know the engine.
 #[derive(Debug)]
 pub(super) struct PrefixIndex {
     block_tokens: usize,
@@ -21,12 +23,24 @@ pub(super) struct PrefixIndex {
     /// Over the blocks of `new`, how many engines have each of them.
     num_new: usize,
     old: HashMap<u64, EngineSet>,
+    /// When each engine last lost its cache, by number, in losses of all engines.
+    lost_at: [u32; MAX_ENGINES],
+    /// Losses so far.
+    now: u32,
 }
 
 impl PrefixIndex {
     /// An index that remembers nothing until `set_max_blocks`.
     pub(super) fn new(block_tokens: usize) -> Self {
-        Self { block_tokens, max_blocks: 0, new: HashMap::new(), num_new: 0, old: HashMap::new() }
+        Self {
+            block_tokens,
+            max_blocks: 0,
+            new: HashMap::new(),
+            num_new: 0,
+            old: HashMap::new(),
+            lost_at: [0; MAX_ENGINES],
+            now: 0,
+        }
     }
 
     pub(super) fn set_max_blocks(&mut self, max_blocks: usize) {
@@ -59,7 +73,7 @@ impl PrefixIndex {
         let mut num_present = 0;
         for block in blocks {
             let Some(engines) = self.new.get(block).or_else(|| self.old.get(block)) else { break };
-            let engines = engines.bits();
+            let engines = self.current(engines);
             let still = array::from_fn(|word| present[word] & engines[word]);
             note(array::from_fn(|word| present[word] & !still[word]), num_present);
             (present, num_present) = (still, num_present + 1);
@@ -77,12 +91,16 @@ impl PrefixIndex {
             if self.num_new >= self.max_blocks {
                 (self.old, self.num_new) = (mem::take(&mut self.new), 0);
             }
-            let (old, num_new) = (&mut self.old, &mut self.num_new);
+            let (old, num_new, lost_at, now) = (&mut self.old, &mut self.num_new, &self.lost_at, self.now);
             let engines = self.new.entry(*block).or_insert_with(|| {
-                let known = old.remove(block).unwrap_or_default();
+                let known = old.remove(block).unwrap_or_else(|| EngineSet::new(now));
                 *num_new += known.len();
                 known
             });
+            let checked_at = engines.checked_at();
+            if checked_at < now {
+                *num_new -= engines.check(now, |engine| lost_at[engine] <= checked_at);
+            }
             *num_new += usize::from(engines.insert(engine));
         }
     }
@@ -94,13 +112,19 @@ impl PrefixIndex {
 
     /// The engine has lost its cache.
     pub(super) fn forget(&mut self, engine: usize) {
-        for generation in [&mut self.new, &mut self.old] {
-            generation.retain(|_, engines| {
-                engines.remove(engine);
-                engines.len() > 0
-            });
+        self.now += 1;
+        self.lost_at[engine] = self.now;
+    }
+
+    /// The engines of a set that have not lost their cache since it was checked.
+    fn current(&self, engines: &EngineSet) -> Bits {
+        let mut current = engines.bits();
+        if engines.checked_at() < self.now {
+            for engine in bits(&engines.bits()).filter(|engine| self.lost_at[*engine] > engines.checked_at()) {
+                current[engine / 64] &= !(1 << (engine % 64));
+            }
         }
-        self.num_new = self.new.values().map(EngineSet::len).sum();
+        current
     }
 }
 
@@ -140,6 +164,22 @@ mod tests {
         assert_eq!(found(&index, &with_image(3)), [0, 0], "an image in the first block");
         index.forget(0);
         assert_eq!(tokens(&index, &prompt), [0, 4]);
+    }
+
+    #[test]
+    fn what_an_engine_computed_before_it_lost_its_cache_does_not_come_back() {
+        let mut index = index(1, 100);
+        let blocks = index.blocks(&[1, 2, 3], None, &[]);
+        for engine in [0, 1, 13, 14, 15, 16] {
+            index.insert(&blocks, engine);
+        }
+        index.forget(0);
+        index.forget(13);
+        assert_eq!((index.num_tokens(&blocks)[0], index.num_tokens(&blocks)[1]), (0, 3));
+        index.insert(&blocks[..2], 0);
+        assert_eq!([0, 1, 13, 14].map(|engine| index.num_tokens(&blocks)[engine]), [2, 3, 0, 3]);
+        index.forget(1);
+        assert_eq!([0, 1, 13, 14].map(|engine| index.num_tokens(&blocks)[engine]), [2, 0, 0, 3]);
     }
 
     #[test]
