@@ -147,7 +147,7 @@ fn run_node(args: &NodeArgs) -> ExitCode {
     };
     let run = || {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        runtime.block_on(async {
+        let result = runtime.block_on(async {
             let (stop, second_signal) = signals::listen(args.stop_with_stdin).context("cannot listen for signals")?;
             let python = find_python();
             tokio::select! {
@@ -155,7 +155,10 @@ fn run_node(args: &NodeArgs) -> ExitCode {
                 () = stop.cancelled() => Ok(()),
                 _ = second_signal => Ok(()),
             }
-        })
+        });
+        // A blocking thread may still be reading standard input.
+        runtime.shutdown_background();
+        result
     };
     match run() {
         Ok(()) => ExitCode::SUCCESS,

@@ -163,3 +163,39 @@ pub(super) fn set_options(stream: &TcpStream) -> io::Result<()> {
     socket.set_tcp_user_timeout(Some(SILENCE))?;
     socket.set_tcp_nodelay(true)
 }
+
+#[cfg(test)]
+mod tests {
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    fn on(place: watch::Receiver<NodePlace>) -> NodeOptions {
+        NodeOptions { place, secret: NodeSecret::make(), num_ranks: 1 }
+    }
+
+    #[tokio::test]
+    async fn a_connection_follows_a_node_that_ray_moves() {
+        let (gone, next) =
+            (TcpListener::bind("127.0.0.1:0").await.unwrap(), TcpListener::bind("127.0.0.1:0").await.unwrap());
+        let [first, second] = [&gone, &next].map(|listener| {
+            let address = listener.local_addr().unwrap();
+            NodePlace::At(NodeAddress { host: address.ip().to_string(), port: address.port() })
+        });
+        let (sender, place) = watch::channel(NodePlace::Awaited);
+        let connecting = tokio::spawn(async move { on(place).connect().await.map(|_| ()) });
+        sender.send_replace(first);
+        drop(gone.accept().await.unwrap()); // It is tried there, in vain.
+        sender.send_replace(second);
+        next.accept().await.unwrap();
+        connecting.abort();
+    }
+
+    #[tokio::test]
+    async fn a_server_learns_why_ray_gives_it_no_node() {
+        let (sender, place) = watch::channel(NodePlace::Awaited);
+        let connecting = tokio::spawn(async move { on(place).connect().await.map(|_| ()) });
+        sender.send_replace(NodePlace::Unavailable("the cluster has no CPUs".to_owned()));
+        assert_eq!(connecting.await.unwrap(), Err("the cluster has no CPUs".to_owned()));
+    }
+}
