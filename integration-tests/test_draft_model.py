@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -52,12 +51,6 @@ def test_right_drafts_save_steps_and_change_no_token_alone_or_together(
     def tokens(body: dict[str, Any]) -> Any:
         return ask(server, "/generate", body).json["details"]["tokens"]
 
-    def has_right_drafts() -> bool:
-        """The scheduler gives no drafts while it measures that making and verifying them takes as long as steps."""
-        tokens(requests[0])
-        return metrics(server)["vllm:spec_decode_num_accepted_tokens_total"] > 0
-
-    wait_until(has_right_drafts, "drafts are right")
     alone = [tokens(body) for body in requests]
     assert [[token["id"] for token in each] for each in alone[: len(texts)]] == texts
     with ThreadPoolExecutor(6) as threads:
@@ -65,28 +58,11 @@ def test_right_drafts_save_steps_and_change_no_token_alone_or_together(
     found = metrics(server)
     per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     accepted = [found[f'{per_position}{{position="{position}"}}'] for position in range(16)]
-    assert sum(accepted) == found["vllm:spec_decode_num_accepted_tokens_total"]
+    assert sum(accepted) == found["vllm:spec_decode_num_accepted_tokens_total"] > 0
     assert accepted == sorted(accepted, reverse=True)
     assert accepted[3:] == [0] * 13
     assert accepted[0] <= found["vllm:spec_decode_num_drafts_total"]
     assert found["vllm:spec_decode_num_draft_tokens_total"] == found["penstock_draft_tokens"]
-
-
-def test_a_grammar_that_the_first_rank_knows_allows_the_same_drafts_on_all(
-    drafting: tuple[Server, list[list[int]]],
-) -> None:
-    server, _ = drafting
-    grammar = {"type": "regex", "value": "(the|a) draft model is [a-z ]*"}
-    requests = [request(prompt, grammar=grammar, do_sample=True, seed=seed) for seed, prompt in enumerate(PROMPTS)]
-
-    def text(body: dict[str, Any]) -> str:
-        found = ask(server, "/generate", body).json["generated_text"]
-        assert re.fullmatch(grammar["value"], found), found
-        return found
-
-    alone = [text(body) for body in requests]
-    with ThreadPoolExecutor(6) as threads:
-        assert list(threads.map(text, requests * 2)) == alone * 2
 
 
 def test_a_worker_s_death_changes_no_token(drafting: tuple[Server, list[list[int]]]) -> None:

@@ -49,7 +49,7 @@ pub(crate) fn command() -> clap::Command {
 const ROUTE: &str = "route";
 
 /// Flags of servers with a model, which have no effect with `penstock route`.
-const OF_MODELS: [&str; 31] = [
+const OF_MODELS: [&str; 32] = [
     "activation_bits",
     "attention",
     "cpu_isa",
