@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from binary import Server, start
-from fault.probe import health, metric, wait_until
+from binary import TIMEOUT_S, Server, start
+from fault.probe import health, restarts, wait_for_loss, wait_until
 from reference_model import model_folder
 from test_worker_death import REQUESTS, Stream, ranks
 
@@ -49,18 +49,18 @@ def kill_all(server: Server) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_hung_rank_is_replaced(two_ranks: Server, undisturbed: list[tuple], rank: int) -> None:
     # The other rank waits inside a collective, but answers health probes.
-    restarts = metric(two_ranks, "penstock_worker_restarts")
     wait_until(lambda: health(two_ranks) == 200)
+    before = restarts(two_ranks)
     streams = running(two_ranks)
     os.kill(ranks(two_ranks)[rank], signal.SIGSTOP)
     assert [stream.result() for stream in streams] == undisturbed
-    assert metric(two_ranks, "penstock_worker_restarts") > restarts
-    assert any(f"rank {rank} has not answered" in line for line in two_ranks.lines)
+    wait_until(lambda: restarts(two_ranks) > before, "the group of the hung rank was replaced")
+    wait_until(lambda: any(f"rank {rank} has not answered" in line for line in two_ranks.lines))
 
 
 def test_a_suspended_server_resumes_with_the_same_workers(two_ranks: Server, undisturbed: list[tuple]) -> None:
     wait_until(lambda: health(two_ranks) == 200)
-    restarts = metric(two_ranks, "penstock_worker_restarts")
+    before = restarts(two_ranks)
     streams = running(two_ranks)
     pids = [two_ranks.process.pid, *two_ranks.processes()]
     for signal_number in (signal.SIGSTOP, signal.SIGCONT):
@@ -71,7 +71,7 @@ def test_a_suspended_server_resumes_with_the_same_workers(two_ranks: Server, und
                 STEP_TIMEOUT_S + 3
             )  # longer than the step deadline, which must not expire while the whole server is suspended
     assert [stream.result() for stream in streams] == undisturbed
-    assert metric(two_ranks, "penstock_worker_restarts") == restarts, two_ranks.last_lines()
+    assert restarts(two_ranks) == before, two_ranks.last_lines()
 
 
 def test_streams_survive_the_death_of_the_standby_group_and_of_its_successors(
@@ -101,13 +101,13 @@ def test_a_hung_fork_server_is_replaced(two_ranks: Server, undisturbed: list[tup
 
 def test_a_shutdown_during_a_restart_finishes_running_streams() -> None:
     server = start()
-    streams = running(server)
+    streams, before = running(server), restarts(server)
     kill_all(server)
-    wait_until(lambda: health(server) == 503)
+    wait_for_loss(server, before)
     server.process.send_signal(signal.SIGTERM)
     results = [stream.result() for stream in streams]
     assert all(text for _, text in results)
-    assert server.process.wait(60) == 0, server.last_lines()
+    assert server.process.wait(TIMEOUT_S) == 0, server.last_lines()
 
 
 def test_workers_that_cannot_restart_end_the_server_with_the_reason(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_workers_that_cannot_restart_end_the_server_with_the_reason(tmp_path: Pa
     streams = running(server)
     shutil.rmtree(folder)
     kill_all(server)
-    assert server.process.wait(120) == 1, server.last_lines()
+    assert server.process.wait(TIMEOUT_S) == 1, server.last_lines()
     for stream in streams:
         while stream.running():
             time.sleep(0.01)
