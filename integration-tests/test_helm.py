@@ -57,6 +57,7 @@ EVERYTHING = {
 CPU: dict[str, Any] = {"gpus": 0, "image": {"tag": "cpu"}, "weights": {"kind": "emptyDir"}}
 ROUTER: dict[str, Any] = {"enabled": True, "secret": "engine", "tls": {"secret": "engine-tls"}}
 NODES: dict[str, Any] = {"count": 3, "secret": "nodes"}
+GROUPED = {"cpu-isa": "avx2"}
 LOGGED = {"json-output": False}  # `start` sets it
 CASES: dict[str, dict[str, Any]] = {
     "defaults": {},
@@ -66,7 +67,7 @@ CASES: dict[str, dict[str, Any]] = {
     "own claim": {"replicas": 2, "weights": {"existing": "models"}},
     "router": {**EVERYTHING, "router": ROUTER},
     "groups": {"gpus": 0, "nodes": NODES, "weights": {"accessModes": ["ReadWriteMany"]}},
-    "groups behind a router": {**EVERYTHING, "gpus": 0, "nodes": NODES, "router": ROUTER},
+    "groups behind a router": {**EVERYTHING, "gpus": 0, "flags": GROUPED, "nodes": NODES, "router": ROUTER},
 }
 
 
@@ -244,6 +245,8 @@ def test_the_gpus_of_a_pod_are_divided(flags: dict[str, int], num_shard: int) ->
         ({**CASES["groups"], "gpus": 1}, "ranks on several nodes compute on CPUs"),
         ({**CASES["groups"], "nodes": {"count": 2}}, "nodes.count above 1 needs nodes.secret"),
         ({**CASES["groups"], **CPU}, "nodes.count above 1 needs weights that all pods of a group mount"),
+        ({**CASES["groups"], "flags": {"replicas": 2}}, "excludes flags.replicas and flags.pipeline-parallel-size"),
+        ({**CASES["groups behind a router"], "flags": {}}, "needs flags.cpu-isa"),
         ({"nodes": {"count": 0}}, "count"),
     ],
 )
