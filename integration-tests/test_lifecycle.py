@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -105,6 +106,14 @@ def test_a_hung_worker_makes_the_server_unhealthy_until_it_resumes() -> None:
     stream.drop()
     wait_until(lambda: health(server) == 200)
     assert server.stop() == 0
+
+
+def test_a_process_that_renders_chats_may_map_half_a_gibibyte_and_its_program(server: Server) -> None:
+    """What the allocator reserves at the start would raise the limit, which counts from there."""
+    pids = server.renderer_pids()
+    assert pids
+    for pid in pids:
+        assert 512 << 20 <= resource.prlimit(pid, resource.RLIMIT_AS)[0] < 1 << 30
 
 
 def test_a_killed_launcher_leaves_no_worker() -> None:

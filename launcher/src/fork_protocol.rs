@@ -96,20 +96,28 @@ pub(crate) struct Ports {
     pub(crate) peers: u16,
 }
 
+/// Where a worker on a node listens, as this server reaches it.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Listening {
+    /// Of the connection to the node.
+    pub(crate) host: String,
+    pub(crate) ports: Ports,
+}
+
 /// How a worker ended: its exit status, or the reason why there is none (it never started, or its fork server ended).
 pub(crate) type ExitResult = Result<ExitStatus, String>;
 
 /// What happens to one worker.
 pub(crate) struct WorkerEvents {
-    /// Resolves when the worker has opened its FIFOs, with its ports if it is on a node; fails if it never does.
-    pub(crate) started: oneshot::Receiver<Option<Ports>>,
+    /// Resolves when the worker has opened its FIFOs, and tells where it listens if it is on a node; fails if it never does.
+    pub(crate) started: oneshot::Receiver<Option<Listening>>,
     pub(crate) exited: oneshot::Receiver<ExitResult>,
 }
 
 /// The sending side of `WorkerEvents`.
 pub(crate) struct WorkerEventSender {
     /// `None` once the worker has started.
-    started: Option<oneshot::Sender<Option<Ports>>>,
+    started: Option<oneshot::Sender<Option<Listening>>>,
     exited: oneshot::Sender<ExitResult>,
 }
 
@@ -177,11 +185,19 @@ pub(crate) enum Report {
     },
 }
 
-/// The workers that have not exited, by name.
+/// The workers of one fork server that have not exited.
 #[derive(Default)]
-pub(crate) struct WorkerTable(HashMap<String, WorkerEventSender>);
+pub(crate) struct WorkerTable {
+    /// Of the fork server's node; `None`: it is on this machine.
+    host: Option<String>,
+    by_name: HashMap<String, WorkerEventSender>,
+}
 
 impl WorkerTable {
+    pub(crate) fn on_node(host: String) -> Self {
+        Self { host: Some(host), by_name: HashMap::new() }
+    }
+
     /// The line that sends `command`; empty if it cannot be expressed in JSON. A worker to be started joins the table.
     pub(crate) fn request(&mut self, command: Command) -> String {
         let line = |request: &Request| serde_json::to_string(request).map(|request| request + "\n");
@@ -192,7 +208,7 @@ impl WorkerTable {
             Command::Load { request } => line(&Request::Load { request }).unwrap_or_default(),
             Command::Start { flags, events } => match (flags.name.clone(), line(&Request::Start(flags))) {
                 (name, Ok(request)) => {
-                    self.0.insert(name, events);
+                    self.by_name.insert(name, events);
                     request
                 }
                 (_, Err(error)) => {
@@ -209,9 +225,9 @@ impl WorkerTable {
             Report::Ready {} | Report::Loaded { .. } | Report::Lost { .. } => {}
             Report::Started { name, pid, ports } => {
                 tracing::debug!(target: "worker", pid, "{name} has started");
-                if let Some(started) = self.0.get_mut(&name).and_then(|events| events.started.take()) {
+                if let Some(started) = self.by_name.get_mut(&name).and_then(|events| events.started.take()) {
                     // The receiver is gone while the server stops.
-                    let _ = started.send(ports);
+                    let _ = started.send(self.host.clone().zip(ports).map(|(host, ports)| Listening { host, ports }));
                 }
             }
             Report::Refused { name, reason } => self.remove(&name, Err(reason)),
@@ -220,14 +236,14 @@ impl WorkerTable {
     }
 
     fn remove(&mut self, name: &str, exit: ExitResult) {
-        if let Some(events) = self.0.remove(name) {
+        if let Some(events) = self.by_name.remove(name) {
             let _ = events.exited.send(exit);
         }
     }
 
     /// Reports every worker as lost, without an exit status.
     pub(crate) fn remove_all(&mut self, reason: &str) {
-        for (_, events) in self.0.drain() {
+        for (_, events) in self.by_name.drain() {
             let _ = events.exited.send(Err(reason.to_owned()));
         }
     }
@@ -281,6 +297,15 @@ mod tests {
         assert_eq!(first.exited.try_recv().unwrap().unwrap().signal(), Some(9));
         assert_eq!(second.exited.try_recv(), Ok(Err("no more processes".to_owned())));
         assert!(second.started.try_recv().is_err());
+    }
+
+    #[test]
+    fn a_worker_on_a_node_listens_at_the_host_of_its_connection() {
+        let mut workers = WorkerTable::on_node("10.0.0.2".to_owned());
+        let mut events = start(&mut workers, "a").1;
+        dispatch(&mut workers, r#"{"started": {"name": "a", "pid": 7, "ports": {"worker": 1, "peers": 2}}}"#);
+        let listening = Listening { host: "10.0.0.2".to_owned(), ports: Ports { worker: 1, peers: 2 } };
+        assert_eq!(events.started.try_recv(), Ok(Some(listening)));
     }
 
     #[test]

@@ -277,14 +277,15 @@ async fn drive(mut child: Child, mut commands: mpsc::UnboundedReceiver<Command>,
 
 /// The same with a process on a node, which ends with the connection.
 async fn drive_node(node: NodeOptions, mut commands: mpsc::UnboundedReceiver<Command>, events: ProcessEvents) {
-    let mut workers = WorkerTable::default();
-    let reason = match node.connect().await {
-        Err(reason) => reason,
+    let (reason, workers) = match node.connect().await {
+        Err(reason) => (reason, WorkerTable::default()),
         Ok(NodeConnection { address, requests, reports }) => {
-            match exchange(requests, reports, &mut commands, &mut workers, &events).await {
+            let mut workers = WorkerTable::on_node(address.host.clone());
+            let reason = match exchange(requests, reports, &mut commands, &mut workers, &events).await {
                 Ended::Lost(Some(reason)) => format!("{address} has no fork server: {reason}"),
                 Ended::Lost(None) | Ended::Released => format!("the connection to {address} was lost"),
-            }
+            };
+            (reason, workers)
         }
     };
     drop(events.import_time);

@@ -217,7 +217,8 @@ fn placement(args: &Args, settings: &Settings, python: &Path) -> Result<Placemen
     };
     let secret = NodeSecret::read(args.node_secret_file.as_deref().ok_or(SecretError::Missing)?)?;
     let num_ranks = settings.num_ranks / nodes.len();
-    let node = |address| NodeOptions { place: NodePlace::fixed(address), secret: secret.clone(), num_ranks };
+    let node =
+        |address| NodeOptions { place: NodePlace::fixed(address), secret: secret.clone(), by_ray: false, num_ranks };
     Ok(Placement::Nodes(nodes.into_iter().map(node).collect()))
 }
 

@@ -16,7 +16,7 @@ use tempfile::TempDir;
 use tokio::net::unix::pipe;
 use tokio::sync::{mpsc, watch};
 
-use crate::fork_protocol::{NodeFlags, Ports, WorkerEvents, WorkerFlags};
+use crate::fork_protocol::{Listening, NodeFlags, WorkerEvents, WorkerFlags};
 use crate::fork_server::{Forked, SpawnError, WorkerHandle};
 use crate::hosts::{Hosts, LocalRank};
 use crate::node::{Authority, LAUNCHER_NAME, NodeOptions};
@@ -148,13 +148,13 @@ impl Workers {
                     let endpoint = Endpoint::Unix(socket.clone());
                     (None, Box::new(|_| Some(Place { endpoint, peers: None })))
                 }
-                Some(node) => {
+                Some(_) => {
                     let tls = match &mut tls {
                         Some(tls) => tls,
                         none => none.insert(GroupTls::make()?),
                     };
-                    let (node, router) = (node.clone(), tls.router.clone());
-                    let place_of = move |ports| Some(Place::on_node(node.address()?.host, ports?, router));
+                    let router = tls.router.clone();
+                    let place_of = move |listening: Option<_>| Some(Place::on_node(listening?, router));
                     (Some(tls.worker(local_rank)?), Box::new(place_of))
                 }
             };
@@ -286,10 +286,10 @@ pub(crate) fn make_pipe(path: &Path) -> Result<pipe::Receiver, WorkersError> {
 }
 
 /// Where a worker listens, by what its start reports. `None`: the report lacks something.
-type PlaceOf = Box<dyn FnOnce(Option<Ports>) -> Option<Place> + Send>;
+type PlaceOf = Box<dyn FnOnce(Option<Listening>) -> Option<Place> + Send>;
 
 impl Place {
-    fn on_node(host: String, ports: Ports, tls: Arc<WorkerTls>) -> Self {
+    fn on_node(Listening { host, ports }: Listening, tls: Arc<WorkerTls>) -> Self {
         let peers = Some(format!("{host}:{}", ports.peers));
         Self { endpoint: Endpoint::Tcp { host, port: ports.worker, tls }, peers }
     }

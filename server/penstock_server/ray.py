@@ -123,28 +123,34 @@ class Placement:
         raise AssertionError("a rank is placed for ever")
 
     async def _keep(self, rank: int) -> NoReturn:
-        """Raises ConfigError if a machine cannot run a node."""
+        """Raises ConfigError if the rank's first machine cannot run a node. A later one that cannot is only reported as
+        lost, because the nodes of the other ranks would end with this process."""
         from ray.exceptions import RayError, RayTaskError
 
+        was_placed = False
         while True:
             try:
-                reason = await self._follow(rank)
+                actor = await self._place(rank)
+                was_placed = True
+                reason = await actor.wait.remote()
             except RayTaskError as error:
-                raise ConfigError(f"a machine of the Ray cluster cannot run `penstock node`: {error.cause}") from error
+                reason = f"a machine of the Ray cluster cannot run `penstock node`: {error.cause}"
+                if not was_placed:
+                    raise ConfigError(reason) from error
             except RayError as error:
                 reason = " ".join(str(error).split())
             self._report({"lost": {"rank": rank, "reason": reason}})
             await asyncio.sleep(_RETRY_S)
 
-    async def _follow(self, rank: int) -> str:
-        """Starts an actor and returns when its node has ended. Raises RayError if the actor ends before, RayTaskError
+    async def _place(self, rank: int) -> Any:
+        """Starts an actor and returns it when its node listens. Raises RayError if the actor ends before, RayTaskError
         if it cannot start the node."""
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group, rank)
         options: dict[str, Any] = {"num_cpus": self._num_cpus, "scheduling_strategy": strategy}
         actor: Any = self._ray.remote(NodeActor).options(**options).remote()
         address = await actor.start.remote(self._order.secret, self._num_cpus)
         self._report({"placed": {"rank": rank, "address": address}})
-        return await actor.wait.remote()
+        return actor
 
 
 class Reports:

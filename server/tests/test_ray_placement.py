@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
+import penstock_server.ray
 import pytest
 from penstock_server.config import LoadConfig
 from penstock_server.engine.device import choose_num_threads
 from penstock_server.errors import ConfigError
-from penstock_server.ray import Order, Reports, cpus_per_rank, place
+from penstock_server.ray import Order, Placement, Reports, cpus_per_rank, place
 
 
 @pytest.mark.parametrize(
@@ -44,6 +49,69 @@ def test_an_order_that_is_incomplete_is_refused_without_being_printed() -> None:
         with pytest.raises(ConfigError) as refusal:
             Order.parse(json.dumps(order))
         assert "hunter2" not in str(refusal.value)
+
+
+class RayError(Exception):
+    """Of the fake Ray below, as the next one."""
+
+
+class RayTaskError(RayError):
+    cause = "no such file: penstock"
+
+
+class Ended(BaseException):
+    """The script of a fake Ray is over."""
+
+
+def fake_ray(monkeypatch: pytest.MonkeyPatch, starts: list[str | Exception]) -> None:
+    """`starts`: the address or the error of each actor's start. A node ends as soon as it has started."""
+
+    async def start(*_: Any) -> str:
+        if not starts:
+            raise Ended
+        found = starts.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    async def wait() -> str:
+        return "its node has ended"
+
+    actor = SimpleNamespace(start=SimpleNamespace(remote=start), wait=SimpleNamespace(remote=wait))
+    options = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda: actor))
+    strategies = SimpleNamespace(PlacementGroupSchedulingStrategy=lambda *_: None)
+    ray: Any = ModuleType("ray")
+    ray.util = SimpleNamespace(placement_group=lambda *_, **__: None, scheduling_strategies=strategies)
+    ray.remote = lambda _: options
+    exceptions: Any = ModuleType("ray.exceptions")
+    exceptions.RayError, exceptions.RayTaskError = RayError, RayTaskError
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.exceptions", exceptions)
+    monkeypatch.setattr(penstock_server.ray, "_RETRY_S", 0.0)
+
+
+def test_a_replacement_that_cannot_run_a_node_is_placed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_ray(monkeypatch, ["node://a:1", RayTaskError(), RayError("the actor\n died"), "node://b:1"])
+    reports: list[dict[str, Any]] = []
+    with pytest.raises(Ended):
+        asyncio.run(Placement(Order("head:6379", 1, "a secret"), 1, reports.append).keep())
+    unable = "a machine of the Ray cluster cannot run `penstock node`: no such file: penstock"
+    assert reports == [
+        {"placed": {"rank": 0, "address": "node://a:1"}},
+        {"lost": {"rank": 0, "reason": "its node has ended"}},
+        {"lost": {"rank": 0, "reason": unable}},
+        {"lost": {"rank": 0, "reason": "the actor died"}},
+        {"placed": {"rank": 0, "address": "node://b:1"}},
+        {"lost": {"rank": 0, "reason": "its node has ended"}},
+    ]
+
+
+def test_a_first_machine_that_cannot_run_a_node_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_ray(monkeypatch, [RayError("the actor died"), RayTaskError()])
+    reports: list[dict[str, Any]] = []
+    with pytest.raises(ConfigError, match="cannot run `penstock node`: no such file: penstock"):
+        asyncio.run(Placement(Order("head:6379", 1, "a secret"), 1, reports.append).keep())
+    assert reports == [{"lost": {"rank": 0, "reason": "the actor died"}}]
 
 
 def test_what_ray_prints_is_not_a_report(capfd: pytest.CaptureFixture[str]) -> None:

@@ -308,8 +308,12 @@ mod tests {
             Lines::new(stream).next().await
         });
         let address = NodeAddress { host: "127.0.0.1".to_owned(), port };
-        let server =
-            NodeOptions { place: NodePlace::fixed(address), secret: NodeSecret::new(secret).unwrap(), num_ranks: 3 };
+        let server = NodeOptions {
+            place: NodePlace::fixed(address),
+            secret: NodeSecret::new(secret).unwrap(),
+            by_ray: false,
+            num_ranks: 3,
+        };
         let connection = server.connect().await;
         let first_line = node.await.unwrap();
         let open = first_line.and_then(|line| serde_json::from_str::<Open>(&line).ok());
@@ -337,7 +341,7 @@ mod tests {
         let openings = Arc::new(Semaphore::new(1));
         let permit = openings.clone().acquire_owned().await.unwrap();
         let server = async {
-            let options = NodeOptions { place: NodePlace::fixed(address), secret, num_ranks: 1 };
+            let options = NodeOptions { place: NodePlace::fixed(address), secret, by_ray: false, num_ranks: 1 };
             let mut connection = options.connect_with(open).await.unwrap();
             // What a server sends before it reads the refusal does not cost it the refusal.
             connection.requests.write_all(b"\n\n").await.unwrap();

@@ -31,6 +31,8 @@ const SILENCE: Duration = Duration::from_secs(20);
 pub(crate) struct NodeOptions {
     pub(crate) place: watch::Receiver<NodePlace>,
     pub(crate) secret: NodeSecret,
+    /// Ray chose the place, and may choose another one.
+    pub(crate) by_ray: bool,
     /// Ranks of this group on the node.
     pub(crate) num_ranks: usize,
 }
@@ -111,10 +113,11 @@ impl NodeOptions {
             let attempt = tokio::time::timeout(HANDSHAKE_TIMEOUT, attempt(&address, &connector, &open)).await;
             let reason = match attempt {
                 Ok(Ok(connection)) => return Ok(connection),
-                Ok(Err(Failure::Stranger(reason))) => {
+                Ok(Err(Failure::Stranger(reason))) if !self.by_ray => {
                     return Err(format!("{address} does not have the secret of --node-secret-file: {reason}"));
                 }
-                Ok(Err(Failure::Absent(reason))) => reason,
+                // Where Ray's node was, another server's node may listen by now.
+                Ok(Err(Failure::Absent(reason) | Failure::Stranger(reason))) => reason,
                 Err(_) => format!("no answer within {} s", HANDSHAKE_TIMEOUT.as_secs()),
             };
             if began.elapsed() > PATIENCE {
@@ -166,29 +169,38 @@ pub(super) fn set_options(stream: &TcpStream) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use tokio::io::AsyncReadExt;
     use tokio::net::TcpListener;
 
     use super::*;
 
     fn on(place: watch::Receiver<NodePlace>) -> NodeOptions {
-        NodeOptions { place, secret: NodeSecret::make(), num_ranks: 1 }
+        NodeOptions { place, secret: NodeSecret::make(), by_ray: true, num_ranks: 1 }
     }
 
     #[tokio::test]
     async fn a_connection_follows_a_node_that_ray_moves() {
-        let (gone, next) =
-            (TcpListener::bind("127.0.0.1:0").await.unwrap(), TcpListener::bind("127.0.0.1:0").await.unwrap());
-        let [first, second] = [&gone, &next].map(|listener| {
-            let address = listener.local_addr().unwrap();
-            NodePlace::At(NodeAddress { host: address.ip().to_string(), port: address.port() })
-        });
-        let (sender, place) = watch::channel(NodePlace::Awaited);
-        let connecting = tokio::spawn(async move { on(place).connect().await.map(|_| ()) });
-        sender.send_replace(first);
-        drop(gone.accept().await.unwrap()); // It is tried there, in vain.
-        sender.send_replace(second);
-        next.accept().await.unwrap();
-        connecting.abort();
+        for reply in ["", "no TLS, as of a node of another server"] {
+            let (gone, next) =
+                (TcpListener::bind("127.0.0.1:0").await.unwrap(), TcpListener::bind("127.0.0.1:0").await.unwrap());
+            let [first, second] = [&gone, &next].map(|listener| {
+                let address = listener.local_addr().unwrap();
+                NodePlace::At(NodeAddress { host: address.ip().to_string(), port: address.port() })
+            });
+            let (sender, place) = watch::channel(NodePlace::Awaited);
+            let mut connecting = tokio::spawn(async move { on(place).connect().await.map(|_| ()) });
+            sender.send_replace(first);
+            let (mut tried, _) = gone.accept().await.unwrap(); // In vain.
+            assert!(tried.read(&mut [0; 4096]).await.unwrap() > 0);
+            tried.write_all(reply.as_bytes()).await.unwrap();
+            drop(tried);
+            sender.send_replace(second);
+            tokio::select! {
+                accepted = next.accept() => drop(accepted.unwrap()),
+                ended = &mut connecting => panic!("{:?} instead of a connection", ended.unwrap()),
+            }
+            connecting.abort();
+        }
     }
 
     #[tokio::test]

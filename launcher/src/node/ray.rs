@@ -68,6 +68,7 @@ impl RayNodes {
         let node = |place: &watch::Sender<_>| NodeOptions {
             place: place.subscribe(),
             secret: self.secret.clone(),
+            by_ray: true,
             num_ranks: 1,
         };
         self.places.iter().map(node).collect()
@@ -154,7 +155,11 @@ fn apply(report: Report, places: &[watch::Sender<NodePlace>]) {
                 tracing::info!("Ray has placed rank {rank} on {address}");
                 (rank, NodePlace::At(address))
             }
-            Err(error) => return tracing::warn!("Ray's node of rank {rank} cannot be used: {error}"),
+            Err(error) => {
+                let reason = format!("Ray's node of rank {rank} cannot be used: {error}");
+                tracing::warn!("{reason}");
+                (rank, NodePlace::Unavailable(reason))
+            }
         },
         Report::Lost { rank, reason } => {
             tracing::warn!("Ray places rank {rank} again: {reason}");
@@ -163,5 +168,21 @@ fn apply(report: Report, places: &[watch::Sender<NodePlace>]) {
     };
     if let Some(sender) = places.get(rank) {
         sender.send_replace(place);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_that_cannot_be_used_is_a_reason_and_not_awaited() {
+        let places = [watch::channel(NodePlace::Awaited).0];
+        let placed = |address: &str| apply(Report::Placed { rank: 0, address: address.to_owned() }, &places);
+        placed("10.0.0.2");
+        let place = places[0].borrow().clone();
+        assert!(matches!(&place, NodePlace::Unavailable(reason) if reason.contains("rank 0")), "{place:?}");
+        placed("node://10.0.0.2:7");
+        assert!(matches!(&*places[0].borrow(), NodePlace::At(address) if address.port == 7));
     }
 }

@@ -107,6 +107,8 @@ impl RendererProcess {
             .stderr(Stdio::null())
             // Without free memory, writing a backtrace takes longer than the deadline.
             .env("RUST_BACKTRACE", "0")
+            // mimalloc would reserve 1 GiB at once, which the memory limit would not count (ADR 119).
+            .env("MIMALLOC_ARENA_RESERVE", "0")
             // Ctrl-C in a terminal must not fail requests that the server is still draining.
             .process_group(0)
             .spawn()?;
