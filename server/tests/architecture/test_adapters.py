@@ -301,8 +301,7 @@ def test_only_the_last_adapters_stay_loaded(served: tuple[Path, Path, Decoder]) 
     assert adapters.get(first) is not loaded_first  # read again: two are loaded at most
 
 
-@pytest.mark.parametrize(("name", "reason"), [("cohere-qk-norm", "padded"), ("t5", "only decoders")])
-def test_a_model_without_a_native_stack_says_why_it_has_no_adapters(name: str, reason: str, tmp_path: Path) -> None:
-    folder = save(name, CASES[name], tmp_path)
-    with pytest.raises(ConfigError, match=f"not supported for this model on this device: .*{reason}"):
+def test_a_model_without_a_native_stack_says_why_it_has_no_adapters(tmp_path: Path) -> None:
+    folder = save("t5", CASES["t5"], tmp_path)
+    with pytest.raises(ConfigError, match=r"not supported for this model on this device: .*only decoders"):
         load(folder)
