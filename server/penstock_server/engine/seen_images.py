@@ -34,7 +34,7 @@ def seen_images(batch: HostBatch, images: Sequence[Sequence[PlacedImage]], compu
     counts = np.array([len(rows) for _, _, rows in seen])
     rows = np.concatenate([np.arange(rows.start, rows.stop) for _, _, rows in seen])
     context_lens = np.maximum(source_lens, counts).astype(np.int32)  # attention wants all queries in a context
-    block_tokens = runs[0].block_tokens
+    block_tokens = runs[0].pool.block_tokens
     tables = np.zeros((len(seen), -(-int(context_lens.max()) // block_tokens)), np.int32)
     for table, (run, num_seen, _) in zip(tables, seen, strict=True):
         num_blocks = -(-num_seen // block_tokens)

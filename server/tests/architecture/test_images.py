@@ -27,7 +27,8 @@ from penstock_server.models.support import support_of
 from penstock_server.parallel import RankGroup
 from penstock_server.plan import Image, ImageSpan, NewSequence, Sampling
 from penstock_server.vision import encoder as encoder_module
-from penstock_server.vision.encoder import EncodedImage, ImageEncoder, PlacedImage
+from penstock_server.vision.encoded import EncodedImage
+from penstock_server.vision.encoder import ImageEncoder, PlacedImage
 from penstock_server.vision.family import FAMILIES
 from penstock_server.vision.reader import Arrays, ImageReader
 from penstock_server.vision.tiles import TileProcessor
