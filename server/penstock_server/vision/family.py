@@ -180,7 +180,6 @@ FAMILIES: dict[str, ImageFamily] = {
         options=lambda config: {},
     ),
     "mistral3": _LLAVA,
-    # COMPAT: its positions begin at 1 in transformers; attention by rope depends on their differences only.
     "mllama": ImageFamily(
         text_model="language_model",
         layouts=(TextLayout("language_model.model.", "language_model."), TextLayout("model.language_model.")),
@@ -189,6 +188,7 @@ FAMILIES: dict[str, ImageFamily] = {
         inputs=("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"),
         is_attended=True,
     ),
+    # COMPAT: its positions begin at 1 in transformers; attention by rope depends on their differences only.
     "paligemma": replace(
         _LLAVA,
         expand=_repeated,
