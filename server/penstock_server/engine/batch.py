@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from penstock_server.engine.cross_attention import cross_attention_images
 from penstock_server.engine.host_batch import HostBatch, Rows, split
-from penstock_server.engine.seen_images import seen_images
 from penstock_server.engine.sequence import SequenceTable
 from penstock_server.plan import Advances, Failure
 from penstock_server.vision.encoder import PlacedImage, image_tokens, text_positions
@@ -260,7 +260,7 @@ def with_images(batch: HostBatch, images: Sequence[Sequence[PlacedImage]], compu
                 start, end = batch.query_starts[place : place + 2]
                 positions[start:end] = text_positions(of_sequence, computed[place] + np.arange(end - start))
         batch = replace(batch, positions=positions)
-    batch = replace(batch, seen=seen_images(batch, images, computed))
+    batch = replace(batch, seen=cross_attention_images(batch, images, computed))
     if found is None:
         return batch
     return replace(

@@ -25,7 +25,7 @@ from penstock_server.plan import Image, ImageSpan
 from penstock_server.vision.encoded import EncodedImage
 from penstock_server.vision.family import Arrays, ImageFamily
 from penstock_server.vision.reader import ImageReader
-from penstock_server.vision.states import Run, StatePool
+from penstock_server.vision.states import ImageGroup, ImageKvPool
 from penstock_server.vision.tower import VisionTower
 
 logger = logging.getLogger(__name__)
@@ -45,8 +45,8 @@ class PlacedImage:
     offset: int  # of its first token
     image: EncodedImage
     position: int  # of its first token
-    run: Run | None = None  # that it is in, if it is attended to
-    num_seen: int = 0  # states of the run up to the image's last one
+    group: ImageGroup | None = None  # that it is in, if it is attended to
+    num_seen: int = 0  # states of the group up to the image's last one
 
     @property
     def end(self) -> int:
@@ -153,7 +153,7 @@ class ImageEncoder:
         self.placeholder_id = placeholder_id
         # Of images that are attended to, set by the decoder: the pool and the image token's embedding, [1, hidden].
         # Sequences hold the largest vocabulary id instead, because the image token may have no row in the head.
-        self.pool: StatePool | None = None
+        self.pool: ImageKvPool | None = None
         self.token_embedding: Tensor | None = None
         self._last_id: int = config.get_text_config().vocab_size - 1
         # The image that was used last is the last one.
@@ -209,7 +209,7 @@ class ImageEncoder:
             image = self._found(number, span.image, is_urgent=True)
             found.append(PlacedImage(span.offset, image, span.offset - shift))
             shift = found[-1].shift
-        return found if self.pool is None else _in_runs(self.pool, spans, found)
+        return found if self.pool is None else _in_groups(self.pool, spans, found)
 
     def close(self) -> None:
         """Ends the thread and the process."""
@@ -316,8 +316,8 @@ class ImageEncoder:
         return rows // merged, columns // merged
 
 
-def _in_runs(pool: StatePool, spans: Sequence[ImageSpan], images: Sequence[PlacedImage]) -> list[PlacedImage]:
-    """The images with their runs. They do not keep their states, which a run has until they are written. Raises
+def _in_groups(pool: ImageKvPool, spans: Sequence[ImageSpan], images: Sequence[PlacedImage]) -> list[PlacedImage]:
+    """The images with their groups. They do not keep their states, which a group has until they are written. Raises
     ImageError."""
     found: list[PlacedImage] = []
     while len(found) < len(images):
@@ -327,11 +327,11 @@ def _in_runs(pool: StatePool, spans: Sequence[ImageSpan], images: Sequence[Place
             last += 1
         adjacent = images[first : last + 1]
         hashes = tuple(span.image.hash for span in spans[first : last + 1])
-        run = pool.run(hashes, [placed.image for placed in adjacent])
+        group = pool.group(hashes, [placed.image for placed in adjacent])
         num_seen = 0
         for placed in adjacent:
             num_seen += placed.image.num_states
-            found.append(replace(placed, image=replace(placed.image, states=None), run=run, num_seen=num_seen))
+            found.append(replace(placed, image=replace(placed.image, states=None), group=group, num_seen=num_seen))
     return found
 
 

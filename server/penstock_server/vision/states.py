@@ -1,8 +1,8 @@
 """Images that are attended to (Mllama): an image is one token, and layers of their own attend to its states, which are
 hundreds for each tile. Their keys and values are in a pool beside that of the text, in blocks of the same size.
 
-A token sees the images that it follows, up to the last text before them: images next to each other form a run, whose
-keys and values are adjacent. Sequences with the same run share it.
+A token sees the images that it follows, up to the last text before them: images next to each other form a group, whose
+keys and values are adjacent. Sequences with the same group share it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from penstock_server.vision.encoded import EncodedImage
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class Run:
+class ImageGroup:
     """The states of images next to each other in the pool."""
 
-    pool: StatePool
+    pool: ImageKvPool
     hashes: tuple[bytes, ...]
     blocks: list[int]
     # The images until a step writes their states. As long, the encoder counts them among those in use.
@@ -45,34 +45,34 @@ class Run:
         return states
 
 
-class StatePool:
-    """The blocks of all runs of one rank. All ranks take and free them in the order of the plans, so they agree on
+class ImageKvPool:
+    """The blocks of all groups of one rank. All ranks take and free them in the order of the plans, so they agree on
     what fits. Not thread-safe."""
 
     def __init__(self, num_blocks: int, block_tokens: int) -> None:
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self._free = list(range(num_blocks))
-        self._alive: WeakValueDictionary[tuple[bytes, ...], Run] = WeakValueDictionary()
-        self._kept: dict[tuple[bytes, ...], Run] = {}  # written; the one that was used last is the last one
+        self._alive: WeakValueDictionary[tuple[bytes, ...], ImageGroup] = WeakValueDictionary()
+        self._kept: dict[tuple[bytes, ...], ImageGroup] = {}  # written; the one that was used last is the last one
 
-    def run(self, hashes: tuple[bytes, ...], images: Sequence[EncodedImage]) -> Run:
-        """The run of these images. It keeps its blocks while it is referenced, and then, once it is written, until
+    def group(self, hashes: tuple[bytes, ...], images: Sequence[EncodedImage]) -> ImageGroup:
+        """The group of these images. It keeps its blocks while it is referenced, and then, once it is written, until
         others need them. Raises ImageError if there is no room."""
-        run = self._alive.get(hashes)
-        if run is None:
+        group = self._alive.get(hashes)
+        if group is None:
             blocks = self._blocks(sum(image.num_states for image in images))
-            run = Run(self, hashes, blocks, list(images))
-            weakref.finalize(run, self._free.extend, run.blocks)
-            self._alive[hashes] = run
-        elif not run.unwritten:
-            self.keep(run)
-        return run
+            group = ImageGroup(self, hashes, blocks, list(images))
+            weakref.finalize(group, self._free.extend, group.blocks)
+            self._alive[hashes] = group
+        elif not group.unwritten:
+            self.keep(group)
+        return group
 
-    def keep(self, run: Run) -> None:
-        """Keeps a written run without references until others need its blocks."""
-        self._kept.pop(run.hashes, None)
-        self._kept[run.hashes] = run
+    def keep(self, group: ImageGroup) -> None:
+        """Keeps a written group without references until others need its blocks."""
+        self._kept.pop(group.hashes, None)
+        self._kept[group.hashes] = group
 
     def _blocks(self, num_states: int) -> list[int]:
         count = -(-num_states // self.block_tokens)

@@ -19,7 +19,7 @@ from penstock_server.models.registry import read_spec
 from penstock_server.plan import Failure, Image, ImageSpan, NewSequence
 from penstock_server.vision.encoded import EncodedImage
 from penstock_server.vision.encoder import ImageEncoder, PlacedImage
-from penstock_server.vision.states import Run, StatePool
+from penstock_server.vision.states import ImageGroup, ImageKvPool
 from plans import Advance, columns
 
 
@@ -59,43 +59,43 @@ def image(num_states: int, value: float = 0.0) -> EncodedImage:
     return EncodedImage(np.array([131], np.int32), np.arange(2), token, states=torch.full((num_states, 8), value))
 
 
-def written(pool: StatePool, name: bytes, num_states: int) -> Run:
-    run = pool.run((name,), [image(num_states)])
-    run.take_states()
-    return run
+def written(pool: ImageKvPool, name: bytes, num_states: int) -> ImageGroup:
+    group = pool.group((name,), [image(num_states)])
+    group.take_states()
+    return group
 
 
-def test_sequences_share_a_run_and_its_blocks_are_used_again_when_none_has_it() -> None:
-    pool = StatePool(4, 16)
+def test_sequences_share_a_group_and_its_blocks_are_used_again_when_none_has_it() -> None:
+    pool = ImageKvPool(4, 16)
     first = written(pool, b"a", 33)
-    assert pool.run((b"a",), [image(33)]) is first
+    assert pool.group((b"a",), [image(33)]) is first
     written(pool, b"b", 16)
     with pytest.raises(ImageError, match="keys and values of 64 states, 16 fit beside those of other requests; try"):
-        pool.run((b"c",), [image(64)])
+        pool.group((b"c",), [image(64)])
     blocks = set(first.blocks)
     del first
-    assert set(pool.run((b"a",), [image(33)]).blocks) == blocks, "kept while there is room"
-    assert len(pool.run((b"c",), [image(64)]).blocks) == 4
+    assert set(pool.group((b"a",), [image(33)]).blocks) == blocks, "kept while there is room"
+    assert len(pool.group((b"c",), [image(64)]).blocks) == 4
     with pytest.raises(ImageError, match="keys and values of 65 states, at most 64 fit; send fewer or smaller ones"):
-        pool.run((b"d",), [image(65)])
+        pool.group((b"d",), [image(65)])
 
 
-def test_a_run_that_no_step_wrote_frees_its_blocks_and_states_with_its_last_sequence() -> None:
-    pool, of_run = StatePool(4, 16), image(64)
-    run, encoded = pool.run((b"a",), [of_run]), weakref.ref(of_run)
-    del of_run
+def test_a_group_that_no_step_wrote_frees_its_blocks_and_states_with_its_last_sequence() -> None:
+    pool, of_group = ImageKvPool(4, 16), image(64)
+    group, encoded = pool.group((b"a",), [of_group]), weakref.ref(of_group)
+    del of_group
     assert encoded() is not None, "the encoder counts what is referenced"
-    del run
+    del group
     assert encoded() is None
-    other = pool.run((b"b",), [image(64)])
+    other = pool.group((b"b",), [image(64)])
     assert other.unwritten
 
 
 def test_images_next_to_each_other_are_written_together_and_once() -> None:
-    run = StatePool(4, 16).run((b"a", b"b"), [image(20, 1.0), image(3, 2.0)])
-    assert run.take_states()[:, 0].tolist() == [1.0] * 20 + [2.0] * 3
-    assert not run.unwritten
-    assert len(set(run.slots.tolist())) == 32
+    group = ImageKvPool(4, 16).group((b"a", b"b"), [image(20, 1.0), image(3, 2.0)])
+    assert group.take_states()[:, 0].tolist() == [1.0] * 20 + [2.0] * 3
+    assert not group.unwritten
+    assert len(set(group.slots.tolist())) == 32
 
 
 def test_a_sequence_whose_images_find_no_room_is_not_a_defect_of_the_server() -> None:
