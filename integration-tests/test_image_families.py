@@ -14,7 +14,7 @@ import torch
 import transformers
 from binary import start
 from client import ask
-from fault.probe import wait_until
+from fault.probe import restarts, wait_for_restart, wait_until
 from test_worker_death import Stream, ranks
 
 sys.path.append(str(Path(__file__).parent.parent / "server" / "tests"))
@@ -101,16 +101,19 @@ def test_layers_attend_to_images_also_after_a_workers_death(tmp_path: Path) -> N
         "data:image/png;base64," + base64.b64encode(file_of(each)).decode() for each in (sees, picture(1, 40, 64))
     )
     inputs = [f"![]({one})What?", f"first ![]({two})![]({one}) and ![]({two})", "no image"]
-    requests = [{"inputs": each, "parameters": {"max_new_tokens": 100, "do_sample": False}} for each in inputs]
+    parameters = {"max_new_tokens": 200, "do_sample": False, "ignore_eos": True}
+    requests = [{"inputs": each, "parameters": parameters} for each in inputs]
     server = start("--model-id", str(tmp_path), "--dtype", "float32")
     try:
         undisturbed = [stream.result() for stream in [Stream(server, request) for request in requests]]
         found = ask(server, "/generate", requests[0] | {"parameters": {"max_new_tokens": NUM_TOKENS, "details": True}})
         assert found.status == 200, found.text
         assert [token["id"] for token in found.json["details"]["tokens"]] == greedy(model, tmp_path, prompt)
+        before = restarts(server)
         streams = [Stream(server, request) for request in requests]
         wait_until(lambda: all(len(stream.events) > 3 for stream in streams))
         os.kill(ranks(server)[0], signal.SIGKILL)
         assert [stream.result() for stream in streams] == undisturbed
+        wait_for_restart(server, before)
     finally:
         assert server.stop() == 0, server.last_lines()

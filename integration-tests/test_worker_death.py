@@ -155,16 +155,19 @@ def has_progressed(stream: Stream, num_events: int) -> bool:
 def test_repeated_kills_at_random_moments_change_no_token(mortal: Server, undisturbed: list[tuple]) -> None:
     moments = random.Random(5)
     streams = [Stream(mortal, request) for request in REQUESTS]
+    endless = Stream(mortal, ENDLESS)  # each kill hits a sequence that runs
+    running = [*streams, endless]
     for _ in range(3):
         wait_until(lambda: health(mortal) == 200)
         # A sequence without progress between two kills is quarantined, and a third kill may end it.
-        seen = [len(stream.events) for stream in streams]
-        wait_until(lambda seen=seen: all(has_progressed(*pair) for pair in zip(streams, seen, strict=True)))
+        seen = [len(stream.events) for stream in running]
+        wait_until(lambda seen=seen: all(has_progressed(*pair) for pair in zip(running, seen, strict=True)))
         time.sleep(moments.uniform(0.0, 0.6))
         before = restarts(mortal)
         os.kill(moments.choice(ranks(mortal)), signal.SIGKILL)
         wait_for_loss(mortal, before)
     assert [stream.result() for stream in streams] == undisturbed
+    endless.drop()
 
 
 def test_requests_during_a_restart_are_answered(mortal: Server, undisturbed: list[tuple]) -> None:

@@ -39,7 +39,10 @@ pub(crate) const VARIABLES: &[(&str, Effect)] = &[
     ("CUDA_VISIBLE_DEVICES", Honoured("visible devices; without --num-shard, each gets one rank")),
     ("NVIDIA_VISIBLE_DEVICES", Honoured("visible devices if CUDA_VISIBLE_DEVICES is not set")),
     ("ZE_AFFINITY_MASK", Honoured("number of visible devices if neither of the above is set")),
-    ("OMP_NUM_THREADS", Honoured("threads per rank for its libraries [default: cores divided by ranks]")),
+    (
+        "OMP_NUM_THREADS",
+        Honoured("threads of a rank's libraries, on nodes all its threads [default: cores divided by ranks]"),
+    ),
     ("GLOO_SOCKET_IFNAME", Honoured("network interface between ranks on CPUs [default: lo, the loopback interface]")),
     ("NCCL_SOCKET_IFNAME", Honoured("network interface between ranks on GPUs [default: lo, the loopback interface]")),
     ("ATTENTION", Honoured("--attention; TGI's values flashinfer, flashdecoding and paged mean auto, with a warning")),

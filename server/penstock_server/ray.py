@@ -177,7 +177,7 @@ def place(order: Order, report: Callable[[dict[str, Any]], None]) -> NoReturn:
         raise ConfigError(f"--ranks-on ray:// needs Ray: pip install 'penstock[ray]' ({error})") from error
     try:
         ray.init(address=order.cluster, log_to_driver=False, logging_level=logging.WARNING, namespace="penstock")
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise ConfigError(f"the Ray cluster at {order.cluster} cannot be joined: {error}") from error
     cpus = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
     num_cpus = cpus_per_rank(cpus, order.num_ranks)

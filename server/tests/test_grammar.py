@@ -371,7 +371,7 @@ def test_forced_tokens_are_those_that_alone_may_follow(compiler: GrammarCompiler
     assert states.forced(1, 9) == [], "before the first token"
     states.chosen([1], [a])
     forced = states.forced(1, 9)
-    assert forced == [*forced[:1], *states.forced(1, 9)[1:]], "asking changes nothing"
+    assert states.forced(1, 9) == forced, "asking changes nothing"
     assert len(forced) > 0
     assert states.forced(1, 1) == forced[:1]
     for token_id in forced:

@@ -42,6 +42,20 @@ def test_a_cluster_without_tls_gets_no_secret(monkeypatch: pytest.MonkeyPatch) -
             place(Order("127.0.0.1:1", 1, "a secret"), pytest.fail)
 
 
+def test_a_cluster_that_rejects_the_token_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class AuthenticationError(Exception):
+        """Derives from Ray's own error alone."""
+
+    def init(**_: object) -> None:
+        raise AuthenticationError("no token")
+
+    ray = SimpleNamespace(init=init, exceptions=SimpleNamespace(RayError=AuthenticationError))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    with pytest.raises(ConfigError, match="the Ray cluster at head:6379 cannot be joined: no token"):
+        place(Order("head:6379", 1, "a secret"), pytest.fail)
+
+
 def test_an_order_that_is_incomplete_is_refused_without_being_printed() -> None:
     whole = {"cluster": "head:6379", "num_ranks": 2, "secret": "hunter2"}
     assert Order.parse(json.dumps(whole)) == Order("head:6379", 2, "hunter2")

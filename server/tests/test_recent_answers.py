@@ -10,7 +10,8 @@ import torch
 from fake_model import BLOCK_TOKENS, FakeModel, continuation
 from paired_ranks import CPU, PairedGroup
 from penstock_server.engine import Engine
-from penstock_server.engine.drafting.recent import RecentAnswers
+from penstock_server.engine.drafting.recent import RecentAnswers, RecentDrafter
+from penstock_server.engine.sequence import SequenceTable, TableLimits
 from penstock_server.plan import NewSequence, StepResult
 from plans import Advance, plan
 from test_engine import LIMITS, prompt_of
@@ -29,7 +30,7 @@ def test_a_match_ends_with_its_answer() -> None:
     answers.add(None, TEXT[20:30])
     assert match(answers, None, [7, *range(100, 106)]) == (6, [106, 107, 108, 109])
     assert match(answers, None, [*range(100, 109)]) == (9, [109])
-    assert match(answers, None, [*range(100, 110)]) == (10, [])
+    assert match(answers, None, [*range(100, 110)]) == (0, []), "nothing follows"
     assert match(answers, None, [*range(105, 110), 120]) == (1, [121, 122, 123, 124]), "no match spans two answers"
     assert match(answers, None, [5, 6]) == (0, [])
 
@@ -39,6 +40,23 @@ def test_of_equal_matches_the_last_answer_counts() -> None:
     for last in (1, 2, 3):
         answers.add(None, np.array([50, 51, 52, last, last, last, last], np.int32))
     assert match(answers, None, [50, 51, 52]) == (3, [3, 3, 3, 3])
+
+
+def test_a_match_at_the_end_of_an_answer_does_not_hide_one_with_a_draft() -> None:
+    answers = RecentAnswers(1000)
+    answers.add(None, np.array([49, 50, 51, 52, 9, 8], np.int32))
+    answers.add(None, np.array([49, 50, 51, 52], np.int32))
+    assert match(answers, None, [49, 50, 51, 52]) == (4, [9, 8])
+
+
+def test_an_answer_that_ends_does_not_hide_the_sequences_own_draft() -> None:
+    table = SequenceTable(TableLimits(200, BLOCK_TOKENS, 8, 64, 2))
+    drafter = RecentDrafter(1000)
+    table.add(NewSequence(1, [1, 2, 3, 4, 5], 1))
+    drafter.end(table, [1])
+    table.add(NewSequence(2, [4, 5, 77, 1, 2, 3, 4, 5], 8))
+    (draft,) = drafter.draft(table, table.rows([2]), np.array([2]))
+    assert draft.tolist() == [77, 1]
 
 
 def test_answers_of_another_salt_are_not_read() -> None:

@@ -60,11 +60,11 @@ class StepBatch:
     # [tokens] int32, for masks with `sees_spans`: each token attends to positions before this end. It is greater than
     # the token's position, at most the length of its context, and ascends within a sequence. None: no later tokens.
     ends: Tensor | None = None
-    seen: SeenImages | None = None  # of models whose images are attended to; None: no token sees one
+    seen: CrossAttentionImages | None = None  # of models whose images are attended to; None: no token sees one
 
 
 @dataclass(frozen=True, slots=True)
-class SeenImages:
+class CrossAttentionImages:
     """The states of images that tokens of a step attend to, whose keys and values are in a pool of their own."""
 
     rows: Tensor  # [rows] int64: the step's tokens that see images

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from penstock_server.engine.cross_attention import cross_attention_images
 from penstock_server.engine.host_batch import HostBatch, Rows, split
-from penstock_server.engine.seen_images import seen_images
 from penstock_server.engine.sequence import SequenceTable
 from penstock_server.plan import Advances, Failure
 from penstock_server.vision.encoder import PlacedImage, image_tokens, text_positions
@@ -57,7 +57,7 @@ def select(table: SequenceTable, advances: Advances) -> Selection:
     if not is_allowed.all():
         for index in np.flatnonzero(~is_allowed).tolist():
             sequence_id = int(sequence_ids[index])
-            failures[sequence_id] = Failure(sequence_id, _reason(table, advances, index, int(rows[index])))
+            failures[sequence_id] = _failure(table, advances, index, int(rows[index]))
         for sequence_id in np.unique(sequence_ids[~is_allowed & (rows >= 0)]).tolist():
             table.fail(sequence_id, failures[sequence_id].reason)
         new_block_ids = new_block_ids[np.repeat(is_allowed, num_new_blocks)]
@@ -112,11 +112,15 @@ def _allowed(table: SequenceTable, advances: Advances, rows: Rows) -> npt.NDArra
     return allowed
 
 
-def _reason(table: SequenceTable, advances: Advances, index: int, row: int) -> str:
-    """Which rule an advance breaks."""
+def _failure(table: SequenceTable, advances: Advances, index: int, row: int) -> Failure:
+    """Why an advance is not allowed."""
     sequence_id = int(advances.sequence_ids[index])
-    if row < 0:
-        return table.failure(sequence_id)
+    return table.failure(sequence_id) if row < 0 else Failure(sequence_id, _reason(table, advances, index, row))
+
+
+def _reason(table: SequenceTable, advances: Advances, index: int, row: int) -> str:
+    """Which rule an advance of a sequence with a row breaks."""
+    sequence_id = int(advances.sequence_ids[index])
     if (advances.sequence_ids == sequence_id).sum() > 1:
         return "two advances in one plan"
     first = int(advances.num_new_blocks[:index].sum())
@@ -256,7 +260,7 @@ def with_images(batch: HostBatch, images: Sequence[Sequence[PlacedImage]], compu
                 start, end = batch.query_starts[place : place + 2]
                 positions[start:end] = text_positions(of_sequence, computed[place] + np.arange(end - start))
         batch = replace(batch, positions=positions)
-    batch = replace(batch, seen=seen_images(batch, images, computed))
+    batch = replace(batch, seen=cross_attention_images(batch, images, computed))
     if found is None:
         return batch
     return replace(

@@ -50,7 +50,8 @@ from penstock_server.models.interface import CausalModel
 from penstock_server.parallel import RankGroup
 from penstock_server.phase import PhaseClock
 from penstock_server.plan import Adapter, Advances, Grammar, Image, NewSequence, Plan, StepResult, StepTiming
-from penstock_server.vision.encoder import EncodedImage, ImageEncoder
+from penstock_server.vision.encoded import EncodedImage
+from penstock_server.vision.encoder import ImageEncoder
 
 logger = logging.getLogger(__name__)
 

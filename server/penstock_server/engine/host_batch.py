@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from penstock_server.attention.interface import SeenImages, StepAdapters, StepBatch
+from penstock_server.attention.interface import CrossAttentionImages, StepAdapters, StepBatch
 from penstock_server.engine.transfer import Put
 
 Rows = npt.NDArray[np.int64]
@@ -41,16 +41,16 @@ class HostAdapters:
 
 
 @dataclass(frozen=True, slots=True)
-class HostSeenImages:
-    """Has the fields of `SeenImages`."""
+class HostCrossAttentionImages:
+    """Has the fields of `CrossAttentionImages`."""
 
     rows: Rows
     batch: HostBatch
     states: Tensor | None  # on the device
     slots: Rows
 
-    def put(self, put: Put) -> SeenImages:
-        return SeenImages(put(self.rows), self.batch.put(put), self.states, put(self.slots))
+    def put(self, put: Put) -> CrossAttentionImages:
+        return CrossAttentionImages(put(self.rows), self.batch.put(put), self.states, put(self.slots))
 
 
 NO_ADAPTERS = HostAdapters((), np.zeros(0, np.int64))
@@ -77,7 +77,7 @@ class HostBatch:
     image_embeddings: Tensor | None = None  # on the device
     image_positions: Rows | None = None
     ends: Lengths | None = None
-    seen: HostSeenImages | None = None
+    seen: HostCrossAttentionImages | None = None
 
     @property
     def num_sequences(self) -> int:

@@ -26,7 +26,7 @@ from penstock_server.engine.sampling import (
 )
 from penstock_server.errors import ImageError
 from penstock_server.models.adapter import Adapters
-from penstock_server.plan import NewSequence, Sampling
+from penstock_server.plan import Failure, NewSequence, Sampling
 from penstock_server.vision.encoder import ImageEncoder, PlacedImage
 
 
@@ -63,7 +63,7 @@ class SequenceTable:
         self._naming: dict[int, Sampling] = {}  # by row: samplings that name single tokens
         self._restrictions: dict[int, Restriction] = {}  # by row
         self._row_of: dict[int, int] = {}
-        self._failures: dict[int, str] = {}
+        self._failures: dict[int, Failure] = {}
         self._free_rows = list(range(limits.num_rows - 1, -1, -1))
         # One more, because the last token of a sequence at full length is known but never computed. Pages of these
         # arrays that no sequence reaches are never touched.
@@ -95,13 +95,10 @@ class SequenceTable:
         return np.fromiter((self._row_of.get(i, -1) for i in sequence_ids), np.int64, len(sequence_ids))
 
     def _place(self, new: NewSequence) -> tuple[list[PlacedImage], str]:
-        """The images of a sequence, or why it cannot have them."""
+        """The images of a sequence, or which rule they break. Raises ImageError."""
         if self.encoder is None:
             return [], "has images, which the model does not read"
-        try:
-            images = self.encoder.placed(new.images)
-        except ImageError as error:
-            return [], str(error)
+        images = self.encoder.placed(new.images)
         return images, _image_refusal(new, images)
 
     @property
@@ -109,9 +106,9 @@ class SequenceTable:
         """Whether tokens behind an image attend to it in layers of their own."""
         return self.encoder is not None and self.encoder.pool is not None
 
-    def failure(self, sequence_id: int) -> str:
+    def failure(self, sequence_id: int) -> Failure:
         """Why a sequence without a row cannot advance."""
-        return self._failures.get(sequence_id, "unknown sequence id")
+        return self._failures.get(sequence_id) or Failure(sequence_id, "unknown sequence id")
 
     def add(self, new: NewSequence) -> None:
         """Add a sequence. One that breaks a rule is kept as failed."""
@@ -122,11 +119,14 @@ class SequenceTable:
         if sequence_id in self._failures:
             return
         images: list[PlacedImage] = []
-        reason = self._refusal(new)
+        reason, request_is_at_fault = self._refusal(new), False
         if not reason and new.images:
-            images, reason = self._place(new)
+            try:
+                images, reason = self._place(new)
+            except ImageError as error:
+                reason, request_is_at_fault = str(error), True
         if reason:
-            self._failures[sequence_id] = reason
+            self._failures[sequence_id] = Failure(sequence_id, reason, request_is_at_fault)
             return
         if not self._free_rows:
             self._grow()
@@ -171,7 +171,7 @@ class SequenceTable:
     def fail(self, sequence_id: int, reason: str) -> None:
         """End a sequence: every later advance of it fails with this reason, until it is freed."""
         self._release(sequence_id)
-        self._failures[sequence_id] = reason
+        self._failures[sequence_id] = Failure(sequence_id, reason)
 
     def append_blocks(
         self, rows: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], block_ids: npt.NDArray[np.uint32]

@@ -54,7 +54,7 @@ def with_drafts(
 def with_forced_tokens(
     table: SequenceTable, chosen: Selection, grammars: GrammarStates | None, group: RankGroup
 ) -> Selection:
-    """As `with_drafts`, with the tokens alone that grammars force."""
+    """Drafts only tokens that grammars force."""
     drafts = np.full((len(chosen.rows), int(chosen.max_drafts.max())), _NO_TOKEN, np.int32)
     if grammars is not None:
         for place in np.flatnonzero(table.sampling["has_grammar"][chosen.rows] & (chosen.max_drafts > 0)).tolist():

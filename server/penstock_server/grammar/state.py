@@ -226,7 +226,7 @@ class GrammarStates:
         return self._states[sequence_id].draft(history, most, guess, list(expected))
 
     def forced(self, sequence_id: int, most: int) -> list[int]:
-        """At most `most` tokens that a constrained sequence's grammar allows no other token for."""
+        """Up to `most` next tokens that the grammar forces."""
         return self._states[sequence_id].forced(most)
 
     def start(self, sequence_ids: Sequence[int], drafts: Sequence[Sequence[int]]) -> Masks:

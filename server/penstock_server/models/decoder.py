@@ -36,7 +36,7 @@ from penstock_server.models.pooler import Pooler
 from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec
 from penstock_server.parallel import RankGroup
 from penstock_server.vision.encoder import ImageEncoder
-from penstock_server.vision.states import StatePool
+from penstock_server.vision.states import ImageKvPool
 
 
 class Observer(Protocol):
@@ -167,7 +167,7 @@ class Decoder:
             num_blocks = images.num_pool_blocks(block_bytes, self.spec.max_image_states, self.block_tokens)
             num_blocks = self._group.minimum_of_all(num_blocks)
             self.image_caches = {place: attention.allocate(num_blocks) for place, attention in attentions.items()}
-            images.pool = StatePool(num_blocks, self.block_tokens)
+            images.pool = ImageKvPool(num_blocks, self.block_tokens)
             if self._device.type == "cpu":
                 images.max_bytes += num_blocks * block_bytes  # its pages are not touched yet
             else:

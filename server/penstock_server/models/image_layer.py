@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from penstock_server.attention.interface import SeenImages
+from penstock_server.attention.interface import CrossAttentionImages
 from penstock_server.kernels.ops import PackedNorm
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.cross_attention import CrossAttentionBlock
@@ -52,7 +52,7 @@ class ImageLayer:
             [loader.read(f"{prefix}.{part}_gate").tanh() for part in _PARTS],
         )
 
-    def run(self, residual: Tensor, cache: Tensor, seen: SeenImages, step: StepContext) -> None:
+    def run(self, residual: Tensor, cache: Tensor, seen: CrossAttentionImages, step: StepContext) -> None:
         """Changes the rows of the residual [tokens, hidden] that see images. cache: of this layer, in the pool of
         images. step: of `seen.batch`."""
         if seen.states is not None:

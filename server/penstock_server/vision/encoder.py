@@ -22,9 +22,10 @@ from torch import Tensor
 from penstock_server.background import lower_priority
 from penstock_server.errors import ConfigError, ImageError
 from penstock_server.plan import Image, ImageSpan
+from penstock_server.vision.encoded import EncodedImage
 from penstock_server.vision.family import Arrays, ImageFamily
 from penstock_server.vision.reader import ImageReader
-from penstock_server.vision.states import Run, StatePool
+from penstock_server.vision.states import ImageGroup, ImageKvPool
 from penstock_server.vision.tower import VisionTower
 
 logger = logging.getLogger(__name__)
@@ -37,28 +38,6 @@ _POOL_IMAGES = 64
 _WORK_BYTES = 1 << 30  # of the process that reads files, and of the tower's activations; more only for huge files
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class EncodedImage:
-    token_ids: npt.NDArray[np.int32]  # they replace the image's placeholder
-    before: npt.NDArray[np.int64]  # [token_ids + 1] the image tokens before each of them; the last entry: all
-    embeddings: Tensor  # [image tokens, hidden], or wider: see `VisionTower`
-    # Rows and columns of image tokens, if they have positions of their own; then all tokens are image tokens.
-    grid: tuple[int, int] | None = None
-    # [token_ids] the end of what each token attends to, if image tokens attend to each other, else None.
-    ends: npt.NDArray[np.int64] | None = None
-    states: Tensor | None = None  # [states, hidden] that are attended to
-
-    @property
-    def num_positions(self) -> int:
-        """The position of the next token, counted from that of the first."""
-        return len(self.token_ids) if self.grid is None else max(self.grid)
-
-    @property
-    def num_bytes(self) -> int:
-        num_bytes = self.embeddings.nbytes + self.token_ids.nbytes + self.before.nbytes
-        return num_bytes + (0 if self.states is None else self.states.nbytes)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedImage:
     """An image among the tokens of a sequence."""
@@ -66,8 +45,8 @@ class PlacedImage:
     offset: int  # of its first token
     image: EncodedImage
     position: int  # of its first token
-    run: Run | None = None  # that it is in, if it is attended to
-    num_seen: int = 0  # states of the run up to the image's last one
+    group: ImageGroup | None = None  # that it is in, if it is attended to
+    num_seen: int = 0  # states of the group up to the image's last one
 
     @property
     def end(self) -> int:
@@ -172,9 +151,9 @@ class ImageEncoder:
         if placeholder_id is None:
             raise ConfigError(f"{folder}/tokenizer.json lacks the token {stands_for}")
         self.placeholder_id = placeholder_id
-        # Of an image that is attended to: its token may have no row in the output head, so another one, which has
-        # the largest id, is in sequences, with the embedding [1, hidden] of the image token. Set by the decoder.
-        self.pool: StatePool | None = None
+        # Of images that are attended to, set by the decoder: the pool and the image token's embedding, [1, hidden].
+        # Sequences hold the largest vocabulary id instead, because the image token may have no row in the head.
+        self.pool: ImageKvPool | None = None
         self.token_embedding: Tensor | None = None
         self._last_id: int = config.get_text_config().vocab_size - 1
         # The image that was used last is the last one.
@@ -230,7 +209,7 @@ class ImageEncoder:
             image = self._found(number, span.image, is_urgent=True)
             found.append(PlacedImage(span.offset, image, span.offset - shift))
             shift = found[-1].shift
-        return found if self.pool is None else _in_runs(self.pool, spans, found)
+        return found if self.pool is None else _in_groups(self.pool, spans, found)
 
     def close(self) -> None:
         """Ends the thread and the process."""
@@ -337,8 +316,8 @@ class ImageEncoder:
         return rows // merged, columns // merged
 
 
-def _in_runs(pool: StatePool, spans: Sequence[ImageSpan], images: Sequence[PlacedImage]) -> list[PlacedImage]:
-    """The images with their runs. They do not keep their states, which a run has until they are written. Raises
+def _in_groups(pool: ImageKvPool, spans: Sequence[ImageSpan], images: Sequence[PlacedImage]) -> list[PlacedImage]:
+    """The images with their groups. They do not keep their states, which a group has until they are written. Raises
     ImageError."""
     found: list[PlacedImage] = []
     while len(found) < len(images):
@@ -346,13 +325,13 @@ def _in_runs(pool: StatePool, spans: Sequence[ImageSpan], images: Sequence[Place
         last = first
         while last + 1 < len(images) and images[last + 1].offset == images[last].end:
             last += 1
-        states = [placed.image.states for placed in images[first : last + 1]]
-        assert None not in states, "of images that are attended to"
-        run = pool.run(tuple(span.image.hash for span in spans[first : last + 1]), [s for s in states if s is not None])
+        adjacent = images[first : last + 1]
+        hashes = tuple(span.image.hash for span in spans[first : last + 1])
+        group = pool.group(hashes, [placed.image for placed in adjacent])
         num_seen = 0
-        for placed, of_image in zip(images[first : last + 1], states, strict=True):
-            num_seen += 0 if of_image is None else len(of_image)
-            found.append(replace(placed, image=replace(placed.image, states=None), run=run, num_seen=num_seen))
+        for placed in adjacent:
+            num_seen += placed.image.num_states
+            found.append(replace(placed, image=replace(placed.image, states=None), group=group, num_seen=num_seen))
     return found
 
 

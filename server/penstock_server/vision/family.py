@@ -39,7 +39,7 @@ class ImageFamily:
     is_whole: bool = False  # the image tokens that follow each other attend to each other
     is_prompt_whole: bool = False  # all tokens of a prompt attend to each other
     # An image is one token, and layers of their own attend to its states (Mllama), see `vision/states.py`.
-    is_attended: bool = False
+    uses_cross_attention: bool = False
     # In prompts without a chat template: text after the last image, which then replaces what the tokenizer adds, and
     # text at the end.
     text_prefix: str = ""
@@ -180,15 +180,15 @@ FAMILIES: dict[str, ImageFamily] = {
         options=lambda config: {},
     ),
     "mistral3": _LLAVA,
-    # COMPAT: its positions begin at 1 in transformers; attention by rope depends on their differences only.
     "mllama": ImageFamily(
         text_model="language_model",
         layouts=(TextLayout("language_model.model.", "language_model."), TextLayout("model.language_model.")),
         tower=(r"(model\.)?(vision_model|multi_modal_projector)\..*",),
         expand=_repeated,
         inputs=("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"),
-        is_attended=True,
+        uses_cross_attention=True,
     ),
+    # COMPAT: its positions begin at 1 in transformers; attention by rope depends on their differences only.
     "paligemma": replace(
         _LLAVA,
         expand=_repeated,

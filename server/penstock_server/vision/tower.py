@@ -71,7 +71,7 @@ class VisionTower:
             if name in arrays:
                 tensor = torch.from_numpy(arrays[name]).to(self.device)
                 inputs[name] = tensor.to(self._dtype) if tensor.is_floating_point() else tensor
-        if self._family.is_attended:
+        if self._family.uses_cross_attention:
             return self._states(inputs)
         made = self._model.get_image_features(**inputs)
         embeddings = made.get("pooler_output")

@@ -27,7 +27,8 @@ from penstock_server.models.support import support_of
 from penstock_server.parallel import RankGroup
 from penstock_server.plan import Image, ImageSpan, NewSequence, Sampling
 from penstock_server.vision import encoder as encoder_module
-from penstock_server.vision.encoder import EncodedImage, ImageEncoder, PlacedImage
+from penstock_server.vision.encoded import EncodedImage
+from penstock_server.vision.encoder import ImageEncoder, PlacedImage
 from penstock_server.vision.family import FAMILIES
 from penstock_server.vision.reader import Arrays, ImageReader
 from penstock_server.vision.tiles import TileProcessor
@@ -452,7 +453,7 @@ def test_streams_advance_while_an_image_is_encoded_and_their_steps_encode_none(
     def gated(self: ImageEncoder, data: bytes) -> EncodedImage:
         encoded.append(data)
         has_begun.set()
-        assert gate.wait(30)
+        assert gate.wait(240)
         return encode(self, data)
 
     monkeypatch.setattr(ImageEncoder, "_encode", gated)
@@ -460,13 +461,13 @@ def test_streams_advance_while_an_image_is_encoded_and_their_steps_encode_none(
     step(engine, plan(1, (), [stream], [Advance(1, 3, [0, 1, 2], sample=True)]))
     with ThreadPoolExecutor(1) as threads:
         encoding = threads.submit(engine.encode_images, IMAGES[:2])
-        assert has_begun.wait(30)
+        assert has_begun.wait(240)
         for number in range(2, 6):
             (output,) = step(engine, plan(number, advances=[Advance(1, 1, sample=True)]))
             assert len(output.tokens) == 1
         assert len(encoded) == 1, "the first image is still being encoded"
         gate.set()
-        images = encoding.result(30)
+        images = encoding.result(240)
     # The steps in which their tokens are computed encode nothing either.
     ids = [1, 2, *(token for image in images for token in image.token_ids.tolist()), 3]
     offsets = [2, 2 + len(images[0].token_ids)]

@@ -25,6 +25,7 @@ def longest_match(text: Tokens, end: Tokens, most: int) -> tuple[int, Tokens]:
     """
     limit = min(MAX_MATCH, len(end), len(text))
     ends = np.flatnonzero(text[:-1] == end[-1])  # last tokens of the matches
+    ends = ends[text[ends + 1] >= 0]  # what is negative is no token
     num_matched = 1
     while len(ends) > _FEW and num_matched < limit:
         longer = ends[ends >= num_matched]

@@ -17,7 +17,7 @@ from penstock_server.engine.sequence import SequenceTable
 
 _LEAST_MATCH = 4  # tokens; shorter ends of a text occur in many answers that go on differently
 _PROMPT_TOKENS = 32  # last tokens of its prompt, which are kept with an answer so that its beginning is found
-_END: Tokens = np.full(1, -1, np.int32)  # behind each answer; no token
+_END: Tokens = np.full(1, -1, np.int32)  # behind each answer; negative, because it is no token
 
 
 class RecentAnswers:
@@ -26,7 +26,7 @@ class RecentAnswers:
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._num_tokens = 0
-        self._texts: dict[int | None, Tokens] = {}  # by salt, the one that was extended last at the end
+        self._texts: dict[int | None, Tokens] = {}  # by salt, least recently extended first
 
     def add(self, salt: int | None, answer: Tokens) -> None:
         """Adds an answer. Drops the oldest tokens: first those of the salt that was not extended for longest."""
@@ -70,7 +70,8 @@ class RecentDrafter(NgramDrafter):
         return tokens if num_matched >= MIN_MATCH else tokens[:0]
 
     def end(self, table: SequenceTable, sequence_ids: Sequence[int]) -> None:
-        """Adds the answers of sequences that end. Their tokens must be in the table."""
+        """Adds the answers of sequences that are freed: of those that end, and so far as they are known, of those that
+        are preempted. Their tokens must be in the table."""
         rows = table.rows(sequence_ids)
         for row in rows[(rows >= 0) & (table.known[rows] > table.prompt[rows])].tolist():
             first = max(0, int(table.prompt[row]) - _PROMPT_TOKENS)

@@ -7,15 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from penstock_server.engine.host_batch import HostBatch, HostSeenImages, Rows
+from penstock_server.engine.host_batch import HostBatch, HostCrossAttentionImages, Rows
 from penstock_server.vision.encoder import PlacedImage
 
 
-def seen_images(batch: HostBatch, images: Sequence[Sequence[PlacedImage]], computed: Rows) -> HostSeenImages | None:
+def cross_attention_images(
+    batch: HostBatch, images: Sequence[Sequence[PlacedImage]], computed: Rows
+) -> HostCrossAttentionImages | None:
     """What the tokens of a step see, which advances each sequence from `computed` tokens on. images, computed
     [sequences]. None: no token sees an image."""
     seen = [
-        (placed.run, placed.num_seen, range(max(begin, placed.offset) + shift, min(end, stop) + shift))
+        (placed.group, placed.num_seen, range(max(begin, placed.offset) + shift, min(end, stop) + shift))
         for of_sequence, begin, end, shift in zip(
             images,
             computed.tolist(),
@@ -25,20 +27,20 @@ def seen_images(batch: HostBatch, images: Sequence[Sequence[PlacedImage]], compu
         )
         # An image is seen up to the next one.
         for placed, stop in zip(of_sequence, [*(placed.offset for placed in of_sequence[1:]), end], strict=False)
-        if placed.run is not None and max(begin, placed.offset) < min(end, stop)
+        if placed.group is not None and max(begin, placed.offset) < min(end, stop)
     ]
     if not seen:
         return None
-    runs = list(dict.fromkeys(run for run, _, _ in seen))
+    groups = list(dict.fromkeys(group for group, _, _ in seen))
     source_lens = np.array([num_seen for _, num_seen, _ in seen], np.int32)
     counts = np.array([len(rows) for _, _, rows in seen])
     rows = np.concatenate([np.arange(rows.start, rows.stop) for _, _, rows in seen])
     context_lens = np.maximum(source_lens, counts).astype(np.int32)  # attention wants all queries in a context
-    block_tokens = runs[0].block_tokens
+    block_tokens = groups[0].pool.block_tokens
     tables = np.zeros((len(seen), -(-int(context_lens.max()) // block_tokens)), np.int32)
-    for table, (run, num_seen, _) in zip(tables, seen, strict=True):
+    for table, (group, num_seen, _) in zip(tables, seen, strict=True):
         num_blocks = -(-num_seen // block_tokens)
-        table[:num_blocks] = run.blocks[:num_blocks]
+        table[:num_blocks] = group.blocks[:num_blocks]
     of_rows = HostBatch(
         token_ids=batch.token_ids[rows],
         positions=batch.positions[rows],
@@ -51,9 +53,9 @@ def seen_images(batch: HostBatch, images: Sequence[Sequence[PlacedImage]], compu
         max_context_tokens=int(context_lens.max()),
         source_lens=source_lens,
     )
-    written = [(run, run.take_states()) for run in runs if run.unwritten]
-    slots = [run.slots[: len(states)] for run, states in written]
-    return HostSeenImages(
+    written = [(group, group.take_states()) for group in groups if group.unwritten]
+    slots = [group.slots[: len(states)] for group, states in written]
+    return HostCrossAttentionImages(
         rows,
         of_rows,
         torch.cat([states for _, states in written]) if written else None,
