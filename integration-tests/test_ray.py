@@ -34,7 +34,7 @@ pytestmark = [
 RAY = Path(sys.executable).with_name("ray")
 SUBNET = 84  # no other test's
 ADDRESS = re.compile(r"--address='(\S+:\d+)'")
-STARTED = "Ray runtime started"
+STARTED = re.compile("Ray runtime started")
 # A raylet that was killed counts as dead after a second.
 SETTINGS = {
     "RAY_USE_TLS": "1",
@@ -75,8 +75,10 @@ class RayNode:
         self.process.wait()
 
 
-def run_ray(*arguments: str, env: dict[str, str], through: Sequence[str] = ()) -> RayNode:
-    """Returns when the node is part of the cluster."""
+def run_ray(
+    *arguments: str, env: dict[str, str], through: Sequence[str] = (), until: re.Pattern[str] = STARTED
+) -> RayNode:
+    """Returns when the node is part of the cluster and has said so in a line like `until`."""
     common = ("--num-cpus=1", "--object-store-memory=80000000", "--disable-usage-stats", "--log-color=false", "--block")
     process = subprocess.Popen(
         [*through, RAY, "start", *arguments, *common],
@@ -92,7 +94,7 @@ def run_ray(*arguments: str, env: dict[str, str], through: Sequence[str] = ()) -
         assert process.stdout is not None
         for line in process.stdout:
             node.lines.append(line)
-            if STARTED in line:
+            if until.search(line):
                 started.put(True)
         started.put(False)
 
@@ -152,12 +154,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True)))
         head = run_ray(
             "--head", "--port=0", f"--node-ip-address={machine.host}", "--include-dashboard=false",
-            f"--temp-dir={folder}", env=env,
+            f"--temp-dir={folder}", env=env, until=ADDRESS,
         )  # fmt: skip
         stack.callback(head.kill)
-        found = ADDRESS.search("".join(head.lines))
-        assert found, "".join(head.lines)
-        cluster = Cluster(machine, folder, env, head, found[1], head)
+        (address,) = ADDRESS.findall("".join(head.lines))
+        cluster = Cluster(machine, folder, env, head, address, head)
         cluster.other = cluster.run_other()
         stack.callback(lambda: cluster.other.kill())
         yield cluster

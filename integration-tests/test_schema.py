@@ -79,7 +79,8 @@ def body_conforms(ctx: CheckContext, response: Response, case: schemathesis.Case
     described = document["paths"][case.path]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"]
     errors = [{"$ref": f"#/components/schemas/{name}"} for name in ("Error", "OpenAiError", "AnthropicError")]
     validator = Draft202012Validator({"anyOf": [described, *errors], "components": document["components"]})
-    events = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+    lines = response.content.decode().split("\n")  # not by what else Unicode calls the end of a line
+    events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
     assert events
     for event in events:
         if event != "[DONE]":

@@ -786,7 +786,7 @@ WRONG_PROGRAMS: dict[str, tuple[str, Write]] = {
         "a norm of 5 groups of 16 does not fit 64 columns",
         lambda ops, program: (
             projected(ops, program),
-            program.norm_heads(ops.pack_norm(zeros(16), None, VARIANT), 0, 5),
+            program.norm_heads(ops.pack_norm(zeros(16), None, VARIANT), "qkv", 0, 5),
         ),
     ),
     "tables of other sizes": (

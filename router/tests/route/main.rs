@@ -21,7 +21,7 @@ use penstock_router::sequence::{Grammar, SequenceEvent, SequenceFailure, Sequenc
 use tokio::sync::watch;
 
 use fake_worker::setting::{PATIENCE, wait_until};
-use server::{Endless, Server, Setup, access, prompts, route, router_limits, serve, streams};
+use server::{Endless, NUM_STREAMS, Server, Setup, access, prompts, route, router_limits, serve, streams};
 
 /// Two servers, both connected: the first answers `num_steps` steps and no further one.
 async fn stopping_server(num_steps: u64) -> (watch::Sender<u64>, Server, Server) {
@@ -83,6 +83,8 @@ async fn sequences_of_the_last_server_finish_there_while_it_drains() {
     let replicas = route(&[&server], PATIENCE).await;
     let streams = streams(&replicas);
     server.wait_for_plans(6).await;
+    // A server that drains takes no new sequence.
+    wait_until(|| replicas.stats().num_running + replicas.stats().num_queued == NUM_STREAMS).await;
     server.shutdown.cancel();
     wait_until(|| replicas.health() == Health::Draining).await;
     gate.send_replace(u64::MAX);

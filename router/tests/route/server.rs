@@ -247,8 +247,10 @@ pub fn prompts(number: u32) -> Vec<Vec<u32>> {
     (1..=number).map(|length| (length..3 * length).collect()).collect()
 }
 
+pub const NUM_STREAMS: usize = 12;
+
 /// Streams that run on their own.
 pub fn streams(replicas: &Replicas) -> tokio::task::JoinHandle<()> {
     let replicas = replicas.clone();
-    tokio::spawn(async move { streams_are_complete(&replicas, prompts(12), 20).await })
+    tokio::spawn(async move { streams_are_complete(&replicas, prompts(NUM_STREAMS as u32), 20).await })
 }
