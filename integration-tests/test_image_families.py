@@ -4,8 +4,6 @@ layers that attend to images."""
 from __future__ import annotations
 
 import base64
-import os
-import signal
 import sys
 from pathlib import Path
 
@@ -14,8 +12,7 @@ import torch
 import transformers
 from binary import start
 from client import ask
-from fault.probe import restarts, wait_for_restart, wait_until
-from test_worker_death import Stream, ranks
+from test_worker_death import Stream, answers_across_a_kill
 
 sys.path.append(str(Path(__file__).parent.parent / "server" / "tests"))
 from image_cases import IMAGE_CASES, file_of, make_image_model, picture
@@ -109,11 +106,6 @@ def test_layers_attend_to_images_also_after_a_workers_death(tmp_path: Path) -> N
         found = ask(server, "/generate", requests[0] | {"parameters": {"max_new_tokens": NUM_TOKENS, "details": True}})
         assert found.status == 200, found.text
         assert [token["id"] for token in found.json["details"]["tokens"]] == greedy(model, tmp_path, prompt)
-        before = restarts(server)
-        streams = [Stream(server, request) for request in requests]
-        wait_until(lambda: all(len(stream.events) > 3 for stream in streams))
-        os.kill(ranks(server)[0], signal.SIGKILL)
-        assert [stream.result() for stream in streams] == undisturbed
-        wait_for_restart(server, before)
+        assert answers_across_a_kill(server, requests) == undisturbed
     finally:
         assert server.stop() == 0, server.last_lines()

@@ -95,6 +95,17 @@ def ranks(server: Server) -> list[int]:
     return server.worker_groups()[0]
 
 
+def answers_across_a_kill(server: Server, requests: list[dict]) -> list[tuple]:
+    """What the streams of `requests` give while a worker is killed, which ends them on its replacement."""
+    before = restarts(server)
+    streams = [Stream(server, request) for request in requests]
+    wait_until(lambda: all(len(stream.events) > 3 for stream in streams))
+    os.kill(ranks(server)[0], signal.SIGKILL)
+    results = [stream.result() for stream in streams]
+    wait_for_restart(server, before)
+    return results
+
+
 @pytest.fixture(scope="module", params=[1, 2])
 def mortal(request: pytest.FixtureRequest) -> Iterator[Server]:
     server = start("--num-shard", str(request.param))

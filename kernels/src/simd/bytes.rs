@@ -33,7 +33,7 @@ impl Bytes {
 }
 
 /// 4 codes per lane, less 128, and their magnitudes. PERF: AVX2 adds the products of two unsigned bytes with signed ones to 16 bits, and
-/// saturates. Magnitudes of codes with inputs that have their signs fit, 2 · 128 · 127; 32 rows take about 0.9 of the time of codes that are
+/// saturates. Magnitudes of codes with inputs that have their signs fit, 2 · 128 · 127; many rows take less time than with codes that are
 /// widened to 16 bits (Emerald Rapids).
 #[cfg(all(target_feature = "avx2", not(target_feature = "avx512f")))]
 #[derive(Clone, Copy)]

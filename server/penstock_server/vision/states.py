@@ -28,7 +28,7 @@ class ImageGroup:
     pool: ImageKvPool
     hashes: tuple[bytes, ...]
     blocks: list[int]
-    # The images until a step writes their states. As long, the encoder counts them among those in use.
+    # The images, until a step writes their states. The encoder counts them as used until then.
     unwritten: list[EncodedImage] = field(default_factory=list)
 
     @property

@@ -411,14 +411,11 @@ def test_a_call_is_refused_while_many_wait(monkeypatch: pytest.MonkeyPatch, made
     assert [future.exception() for future in waiting if future is not refused] == [None]
 
 
-def test_a_step_waits_for_no_image_of_other_requests_but_the_one_that_is_being_encoded(
-    monkeypatch: pytest.MonkeyPatch, made: Made
-) -> None:
-    if made.name != "llava":
-        pytest.skip("the same for every family")
-    _, encoder = made.load()
-    encoder.encode(IMAGES[:1])
-    encode, order, has_begun, gate = ImageEncoder._encode, [], threading.Event(), threading.Event()
+def gate_encoder(monkeypatch: pytest.MonkeyPatch) -> tuple[list[bytes], threading.Event, threading.Event]:
+    """Stops encoders at each image until a gate opens. Returns the images that they began with, whether they began with
+    one, and the gate."""
+    encode, has_begun, gate = ImageEncoder._encode, threading.Event(), threading.Event()
+    order: list[bytes] = []
 
     def gated(self: ImageEncoder, data: bytes) -> EncodedImage:
         order.append(data)
@@ -427,6 +424,17 @@ def test_a_step_waits_for_no_image_of_other_requests_but_the_one_that_is_being_e
         return encode(self, data)
 
     monkeypatch.setattr(ImageEncoder, "_encode", gated)
+    return order, has_begun, gate
+
+
+def test_a_step_waits_for_no_image_of_other_requests_but_the_one_that_is_being_encoded(
+    monkeypatch: pytest.MonkeyPatch, made: Made
+) -> None:
+    if made.name != "llava":
+        pytest.skip("the same for every family")
+    _, encoder = made.load()
+    encoder.encode(IMAGES[:1])
+    order, has_begun, gate = gate_encoder(monkeypatch)
     others = [Image(bytes([number]), IMAGES[2].data) for number in range(3)]
     with ThreadPoolExecutor(2) as threads:
         of_others = threads.submit(encoder.encode, others)
@@ -448,15 +456,7 @@ def test_streams_advance_while_an_image_is_encoded_and_their_steps_encode_none(
     if made.name != "llava":
         pytest.skip("the same for every family")
     engine = EngineRun(made.folder).engine
-    encode, encoded, has_begun, gate = ImageEncoder._encode, [], threading.Event(), threading.Event()
-
-    def gated(self: ImageEncoder, data: bytes) -> EncodedImage:
-        encoded.append(data)
-        has_begun.set()
-        assert gate.wait(240)
-        return encode(self, data)
-
-    monkeypatch.setattr(ImageEncoder, "_encode", gated)
+    encoded, has_begun, gate = gate_encoder(monkeypatch)
     stream = NewSequence(1, [1, 2, 3], 3)
     step(engine, plan(1, (), [stream], [Advance(1, 3, [0, 1, 2], sample=True)]))
     with ThreadPoolExecutor(1) as threads:
