@@ -1,4 +1,5 @@
-"""`--speculative-model` with a model, on the real binary and two ranks: the tokens of a server without it."""
+"""`--speculative-model` with a model, on the real binary and two ranks: the tokens of a server without it, also under a
+grammar, which ends the answer of a model without an EOS token."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from typing import Any
 
 import byte_model
 import pytest
+import torch
 from binary import Server, launch, start
 from client import ask
 from fault.probe import health, metrics, wait_until
@@ -22,18 +24,34 @@ pytestmark = pytest.mark.native
 
 PROMPTS = ["The draft model is the model", "Another text", "A third one"]
 NUM_TOKENS = 40
+FORCED = ": what a schema forces, "
+# Its last character is token 0.
+REGEX = f"[a-m]{{6}}{FORCED}[n-z]{{6}}!"
+CHOICES = ["abcdefghijklm"] * 6 + list(FORCED) + ["nopqrstuvwxyz"] * 6 + ["!"]
 
 
 @pytest.fixture(scope="module")
-def drafting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, list[list[int]]]]:
-    """A server on two ranks whose model drafts for itself, and the model's greedy continuations of the prompts."""
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, list[list[int]], list[str]]]:
+    """A server on two ranks whose model drafts for itself, and the model's greedy continuations of the prompts, and
+    those that match `REGEX`."""
     folder = tmp_path_factory.mktemp("model")
     model, tokenizer = byte_model.save(folder, 256, None)
     texts = [byte_model.greedy(model, tokenizer, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    matching = [matching_text(model, tokenizer, prompt) for prompt in PROMPTS]
     flags = ["--dtype", "float32", "--num-shard", "2", "--speculate", "3", "--speculative-model", str(folder)]
     server = start("--model-id", str(folder), *flags)
-    yield server, texts
+    yield server, texts, matching
     assert server.stop() == 0
+
+
+def matching_text(model: Any, tokenizer: Any, prompt: str) -> str:
+    """The model's greedy continuation of a prompt, of the characters that `CHOICES` allows in each place."""
+    text = prompt
+    for choices in CHOICES:
+        with torch.inference_mode():
+            logits = model(torch.tensor([tokenizer.encode(text).ids])).logits[0, -1]
+        text += max(choices, key=lambda character: float(logits[tokenizer.encode(character).ids[0]]))
+    return text.removeprefix(prompt)
 
 
 def request(prompt: str, **parameters: Any) -> dict[str, Any]:
@@ -42,9 +60,9 @@ def request(prompt: str, **parameters: Any) -> dict[str, Any]:
 
 
 def test_right_drafts_save_steps_and_change_no_token_alone_or_together(
-    drafting: tuple[Server, list[list[int]]],
+    drafting: tuple[Server, list[list[int]], list[str]],
 ) -> None:
-    server, texts = drafting
+    server, texts, _ = drafting
     sampled = [request(prompt, do_sample=True, seed=3, temperature=0.5) for prompt in PROMPTS]
     requests = [request(prompt) for prompt in PROMPTS] + sampled
 
@@ -71,8 +89,32 @@ def test_right_drafts_save_steps_and_change_no_token_alone_or_together(
     assert found["vllm:spec_decode_num_draft_tokens_total"] == found["penstock_draft_tokens"]
 
 
-def test_a_worker_s_death_changes_no_token(drafting: tuple[Server, list[list[int]]]) -> None:
-    server, texts = drafting
+def test_a_grammar_s_drafts_change_no_token_and_its_end_is_the_answer_s(
+    drafting: tuple[Server, list[list[int]], list[str]],
+) -> None:
+    server, _, matching = drafting
+    requests = [
+        request(prompt, max_new_tokens=100, ignore_eos=False, grammar={"type": "regex", "value": REGEX})
+        for prompt in PROMPTS
+    ]
+
+    def has_right_drafts() -> bool:
+        before = metrics(server)["penstock_accepted_draft_tokens"]
+        with ThreadPoolExecutor(3) as threads:
+            answers = list(threads.map(lambda body: ask(server, "/generate", body).json, requests))
+        assert [answer["generated_text"] for answer in answers] == matching
+        ends = [(answer["details"]["finish_reason"], answer["details"]["generated_tokens"]) for answer in answers]
+        assert ends == [("eos_token", len(CHOICES))] * 3
+        return metrics(server)["penstock_accepted_draft_tokens"] > before
+
+    wait_until(has_right_drafts, "drafts are right")
+    streams = [Stream(server, body) for body in requests]
+    assert [stream.result()[1] for stream in streams] == matching
+    assert [stream.events[-1]["details"]["finish_reason"] for stream in streams] == ["eos_token"] * 3
+
+
+def test_a_worker_s_death_changes_no_token(drafting: tuple[Server, list[list[int]], list[str]]) -> None:
+    server, texts, _ = drafting
     wait_until(lambda: health(server) == 200)
     streams = [Stream(server, request(prompt)) for prompt in PROMPTS]
     os.kill(server.worker_groups()[0][0], signal.SIGKILL)

@@ -31,7 +31,7 @@ SOURCE = Path(__file__).parent.parent / "playground"
 # others, and those without a meaning in a stream.
 ELSEWHERE = {
     *("messages", "prompt", "best_of", "model", "stream", "stream_options", "logprobs", "top_logprobs"),
-    *("tools", "tool_choice", "parallel_tool_calls", "add_generation_prompt", "prompt_logprobs", "return_token_ids"),
+    *("tools", "tool_choice", "parallel_tool_calls", "add_generation_prompt", "prompt_logprobs", "return_token_ids", "return_drafts"),
     *("response_format", "grammar", "structured_outputs", "max_completion_tokens"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern"),
 }
@@ -430,12 +430,36 @@ def test_a_conversation_can_be_deleted(page: Page) -> None:
     expect(page.get_by_text("Forget this")).to_have_count(0)
 
 
-def answers_with(page: Page, *deltas: dict[str, object]) -> None:
-    """Let the model answer with these deltas."""
-    chunks = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
+def answers_with(page: Page, *deltas: dict[str, object], **fields: list[object]) -> None:
+    """Let the model answer with these deltas, and each chunk's choice have its value of the fields."""
+    chunks: list[dict[str, Any]] = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
+    for name, values in fields.items():
+        for chunk, value in zip(chunks, values, strict=True):
+            chunk["choices"][0][name] = value
     chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
     body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
     page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+
+
+def test_accepted_drafts_are_marked_and_counted_by_their_place(page: Page) -> None:
+    texts = ["One", " two", " three", " four"]
+    logprobs = [{"content": [{"token": text, "logprob": -0.1, "top_logprobs": []}]} for text in texts]
+    first, last = {"token_index": 0, "verified": 3, "accepted": 2}, {"token_index": 3, "verified": 1, "accepted": 0}
+    drafts = [[first], None, None, [last]]
+    answers_with(page, *({"content": text} for text in texts), logprobs=logprobs, drafts=drafts)
+    page.get_by_label("Ask for tokens").check()
+    with page.expect_request("**/v1/chat/completions") as request:
+        say(page, "Count.")
+    assert request.value.post_data_json["return_drafts"] is True
+    answer = finished_answer(page)
+    answer.get_by_role("button", name="Tokens").click()
+    expect(answer.locator(".token.drafted")).to_have_text(["One", " two"])
+    rows = answer.locator(".acceptance tbody tr")
+    expect(rows).to_have_text([re.compile(r"1\D*2\D*1 \(50 %\)"), re.compile(r"2\D*1\D*1 \(100"), re.compile(r"3\D*1\D*0 \(0")])
+    answer.locator(".token").nth(1).hover()
+    expect(answer.locator(".card caption")).to_have_text("Token 2, drafted at place 2")
+    answer.locator(".token").nth(2).hover()
+    expect(answer.locator(".card caption")).to_have_text("Token 3")
 
 
 def test_what_the_model_writes_never_becomes_html(page: Page) -> None:

@@ -14,7 +14,7 @@ import byte_model
 import pytest
 import torch
 from binary import Server, launch, start
-from client import ask, send
+from client import ask, events, send
 from fault.probe import health, metric, wait_until
 from safetensors.torch import save_file
 from test_worker_death import Stream
@@ -50,6 +50,19 @@ REQUESTS = [GREEDY] + [
     for inputs in (COPY, LIST)
     for parameters in PARAMETERS
 ]
+TOLD = {"inputs": COPY, "parameters": {"max_new_tokens": 24, "details": True, "return_drafts": True}}
+ASKED = {"messages": [{"role": "user", "content": COPY}], "max_tokens": 24, "temperature": 0}
+# Requests of every route that says what an answer cost.
+ROUTES: dict[str, dict[str, Any]] = {
+    "/generate": TOLD,
+    "/generate_stream": TOLD,
+    "/": TOLD,
+    "/v1/completions": {"prompt": COPY, "max_tokens": 24, "temperature": 0, "return_drafts": True},
+    "/v1/chat/completions": {**ASKED, "ignore_eos": True, "return_drafts": True},
+    "/v1/messages": {"model": "tgi", **ASKED},
+    "/v1/responses": {"input": COPY, "max_output_tokens": 24, "temperature": 0},
+    "/invocations": TOLD,
+}
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +186,47 @@ def test_every_right_draft_saves_a_step(speculating: Server) -> None:
         assert accepted <= drafts
         assert details.get("draft_tokens", {"verified": 0, "accepted": 0}) == {"verified": drafts, "accepted": accepted}
         assert steps + accepted <= 62  # the step that ended the request before may be counted late
+        return accepted > 0
+
+    wait_until(has_right_drafts, "drafts are right")
+
+
+def told(answer: Any) -> tuple[dict[str, int], list[dict[str, int]]]:
+    """The draft tokens of an answer, or of a stream's last event that counts them, and its drafts."""
+    found = [each.get("response", each) for each in (answer if isinstance(answer, list) else [answer])]
+    drafts = [draft for each in found for choice in each.get("choices", ()) for draft in choice.get("drafts", ())]
+    last = next(each for each in reversed(found) if each.get("details") or each.get("usage"))
+    if details := last.get("details"):
+        return details.get("draft_tokens", {"verified": 0, "accepted": 0}), details.get("drafts", [])
+    usage = last["usage"]
+    counts = usage.get("completion_tokens_details") or usage["output_tokens_details"]
+    accepted = counts.get("accepted_prediction_tokens", 0)
+    return {"verified": accepted + counts.get("rejected_prediction_tokens", 0), "accepted": accepted}, drafts
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["plain", "streamed"])
+@pytest.mark.parametrize("path", ROUTES)
+def test_every_route_tells_of_its_drafts(speculating: Server, path: str, is_streamed: bool) -> None:
+    names = "penstock_draft_tokens", "penstock_accepted_draft_tokens"
+    body = ROUTES[path]
+    if is_streamed:
+        body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        if "/v1/" not in path or path in {"/v1/messages", "/v1/responses"}:
+            del body["stream_options"]
+
+    def has_right_drafts() -> bool:
+        before = [metric(speculating, name) for name in names]
+        streams = is_streamed or path == "/generate_stream"
+        answer = events(speculating, path, body) if streams else ask(speculating, path, body).json
+        verified, accepted = (metric(speculating, name) - old for name, old in zip(names, before, strict=True))
+        counts, drafts = told(answer)
+        assert counts == {"verified": verified, "accepted": accepted}
+        if "return_drafts" in str(body):
+            assert sum(draft["verified"] for draft in drafts) == verified
+            assert sum(draft["accepted"] for draft in drafts) == accepted
+            ends = [draft["token_index"] + draft["accepted"] for draft in drafts]
+            assert all(end < draft["token_index"] for end, draft in zip(ends, drafts[1:], strict=False))
+            assert all(end <= 24 for end in ends)
         return accepted > 0
 
     wait_until(has_right_drafts, "drafts are right")

@@ -13,6 +13,14 @@ export interface Token extends Alternative {
   alternatives: Alternative[];
 }
 
+/** Draft tokens that a step verified. The `accepted` first ones are tokens of the answer, from `first` on. */
+export interface Draft {
+  /** Position among the message's tokens. */
+  first: number;
+  verified: number;
+  accepted: number;
+}
+
 export interface ToolCall {
   id: string;
   name: string;
@@ -42,6 +50,8 @@ export interface Message {
   callId?: string;
   model?: string;
   tokens?: Token[];
+  /** Of a server that drafts (`--speculate`), in the order of their tokens. */
+  drafts?: Draft[];
   cost?: Cost;
   /** Why the answer ended; while it is missing, and there is no error, the answer is incomplete. */
   finish?: string;

@@ -1,6 +1,6 @@
 // The chunks of a streamed answer → the messages that they are part of.
 
-import { type Alternative, type Cost, type Message, type Mode, type Token } from "./conversation.ts";
+import { type Alternative, type Cost, type Draft, type Message, type Mode, type Token } from "./conversation.ts";
 
 interface ChatLogprob {
   token: string;
@@ -26,6 +26,7 @@ interface Choice {
     token_logprobs?: number[];
     top_logprobs?: (Record<string, number> | null)[] | null;
   } | null;
+  drafts?: { verified: number; accepted: number }[];
 }
 
 export interface Chunk {
@@ -70,13 +71,17 @@ function withChoice(answer: Message, choice: Choice, mode: Mode): Message {
   const { delta, logprobs } = choice;
   const reasoning = (answer.reasoning ?? "") + (delta?.reasoning_content ?? "");
   const calls = delta?.tool_calls?.reduce(withCall, answer.calls ?? []) ?? answer.calls;
-  const tokens = logprobs ? (mode === "chat" ? chatTokens(logprobs) : completionTokens(logprobs)) : [];
+  const newTokens = logprobs ? (mode === "chat" ? chatTokens(logprobs) : completionTokens(logprobs)) : [];
+  const tokens = newTokens.length > 0 ? [...(answer.tokens ?? []), ...newTokens] : answer.tokens;
+  // A chunk has one generated token, behind those of an echoed prompt; its drafts begin there.
+  const drafts = choice.drafts?.map(({ verified, accepted }): Draft => ({ first: (tokens?.length ?? 0) - 1, verified, accepted }));
   return {
     ...answer,
     content: answer.content + (choice.text ?? delta?.content ?? ""),
     reasoning: reasoning || undefined,
     calls,
-    tokens: tokens.length > 0 ? [...(answer.tokens ?? []), ...tokens] : answer.tokens,
+    tokens,
+    drafts: drafts ? [...(answer.drafts ?? []), ...drafts] : answer.drafts,
     finish: choice.finish_reason ?? answer.finish,
   };
 }

@@ -25,7 +25,7 @@ const NAMES = { user: "You", tool: "Tool" };
 export const MessageView = memo(function MessageView({ message, mode, siblings, isLast, isRunning }: Properties) {
   const isEdited = useSignal(false);
   const showsTokens = useSignal(false);
-  const { role, content, reasoning, calls, tokens, cost, finish, error } = message;
+  const { role, content, reasoning, calls, tokens, drafts, cost, finish, error } = message;
   const isAnswer = role === "assistant";
   const name = isAnswer ? (message.model ?? "Model") : NAMES[role];
   return (
@@ -43,7 +43,7 @@ export const MessageView = memo(function MessageView({ message, mode, siblings, 
       {isEdited.value
         ? <Editor message={message} onClose={() => { isEdited.value = false; }} />
         : showsTokens.value && tokens
-          ? <TokenView tokens={tokens} />
+          ? <TokenView tokens={tokens} drafts={drafts ?? []} />
           : mode === "completion" || role === "tool" ? content && <pre class="plain">{content}</pre> : content && <Markdown text={content} />}
       {calls?.map((call) => <Call key={call.id} call={call} />)}
       {isRunning && <span class="cursor" role="status" aria-label="The answer is being written" />}

@@ -35,7 +35,7 @@ const ELSEWHERE = new Set([
   "messages", "prompt", "model", "stream", "stream_options", "logprobs", "top_logprobs", "tools", "tool_choice",
   "parallel_tool_calls", "response_format", "grammar", "structured_outputs", "guided_json", "guided_regex",
   "guided_choice", "guided_grammar", "guided_whitespace_pattern", "max_completion_tokens", "best_of",
-  "prompt_logprobs", "return_token_ids", "add_generation_prompt",
+  "prompt_logprobs", "return_token_ids", "return_drafts", "add_generation_prompt",
 ]);
 const WITHOUT_EFFECT = /^(Not supported|Accepted without effect|Only `text`)/;
 

@@ -76,6 +76,7 @@ export function bodyOf(settings: Settings, groups: Group[], messages: Message[])
   }
   if (settings.logprobs) {
     const num = Math.min(settings.numAlternatives, MAX_ALTERNATIVES[settings.mode]);
+    body.return_drafts = true;
     Object.assign(body, settings.mode === "chat" ? { logprobs: true, top_logprobs: num } : { logprobs: num });
   }
   return { body, problems };

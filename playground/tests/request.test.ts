@@ -2,6 +2,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { type Message } from "../src/conversation.ts";
 import { added, tokensPerSecond } from "../src/delta.ts";
+import { acceptance, placesInDrafts } from "../src/draft.ts";
 import { loadOf } from "../src/load.ts";
 import { DEFAULTS, type Settings, bodyOf, toolNames } from "../src/request.ts";
 import { curl, python } from "../src/snippet.ts";
@@ -32,7 +33,7 @@ test("a chat's body has the messages, calls and results", () => {
 
 test("a completion's prompt is the whole text", () => {
   const settings = { mode: "completion" as const, parameters: { chat: {}, completion: {} }, logprobs: true, numAlternatives: 9 };
-  assert.deepEqual(body(settings, message("user", "One "), message("assistant", "two")).body, { prompt: "One two", logprobs: 5 });
+  assert.deepEqual(body(settings, message("user", "One "), message("assistant", "two")).body, { prompt: "One two", logprobs: 5, return_drafts: true });
 });
 
 test("formats and tools are checked before they are sent", () => {
@@ -68,6 +69,22 @@ test("a completion's alternatives are sorted", () => {
   const logprobs = { tokens: ["a"], token_logprobs: [-2], top_logprobs: [{ a: -2, b: -1 }] };
   const [answer] = added([message("assistant", "")], { choices: [{ index: 0, text: "a", logprobs }] }, "completion", 1);
   assert.deepEqual(answer!.tokens, [{ text: "a", logprob: -2, alternatives: [{ text: "b", logprob: -1 }, { text: "a", logprob: -2 }] }]);
+});
+
+test("drafts begin at the generated token of their chunk", () => {
+  let answers = [message("assistant", "")];
+  const add = (texts: string[], drafts?: object[]) => {
+    const logprobs = { tokens: texts, token_logprobs: texts.map(() => -1) };
+    answers = added(answers, { choices: [{ index: 0, text: texts.join(""), logprobs, drafts }] } as never, "completion", 1);
+  };
+  add(["the", " prompt", " a"], [{ token_index: 0, verified: 3, accepted: 1 }]);
+  add([" b"]);
+  add([" c"], [{ token_index: 2, verified: 1, accepted: 0 }]);
+  add([" d"], [{ token_index: 3, verified: 2, accepted: 2 }]);
+  const drafts = answers[0]!.drafts!;
+  assert.deepEqual([...placesInDrafts(drafts)], [[2, 1], [5, 1], [6, 2]]);
+  assert.deepEqual(acceptance(drafts), [{ verified: 3, accepted: 2 }, { verified: 2, accepted: 1 }, { verified: 1, accepted: 0 }]);
+  assert.deepEqual(acceptance([]), []);
 });
 
 test("the load comes from the metrics", () => {

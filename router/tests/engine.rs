@@ -104,6 +104,15 @@ async fn a_failure_that_is_the_requests_fault_is_reported_as_such() {
 }
 
 #[tokio::test]
+async fn a_complete_grammar_without_a_stop_token_ends_its_sequence_without_an_error() {
+    let broken_fault = penstock_proto::Fault::None;
+    let script = Script { broken_first_token: Some(13), broken_fault, ..Script::default() };
+    let group = FakeGroup::start(vec![script]);
+    let ended = collect(engine(&group).await.submit(request(&[13, 1], 50))).await;
+    assert_eq!(ended, (expected_tokens(&[13, 1], 1), SequenceEvent::Finished(FinishReason::StopToken)));
+}
+
+#[tokio::test]
 async fn two_ranks_get_the_same_plans_and_give_the_same_tokens() {
     let group = FakeGroup::start(vec![Script::default(), Script::default()]);
     let engine = engine(&group).await;

@@ -12,6 +12,9 @@ Prompt = str | Sequence[int]
 """A text, or the ids of its tokens."""
 TokenLogprobs = Sequence[Mapping[int, float]]
 """For each token the logprobs of the most probable ones, by token id."""
+Drafts = Sequence[Mapping[str, int]]
+"""With `return_drafts`, for each step that verified a draft: `token_index`, the position in `token_ids` of the step's first
+token, and its `verified` draft tokens, of which the first `accepted` ones are tokens of the text."""
 
 _TOKEN_PREFIX = "token_id:"  # noqa: S105
 
@@ -36,6 +39,7 @@ class Completion:
     prompt_logprobs: Sequence[Mapping[int, float] | None] | None = None
     reasoning: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
+    drafts: Drafts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,7 @@ class Chunk:
     token_ids: list[int]
     finish_reason: str | None
     reasoning: str | None = None
+    drafts: Drafts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,7 @@ def _completion(index: int, prompt: Prompt, answer: Mapping[str, Any], choice: M
         logprobs=logprobs and logprobs["token_logprobs"],
         top_logprobs=logprobs and [_by_id(top or {}) for top in logprobs["top_logprobs"]],
         prompt_logprobs=_prompt_logprobs(choice),
+        drafts=choice.get("drafts"),
     )
 
 
@@ -105,6 +111,7 @@ def _chat_completion(
         prompt_logprobs=_prompt_logprobs(answer),
         reasoning=message.get("reasoning"),
         tool_calls=message.get("tool_calls"),
+        drafts=choice.get("drafts"),
     )
 
 
@@ -117,7 +124,12 @@ def _chunk(choice: Mapping[str, Any]) -> Chunk:
     delta = choice.get("delta", choice)
     text = delta.get("text") or delta.get("content") or ""
     return Chunk(
-        choice["index"], text, choice.get("token_ids") or [], choice.get("finish_reason"), delta.get("reasoning")
+        choice["index"],
+        text,
+        choice.get("token_ids") or [],
+        choice.get("finish_reason"),
+        delta.get("reasoning"),
+        choice.get("drafts"),
     )
 
 

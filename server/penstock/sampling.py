@@ -52,6 +52,8 @@ class SamplingParams:
     priority: int | None = None
     timeout: float | None = None
     """Seconds after which the request fails."""
+    return_drafts: bool | None = None
+    """Return the drafts that steps verified, with `LLM(speculate=…)`."""
     json_schema: Mapping[str, Any] | str | type | None = None
     """The text is JSON of this schema: an object, JSON text, or a class with `model_json_schema`, as pydantic's."""
     regex: str | None = None

@@ -177,6 +177,9 @@ def grammar_of(message: pb.Grammar) -> Grammar | None:
     return None if kind is None else Grammar(kind, getattr(message, kind))
 
 
+_FAULTS = {Fault.SERVER: pb.FAULT_SERVER, Fault.REQUEST: pb.FAULT_REQUEST, Fault.NONE: pb.FAULT_NONE}
+
+
 def result_message(result: StepResult) -> pb.StepResult:
     timing = result.timing
     return pb.StepResult(
@@ -192,7 +195,7 @@ def result_message(result: StepResult) -> pb.StepResult:
             pb.SequenceError(
                 sequence_id=failure.sequence_id,
                 reason=failure.reason,
-                fault=pb.FAULT_REQUEST if failure.request_is_at_fault else pb.FAULT_SERVER,
+                fault=_FAULTS[failure.fault],
             )
             for failure in result.failures
         ],

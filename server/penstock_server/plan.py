@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from pathlib import Path
 
 import numpy as np
@@ -178,13 +179,21 @@ NO_TOKENS = Tokens(np.zeros(0, np.int64), np.zeros(0))
 NO_VECTORS = np.zeros((0, 0), np.float32)
 
 
+class Fault(Enum):
+    """What is at fault where a sequence is over."""
+
+    SERVER = auto()
+    REQUEST = auto()
+    NONE = auto()  # its grammar has ended, and it has no stop token
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """Why a sequence is over."""
 
     sequence_id: int
     reason: str
-    request_is_at_fault: bool = False  # otherwise the server is
+    fault: Fault = Fault.SERVER
 
 
 @dataclass(frozen=True, slots=True)

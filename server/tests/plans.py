@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock_server.engine import Engine
-from penstock_server.plan import Advances, NewSequence, Plan, StepResult, Tokens, Top
+from penstock_server.plan import Advances, Fault, NewSequence, Plan, StepResult, Tokens, Top
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def outputs(result: StepResult, plan: Plan) -> list[Output]:
     for failure in result.failures:
         assert failure.sequence_id not in by_id, "a failed sequence has no other output"
         by_id[failure.sequence_id] = Output(
-            failure.sequence_id, error=failure.reason, request_is_at_fault=failure.request_is_at_fault
+            failure.sequence_id, error=failure.reason, request_is_at_fault=failure.fault is Fault.REQUEST
         )
     return [by_id[sequence_id] for sequence_id in plan.advances.sequence_ids.tolist() if sequence_id in by_id]
 

@@ -34,7 +34,7 @@ from penstock_server.grammar import state
 from penstock_server.grammar.compiler import GrammarCompiler
 from penstock_server.grammar.language import MAX_TEXT_BYTES, build_matcher
 from penstock_server.grammar.start import build_start
-from penstock_server.grammar.state import GrammarStates
+from penstock_server.grammar.state import GRAMMAR_ENDED, GrammarStates
 from penstock_server.grammar.trial import Trial
 from penstock_server.grammar.vocabulary import fast_vocabulary, read_vocabulary, small_vocabulary
 from penstock_server.plan import Grammar, NewSequence, Plan, Sampling
@@ -272,7 +272,7 @@ def test_a_model_without_a_usable_tokenizer_refuses_grammars(tmp_path: Path) -> 
                 compiler.compile(Grammar("regex", "a"))
         with pytest.raises(GrammarError, match=reason):
             compiler.start(Grammar("regex", "a")).result()
-        assert (compiler.vocab_size, compiler.eos_ids) == (0, [])
+        assert (compiler.vocab_size, compiler.eos_ids) == (0, ())
         assert not compiler.rehearse(Grammar("regex", "a"))
         compiler.close()
         (tmp_path / "tokenizer.json").write_text("{}")
@@ -432,6 +432,28 @@ def test_a_complete_grammar_allows_the_sequence_s_stop_tokens(compiler: GrammarC
     assert set(np.flatnonzero(masks_of(states, [1])[0][0])) == {0, END, OTHER_END, 35}
     states.chosen([1], [35])
     assert set(np.flatnonzero(masks_of(states, [1])[0][0])) == {END, OTHER_END, 35}
+
+
+def test_without_eos_tokens_a_complete_grammar_says_so_and_token_0_is_text(tmp_path: Path) -> None:
+    write_small_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    compiler = GrammarCompiler(tmp_path, 40)
+    compiler.compile(Grammar("regex", "1a?"))  # also in a trial process
+    assert compiler.eos_ids == ()
+    states, one = GrammarStates(compiler, 1), WORDS.index("1")
+    alone, stopped = (constrained(i, Grammar("regex", "1a?"), [one], stops) for i, stops in ((1, ()), (2, (35,))))
+    empty = constrained(3, Grammar("regex", ""), [])
+    states.apply(Plan(1, (), [alone, stopped, empty]))
+    bits, errors = masks_of(states, [1, 2, 3], {1: [0]})
+    assert [set(np.flatnonzero(row)) for row in bits] == [{0}, set(), {0, 35}, set()]
+    assert errors == {
+        1: GRAMMAR_ENDED,
+        3: "the grammar allows no further token: it matches only the empty text",
+    }
+    states.chosen([1], [0])
+    assert states.forced(1, 8) == []
+    assert masks_of(states, [1])[1] == {0: GRAMMAR_ENDED}
+    compiler.close()
 
 
 def test_a_broken_grammar_or_token_fails_only_its_sequence(compiler: GrammarCompiler) -> None:

@@ -46,6 +46,10 @@ pub(crate) struct ExtensionFields {
     /// Seconds from the request's arrival after which it fails if it has not ended.
     #[schema(exclusive_minimum = 0, maximum = 86400)]
     timeout: Option<f64>,
+    /// Show the drafts that steps verified (`--speculate`), in each choice, or in the `details` of TGI's routes.
+    #[serde(default, deserialize_with = "or_default")]
+    #[schema(value_type = Option<bool>, default = false)]
+    pub(crate) return_drafts: bool,
 }
 
 impl<'de> Deserialize<'de> for ExtensionFields {

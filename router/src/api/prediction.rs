@@ -1,8 +1,10 @@
-//! What the usage of an answer says of draft tokens, under the names that OpenAI gives predicted outputs.
+//! What answers say of draft tokens: their numbers in the usage, under the names that OpenAI gives predicted outputs, and
+//! each draft where the client asks for it.
 
 use serde::Serialize;
 use utoipa::ToSchema;
 
+use crate::generation::Draft;
 use crate::sequence::DraftCount;
 
 /// Left out if no step verified drafts.
@@ -23,6 +25,23 @@ impl From<DraftCount> for PredictionTokens {
             accepted_prediction_tokens: if_drafted(num_right),
             rejected_prediction_tokens: if_drafted(num_verified.saturating_sub(num_right)),
         }
+    }
+}
+
+/// A draft that a step verified. Right draft tokens are part of the answer; the step's last token was no draft.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ToSchema)]
+pub(crate) struct VerifiedDraft {
+    /// Position among the generated tokens, from 0, of the step's first token.
+    token_index: u32,
+    /// Draft tokens that the step verified.
+    verified: u32,
+    /// Those that were right: the generated tokens from `token_index` on.
+    accepted: u32,
+}
+
+impl From<Draft> for VerifiedDraft {
+    fn from(Draft { token_index, count }: Draft) -> Self {
+        Self { token_index, verified: count.num_verified, accepted: count.num_right }
     }
 }
 

@@ -8,6 +8,7 @@ use utoipa::ToSchema;
 use super::extension::ExtensionFields;
 use super::field::or_default;
 use super::grammar::GrammarField;
+use super::prediction::VerifiedDraft;
 use crate::config::Config;
 use crate::generation::{
     self, GenerationRequest, ImageSource, Parameters, Prompt, PromptToken, StopText, TextToken, TopToken,
@@ -194,6 +195,9 @@ pub(crate) struct Details {
     pub(crate) top_tokens: Vec<Vec<Token>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) draft_tokens: Option<DraftTokens>,
+    /// Only with `return_drafts`; left out if there are none.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) drafts: Vec<VerifiedDraft>,
 }
 
 /// The draft tokens of a generation. Left out if no step verified any, as without `--speculate`.
@@ -226,6 +230,9 @@ pub(crate) struct BestOfSequence {
     pub(crate) top_tokens: Vec<Vec<Token>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) draft_tokens: Option<DraftTokens>,
+    /// Only with `return_drafts`; left out if there are none.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) drafts: Vec<VerifiedDraft>,
 }
 
 #[derive(Debug, Serialize, ToSchema)]
@@ -247,6 +254,9 @@ pub(crate) struct StreamDetails {
     pub(crate) input_length: usize,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) draft_tokens: Option<DraftTokens>,
+    /// Only with `return_drafts`; left out if there are none.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) drafts: Vec<VerifiedDraft>,
 }
 
 /// A token of the prompt.

@@ -92,10 +92,10 @@ impl OpenSequence {
         }
     }
 
-    /// The step verified `num_verified` drafts and gave the sequence `num_tokens` tokens.
-    pub(super) fn send_drafts(&mut self, num_verified: u32, num_tokens: usize) {
+    /// The step verified `num_verified` draft tokens, and the next `num_right` tokens are drafts.
+    pub(super) fn send_drafts(&mut self, num_verified: u32, num_right: usize) {
         if num_verified > 0 {
-            let num_right = num_tokens.saturating_sub(1) as u32;
+            let num_right = num_right as u32;
             self.send(SequenceEvent::Drafts(DraftCount { num_verified, num_right }));
         }
     }

@@ -20,7 +20,7 @@ use super::open_sequence::OpenSequence;
 use super::options::MAX_LOSSES;
 use super::owner::Owner;
 use super::timelines::{Timelines, TracedAdvance};
-use crate::sequence::{Constants, ImageSpan, SequenceEvent, SequenceFailure, SequenceRequest};
+use crate::sequence::{Constants, FinishReason, ImageSpan, SequenceEvent, SequenceFailure, SequenceRequest};
 use crate::telemetry::metrics;
 use crate::worker::{Fault, Output, OutputError, StepReport};
 
@@ -189,9 +189,11 @@ impl OpenSequences {
                         Some(vector) => sequence.send_vector(vector),
                         None => {
                             sequence.send_prompt_tokens(&output.prompt_tokens);
-                            let tokens = &output.tokens.as_deref().unwrap_or_default()[..num_tokens];
+                            let sampled = output.tokens.as_deref().unwrap_or_default();
+                            let tokens = &sampled[..num_tokens];
                             if self.shows_drafts {
-                                sequence.send_drafts(output.num_draft_tokens, tokens.len());
+                                // The step's last token is no draft; the one that ended the sequence may be.
+                                sequence.send_drafts(output.num_draft_tokens, tokens.len().min(sampled.len().saturating_sub(1)));
                             }
                             let gap = sequence.send_tokens(tokens, reported_at);
                             let num_first = usize::from(gap.is_none());
@@ -205,11 +207,19 @@ impl OpenSequences {
                     }
                 }
                 Event::Failed { id, output_index } => {
-                    let failure = match outputs[output_index].tokens.clone().err() {
-                        Some(OutputError { reason, fault: Fault::Request }) => SequenceFailure::Request(reason),
-                        error => SequenceFailure::Sequence(error.map(|error| error.reason).unwrap_or_default()),
+                    let terminal = match outputs[output_index].tokens.clone().err() {
+                        Some(OutputError { fault: Fault::None, .. }) => {
+                            SequenceEvent::Finished(FinishReason::StopToken)
+                        }
+                        Some(OutputError { reason, fault: Fault::Request }) => {
+                            SequenceEvent::Failed(SequenceFailure::Request(reason))
+                        }
+                        error => {
+                            let reason = error.map(|error| error.reason).unwrap_or_default();
+                            SequenceEvent::Failed(SequenceFailure::Sequence(reason))
+                        }
                     };
-                    self.end(id, SequenceEvent::Failed(failure));
+                    self.end(id, terminal);
                 }
             }
         }

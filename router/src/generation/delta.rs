@@ -10,8 +10,18 @@ pub(crate) struct TextDelta {
     pub(crate) token: TextToken,
     /// Text that no stop string can remove any more. The generation's text is the concatenation of all deltas' `text`.
     pub(crate) text: String,
+    /// With the first token of a step that verified a draft.
+    pub(crate) draft: Option<Draft>,
     /// Set on the last delta.
     pub(crate) finish: Option<Finish>,
+}
+
+/// A draft that a step verified: the tokens from `token_index` on are its right ones, `count.num_right` in number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Draft {
+    /// Position among the generated tokens, from 0, of the step's first token.
+    pub(crate) token_index: u32,
+    pub(crate) count: DraftCount,
 }
 
 /// A generated token.

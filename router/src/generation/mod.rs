@@ -30,7 +30,7 @@ mod validation;
 pub(crate) use adapter::AdapterUpdateError;
 pub use adapter_download::{AdapterDownload, AdapterPlace, is_hub_id};
 pub(crate) use chat::{Chat, ToolCallIds, ToolSet};
-pub(crate) use delta::{FinishReason, PromptToken, TextToken, TopToken};
+pub(crate) use delta::{Draft, FinishReason, PromptToken, TextToken, TopToken};
 pub(crate) use error::{Bound, GenerationError, MIN_RETRY_AFTER_S, Refusal};
 pub(crate) use image::{ImageSource, take_from_text};
 pub(crate) use parameter::{Extension, MAX_LOGIT_BIAS, MAX_LOGIT_BIASES, Parameters};

@@ -8,7 +8,7 @@ use futures::{Stream, StreamExt, stream};
 use super::adapter::AdapterLease;
 use super::admission::Permit;
 use super::chat::ToolCallIds;
-use super::delta::{Finish, PromptToken, TextDelta, TextToken};
+use super::delta::{Draft, Finish, PromptToken, TextDelta, TextToken};
 use super::error::GenerationError;
 use super::summary::{self, RequestTotal};
 use super::text_stream::TextStream;
@@ -58,6 +58,8 @@ pub(crate) struct Finished {
     pub(crate) tokens: Vec<TextToken>,
     /// Empty unless prompt logprobs were requested.
     pub(crate) prompt_tokens: Vec<PromptToken>,
+    /// Those that steps verified, in the order of their tokens.
+    pub(crate) drafts: Vec<Draft>,
     pub(crate) finish: Finish,
     /// `None` if nothing was sampled.
     pub(crate) seed: Option<u64>,
@@ -167,15 +169,16 @@ impl Running {
     }
 
     async fn collect(mut self) -> Result<(Finished, RequestSummary), GenerationError> {
-        let (mut text, mut tokens) = (String::new(), Vec::new());
+        let (mut text, mut tokens, mut drafts) = (String::new(), Vec::new(), Vec::new());
         loop {
             let delta = self.stream.next().await?;
             text.push_str(&delta.text);
             tokens.push(delta.token);
+            drafts.extend(delta.draft);
             if let Some(finish) = delta.finish {
                 let summary = summary::of_generation(self.num_prompt_tokens, &finish);
                 let prompt_tokens = self.stream.take_prompt_tokens();
-                return Ok((Finished { text, tokens, prompt_tokens, finish, seed: self.seed }, summary));
+                return Ok((Finished { text, tokens, prompt_tokens, drafts, finish, seed: self.seed }, summary));
             }
         }
     }

@@ -9,7 +9,7 @@ use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 
 use super::admission::QueueReservation;
 use super::deadline::{Deadlines, reached};
-use super::delta::{Finish, FinishReason, PromptToken, TextDelta, TextToken, Timings, TopToken};
+use super::delta::{Draft, Finish, FinishReason, PromptToken, TextDelta, TextToken, Timings, TopToken};
 use super::error::GenerationError;
 use super::held_text::HeldText;
 use super::parameter::NumAlternatives;
@@ -81,10 +81,14 @@ pub(super) struct TextStream {
     num_alternatives: NumAlternatives,
     /// Empty unless prompt logprobs were requested.
     prompt_tokens: Vec<PromptToken>,
+    /// A grammar may end the sequence without a stop token, of which it has none.
+    may_end_unannounced: bool,
     max_new_tokens: u32,
     num_generated_tokens: u32,
     num_cached_tokens: usize,
     drafts: DraftCount,
+    /// Until its first token.
+    next_draft: Option<Draft>,
     deadlines: Deadlines,
     /// `None`: the request is not traced.
     timeline: Option<Timeline>,
@@ -108,6 +112,7 @@ impl TextStream {
             sampling.stop_token_ids = union(&model.eos_token_ids(), &sampling.stop_token_ids);
         }
         let stop_token_ids = sampling.stop_token_ids.clone();
+        let may_end_unannounced = stop_token_ids.is_empty() && request.grammar.is_some();
         let has_source = !decoder_prefix.is_empty();
         let detokenizer = model.detokenizer(if has_source { &[] } else { prompt_token_ids });
         // COMPAT: for an encoder–decoder TGI reports the decoder's first tokens, without logprobs.
@@ -135,10 +140,12 @@ impl TextStream {
             shown: options.shown,
             num_alternatives: options.num_alternatives,
             prompt_tokens,
+            may_end_unannounced,
             max_new_tokens,
             num_generated_tokens: 0,
             num_cached_tokens: 0,
             drafts: DraftCount::default(),
+            next_draft: None,
             deadlines: options.deadlines,
             timeline,
             submitted,
@@ -171,7 +178,10 @@ impl TextStream {
                     self.num_cached_tokens = num_cached_tokens;
                 }
                 SequenceEvent::PromptTokens(tokens) => self.accept_prompt(tokens),
-                SequenceEvent::Drafts(drafts) => self.drafts += drafts,
+                SequenceEvent::Drafts(count) => {
+                    self.drafts += count;
+                    self.next_draft = Some(Draft { token_index: self.num_generated_tokens, count });
+                }
                 SequenceEvent::Token(token) => return self.accept(token).await,
                 SequenceEvent::Vector(_) | SequenceEvent::Finished(_) | SequenceEvent::Failed(_) => {
                     return Err(GenerationError::Incomplete);
@@ -241,7 +251,9 @@ impl TextStream {
         piece.special &= hides_stop || !self.shown.contains(token.id);
         let (mut text, stop_string) = self.match_stop_strings(&mut piece);
 
-        let ends_in_engine = is_stop_token || self.num_generated_tokens >= self.max_new_tokens;
+        let ends_in_engine = is_stop_token
+            || self.num_generated_tokens >= self.max_new_tokens
+            || self.may_end_unannounced && stop_string.is_none() && self.is_complete().await?;
         let reason = match (ends_in_engine, stop_string, self.stop_text) {
             (false, None, _) => None,
             (false, Some(index), _) | (true, Some(index), StopText::Cut | StopText::Included) => {
@@ -275,7 +287,7 @@ impl TextStream {
         }
         let top = self.top_tokens(&token.top, self.num_alternatives.of_generated);
         let token = TextToken { id: token.id, text: piece.text, logprob: token.logprob, special, top };
-        Ok(TextDelta { token, text, finish })
+        Ok(TextDelta { token, text, draft: self.next_draft.take(), finish })
     }
 
     /// Returns the text that is final now, and the position of the stop string that is complete. With
@@ -297,6 +309,12 @@ impl TextStream {
                 (self.held.release(start), Some(index))
             }
         }
+    }
+
+    /// Whether no token follows. Waits for the next event, which is not consumed.
+    async fn is_complete(&mut self) -> Result<bool, GenerationError> {
+        let event = self.next_event().await?;
+        Ok(matches!(self.pending.insert(event), SequenceEvent::Finished(_)))
     }
 
     /// The engine ends the sequence with this token; the reason is its next event.

@@ -51,6 +51,7 @@ pub(super) async fn chat_completions(
         echo: request.echoed(),
         with_prompt_logprobs: request.vllm.prompt_logprobs.is_some(),
         hides_reasoning: request.include_reasoning == Some(false),
+        shows_drafts: request.shows_drafts(),
         ..ChatShape::default()
     };
     let shows_token_ids = request.vllm.return_token_ids;

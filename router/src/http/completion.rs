@@ -45,6 +45,7 @@ pub(super) async fn completions(
     let (shows_token_ids, with_prompt_logprobs) =
         (request.vllm.return_token_ids, request.vllm.prompt_logprobs.is_some());
     let (echoes, with_logprobs) = (request.echo, request.logprobs.is_some());
+    let shows_drafts = request.shows_drafts();
     let (hides_generated, are_ids) = (request.hides_generated(), request.vllm.return_tokens_as_token_ids);
     let names = request.names();
     let (mut request, num_choices) = request.into_generation(service.config())?;
@@ -64,6 +65,7 @@ pub(super) async fn completions(
                 prompt_token_ids: shows_token_ids.then(|| prompt.token_ids.clone()),
                 with_prompt_logprobs,
                 hides_generated,
+                shows_drafts,
             };
             readers.push(CompletionReader::new(readers.len(), shape, logprobs));
         }

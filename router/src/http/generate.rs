@@ -15,6 +15,7 @@ use super::header;
 use super::service::Service;
 use super::sse::{self, Event};
 use crate::api::error::ApiError;
+use crate::api::prediction::VerifiedDraft;
 use crate::api::tgi::{
     BestOfSequence, Details, DraftTokens, GenerateRequest, GenerateResponse, StreamDetails, StreamResponse, Token,
 };
@@ -105,6 +106,7 @@ struct Shape {
     inputs: Arc<str>,
     return_full_text: bool,
     with_details: bool,
+    with_drafts: bool,
     choice: Choice,
 }
 
@@ -131,6 +133,7 @@ impl Shape {
             best_of_sequences: is_choice.then(|| chosen.collect()),
             top_tokens: winner.top_tokens,
             draft_tokens: winner.draft_tokens,
+            drafts: winner.drafts,
         });
         GenerateResponse { generated_text: winner.generated_text, details }
     }
@@ -149,6 +152,7 @@ impl Shape {
             tokens,
             top_tokens,
             draft_tokens: DraftTokens::of(finished.finish.drafts),
+            drafts: finished.drafts.into_iter().filter(|_| self.with_drafts).map(Into::into).collect(),
         }
     }
 }
@@ -162,11 +166,12 @@ async fn start(
 ) -> Result<(Generations, Shape), ApiError> {
     let return_full_text = request.parameters.return_full_text.unwrap_or(false);
     let with_details = request.parameters.details || request.parameters.decoder_input_details;
+    let with_drafts = request.parameters.extension.return_drafts;
     let request = request.into_generation(service.config(), streams)?;
     let choice = Choice::new(request.parameters.best_of, request.parameters.extension.n);
     let generations = service.generation().start(request, record).await?;
     let inputs = generations.prompts.first().and_then(|prompt| prompt.text.clone()).unwrap_or_default();
-    Ok((generations, Shape { inputs, return_full_text, with_details, choice }))
+    Ok((generations, Shape { inputs, return_full_text, with_details, with_drafts, choice }))
 }
 
 /// A plain answer and its cost.
@@ -206,13 +211,14 @@ fn events(
     record: RequestRecord,
 ) -> impl Stream<Item = Result<Event, ApiError>> + Send {
     async_stream::try_stream! {
-        let (mut text, mut index) = (String::new(), 0);
+        let (mut text, mut index, mut drafts) = (String::new(), 0, Vec::new());
         let seed = generations.seed();
         let mut deltas = std::pin::pin!(generations.deltas());
         while let Some(delta) = deltas.next().await {
             let delta = delta.map_err(of_stream)?;
             index += 1;
             text.push_str(&delta.delta.text);
+            drafts.extend(delta.delta.draft.filter(|_| shape.with_drafts).map(VerifiedDraft::from));
             let (token, top_tokens) = Token::with_top(delta.delta.token);
             let mut event = StreamResponse { index, token, top_tokens, generated_text: None, details: None };
             if let (Some(finish), Some(total)) = (delta.delta.finish, delta.total) {
@@ -223,6 +229,7 @@ fn events(
                     seed,
                     input_length: total.num_prompt_tokens,
                     draft_tokens: DraftTokens::of(finish.drafts),
+                    drafts: std::mem::take(&mut drafts),
                 });
                 event.generated_text = Some(shape.generated_text(std::mem::take(&mut text)));
             }

@@ -253,6 +253,7 @@ fn failed(error: proto::SequenceError) -> Output {
     let fault = match error.fault() {
         proto::Fault::Server => Fault::Server,
         proto::Fault::Request => Fault::Request,
+        proto::Fault::None => Fault::None,
     };
     Output { tokens: Err(OutputError { reason: error.reason, fault }), ..output(error.sequence_id, Vec::new()) }
 }

@@ -56,6 +56,8 @@ pub(crate) enum Fault {
     Server,
     /// The request asked for something that cannot be continued.
     Request,
+    /// Nothing: the grammar has ended, and the sequence has no stop token.
+    None,
 }
 
 /// How rank 0 spent a step.

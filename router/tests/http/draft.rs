@@ -1,4 +1,4 @@
-//! Draft tokens in the answers' counts.
+//! Draft tokens in the answers' counts, and each draft where the client asks.
 
 use penstock_router::sequence::{DraftCount, FinishReason, SequenceEvent};
 use serde_json::{Value, json};
@@ -52,4 +52,50 @@ async fn details_count_verified_and_accepted_drafts() {
     assert_eq!(last_event(&streamed.body)["details"]["draft_tokens"], expected);
     let server = speculating(false).await;
     assert!(server.post("/generate", request).await.json()["details"].get("draft_tokens").is_none());
+}
+
+/// The objects of a stream's events, without `[DONE]`.
+fn events(text: &str) -> Vec<Value> {
+    text.lines().filter_map(|line| serde_json::from_str(line.strip_prefix("data:")?).ok()).collect()
+}
+
+#[tokio::test]
+async fn each_draft_is_shown_where_the_client_asks() {
+    let first = json!({"token_index": 0, "verified": 4, "accepted": 1});
+    let second = json!({"token_index": 2, "verified": 2, "accepted": 1});
+    let server = speculating(true).await;
+    let routes = [
+        ("/v1/chat/completions", json!({"messages": [{"role": "user", "content": "Hi"}]})),
+        ("/v1/completions", json!({"prompt": "Hi"})),
+    ];
+    for (route, mut body) in routes {
+        assert!(server.post(route, body.clone()).await.json()["choices"][0].get("drafts").is_none(), "{route}");
+        body["return_drafts"] = json!(true);
+        let plain = server.post(route, body.clone()).await.json();
+        assert_eq!(plain["choices"][0]["drafts"], json!([first, second]), "{route}");
+        body["stream"] = json!(true);
+        let streamed = events(&server.post(route, body).await.body);
+        let drafts: Vec<_> = streamed.iter().map(|event| event["choices"][0]["drafts"].clone()).collect();
+        assert_eq!(drafts, [json!([first]), Value::Null, json!([second]), Value::Null], "{route}");
+    }
+    for stream in [false, true] {
+        let mut body = json!({"inputs": "Hi", "stream": stream, "parameters": {"details": true}});
+        let details = |body: Value| {
+            let server = &server;
+            async move {
+                let answer = server.post("/", body).await;
+                if stream { last_event(&answer.body)["details"].clone() } else { answer.json()[0]["details"].clone() }
+            }
+        };
+        assert!(details(body.clone()).await.get("drafts").is_none());
+        body["parameters"]["return_drafts"] = json!(true);
+        assert_eq!(details(body).await["drafts"], json!([first, second]));
+    }
+}
+
+#[tokio::test]
+async fn an_answer_without_drafts_shows_none() {
+    let server = speculating(false).await;
+    let body = json!({"prompt": "Hi", "return_drafts": true});
+    assert!(server.post("/v1/completions", body).await.json()["choices"][0].get("drafts").is_none());
 }

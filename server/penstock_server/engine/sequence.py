@@ -26,7 +26,7 @@ from penstock_server.engine.sampling import (
 )
 from penstock_server.errors import ImageError
 from penstock_server.models.adapter import Adapters
-from penstock_server.plan import Failure, NewSequence, Sampling
+from penstock_server.plan import Failure, Fault, NewSequence, Sampling
 from penstock_server.vision.encoder import ImageEncoder, PlacedImage
 
 
@@ -119,14 +119,14 @@ class SequenceTable:
         if sequence_id in self._failures:
             return
         images: list[PlacedImage] = []
-        reason, request_is_at_fault = self._refusal(new), False
+        reason, fault = self._refusal(new), Fault.SERVER
         if not reason and new.images:
             try:
                 images, reason = self._place(new)
             except ImageError as error:
-                reason, request_is_at_fault = str(error), True
+                reason, fault = str(error), Fault.REQUEST
         if reason:
-            self._failures[sequence_id] = Failure(sequence_id, reason, request_is_at_fault)
+            self._failures[sequence_id] = Failure(sequence_id, reason, fault)
             return
         if not self._free_rows:
             self._grow()

@@ -40,10 +40,10 @@ from penstock_server.engine.sequence import SequenceTable
 from penstock_server.engine.speculation import drafts_of, keep_right_drafts, with_drafts, with_forced_tokens
 from penstock_server.engine.stream import apply_changes, check_plan
 from penstock_server.engine.transfer import Download, Fetched, Put, Upload
-from penstock_server.grammar.state import NO_MASKS, GrammarStates, Masks
+from penstock_server.grammar.state import GRAMMAR_ENDED, NO_MASKS, GrammarStates, Masks
 from penstock_server.models.interface import CausalModel
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import NO_TOKENS, Failure, Plan, StepResult, StepTiming, Tokens
+from penstock_server.plan import NO_TOKENS, Failure, Fault, Plan, StepResult, StepTiming, Tokens
 
 BROKEN_LOGITS = "the model's logits are not finite"
 Ids = npt.NDArray[np.int64]
@@ -332,9 +332,12 @@ class StepRunner:
             pending.is_kept = keep_right_drafts(self._table, chosen, positions, ids)
             broken &= pending.is_kept
         for sample in np.flatnonzero(broken).tolist():
-            # A grammar outgrew its limits, or a mask allows no token: the request brought them.
-            reason, is_of_mask = pending.reasons.get(sample, BROKEN_LOGITS), sample in pending.reasons
-            self._fail(pending, int(places[sample]), reason, is_of_mask)
+            reason, fault = pending.reasons.get(sample), Fault.REQUEST
+            if reason is None:
+                reason, fault = BROKEN_LOGITS, Fault.SERVER
+            elif reason == GRAMMAR_ENDED:
+                fault = Fault.NONE
+            self._fail(pending, int(places[sample]), reason, fault)
         if pending.prompt is not None:
             for place in pending.prompt.places[verdict[len(places) :] > 0].tolist():
                 self._fail(pending, place, BROKEN_LOGITS)
@@ -353,10 +356,10 @@ class StepRunner:
         if self._grammars is not None:
             self._grammars.chosen(chosen.sequence_ids[places].tolist(), ids.tolist())
 
-    def _fail(self, pending: Pending, place: int, reason: str, request_is_at_fault: bool = False) -> None:
+    def _fail(self, pending: Pending, place: int, reason: str, fault: Fault = Fault.SERVER) -> None:
         """End the sequence of one of the step's advances, in later steps in flight too."""
         sequence_id, residency = int(pending.chosen.sequence_ids[place]), pending.residencies[place]
-        failure = pending.failures.setdefault(sequence_id, Failure(sequence_id, reason, request_is_at_fault))
+        failure = pending.failures.setdefault(sequence_id, Failure(sequence_id, reason, fault))
         if self._group.stage.size > 1:
             return  # the other stages do not know, and compute the sequence until the router has freed it
         if self._table.residency[pending.chosen.rows[place]] == residency:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
@@ -66,10 +66,10 @@ class GrammarCompiler:
         return reading.result().tokenizer.vocab_size if reading.exception() is None else 0
 
     @property
-    def eos_ids(self) -> list[int]:
+    def eos_ids(self) -> Sequence[int]:
         """The EOS tokens of the model. Reads the vocabulary."""
         reading = self.read()
-        return reading.result().tokenizer.eos_tokens if reading.exception() is None else []
+        return reading.result().eos_ids if reading.exception() is None else ()
 
     @property
     def later_bytes(self) -> int:

@@ -30,7 +30,7 @@ class Start:
     bare: LLMatcher | None
     after_space: LLMatcher | None = None  # for the same texts, each preceded by a space
     first_tokens: FirstTokens | None = None
-    unknown_id: int | None = None
+    never_ids: tuple[int, ...] = ()  # tokens that no mask allows, and no draft has
 
     def matcher(self, first_id: int) -> LLMatcher | None:
         """A fresh matcher for texts that begin with this token. None: no text begins with it."""
@@ -42,15 +42,15 @@ class Start:
     def fill(self, matcher: LLMatcher, mask: npt.NDArray[np.int32]) -> None:
         """Writes the tokens that may follow into the mask [words]."""
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if self.unknown_id is not None:
+        for token_id in self.never_ids:
             # When only one text remains, llguidance allows its tokenization, which may contain the unknown token.
-            mask.view("u4")[self.unknown_id // 32] &= ~(1 << self.unknown_id % 32) & 0xFFFFFFFF
+            mask.view("u4")[token_id // 32] &= ~(1 << token_id % 32) & 0xFFFFFFFF
 
 
 def build_start(vocabulary: Vocabulary, grammar: Grammar) -> Start:
     """Compiles a grammar. Raises GrammarError with a message for the user. The grammar must have passed its trial, see
     `build_matcher`."""
-    first, unknown_id = vocabulary.first_tokens, vocabulary.unknown_id
+    first, never_ids = vocabulary.first_tokens, vocabulary.never_ids
     bare, after_space = _build(vocabulary, grammar)
     mask = _mask(bare, vocabulary)
     if first is not None:
@@ -59,7 +59,7 @@ def build_start(vocabulary: Vocabulary, grammar: Grammar) -> Start:
     if not is_accepting and not mask:
         raise GrammarError("no token of the model can begin a text of this grammar")
     num_bytes = -(-vocabulary.tokenizer.vocab_size // 32) * 4
-    return Start(mask.to_bytes(num_bytes, "little"), is_accepting, bare, after_space, first, unknown_id)
+    return Start(mask.to_bytes(num_bytes, "little"), is_accepting, bare, after_space, first, never_ids)
 
 
 def _build(vocabulary: Vocabulary, grammar: Grammar) -> tuple[LLMatcher | None, LLMatcher | None]:
@@ -84,4 +84,4 @@ def _build(vocabulary: Vocabulary, grammar: Grammar) -> tuple[LLMatcher | None, 
 def _mask(matcher: LLMatcher | None, vocabulary: Vocabulary) -> int:
     """The tokens that may come first, as in `FirstTokens`."""
     mask = 0 if matcher is None else int.from_bytes(matcher.compute_bitmask(), "little")
-    return mask if vocabulary.unknown_id is None else mask & ~(1 << vocabulary.unknown_id)
+    return mask & ~sum(1 << token_id for token_id in vocabulary.never_ids)

@@ -29,6 +29,8 @@ TokenIds = npt.NDArray[np.int32]
 # `min_match` tokens occurred in it before.
 Guess = Callable[[TokenIds, int, int], TokenIds]
 
+# Instead of a reason: nothing may follow, and there is no token to say so.
+GRAMMAR_ENDED = "the grammar has ended"
 _BITS = (np.uint32(1) << np.arange(32, dtype=np.uint32)).view(np.int32)
 _SEQUENCES_PER_THREAD = 4  # fewer are not worth another thread
 _FEW_ALLOWED = 16  # tokens among which the one used last is a good guess
@@ -72,7 +74,7 @@ class _State:
                     tokens = tokens[: matcher.validate_tokens(tokens)]
                 if not tokens and is_text and not has_guessed_text:
                     tokens, has_guessed_text = _guess_text(text, left, guess), True
-            tokens = list(takewhile(lambda token_id: token_id not in self._end_ids, tokens))
+            tokens = self._draftable(tokens)
             count = matcher.try_consume_tokens(tokens)
             draft += tokens[:count]
             if count == 0:
@@ -83,8 +85,7 @@ class _State:
         """At most `most` tokens that must follow."""
         if self._consume() or self._matcher is None or self._has_ended:
             return []
-        tokens = self._matcher.compute_ff_tokens()[:most]
-        return list(takewhile(lambda token_id: token_id not in self._end_ids, tokens))
+        return self._draftable(self._matcher.compute_ff_tokens()[:most])
 
     def fill(self, masks: Words, draft: Sequence[int]) -> dict[int, str]:
         """Writes the tokens that may follow, and those that may follow after each draft token, into the masks
@@ -146,9 +147,17 @@ class _State:
         if may_end:
             for token_id in self._end_ids:
                 mask[token_id // 32] |= _BITS[token_id % 32]
-        elif not mask.any():
-            return "the grammar allows no further token: the vocabulary cannot spell what must follow"
-        return ""
+        if mask.any():
+            return ""
+        if may_end and self._matcher is not None:
+            return GRAMMAR_ENDED
+        reason = "it matches only the empty text" if may_end else "the vocabulary cannot spell what must follow"
+        return f"the grammar allows no further token: {reason}"
+
+    def _draftable(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens before the first that ends the text or is never sampled."""
+        never = self._end_ids.union(self._start.result().never_ids)
+        return list(takewhile(lambda token_id: token_id not in never, tokens))
 
 
 def _num_allowed(mask: Words) -> int:

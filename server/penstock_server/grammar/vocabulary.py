@@ -27,8 +27,9 @@ class Vocabulary:
     """The tokens of a model."""
 
     tokenizer: LLTokenizer  # tokens as they decode in the middle of a text
+    eos_ids: tuple[int, ...] = ()  # of the model; the tokenizer has an EOS token even if there are none
     first_tokens: FirstTokens | None = None  # None: the first token of an output decodes in the same way
-    unknown_id: int | None = None  # the unknown token, which is never allowed
+    never_ids: tuple[int, ...] = ()  # tokens that are never allowed
 
 
 def read_vocabulary(folder: Path, vocab_size: int | None = None) -> Vocabulary:
@@ -43,22 +44,30 @@ def read_vocabulary(folder: Path, vocab_size: int | None = None) -> Vocabulary:
     metaspace = Metaspace.read(path)
     source = str(path) if metaspace is None else metaspace.readable()
     eos_ids = [token_id for token_id in _eos_ids(folder) if vocab_size is None or token_id < vocab_size]
+    never_ids = []
     try:
         tokenizer = _build(source, vocab_size, eos_ids)
         named = _eos_text(folder)
         if named:
             ids = tokenizer.tokenize_str(named, parse_special=True)
             has_logit = len(ids) == 1 and (vocab_size is None or ids[0] < vocab_size)
-            if has_logit and ids[0] not in tokenizer.eos_tokens:
-                tokenizer = _build(source, vocab_size, [*eos_ids, ids[0]])
+            if has_logit and ids[0] not in eos_ids:
+                eos_ids.append(ids[0])
+                tokenizer = _build(source, vocab_size, eos_ids)
+        if not eos_ids:
+            # llguidance needs an EOS token, and takes token 0 if it is given none: a token of its own, behind all others.
+            never_ids = [tokenizer.vocab_size]
+            tokenizer = _build(source, tokenizer.vocab_size + 1, never_ids)
     except ValueError as error:
         raise GrammarError(f"this model's tokenizer cannot be constrained by a grammar: {error}") from error
     if metaspace is None:
-        return Vocabulary(tokenizer)
+        return Vocabulary(tokenizer, tuple(eos_ids), never_ids=tuple(never_ids))
     # In a decoder-only model the output continues the prompt, so its first token keeps its space.
     begins_texts = bool(_read(folder / "config.json").get("is_encoder_decoder"))
     first_tokens = metaspace.first_tokens(tokenizer.vocab_size) if begins_texts else None
-    return Vocabulary(tokenizer, first_tokens, metaspace.unknown_id)
+    if metaspace.unknown_id is not None:
+        never_ids.append(metaspace.unknown_id)
+    return Vocabulary(tokenizer, tuple(eos_ids), first_tokens, tuple(never_ids))
 
 
 def fast_vocabulary(vocabulary: Vocabulary) -> Vocabulary:

@@ -16,7 +16,7 @@ from penstock_server.engine import batch
 from penstock_server.engine.sequence import SequenceTable, TableLimits
 from penstock_server.errors import ConfigError, ImageError
 from penstock_server.models.registry import read_spec
-from penstock_server.plan import Failure, Image, ImageSpan, NewSequence
+from penstock_server.plan import Failure, Fault, Image, ImageSpan, NewSequence
 from penstock_server.vision.encoded import EncodedImage
 from penstock_server.vision.encoder import ImageEncoder, PlacedImage
 from penstock_server.vision.states import ImageGroup, ImageKvPool
@@ -106,7 +106,7 @@ def test_a_sequence_whose_images_find_no_room_is_not_a_defect_of_the_server() ->
     table = SequenceTable(TableLimits(200, 4, 8, 16, 2), encoder=cast(ImageEncoder, Full()))
     table.add(NewSequence(1, [131, 5], 2, images=[ImageSpan(Image(b"hash", b"data"), 0)]))
     (output,) = batch.select(table, columns([Advance(1, 2, [0])])).failures
-    assert output == Failure(1, "no room; try again later", request_is_at_fault=True)
+    assert output == Failure(1, "no room; try again later", Fault.REQUEST)
     table.free(1)
     table.add(NewSequence(1, [200, 5], 2))
-    assert not table.failure(1).request_is_at_fault
+    assert table.failure(1).fault is Fault.SERVER

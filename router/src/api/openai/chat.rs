@@ -120,6 +120,11 @@ impl ChatRequest {
         FieldNames { grammar: self.sampling.constraint_name().unwrap_or(CHAT_NAMES.grammar), ..CHAT_NAMES }
     }
 
+    /// Whether the answer shows the drafts that steps verified.
+    pub(crate) fn shows_drafts(&self) -> bool {
+        self.sampling.extension.return_drafts
+    }
+
     /// The conversation with its tools.
     pub(crate) fn into_chat(mut self, config: &Config) -> Result<Chat, ValidationError> {
         let tools = self.tool_set();

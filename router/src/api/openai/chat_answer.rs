@@ -4,6 +4,7 @@ use serde::Serialize;
 use utoipa::ToSchema;
 
 use super::{ChatLogprobs, Envelope, FinishReason, PromptLogprobs, Usage};
+use crate::api::prediction::VerifiedDraft;
 
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct ChatCompletion {
@@ -28,6 +29,9 @@ pub(crate) struct ChatChoice {
     /// Ids of the generated tokens. Only with `return_token_ids`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) token_ids: Option<Vec<u32>>,
+    /// Only with `return_drafts`; left out if there are none.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) drafts: Vec<VerifiedDraft>,
 }
 
 #[derive(Debug, Serialize, ToSchema)]
@@ -78,6 +82,9 @@ pub(crate) struct ChatChunkChoice {
     /// Ids of the tokens since the last chunk. Only with `return_token_ids`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) token_ids: Option<Vec<u32>>,
+    /// Those of the tokens since the last chunk. Only with `return_drafts`; left out if there are none.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) drafts: Vec<VerifiedDraft>,
     /// What the choice's first chunk says of the prompt, which the chunk writes outside of its choices.
     #[serde(skip)]
     pub(crate) prompt: Option<ChatPrompt>,

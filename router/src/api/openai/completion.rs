@@ -117,6 +117,11 @@ impl CompletionRequest {
         FieldNames { grammar: self.sampling.constraint_name().unwrap_or(COMPLETION_NAMES.grammar), ..COMPLETION_NAMES }
     }
 
+    /// Whether the answer shows the drafts that steps verified.
+    pub(crate) fn shows_drafts(&self) -> bool {
+        self.sampling.extension.return_drafts
+    }
+
     /// Whether the request only scores its prompt. One token is generated anyway, because that computes the prompt's
     /// logprobs, and is not shown.
     pub(crate) fn hides_generated(&self) -> bool {

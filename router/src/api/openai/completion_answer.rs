@@ -4,6 +4,7 @@ use serde::Serialize;
 use utoipa::ToSchema;
 
 use super::{CompletionLogprobs, Envelope, FinishReason, PromptLogprobs, Usage};
+use crate::api::prediction::VerifiedDraft;
 
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Completion {
@@ -24,6 +25,9 @@ pub(crate) struct CompletionChoice {
     /// Ids of the generated tokens. Only with `return_token_ids`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) token_ids: Option<Vec<u32>>,
+    /// Only with `return_drafts`; left out if there are none.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) drafts: Vec<VerifiedDraft>,
     /// Only with `return_token_ids`, in a stream in the choice's first chunk.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) prompt_token_ids: Option<Vec<u32>>,

@@ -92,7 +92,7 @@ pub(crate) struct SamplingFields {
     #[serde(flatten)]
     refused: RefusedFields,
     #[serde(flatten)]
-    extension: ExtensionFields,
+    pub(super) extension: ExtensionFields,
 }
 
 impl<'de> Deserialize<'de> for SamplingFields {

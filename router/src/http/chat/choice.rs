@@ -4,6 +4,7 @@ use crate::api::openai::{
     ChatChoice, ChatChunk, ChatChunkChoice, ChatLogprobs, ChatPrompt, Delta, Envelope, FinishReason, FunctionDelta,
     OutputMessage, ToolCallDelta, Usage,
 };
+use crate::api::prediction::VerifiedDraft;
 use crate::generation::{self, GenerationDelta, ToolCallIds};
 use crate::http::logprob::{self, TokenNames};
 use crate::http::openai_answer::ChoiceReader;
@@ -25,6 +26,7 @@ pub(super) struct ChatShape {
     pub(super) prompt_token_ids: Option<Vec<u32>>,
     pub(super) with_prompt_logprobs: bool,
     pub(super) hides_reasoning: bool,
+    pub(super) shows_drafts: bool,
 }
 
 pub(super) struct ChatReader {
@@ -32,6 +34,8 @@ pub(super) struct ChatReader {
     shape: ChatShape,
     /// Ids of tokens without a chunk so far.
     token_ids: Vec<u32>,
+    /// Drafts of tokens without a chunk so far.
+    drafts: Vec<VerifiedDraft>,
     is_first: bool,
     has_content: bool,
     num_calls: usize,
@@ -39,7 +43,7 @@ pub(super) struct ChatReader {
 
 impl ChatReader {
     pub(super) fn new(index: usize, shape: ChatShape) -> Self {
-        Self { index, shape, token_ids: Vec::new(), is_first: true, has_content: false, num_calls: 0 }
+        Self { index, shape, token_ids: Vec::new(), drafts: Vec::new(), is_first: true, has_content: false, num_calls: 0 }
     }
 
     fn delta(&mut self, part: Part) -> Delta {
@@ -93,6 +97,7 @@ impl ChoiceReader for ChatReader {
         let GenerationDelta { delta: text_delta, mut parts, ends_in_call, prompt_tokens, .. } = delta;
         let finish = text_delta.finish;
         self.token_ids.push(text_delta.token.id);
+        self.drafts.extend(text_delta.draft.filter(|_| self.shape.shows_drafts).map(VerifiedDraft::from));
         let mut logprobs = self.shape.logprobs_of.as_ref().map(|names| logprob::of_chat(names, text_delta.token));
         let mut prompt = self.is_first.then(|| ChatPrompt {
             token_ids: self.shape.prompt_token_ids.clone(),
@@ -113,6 +118,7 @@ impl ChoiceReader for ChatReader {
                 delta,
                 logprobs: logprobs.take(),
                 token_ids: self.shape.prompt_token_ids.is_some().then(|| std::mem::take(&mut self.token_ids)),
+                drafts: std::mem::take(&mut self.drafts),
                 prompt: prompt.take(),
                 finish_reason: finish.map(|finish| reason(finish.reason, self.num_calls > 0 && !ends_in_call)),
             }
@@ -126,6 +132,7 @@ impl ChoiceReader for ChatReader {
         if let Some(token_ids) = chunk.token_ids {
             sum.token_ids.get_or_insert_default().extend(token_ids);
         }
+        sum.drafts.extend(chunk.drafts);
         sum.prompt = chunk.prompt.or(sum.prompt.take());
         for delta in chunk.delta.tool_calls.into_iter().flatten() {
             match sum.tool_calls.get_mut(delta.index) {
@@ -165,6 +172,7 @@ pub(super) struct ChatSum {
     logprobs: Option<ChatLogprobs>,
     finish_reason: Option<FinishReason>,
     token_ids: Option<Vec<u32>>,
+    drafts: Vec<VerifiedDraft>,
     prompt: Option<ChatPrompt>,
 }
 
@@ -174,10 +182,10 @@ impl ChatSum {
     }
 
     pub(super) fn into_choice(self, index: usize) -> ChatChoice {
-        let Self { content, reasoning_content, tool_calls, logprobs, finish_reason, token_ids, prompt: _ } = self;
+        let Self { content, reasoning_content, tool_calls, logprobs, finish_reason, token_ids, drafts, prompt: _ } = self;
         let reasoning = reasoning_content.clone();
         let message = OutputMessage { role: ROLE, content, refusal: None, reasoning_content, reasoning, tool_calls };
-        ChatChoice { index, message, logprobs, finish_reason, token_ids }
+        ChatChoice { index, message, logprobs, finish_reason, token_ids, drafts }
     }
 }
 

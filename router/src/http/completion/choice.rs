@@ -35,6 +35,7 @@ pub(super) struct CompletionShape {
     /// Until the first chunk.
     pub(super) with_prompt_logprobs: bool,
     pub(super) hides_generated: bool,
+    pub(super) shows_drafts: bool,
 }
 
 pub(super) struct CompletionReader {
@@ -97,6 +98,7 @@ impl ChoiceReader for CompletionReader {
             logprobs,
             finish_reason,
             token_ids: self.shows_token_ids.then_some(token_ids),
+            drafts: delta.draft.filter(|_| self.shape.shows_drafts).map(Into::into).into_iter().collect(),
             prompt_token_ids: self.shape.prompt_token_ids.take(),
             prompt_logprobs,
         }]
@@ -111,6 +113,7 @@ impl ChoiceReader for CompletionReader {
         if let Some(token_ids) = chunk.token_ids {
             sum.token_ids.get_or_insert_default().extend(token_ids);
         }
+        sum.drafts.extend(chunk.drafts);
         sum.prompt_token_ids = chunk.prompt_token_ids.or(sum.prompt_token_ids.take());
         sum.prompt_logprobs = chunk.prompt_logprobs.or(sum.prompt_logprobs.take());
     }
