@@ -31,7 +31,8 @@ SOURCE = Path(__file__).parent.parent / "playground"
 # others, and those without a meaning in a stream.
 ELSEWHERE = {
     *("messages", "prompt", "best_of", "model", "stream", "stream_options", "logprobs", "top_logprobs"),
-    *("tools", "tool_choice", "parallel_tool_calls", "add_generation_prompt", "prompt_logprobs", "return_token_ids", "return_drafts"),
+    *("tools", "tool_choice", "parallel_tool_calls", "add_generation_prompt", "prompt_logprobs", "return_token_ids"),
+    "return_drafts",
     *("response_format", "grammar", "structured_outputs", "max_completion_tokens"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern"),
 }
@@ -455,7 +456,9 @@ def test_accepted_drafts_are_marked_and_counted_by_their_place(page: Page) -> No
     answer.get_by_role("button", name="Tokens").click()
     expect(answer.locator(".token.drafted")).to_have_text(["One", " two"])
     rows = answer.locator(".acceptance tbody tr")
-    expect(rows).to_have_text([re.compile(r"1\D*2\D*1 \(50 %\)"), re.compile(r"2\D*1\D*1 \(100"), re.compile(r"3\D*1\D*0 \(0")])
+    expect(rows).to_have_text(
+        [re.compile(r"1\D*2\D*1 \(50 %\)"), re.compile(r"2\D*1\D*1 \(100"), re.compile(r"3\D*1\D*0 \(0")]
+    )
     answer.locator(".token").nth(1).hover()
     expect(answer.locator(".card caption")).to_have_text("Token 2, drafted at place 2")
     answer.locator(".token").nth(2).hover()

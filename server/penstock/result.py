@@ -13,8 +13,8 @@ Prompt = str | Sequence[int]
 TokenLogprobs = Sequence[Mapping[int, float]]
 """For each token the logprobs of the most probable ones, by token id."""
 Drafts = Sequence[Mapping[str, int]]
-"""With `return_drafts`, for each step that verified a draft: `token_index`, the position in `token_ids` of the step's first
-token, and its `verified` draft tokens, of which the first `accepted` ones are tokens of the text."""
+"""With `return_drafts`, for each step that verified a draft: `token_index`, the position in `token_ids` of the step's
+first token, and the number of its `verified` draft tokens. The first `accepted` ones are the tokens from there on."""
 
 _TOKEN_PREFIX = "token_id:"  # noqa: S105
 

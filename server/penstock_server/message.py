@@ -17,6 +17,7 @@ from penstock_server.phase import Phase
 from penstock_server.plan import (
     Adapter,
     Advances,
+    Fault,
     Grammar,
     Image,
     ImageSpan,

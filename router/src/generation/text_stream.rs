@@ -107,12 +107,12 @@ impl TextStream {
         abandoned: CancellationToken,
     ) -> Self {
         let SequenceOptions { mut request, decoder_prefix, .. } = options;
-        let SequenceRequest { prompt_token_ids, sampling, max_new_tokens, .. } = &mut request;
+        let SequenceRequest { prompt_token_ids, sampling, max_new_tokens, grammar, .. } = &mut request;
         if !options.ignore_eos {
             sampling.stop_token_ids = union(&model.eos_token_ids(), &sampling.stop_token_ids);
         }
         let stop_token_ids = sampling.stop_token_ids.clone();
-        let may_end_unannounced = stop_token_ids.is_empty() && request.grammar.is_some();
+        let may_end_unannounced = stop_token_ids.is_empty() && grammar.is_some();
         let has_source = !decoder_prefix.is_empty();
         let detokenizer = model.detokenizer(if has_source { &[] } else { prompt_token_ids });
         // COMPAT: for an encoder–decoder TGI reports the decoder's first tokens, without logprobs.

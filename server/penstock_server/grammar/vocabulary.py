@@ -20,6 +20,7 @@ from penstock_server.grammar.metaspace import FirstTokens, Metaspace
 # llguidance's default lengths (10, 30, any) and 4.4 ms without such sets (EPYC).
 _STRING_CHARACTER = r'[^"\\\x00-\x1F\x7F]'
 _SLICES = [*(_STRING_CHARACTER + f"{{1,{length}}}" for length in (4, 7, 10, 15, 30)), _STRING_CHARACTER + "+"]
+_END = "<|end of a grammar|>"  # an additional token, for models without EOS tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +56,10 @@ def read_vocabulary(folder: Path, vocab_size: int | None = None) -> Vocabulary:
                 eos_ids.append(ids[0])
                 tokenizer = _build(source, vocab_size, eos_ids)
         if not eos_ids:
-            # llguidance needs an EOS token, and takes token 0 if it is given none: a token of its own, behind all others.
-            never_ids = [tokenizer.vocab_size]
-            tokenizer = _build(source, tokenizer.vocab_size + 1, never_ids)
+            # llguidance takes token 0 if it is given no EOS token: so an additional one, which is never allowed.
+            source = _with_end(source)
+            never_ids = _build(source, vocab_size, []).tokenize_str(_END, parse_special=True)
+            tokenizer = _build(source, vocab_size, never_ids)
     except ValueError as error:
         raise GrammarError(f"this model's tokenizer cannot be constrained by a grammar: {error}") from error
     if metaspace is None:
@@ -112,6 +114,15 @@ def _build(source: str, vocab_size: int | None, eos_ids: list[int]) -> LLTokeniz
             raise
         # The tokenizer has more tokens than the model has logits. Masks are cut to the number of logits.
         return LLTokenizer(source, eos_token=eos, slices=[])
+
+
+def _with_end(source: str) -> str:
+    """The content of a tokenizer.json with one more special token."""
+    content = json.loads(source if source.startswith("{") else Path(source).read_text(encoding="utf-8"))
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    # The id is that of the next token, whatever is written here.
+    end = {"id": len(content["model"]["vocab"]), "content": _END, "special": True, **flags}
+    return json.dumps({**content, "added_tokens": [*(content.get("added_tokens") or ()), end]})
 
 
 def _eos_ids(folder: Path) -> list[int]:

@@ -43,7 +43,15 @@ pub(super) struct ChatReader {
 
 impl ChatReader {
     pub(super) fn new(index: usize, shape: ChatShape) -> Self {
-        Self { index, shape, token_ids: Vec::new(), drafts: Vec::new(), is_first: true, has_content: false, num_calls: 0 }
+        Self {
+            index,
+            shape,
+            token_ids: Vec::new(),
+            drafts: Vec::new(),
+            is_first: true,
+            has_content: false,
+            num_calls: 0,
+        }
     }
 
     fn delta(&mut self, part: Part) -> Delta {
@@ -182,7 +190,8 @@ impl ChatSum {
     }
 
     pub(super) fn into_choice(self, index: usize) -> ChatChoice {
-        let Self { content, reasoning_content, tool_calls, logprobs, finish_reason, token_ids, drafts, prompt: _ } = self;
+        let Self { content, reasoning_content, tool_calls, logprobs, finish_reason, token_ids, drafts, prompt: _ } =
+            self;
         let reasoning = reasoning_content.clone();
         let message = OutputMessage { role: ROLE, content, refusal: None, reasoning_content, reasoning, tool_calls };
         ChatChoice { index, message, logprobs, finish_reason, token_ids, drafts }
