@@ -193,10 +193,8 @@ impl OpenSequences {
                             let tokens = &sampled[..num_tokens];
                             if self.shows_drafts {
                                 // The step's last token is no draft; the one that ended the sequence may be.
-                                sequence.send_drafts(
-                                    output.num_draft_tokens,
-                                    tokens.len().min(sampled.len().saturating_sub(1)),
-                                );
+                                let num_right = num_tokens.min(sampled.len().saturating_sub(1));
+                                sequence.send_drafts(output.num_draft_tokens, num_right);
                             }
                             let gap = sequence.send_tokens(tokens, reported_at);
                             let num_first = usize::from(gap.is_none());
