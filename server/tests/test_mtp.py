@@ -17,7 +17,6 @@ from penstock_server.engine.drafting.load import load_drafter
 from penstock_server.engine.drafting.mtp import MtpHead
 from penstock_server.engine.drafting.ngram import NgramDrafter
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.native_build import find_build
 from penstock_server.models import load_model
 from penstock_server.models.decoder import Decoder
 from penstock_server.models.interface import LoadOptions
@@ -53,7 +52,7 @@ def options_of(folder: Path, dtype: torch.dtype = torch.float32, **options: Any)
 def load(options: LoadOptions, group: RankGroup | None = None) -> tuple[Decoder, HeadDrafter]:
     group = group or RankGroup()
     model = load_model(options, group)
-    drafter = load_drafter(None, model, options, load_model, find_build(CPU, options.dtype), group)
+    drafter = load_drafter(None, model, options, load_model, group, can_draft=True)
     assert isinstance(model, Decoder)
     assert isinstance(drafter, HeadDrafter)
     return model, drafter
@@ -61,7 +60,7 @@ def load(options: LoadOptions, group: RankGroup | None = None) -> tuple[Decoder,
 
 def drafting(options: LoadOptions) -> tuple[Engine, Recorded]:
     model, drafter = load(options)
-    recorded = Recorded(drafter.model)
+    recorded = Recorded(drafter.model, CPU)
     engine = Engine(model, RankGroup(), CPU, BLOCK_TOKENS, drafter=recorded)
     engine.warm_up(LIMITS)
     recorded.drafts.clear()
@@ -94,9 +93,9 @@ def test_logits_of_drafts_are_those_of_the_published_computation(
     compute = MtpHead.forward
 
     def forward(self: MtpHead, *args: Any) -> Any:
-        ids, outputs = compute(self, *args)
-        logits.extend(self._model.logits(outputs))
-        return ids, outputs
+        drafted = compute(self, *args)
+        logits.extend(self._model.logits(drafted.outputs))
+        return drafted
 
     monkeypatch.setattr(MtpHead, "forward", forward)
     generate(engine, prompts(5, [20], VOCAB), 14, num_drafts=3)
@@ -195,7 +194,7 @@ def test_a_checkpoint_without_the_layer_drafts_with_ngrams(reference: Reference,
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     options = options_of(tmp_path)
     model = load_model(options, RankGroup())
-    drafter = load_drafter(None, model, options, load_model, find_build(CPU, options.dtype), RankGroup())
+    drafter = load_drafter(None, model, options, load_model, RankGroup(), can_draft=True)
     assert isinstance(drafter, NgramDrafter)
 
 
