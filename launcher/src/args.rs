@@ -258,8 +258,9 @@ pub(crate) struct Args {
     #[arg(long, env, value_enum, default_value_t = Standby::Auto)]
     pub(crate) standby: Standby,
 
-    /// Batch sizes for which decode steps are recorded as CUDA graphs, separated by commas. A smaller batch uses the next
-    /// larger graph, and batches beyond the largest none. 0: no graphs. No effect on a CPU [default: chosen by the worker]
+    /// Batch sizes for which decode steps are recorded as CUDA graphs, separated by commas; each draft token counts as a sequence. A
+    /// smaller batch uses the next larger graph, and batches beyond the largest none. 0: no graphs. No effect on a CPU
+    /// [default: chosen by the worker]
     #[arg(long, env, value_name = "SIZES", value_delimiter = ',')]
     pub(crate) cuda_graphs: Vec<u32>,
 

@@ -62,8 +62,9 @@ pub(crate) struct DraftingCost {
 }
 
 impl DraftingCost {
-    /// Learns from a step of `seconds` without its drafts, which were made in `duration`; by a model one after another. `num_drafts`:
-    /// the most for one sequence. `is_catching_up`: the model has not read all tokens yet, so that sequences got none.
+    /// Learns from a step of `seconds` without its drafts, which were made in `duration`; by a model one after another.
+    /// `num_drafts`: the most for one sequence. `is_catching_up`: the model has not read all tokens yet, so that sequences got
+    /// none.
     pub(crate) fn observe(
         &mut self,
         drafting: Drafting,

@@ -231,7 +231,13 @@ class Engine:
         has_grammars = self._compiler is not None and self._compiler.rehearse(warmup.ANY_TEXT)
         has_grammars = self._group.minimum_of_all(-has_grammars) < 0  # the first rank alone has a compiler
         probe = CapacityProbe(
-            self.model, self._group, self._device, self._block_tokens, has_grammars, self._pooled_drafter
+            self.model,
+            self._group,
+            self._device,
+            self._block_tokens,
+            has_grammars,
+            self._pooled_drafter,
+            self._drafter.num_bytes,
         )
         probe.check_limits(config)
         longest = probe.longest_sequence(config)

@@ -176,3 +176,11 @@ def test_every_drafter_drafts_on_the_device_and_changes_no_bit(
         found.append(recorded.drafts)
     assert found[0] == found[1]
     assert sum(map(len, found[0].values())) > NUM_TOKENS
+
+
+def test_rows_of_the_output_matrix_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    reference = make_model("llama")
+    model = load_model(options_of(save_model(reference, tmp_path)), RankGroup())
+    ids = torch.tensor([7, 0, 130, 7])
+    expected = reference.lm_head.weight[ids].detach()
+    torch.testing.assert_close(model.head_rows(ids).cpu(), expected, atol=1e-3, rtol=1e-3)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
 from penstock_server.attention.interface import StepBatch
-from penstock_server.engine.drafting.pooled import NUM_PADDING_SLOTS, Drafted
+from penstock_server.engine.drafting.pooled import NUM_PADDING_BLOCKS, Drafted
 from penstock_server.engine.host_batch import HostBatch
 from penstock_server.errors import ConfigError
 from penstock_server.layers.rope import rope_tables
@@ -89,8 +89,8 @@ class EagleHead:
 
     def allocate_cache(self, num_blocks: int) -> None:
         self.caches = []
-        num_slots = num_blocks * self._block_tokens + NUM_PADDING_SLOTS
-        self.caches = [torch.zeros(num_slots, width, dtype=self._dtype, device=self._device) for width in self._widths]
+        sizes = [(num_blocks + NUM_PADDING_BLOCKS, self._block_tokens, width) for width in self._widths]
+        self.caches = [torch.zeros(size, dtype=self._dtype, device=self._device) for size in sizes]
 
     def serve_up_to(self, max_sequence_tokens: int) -> None:
         pass
@@ -100,7 +100,7 @@ class EagleHead:
         columns[slots, self.layers.index(layer)] = residual.to(self._dtype)
 
     def forward(self, batch: HostBatch, step: StepBatch, outputs: Tensor | None) -> Drafted:
-        residual = linear(self.caches[0][step.slots], self._fuse) if outputs is None else outputs
+        residual = linear(self.caches[0].flatten(0, 1)[step.slots], self._fuse) if outputs is None else outputs
         x = torch.cat(
             (self._normed(self._embed(step.token_ids), self._token_norm), self._normed(residual, self._hidden_norm)), 1
         )
@@ -118,7 +118,7 @@ class EagleHead:
         cos, sin = (table[step.positions][:, None].to(x.dtype) for table in self._ropes)
         queries = _rotated(linear(x, self._query).view(len(x), -1, self.head_dim), cos, sin)
         keys = _rotated(linear(x, self._key).view(len(x), -1, self.head_dim), cos, sin)
-        _, key_pool, value_pool = self.caches
+        _, key_pool, value_pool = (cache.flatten(0, 1) for cache in self.caches)  # views
         key_pool[step.slots], value_pool[step.slots] = keys.flatten(1), linear(x, self._value)
         attended = torch.empty_like(queries)
         offsets = torch.arange(self._block_tokens, device=self._device)

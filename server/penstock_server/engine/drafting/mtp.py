@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from penstock_server.attention.interface import StepBatch
-from penstock_server.engine.drafting.pooled import NUM_PADDING_SLOTS, Drafted
+from penstock_server.engine.drafting.pooled import NUM_PADDING_BLOCKS, Drafted
 from penstock_server.engine.host_batch import HostBatch
 from penstock_server.layers.step import StepContext
 from penstock_server.models.decoder import Decoder
@@ -29,15 +29,16 @@ class MtpHead:
 
     def allocate_cache(self, num_blocks: int) -> None:
         self.caches, self._model.output_pool = [], None  # first: the old and the new pool may not fit together
-        size = num_blocks * self._block_tokens + NUM_PADDING_SLOTS, self._model.hidden_size
-        self._model.output_pool = torch.zeros(size, dtype=self._model.dtype, device=self._device)
-        self.caches = [self._model.output_pool, self._layer.attention.allocate(num_blocks)]
+        size = num_blocks + NUM_PADDING_BLOCKS, self._block_tokens, self._model.hidden_size
+        outputs = torch.zeros(size, dtype=self._model.dtype, device=self._device)
+        self._model.output_pool = outputs.flatten(0, 1)
+        self.caches = [outputs, self._layer.attention.allocate(num_blocks)]
 
     def serve_up_to(self, max_sequence_tokens: int) -> None:
         pass  # the rope tables are the model's
 
     def forward(self, batch: HostBatch, step: StepBatch, outputs: Tensor | None) -> Drafted:
-        outputs_of_model, cache = self.caches
+        outputs_of_model, cache = self.caches[0].flatten(0, 1), self.caches[1]
         context = StepContext.of(step, self._model.attention)
         assert self._model.embedding is not None, "the model is not split into stages"
         tokens = self._model.embedding(context)

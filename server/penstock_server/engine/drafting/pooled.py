@@ -23,9 +23,9 @@ from penstock_server.plan import Plan
 
 # Unseen tokens that a step computes at most, of all sequences: a long prompt delays few tokens of others.
 MAX_CATCH_UP_TOKENS = 256
-# Of a pool that keeps what the model computed at each slot, behind its blocks: recorded steps of a GPU have rows that
-# are padding, whose slot is -1.
-NUM_PADDING_SLOTS = 1
+# Behind the blocks of a pool that keeps what the model computed at each slot: recorded steps of a GPU have rows that
+# are padding, whose slot is -1, the last one.
+NUM_PADDING_BLOCKS = 1
 _NO_TOKENS: Tokens = np.zeros(0, np.int32)
 
 
