@@ -22,6 +22,7 @@ import torch
 from figure import percentile
 from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine
+from penstock_server.engine.drafting import ngram
 from penstock_server.plan import Plan
 from penstock_server.weights.loader import Loader
 from prediction import decode_name, floor_s, prompt_name
@@ -32,6 +33,7 @@ from table import markdown
 
 WARM_STEPS, TIMED_STEPS, PROFILED_STEPS = 5, 50, 20
 CHUNK_TOKENS = 2048  # of a long prompt beside running streams
+NUM_DRAFTS = (0, 1, 3, 7)  # of one stream in a step
 LIMIT_BYTES = 4 << 30
 LIMIT_SIZE = 8192  # of the square matrices whose product is timed
 
@@ -49,6 +51,19 @@ def measure_streams(sequences: Sequences, num: int, context: int) -> dict[str, A
     phases_s = sequences.phases_s(TIMED_STEPS)
     profiled = profile(lambda: sequences.run(sequences.decode(new, PROFILED_STEPS)))
     result = {"step_s": steps_s, "phases_s": phases_s, "profile": profiled}
+    sequences.forget()
+    return result
+
+
+def measure_drafts(sequences: Sequences, num_drafts: int, context: int) -> dict[str, Any]:
+    """Seconds per decode step of one stream that verifies drafts, of which few are right, and the part of it in which
+    the device waits for the host to make them."""
+    num_steps = WARM_STEPS + TIMED_STEPS + 1
+    new = sequences.new(1, context, (1 + num_drafts) * num_steps)
+    sequences.run(sequences.prefill(new))
+    sequences.run(sequences.decode(new, WARM_STEPS, num_drafts))
+    steps_s = gaps(sequences.run(sequences.decode(new, TIMED_STEPS + 1, num_drafts)))
+    result = {"step_s": steps_s, "waiting_s": sequences.phases_s(TIMED_STEPS)["draft_s"]}
     sequences.forget()
     return result
 
@@ -178,6 +193,8 @@ def measure(name: str, device: torch.device, options: Any, save: Callable[[dict[
     folder = write_model(size.config, Path(tempfile.mkdtemp()))
     Loader.read = read_random  # type: ignore[method-assign]
     Loader.quantized = lambda loader, *names: read_quantized(size.format, loader, *names)  # type: ignore[method-assign]
+    # A random model says nothing that an n-gram would find. These drafts take as long, apart from the search.
+    ngram.continuation = lambda history, most, least_match=0: history[:most]
     started = time.perf_counter()
     config = LoadConfig(folder, dtype="bfloat16", device=str(device), deterministic=size.deterministic)
     engine, description = Engine.load(config)
@@ -193,9 +210,12 @@ def measure(name: str, device: torch.device, options: Any, save: Callable[[dict[
     }
     sequences = Sequences(engine, description.block_tokens, capacity.num_blocks)
     for repeat in range(options.repeats):
-        result: dict[str, Any] = {"streams": {}, "ttft_s": {}, "batches": {}}
+        result: dict[str, Any] = {"streams": {}, "drafts": {}, "ttft_s": {}, "batches": {}}
         for num in size.streams:
             result["streams"][str(num)] = measure_streams(sequences, num, size.context_tokens)
+        for num_drafts in NUM_DRAFTS:
+            if num_drafts < size.max_sequences:
+                result["drafts"][str(num_drafts)] = measure_drafts(sequences, num_drafts, size.context_tokens)
         for prompt in size.prompts:
             result["ttft_s"][str(prompt)] = measure_ttft(sequences, prompt)
         for batch in size.batches:
@@ -233,6 +253,12 @@ def report(record: dict[str, Any]) -> str:
             load = decode_name(int(num))
             idle_text = "" if idle is None else f"{idle:.1%}"
             rows.append([name, load, f"{int(num) / step_s:,.0f} tokens/s", share(load, step_s), idle_text])
+        for num_drafts in repeats[0].get("drafts", ()):  # older results have none
+            found = [repeat["drafts"][num_drafts] for repeat in repeats]
+            step_s = statistics.median(statistics.median(one["step_s"]) for one in found)
+            waiting_s = statistics.median(one["waiting_s"] for one in found)
+            text = f"{step_s * 1e3:,.2f} ms, waiting {waiting_s * 1e3:,.2f} ms"
+            rows.append([name, f"step of 1 stream with {num_drafts} drafts", text, "", ""])
         for prompt in repeats[0]["ttft_s"]:
             ttft_s = statistics.median(repeat["ttft_s"][prompt] for repeat in repeats)
             load = prompt_name(int(prompt))

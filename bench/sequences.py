@@ -39,7 +39,7 @@ class Sequences:
             made.append(NewSequence(sequence_id, tokens, prompt_tokens, block_ids=blocks, sampling=Sampling()))
         return made
 
-    def plan(self, advances: list[tuple[int, int, bool]], new: Sequence[NewSequence] = ()) -> Plan:
+    def plan(self, advances: Sequence[tuple[Any, ...]], new: Sequence[NewSequence] = ()) -> Plan:
         self.step += 1
         columns = tuple(zip(*advances, strict=True))
         return Plan(self.step, (), new, Advances.of(*columns) if columns else Advances.of((), (), ()))
@@ -63,8 +63,9 @@ class Sequences:
         if advances:
             yield self.plan(advances, started)
 
-    def decode(self, sequences: Sequence[NewSequence], num_steps: int) -> Iterator[Plan]:
-        advances = [(sequence.sequence_id, 1, True) for sequence in sequences]
+    def decode(self, sequences: Sequence[NewSequence], num_steps: int, num_drafts: int = 0) -> Iterator[Plan]:
+        """num_drafts: that each sequence may verify in a step."""
+        advances = [(sequence.sequence_id, 1, True, (), num_drafts) for sequence in sequences]
         return (self.plan(advances) for _ in range(num_steps))
 
     def run(self, plans: Iterator[Plan]) -> list[float]:

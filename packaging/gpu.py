@@ -52,6 +52,7 @@ MODEL_TESTS = (
     "architecture/test_fp8_cache.py",
     "architecture/test_deterministic.py",
     "architecture/test_device_adapters.py",
+    "architecture/test_device_drafts.py",
     "architecture/test_pooling.py",
     "architecture/test_images.py",
 )

@@ -27,6 +27,7 @@ def test_every_load_of_the_tiny_model_is_measured(tmp_path: Path) -> None:
     model = models["tiny"]
     (repeat,) = model["repeats"]
     assert {num: len(found["step_s"]) for num, found in repeat["streams"].items()} == {"1": 50, "4": 50}
+    assert {num: len(found["step_s"]) for num, found in repeat["drafts"].items()} == {"0": 50, "1": 50, "3": 50}
     assert set(repeat["ttft_s"]) == {"16", "100"}
     assert set(repeat["batches"]) == {"4 × 16 / 4"}
     assert set(repeat["beside_long_prompt"]) == {"without", "with"}

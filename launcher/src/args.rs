@@ -227,7 +227,8 @@ pub(crate) struct Args {
     /// Maximum number of draft tokens that a step verifies for one sequence; with 0, only those that a grammar forces. Drafts
     /// are what --speculative-model proposes, or else the multi-token prediction (MTP) layer of the checkpoint, or else what
     /// followed the last tokens of a sequence where they occurred in it before (n-grams), or what its grammar forces; they
-    /// change no token, logprob or stop. A step with prompts or with as many sequences as --max-batch-size has none
+    /// change no token, logprob or stop, or on a GPU without --deterministic no more than other sequences in the batch do. A step
+    /// with prompts or with as many sequences as --max-batch-size has none
     #[arg(long, env, default_value_t = 0, value_parser = RangedU64ValueParser::<u32>::new().range(0..=16))]
     pub(crate) speculate: u32,
 
@@ -257,8 +258,9 @@ pub(crate) struct Args {
     #[arg(long, env, value_enum, default_value_t = Standby::Auto)]
     pub(crate) standby: Standby,
 
-    /// Batch sizes for which decode steps are recorded as CUDA graphs, separated by commas. A smaller batch uses the next
-    /// larger graph, and batches beyond the largest none. 0: no graphs. No effect on a CPU [default: chosen by the worker]
+    /// Batch sizes for which decode steps are recorded as CUDA graphs, separated by commas; each draft token counts as a sequence. A
+    /// smaller batch uses the next larger graph, and batches beyond the largest none. 0: no graphs. No effect on a CPU
+    /// [default: chosen by the worker]
     #[arg(long, env, value_name = "SIZES", value_delimiter = ',')]
     pub(crate) cuda_graphs: Vec<u32>,
 

@@ -222,7 +222,8 @@ impl Settings {
     /// the same bits, or where the KV pool of `limits` is too small for them. `limits`: of the scheduler, with the drafts.
     pub(crate) fn speculation(model: &Description, limits: &Limits) -> (u32, Option<Choice>) {
         let reason = if !model.can_draft {
-            "drafts are verified on CPUs only so far, by a native decoder and native kernels".to_owned()
+            "drafts are verified by native kernels on a CPU, or Triton kernels on a GPU, and not with models that transformers runs"
+                .to_owned()
         } else if !limits.has_room_for_drafts() {
             format!(
                 "the KV pool of {} tokens does not hold a sliding window and the drafts of {} steps in flight; raise \
@@ -266,8 +267,11 @@ fn check_ranges(args: &Args) -> Result<(), ResolveError> {
         return Err(ResolveError::OutOfRange { name: "max-total-tokens", value: tokens.to_string(), allowed });
     }
     in_range("replicas", args.replicas, args.replicas <= MAX_REPLICAS, "at most 64")?;
-    let has_drafts = args.speculative_model.is_none() || args.speculate > 0;
-    in_range("speculate", args.speculate, has_drafts, "at least 1 with --speculative-model, which makes the drafts")?;
+    if let (Some(given), 0) = (&args.speculative_model, args.speculate) {
+        let value = format!("0 with --speculative-model {given}");
+        let allowed = "at least 1: the number of draft tokens that a step may verify for a sequence";
+        return Err(ResolveError::OutOfRange { name: "speculate", value, allowed });
+    }
     let recent = args.speculate_recent_tokens;
     in_range("speculate-recent-tokens", recent, recent == 0 || args.speculate > 0, "0 without --speculate")?;
     let is_one_stage = args.pipeline_parallel_size == 1;

@@ -41,10 +41,15 @@ fn model(device: &str) -> Description {
 }
 
 #[test]
-fn heads_without_drafts_are_refused() {
-    let reason = "--speculate is 0, must be at least 1 with --speculative-model, which makes the drafts";
-    assert_eq!(refusal("--speculative-model /heads"), reason);
-    assert!(settings("--speculative-model /heads --speculate 2").is_ok());
+fn a_source_of_drafts_without_drafts_is_refused() {
+    for given in ["/heads", "ngram"] {
+        let reason = format!(
+            "--speculate is 0 with --speculative-model {given}, must be at least 1: the number of draft tokens that a step \
+             may verify for a sequence"
+        );
+        assert_eq!(refusal(&format!("--speculative-model {given}")), reason);
+        assert!(settings(&format!("--speculative-model {given} --speculate 2")).is_ok());
+    }
 }
 
 #[test]
@@ -208,7 +213,7 @@ fn drafts_are_off_where_they_cannot_be_verified_or_the_pool_is_too_small_for_the
                 --max-batch-total-tokens, or lower --speculate";
     assert_eq!(reason(&windowed, 7).as_deref(), Some(pool));
     let no_kernels = Description { can_draft: false, ..model("cpu") };
-    assert!(reason(&no_kernels, 8).is_some_and(|reason| reason.contains("on CPUs only")));
+    assert!(reason(&no_kernels, 8).is_some_and(|reason| reason.contains("not with models that transformers runs")));
     // Forced tokens have no flag, so the log does not report that there are none.
     let forced = |model: &Description, num_blocks| {
         let limits = Limits { drafts_only_forced: true, ..drafting(model, num_blocks) };

@@ -227,7 +227,7 @@ pub struct SequenceOutput {
 pub struct Drafted {
     /// Draft tokens that the step verified, over all sequences.
     pub num_tokens: u32,
-    /// Time that the worker took to make them.
+    /// Time that the worker took to make them. Of a GPU: for which it had nothing to compute, or made them.
     pub duration: Duration,
 }
 

@@ -158,7 +158,7 @@ impl Sequence {
     }
 
     pub(crate) fn acceptance(&mut self, drafting: Drafting) -> &mut Acceptance {
-        &mut self.acceptance[usize::from(drafting != Drafting::Lookup)]
+        &mut self.acceptance[usize::from(drafting.uses_model())]
     }
 
     /// Tokens that are computed after the steps in flight even if all their drafts are wrong.

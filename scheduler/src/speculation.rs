@@ -1,6 +1,7 @@
 //! How likely a sequence's drafts are right, and how many are worth their rows.
 //!
-//! Drafts by lookup cost only the rows that verify them. A model that drafts also takes time before the step.
+//! Drafts cost the rows that verify them, and the time of making them: little for lookups on a CPU, more where a GPU waits
+//! for the host meanwhile, and most for a model that drafts.
 //!
 //! Pure, and without influence on tokens: it decides only how fast they come.
 
@@ -13,9 +14,9 @@ const LEARNING_RATE: f64 = 1.0 / 8.0;
 /// Share of the way back to `PRIOR` in a step without drafts, so that a sequence whose drafts were wrong tries again.
 const RECOVERY_RATE: f64 = 1.0 / 64.0;
 
-/// Share of the time that steps may take which draft with a model only to measure it.
+/// Share of the time that steps may take which draft only to measure it: with a model, and by lookup.
 const PROBE_SHARE: f64 = 0.02;
-/// From which a share may double: below it, single measurements say little.
+/// From which a share may double: below it, single measurements say little. Lookups that take less are free.
 const LEAST_SHARE: f64 = 0.01;
 /// Steps of a probe: in the first one, a draft model catches up on tokens. In a step that brings no draft it still does,
 /// and the probe goes on for a step more, up to `MAX_PROBE_STEPS`.
@@ -32,9 +33,19 @@ pub(crate) enum Drafting {
     Model,
     /// As `Model`, but only to measure it.
     Probe,
+    /// As `Lookup`, but only to measure it.
+    LookupProbe,
+    /// No drafts: they are not expected to save what they cost.
+    None,
 }
 
-/// What it costs to draft with a model, which is measured again from time to time.
+impl Drafting {
+    pub(crate) fn uses_model(self) -> bool {
+        matches!(self, Self::Model | Self::Probe)
+    }
+}
+
+/// What it costs to make drafts, which is measured again from time to time.
 #[derive(Debug, Default)]
 pub(crate) struct DraftingCost {
     /// The time for a draft token of each sequence, as a share of a step without drafts. `None`: not measured yet.
@@ -44,11 +55,16 @@ pub(crate) struct DraftingCost {
     /// Steps of the probe that are not planned yet, and all that were planned.
     num_probe_steps: u32,
     num_planned_probe_steps: u32,
+    /// The time of looking up the drafts of all sequences, as a share of a step without drafts.
+    lookup_share: f64,
+    /// As `probe_seconds`, for lookups.
+    lookup_probe_seconds: f64,
 }
 
 impl DraftingCost {
-    /// Learns from a step of `seconds` without its drafts, which were made in `duration`, one after another. `num_drafts`:
-    /// the most for one sequence. `is_catching_up`: the model has not read all tokens yet, so that sequences got none.
+    /// Learns from a step of `seconds` without its drafts, which were made in `duration`; by a model one after another.
+    /// `num_drafts`: the most for one sequence. `is_catching_up`: the model has not read all tokens yet, so that sequences got
+    /// none.
     pub(crate) fn observe(
         &mut self,
         drafting: Drafting,
@@ -57,6 +73,12 @@ impl DraftingCost {
         duration: Duration,
         is_catching_up: bool,
     ) {
+        let most_seconds = (1.0 + self.lookup_share) * seconds;
+        self.lookup_probe_seconds = (self.lookup_probe_seconds + PROBE_SHARE * seconds).min(most_seconds);
+        if !drafting.uses_model() && num_drafts > 0 && seconds > 0.0 {
+            let share = duration.as_secs_f64() / seconds;
+            self.lookup_share = learned(self.lookup_share, share);
+        }
         self.probe_seconds = (self.probe_seconds + PROBE_SHARE * seconds).min(self.seconds_of_probe(seconds));
         if drafting == Drafting::Probe {
             self.probe_seconds -= seconds + duration.as_secs_f64();
@@ -64,15 +86,11 @@ impl DraftingCost {
                 self.num_probe_steps += 1;
             }
         }
-        if drafting == Drafting::Lookup || num_drafts == 0 || is_catching_up || seconds <= 0.0 {
+        if !drafting.uses_model() || num_drafts == 0 || is_catching_up || seconds <= 0.0 {
             return;
         }
         let share = duration.as_secs_f64() / (seconds * f64::from(num_drafts));
-        // A step in which single sequences catch up counts for little.
-        self.share = Some(match self.share {
-            Some(known) => known + (share.min(2.0 * known.max(LEAST_SHARE)) - known) * LEARNING_RATE,
-            None => share,
-        });
+        self.share = Some(self.share.map_or(share, |known| learned(known, share)));
     }
 
     fn seconds_of_probe(&self, seconds: f64) -> f64 {
@@ -81,6 +99,22 @@ impl DraftingCost {
 
     pub(crate) fn share(&self) -> f64 {
         self.share.unwrap_or(0.0)
+    }
+
+    /// As a share of a step; 0: lookups are free.
+    pub(crate) fn lookup_share(&self) -> f64 {
+        if self.lookup_share < LEAST_SHARE { 0.0 } else { self.lookup_share }
+    }
+
+    /// Whether the next step, of `seconds`, looks up a draft for each sequence only to measure it. `row_share`: of a row for
+    /// each sequence in these seconds.
+    pub(crate) fn begins_lookup_probe(&mut self, seconds: f64, row_share: f64) -> bool {
+        let seconds_of_probe = (self.lookup_share + row_share) * seconds;
+        let is_probe = self.lookup_probe_seconds >= seconds_of_probe;
+        if is_probe {
+            self.lookup_probe_seconds -= seconds_of_probe;
+        }
+        is_probe
     }
 
     /// Whether the next step, of `seconds`, is to be a probe. `is_probing`: one is in flight.
@@ -96,6 +130,12 @@ impl DraftingCost {
         self.num_planned_probe_steps += u32::from(is_probe);
         is_probe
     }
+}
+
+/// A share that was `known` after it was measured as `share`. One step that took long, as one in which single sequences
+/// catch up, counts for little.
+fn learned(known: f64, share: f64) -> f64 {
+    known + (share.min(2.0 * known.max(LEAST_SHARE)) - known) * LEARNING_RATE
 }
 
 /// Moving averages of a sequence's drafts.

@@ -90,6 +90,12 @@ class Recorder(TorchDispatchMode):
 class FakeEvent:
     """Stands in for an event of CUDA."""
 
+    def __init__(self, *, timed: bool = False) -> None:
+        pass
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return 0.0
+
     def synchronize(self) -> None:
         pass
 

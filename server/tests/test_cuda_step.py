@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_models
-from fake_cuda import FakeEvent, Launches, fake_cuda, launched, load
+from fake_cuda import FakeEvent, Launches, Recorder, fake_cuda, launched, load
+from mtp_checkpoint import Reference
 from penstock_server.engine import Engine
 from penstock_server.engine.device_progress import Progress
 from penstock_server.plan import Advances, NewSequence, Plan, Sampling
@@ -71,6 +72,38 @@ def test_a_layer_launches_nine_kernels(tmp_path: Path, monkeypatch: pytest.Monke
             totals.append(launched((engine, launches), decode(2, 2)).num_kernels)
             engine.close()
     assert totals[1] - totals[0] == 3 * 9
+
+
+def test_a_step_with_drafts_is_copied_at_once_and_launches_what_a_decode_step_does(loaded: Loaded) -> None:
+    """All tokens are 0 here, so the drafts of a text of zeros are so, too."""
+    new = [NewSequence(0, [0] * 3, 3, block_ids=[0])]
+    launched(loaded, Plan(1, new_sequences=new, advances=Advances.of([0], [3], [True])))
+    plain = launched(loaded, decode(2, 1)).kernels.copy()
+    found = launched(loaded, Plan(3, advances=Advances.of([0], [1], [True], (), [1])))
+    assert (found.num_uploads, found.num_downloads) == (1, 1)
+    assert loaded[0]._runner._in_flight[-1].chosen.num_drafts.tolist() == [1]
+    assert not found.kernels - plain, "it even has its input tokens on the host"
+    after = launched(loaded, decode(4, 1))
+    assert (after.num_uploads, after.num_downloads) == (1, 1)
+
+
+@pytest.mark.parametrize("kind", ["draft model", "prediction layer"])
+def test_passes_of_a_drafter_wait_for_nothing(kind: str, folder: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"speculative_model": folder}
+    if kind == "draft model":
+        (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    else:
+        folder, options = Reference.random().save(tmp_path), {"drafts_with_mtp": True}
+    with fake_cuda() as launches:
+        engine = load(folder, **options)
+        launched((engine, launches), prefill(Sampling(), Sampling()))
+        drafter, table = engine._pooled_drafter, engine._runner._table
+        rows, twos = table.rows([0, 1]), np.full(2, 2)
+        with Recorder(launches):
+            first = drafter.next(table, rows, twos - 2, twos, None)
+            second = drafter.next(table, rows[1:], twos[1:], twos[1:] - 1, first.select(np.array([1])))
+        assert [len(first.ids), len(second.ids)] == [2, 1]
+        engine.close()
 
 
 SAMPLINGS: dict[str, dict[str, Any]] = {

@@ -16,7 +16,6 @@ from penstock_server.engine.drafting.head import HeadDrafter
 from penstock_server.engine.drafting.load import load_drafter
 from penstock_server.engine.sequence import SequenceTable, TableLimits
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.native_build import find_build
 from penstock_server.models import load_model
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
@@ -92,8 +91,8 @@ def expected_draft(reference: Any, head: Tensors, text: list[int], num_drafts: i
 class Recorded(HeadDrafter):
     """Keeps the drafts with the texts that they continue."""
 
-    def __init__(self, head: Any) -> None:
-        super().__init__(head)
+    def __init__(self, head: Any, device: torch.device) -> None:
+        super().__init__(head, device)
         self.drafts: list[tuple[list[int], list[int]]] = []
 
     def draft(self, table: Any, rows: Any, most: Any) -> Any:
@@ -110,9 +109,9 @@ def load(folder: Path) -> tuple[CausalModel, LoadOptions]:
 
 def drafting(model_folder: Path, head_folder: Path) -> tuple[Engine, Recorded]:
     model, options = load(model_folder)
-    drafter = load_drafter(head_folder, model, options, load_model, find_build(CPU, options.dtype), RankGroup())
+    drafter = load_drafter(head_folder, model, options, load_model, RankGroup(), can_draft=True)
     assert isinstance(drafter, HeadDrafter)
-    recorded = Recorded(drafter.model)
+    recorded = Recorded(drafter.model, CPU)
     engine = Engine(model, RankGroup(), CPU, BLOCK_TOKENS, drafter=recorded)
     engine.warm_up(replace(LIMITS, proven=False))
     recorded.drafts.clear()
@@ -178,7 +177,7 @@ class Unread:
 
 
 def test_a_text_that_the_model_has_not_read_has_no_draft() -> None:
-    drafter, limits = HeadDrafter(cast(Any, Unread())), TableLimits(VOCAB, BLOCK_TOKENS, 8, 64, 2)
+    drafter, limits = HeadDrafter(cast(Any, Unread()), CPU), TableLimits(VOCAB, BLOCK_TOKENS, 8, 64, 2)
     table = SequenceTable(limits)
     table.add(NewSequence(1, [5], 1, block_ids=[0]))
     table.add(NewSequence(2, [5, 6, 7], 3, block_ids=[1]))
@@ -202,4 +201,4 @@ def test_heads_of_another_model_are_refused(
     model, options = load(model_folder)
     folder = save_head(tmp_path / "head", head, **config)
     with pytest.raises(ConfigError, match=message):
-        load_drafter(folder, model, options, load_model, find_build(CPU, options.dtype), RankGroup())
+        load_drafter(folder, model, options, load_model, RankGroup(), can_draft=True)

@@ -12,18 +12,19 @@ import numpy as np
 import pytest
 import torch
 from fake_cuda import record_eagerly
-from fake_model import BLOCK_TOKENS, FakeModel, load_fake
+from fake_model import BLOCK_TOKENS, FakeModel, continuation, load_fake
 from hypothesis import given
 from hypothesis import strategies as st
 from late_device import make_late
 from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine, memory
-from penstock_server.engine.graphs import Bucket, StepGraphs, buckets, context_buckets, needed_bytes, sequence_buckets
+from penstock_server.engine.drafting import ngram
+from penstock_server.engine.graphs import Bucket, StepGraphs, buckets, context_buckets, needed_bytes, row_buckets
 from penstock_server.engine.host_batch import HostAdapters, HostBatch
 from penstock_server.engine.memory import Memory
 from penstock_server.engine.sequence import TableLimits
 from penstock_server.plan import NewSequence
-from plans import Advance, plan
+from plans import Advance, listed, plan
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -34,7 +35,7 @@ class FakeDevice:
     """A GPU as far as graphs see it: which bucket is recorded or replayed, and how much memory that takes."""
 
     def __init__(self) -> None:
-        self.recorded: list[int] = []  # sequences of each graph
+        self.recorded: list[int] = []  # rows of each graph
         self.replayed: list[int] = []
         self.used_bytes = 0
 
@@ -63,7 +64,7 @@ def ready(graph_sizes: tuple[int, ...] = (), num_blocks: int = NUM_BLOCKS, *, pr
 
 @given(most=st.integers(1, 600), longest=st.integers(1, 200_000))
 def test_buckets_ascend_to_the_limits_and_waste_less_than_half(most: int, longest: int) -> None:
-    for sizes, limit, first in ((sequence_buckets(most), most, 1), (context_buckets(longest), longest, 1024)):
+    for sizes, limit, first in ((row_buckets(most), most, 1), (context_buckets(longest), longest, 1024)):
         assert sizes == sorted(set(sizes))
         assert sizes[0] == min(first, limit)
         assert sizes[-1] == limit
@@ -71,8 +72,8 @@ def test_buckets_ascend_to_the_limits_and_waste_less_than_half(most: int, longes
 
 
 def test_sizes_that_are_asked_for_are_taken() -> None:
-    assert sequence_buckets(128, [8, 1, 0, 8, 32]) == [1, 8, 32]
-    assert sequence_buckets(16, [1, 2, 32, 64]) == [1, 2, 16]
+    assert row_buckets(128, [8, 1, 0, 8, 32]) == [1, 8, 32]
+    assert row_buckets(16, [1, 2, 32, 64]) == [1, 2, 16]
 
 
 def test_steps_with_adapters_have_graphs_of_their_own() -> None:
@@ -113,6 +114,44 @@ def test_a_decode_step_replays_the_smallest_graph_that_holds_it(
     for num_sequences in (1, 3, 7):
         run(engine, num_sequences)
     assert device.replayed == replayed
+
+
+def test_a_step_with_drafts_replays_the_graph_of_as_many_rows(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three rows of one sequence, right or wrong, and one of another."""
+    engine = ready((2, 4, 8))
+    prompt = [21, 22]
+    expected = continuation(prompt, 8)
+    for draft, num_tokens in ((expected[1:3], 4), ([5, 6], 2)):
+        engine.reset()
+        monkeypatch.setattr(ngram, "continuation", lambda history, most, draft=draft: np.array(draft[:most], np.int32))
+        new = [NewSequence(i, prompt, 2, 0, [4 * i + block for block in range(4)]) for i in range(2)]
+        found = listed(engine.step(plan(1, (), new, [Advance(i, 2, sample=True) for i in range(2)])).sampled)
+        device.replayed.clear()
+        advances = [Advance(0, 1, sample=True), Advance(1, 1, sample=True, num_draft_tokens=2)]
+        result = engine.step(plan(2, advances=advances))
+        assert device.replayed == [4]
+        assert result.sequence_ids.tolist() == [0] + [1] * (num_tokens - 1)
+        tokens = [token.id for token in (*found, *listed(result.sampled))]
+        assert tokens == [expected[0]] * 2 + expected[1:2] + expected[1:num_tokens]
+
+
+def test_tokens_become_sequences_whose_contexts_end_with_them() -> None:
+    longs, ints = np.arange(5), np.array([0, 1, 5], np.int32)
+    tables = np.array([[7, 0], [8, 9]], np.int32)
+    sources = np.array([3, 2], np.int32)
+    batch = HostBatch(longs, longs, longs, ints, np.array([9, 12], np.int32), tables, longs, 4, 12, sources)
+    single = batch.with_single_rows()
+    assert single.context_lens.tolist() == [9, 9, 10, 11, 12]
+    assert single.query_starts.tolist() == [0, 1, 2, 3, 4, 5]
+    assert single.block_tables.tolist() == [[7, 0]] + [[8, 9]] * 4
+    assert single.source_lens is not None
+    assert single.source_lens.tolist() == [3, 2, 2, 2, 2]
+    assert single.max_query_tokens == 1
+    for name in ("query_starts", "context_lens", "block_tables", "source_lens"):
+        assert getattr(single, name).dtype == np.int32, "kernels are compiled for these"
+    assert single.with_single_rows() is single
 
 
 @pytest.mark.parametrize("proven", [False, True])

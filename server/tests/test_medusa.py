@@ -16,7 +16,7 @@ from penstock_server.attention.interface import StepAdapters
 from penstock_server.engine import Engine
 from penstock_server.engine.drafting import medusa
 from penstock_server.engine.drafting.interface import SentDrafter
-from penstock_server.engine.drafting.medusa import WEIGHTS_NAME, Heads, MedusaDrafter, read_heads
+from penstock_server.engine.drafting.medusa import WEIGHTS_NAME, HeadKernels, Heads, MedusaDrafter, read_heads
 from penstock_server.errors import ConfigError
 from penstock_server.kernels.native_build import find_build
 from penstock_server.parallel import RankGroup
@@ -148,7 +148,7 @@ class Sized(FakeModel):
 def read(folder: Path, model: FakeModel, group: RankGroup | None = None) -> Heads | None:
     native = find_build(CPU, torch.float32)
     assert native is not None
-    return read_heads(folder, model, native, group or RankGroup())
+    return read_heads(folder, model, HeadKernels.of(CPU, torch.float32, native), group or RankGroup())
 
 
 def entered(tensors: dict[str, torch.Tensor], head: int, outputs: torch.Tensor) -> torch.Tensor:

@@ -16,13 +16,13 @@ from penstock_server.engine.drafting.head import HeadDrafter
 from penstock_server.engine.drafting.load import load_drafter
 from penstock_server.engine.drafting.mtp import MtpHead
 from penstock_server.engine.drafting.ngram import NgramDrafter
+from penstock_server.engine.offload import Offload
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.native_build import find_build
 from penstock_server.models import load_model
 from penstock_server.models.decoder import Decoder
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import NewSequence, Plan
+from penstock_server.plan import NewSequence, Plan, Transfer
 from plans import Advance, listed, plan
 from quantized_checkpoints import float8, save_quantized
 from rank_threads import run_native_ranks
@@ -53,7 +53,7 @@ def options_of(folder: Path, dtype: torch.dtype = torch.float32, **options: Any)
 def load(options: LoadOptions, group: RankGroup | None = None) -> tuple[Decoder, HeadDrafter]:
     group = group or RankGroup()
     model = load_model(options, group)
-    drafter = load_drafter(None, model, options, load_model, find_build(CPU, options.dtype), group)
+    drafter = load_drafter(None, model, options, load_model, group, can_draft=True)
     assert isinstance(model, Decoder)
     assert isinstance(drafter, HeadDrafter)
     return model, drafter
@@ -61,7 +61,7 @@ def load(options: LoadOptions, group: RankGroup | None = None) -> tuple[Decoder,
 
 def drafting(options: LoadOptions) -> tuple[Engine, Recorded]:
     model, drafter = load(options)
-    recorded = Recorded(drafter.model)
+    recorded = Recorded(drafter.model, CPU)
     engine = Engine(model, RankGroup(), CPU, BLOCK_TOKENS, drafter=recorded)
     engine.warm_up(LIMITS)
     recorded.drafts.clear()
@@ -94,9 +94,9 @@ def test_logits_of_drafts_are_those_of_the_published_computation(
     compute = MtpHead.forward
 
     def forward(self: MtpHead, *args: Any) -> Any:
-        ids, outputs = compute(self, *args)
-        logits.extend(self._model.logits(outputs))
-        return ids, outputs
+        drafted = compute(self, *args)
+        logits.extend(self._model.logits(drafted.outputs))
+        return drafted
 
     monkeypatch.setattr(MtpHead, "forward", forward)
     generate(engine, prompts(5, [20], VOCAB), 14, num_drafts=3)
@@ -184,6 +184,12 @@ def test_a_shared_or_returning_prefix_is_read_from_its_blocks(reference: Referen
     step(3, Advance(2, 2, [8], True), NewSequence(2, other, 34, 32, range(2)), freed=(1,))
     step(4, Advance(2, 1, (), True, 2))
     assert counts == [36, 1, 2, 1]
+    # Blocks that were moved out of the pool and into other ones bring what the model computed.
+    offload = Offload([*engine.model.caches, *drafter.model.caches], 2)
+    offload.move([Transfer(0, 0, False), Transfer(1, 1, False), Transfer(20, 0, True), Transfer(21, 1, True)])
+    step(5, Advance(3, 2, [22], True), NewSequence(3, [*text[:33], 8], 34, 32, [20, 21]), freed=(2,))
+    step(6, Advance(3, 1, (), True, 2))
+    assert counts == [36, 1, 2, 1, 34, 1]
     for known, draft in drafter.drafts:
         assert draft == reference.draft(known, len(draft))[0]
 
@@ -195,7 +201,7 @@ def test_a_checkpoint_without_the_layer_drafts_with_ngrams(reference: Reference,
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     options = options_of(tmp_path)
     model = load_model(options, RankGroup())
-    drafter = load_drafter(None, model, options, load_model, find_build(CPU, options.dtype), RankGroup())
+    drafter = load_drafter(None, model, options, load_model, RankGroup(), can_draft=True)
     assert isinstance(drafter, NgramDrafter)
 
 

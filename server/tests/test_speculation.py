@@ -11,7 +11,7 @@ import torch
 from fake_model import POISON, FakeModel, continuation
 from hypothesis import given
 from hypothesis import strategies as st
-from paired_ranks import PairedGroup, paired_engines
+from paired_ranks import CPU, PairedGroup, paired_engines
 from penstock_server.config import WarmUpConfig
 from penstock_server.engine import speculation
 from penstock_server.engine.batch import select
@@ -181,10 +181,24 @@ def test_the_first_rank_sends_the_drafts_that_grammars_allow(drafter: Drafter, e
         advances = [Advance(i, 1, sample=True, num_draft_tokens=3) for i in range(2)]
         group = PairedGroup(rank, 2, sent=sent)
         selected = select(table, columns(advances))
-        chosen = speculation.with_drafts(table, selected, drafter, cast(Any, grammars), group)
+        chosen = speculation.with_drafts(table, selected, drafter, cast(Any, grammars), group, CPU)
         assert chosen.num_drafts.tolist() == [2, 3]
         assert (chosen.num_tokens.tolist(), chosen.samples.tolist()) == ([3, 4], [0, 0, 0, 1, 1, 1, 1])
         assert speculation.drafts_of(table, chosen) == [[7, 8], [3, 1, 2]]
+
+
+def test_ranks_whose_heads_may_compute_other_bits_take_the_drafts_of_the_first() -> None:
+    sent, found = deque[torch.Tensor](), []
+    for rank, texts in ((0, [1, 2, 3, 1, 2]), (1, [1, 2, 4, 1, 2])):
+        table = SequenceTable(
+            TableLimits(vocab_size=100, block_tokens=16, num_blocks=4, max_sequence_tokens=30, num_rows=2)
+        )
+        table.add(NewSequence(0, texts, 5, 4, [0]))
+        selected = select(table, columns([Advance(0, 1, sample=True, num_draft_tokens=1)]))
+        group = PairedGroup(rank, 2, computes_alike=False, sent=sent)
+        chosen = speculation.with_drafts(table, selected, Reading(), None, group, CPU)
+        found.append(speculation.drafts_of(table, chosen))
+    assert found == [[[3]]] * 2
 
 
 class Forcing:
@@ -203,7 +217,7 @@ def test_forced_tokens_are_the_only_drafts_if_the_plan_says_so() -> None:
             table.add(NewSequence(i, [1, 2, 3, 1, 2], 5, 4, [i], Sampling(grammar=grammar)))
         selected = select(table, columns([Advance(i, 1, sample=True, num_draft_tokens=3) for i in range(2)]))
         group = PairedGroup(rank, 2, sent=sent)
-        chosen = speculation.with_forced_tokens(table, selected, cast(Any, grammars), group)
+        chosen = speculation.with_forced_tokens(table, selected, cast(Any, grammars), group, CPU)
         assert chosen.num_drafts.tolist() == [3, 0]
         assert speculation.drafts_of(table, chosen) == [[7, 8, 9], []]
 

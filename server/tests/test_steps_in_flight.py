@@ -18,9 +18,11 @@ from hypothesis import strategies as st
 from late_device import LateEvent, make_late
 from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine, graphs
+from penstock_server.engine.drafting import ngram
 from penstock_server.engine.step import BROKEN_LOGITS, Pending
 from penstock_server.plan import Fault, NewSequence, Plan, Sampling, StepResult
 from plans import Advance, plan
+from plans import listed as plain_tokens
 
 NUM_BLOCKS = 64
 SAMPLINGS = [
@@ -126,6 +128,75 @@ def test_any_depth_gives_the_results_of_one_step_at_a_time(
     plans = random_plans(seed, SAMPLINGS + WITH_HISTORY if with_history else SAMPLINGS)
     alone = run(engine, plans, 1)
     assert [listed(result) for result in run(engine, plans, max_in_flight)] == [listed(result) for result in alone]
+
+
+class Guesses:
+    """Stands for the search: greedy continuations of 0 to 3 tokens, some of them wrong. The same text has the same."""
+
+    def __call__(self, history: np.ndarray, most: int) -> np.ndarray:
+        draw = random.Random(history.tobytes())
+        guessed = continuation(history.tolist(), draw.randrange(most + 1))
+        return np.array([token if draw.random() < 0.7 else 5 for token in guessed], np.int32)
+
+
+def drafting_plans(seed: int, max_drafts: int) -> list[Plan]:
+    """Plans of a router that knows no result: it allows drafts in some of the decodes of two sequences, one of which is
+    freed, and followed by another one."""
+    draw = random.Random(seed)
+    new = [NewSequence(i, [21 + i, 22], 2, 0, range(16 * i, 16 * i + 16), draw.choice(DRAFTED)) for i in range(3)]
+    plans = [plan(1, (), new[:2], [Advance(i, 2, sample=True) for i in range(2)])]
+    for number in range(2, 11):
+        freed, started = ((0,), [new[2]]) if number == 6 else ((), [])
+        drafts = [draw.choice((0, max_drafts)) for _ in range(2)]
+        running = (0, 1) if number < 6 else (2, 1)
+        advances = [Advance(i, 1, (), True, num) for i, num in zip(running, drafts, strict=True)]
+        if started:
+            advances[0] = Advance(2, 2, (), True)
+        plans.append(plan(number, freed, started, advances))
+    return plans
+
+
+DRAFTED = [Sampling(), Sampling(top_n=2), Sampling(do_sample=True, seed=3, temperature=8.0), WITH_HISTORY[0]]
+
+
+@given(seed=st.integers(0, 1 << 30), max_in_flight=st.integers(2, 4))
+@settings(max_examples=25, deadline=None)
+def test_drafts_change_nothing_at_any_depth(engine: Engine, seed: int, max_in_flight: int) -> None:
+    def generated(results: list[StepResult]) -> dict[int, list[Any]]:
+        tokens: dict[int, list[Any]] = {0: [], 1: [], 2: []}
+        for result in results:
+            for sequence_id, token in zip(result.sequence_ids.tolist(), plain_tokens(result.sampled), strict=True):
+                tokens[sequence_id].append(token)
+        return tokens
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ngram, "continuation", Guesses())
+        alone = run(engine, drafting_plans(seed, 3), 1)
+        ahead = run(engine, drafting_plans(seed, 3), max_in_flight)
+    assert [listed(result) for result in ahead] == [listed(result) for result in alone]
+    expected, found = generated(run(engine, drafting_plans(seed, 0), 1)), generated(alone)
+    for sequence_id, tokens in expected.items():
+        assert found[sequence_id][: len(tokens)] == tokens
+
+
+def test_a_step_with_drafts_waits_only_for_earlier_steps_and_is_timed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = lambda history, most: np.array(continuation(history.tolist(), most), np.int32)  # noqa: E731
+    monkeypatch.setattr(ngram, "continuation", right)
+    engine.reset()
+    text, before_model = [21, 22, 23], list[int]()
+    monkeypatch.setattr(engine.model, "started", Mock(set=lambda: before_model.append(LateEvent.num_waits)))
+    LateEvent.num_waits = 0
+    drafting, plain = Advance(1, 1, (), True, 3), Advance(1, 1, (), True)
+    pending = [engine.launch(plan(1, (), [NewSequence(1, text, 3, 0, range(8))], [Advance(1, 3, sample=True)]))]
+    pending += [engine.launch(plan(step, advances=[each])) for step, each in enumerate((drafting, plain, plain), 2)]
+    assert before_model == [0, 1, 2, 2], "for what a draft continues, and for which drafts were right"
+    assert LateEvent.num_waits == 2, "no launch waits behind its model"
+    results = [engine.collect(each) for each in pending]
+    tokens = [token for result in results for token in result.sampled.ids.tolist()]
+    assert tokens == continuation(text, len(tokens))
+    assert [result.timing.draft_s for result in results] == [0.0, 0.0025, 0.0025, 0.0]
 
 
 @settings(max_examples=20, deadline=None)

@@ -95,7 +95,7 @@ impl Scheduler {
         if num_planned_drafts > 0 {
             let acceptance = sequence.acceptance(drafting);
             match output.num_draft_tokens {
-                0 if drafting != Drafting::Lookup => acceptance.miss(),
+                0 if drafting.uses_model() => acceptance.miss(),
                 num_drafts => acceptance.observe(token_ids.len() as u32 - 1, num_drafts),
             }
         }

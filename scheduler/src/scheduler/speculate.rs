@@ -9,6 +9,9 @@
 //!
 //! A model that drafts takes time as well: a draft of a model must pay for its row and for being made. Each step takes the
 //! source that is expected to save most, by what each sequence has accepted of it.
+//!
+//! Where lookups take time, as on a GPU, which waits until the host knows the last tokens, a step looks drafts up only if
+//! those of all its sequences are expected to save more.
 
 use super::Scheduler;
 use crate::cost::Work;
@@ -36,15 +39,17 @@ impl Scheduler {
         let mut num_rows_left = if is_busy { 0 } else { max_rows.saturating_sub(decodes.len() as u32) };
         let num_required: usize = decodes.iter().map(|id| self.sequence(*id).num_new_blocks(1)).sum();
         let mut num_blocks_left = self.cache.pool().num_allocatable() - num_required;
-        let row_share = self.row_share(work);
+        let row_share = if limits.drafts_only_forced { 0.0 } else { self.row_share(work) };
         let drafting = if num_rows_left > 0 { self.drafting(decodes, work, row_share) } else { Drafting::Lookup };
         let (least_probability, least_drafts) = match drafting {
-            Drafting::Lookup if limits.drafts_only_forced => (0.0, 0),
             Drafting::Lookup => (row_share, 0),
             Drafting::Model => (row_share + self.drafting_cost.share(), 0),
-            Drafting::Probe => (f64::INFINITY, 1),
+            Drafting::Probe | Drafting::LookupProbe => (f64::INFINITY, 1),
+            Drafting::None => (f64::INFINITY, 0),
         };
-        let unused = if drafting == Drafting::Lookup { Drafting::Model } else { Drafting::Lookup };
+        let unused = if drafting.uses_model() { Drafting::Lookup } else { Drafting::Model };
+        // Otherwise probes measure again whether the sequences' drafts are right.
+        let recovers = !matches!(drafting, Drafting::None | Drafting::LookupProbe);
         let mut num_drafts = Vec::with_capacity(decodes.len());
         for id in decodes {
             let sequence = self.sequence_mut(*id);
@@ -57,7 +62,7 @@ impl Scheduler {
             }
             num_blocks_left -= num_extra_blocks(num);
             num_rows_left -= num;
-            if num == 0 {
+            if num == 0 && recovers {
                 sequence.acceptance(drafting).recover();
             }
             sequence.acceptance(unused).recover();
@@ -66,13 +71,13 @@ impl Scheduler {
         (drafting, num_drafts)
     }
 
-    /// The source of drafts that is expected to save most time, or a probe of the other one.
+    /// The source of drafts that is expected to save most time, or a probe of another one.
     fn drafting(&mut self, decodes: &[SequenceId], work: &Work, row_share: f64) -> Drafting {
-        if !self.limits.drafts_with_model {
+        let (share, lookup_share) = (self.drafting_cost.share(), self.drafting_cost.lookup_share());
+        if !self.limits.drafts_with_model && lookup_share == 0.0 {
             return Drafting::Lookup;
         }
-        let share = self.drafting_cost.share();
-        let (mut by_lookup, mut by_model) = (0.0, 0.0);
+        let (mut by_lookup, mut by_model) = (-lookup_share * decodes.len() as f64, 0.0);
         for id in decodes {
             let limits = self.limits;
             let sequence = self.sequence_mut(*id);
@@ -85,11 +90,22 @@ impl Scheduler {
             by_lookup += worth(Drafting::Lookup, 0.0);
             by_model += worth(Drafting::Model, share);
         }
-        if by_model > by_lookup {
-            return Drafting::Model;
-        }
         let (seconds, is_probing) = (self.cost.seconds(work), self.in_flight.has_probe());
-        if self.drafting_cost.begins_probe(seconds, is_probing) { Drafting::Probe } else { Drafting::Lookup }
+        if self.limits.drafts_with_model {
+            if by_model > by_lookup.max(0.0) {
+                return Drafting::Model;
+            }
+            if self.drafting_cost.begins_probe(seconds, is_probing) {
+                return Drafting::Probe;
+            }
+        }
+        if lookup_share == 0.0 || by_lookup > 0.0 {
+            Drafting::Lookup
+        } else if self.drafting_cost.begins_lookup_probe(seconds, row_share) {
+            Drafting::LookupProbe
+        } else {
+            Drafting::None
+        }
     }
 
     /// Seconds of one more row as a share of the seconds per token of a step without drafts; 0 while nothing is known.

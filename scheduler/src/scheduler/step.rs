@@ -13,7 +13,6 @@ use super::draft::Draft;
 use crate::cost::Estimate;
 use crate::in_flight::InFlightAdvance;
 use crate::plan::{Advance, BlockId, Plan, SequenceId};
-use crate::speculation::Drafting;
 
 impl Scheduler {
     /// The next step, or `None` if there is nothing to do before the next `submit`, `abort` or `apply`.
@@ -49,7 +48,7 @@ impl Scheduler {
                 self.release_before_window(in_flight.id);
             }
         }
-        draft.plan.drafts_by_lookup = self.limits.drafts_with_model && drafting == Drafting::Lookup;
+        draft.plan.drafts_by_lookup = self.limits.drafts_with_model && !drafting.uses_model();
         draft.plan.drafts_only_forced = self.limits.drafts_only_forced && !num_drafts.is_empty();
         draft.plan.freed_sequence_ids = self.residents.take_freed();
         draft.plan.transfers = self.cache.take_transfers();

@@ -23,7 +23,7 @@ impl Scheduler {
         let in_flight = self.in_flight.get(step)?;
         let (mut estimate, has_transfers) = (in_flight.estimate, in_flight.has_transfers);
         let duration = duration.saturating_sub(drafted.duration);
-        if self.limits.drafts_with_model {
+        if self.limits.max_draft_tokens > 0 {
             let seconds = if estimate.seconds > 0.0 { estimate.seconds } else { duration.as_secs_f64() };
             let planned = in_flight.advances.iter().map(|advance| advance.num_draft_tokens).filter(|num| *num > 0);
             let (num_sequences, num_passes) = (planned.clone().count(), planned.max().unwrap_or(0));

@@ -54,6 +54,7 @@ class CapacityProbe:
     block_tokens: int
     has_grammars: bool  # whether grammars can be used already
     pooled_drafter: PooledDrafter | None = None  # with as many blocks as the model
+    drafter_bytes: int = 0  # of weights
 
     def measure(
         self, config: WarmUpConfig, run: Run, later_bytes: int, graph_bytes: Callable[[], int], clock: PhaseClock
@@ -136,7 +137,7 @@ class CapacityProbe:
     @property
     def standby_bytes(self) -> int:
         """What a standby group takes of this rank's GPU."""
-        return self.model.weight_bytes + _STANDBY_BYTES
+        return self.model.weight_bytes + self.drafter_bytes + _STANDBY_BYTES
 
     def standby_room(self, config: WarmUpConfig, step_bytes: int) -> int | None:
         """As of `Capacity`, measured now. step_bytes: of the largest step."""

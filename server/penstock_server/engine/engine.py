@@ -58,10 +58,11 @@ logger = logging.getLogger(__name__)
 _MAX_MASK_THREADS = 8
 
 
-def _can_draft(model: CausalModel, device: torch.device, group: RankGroup) -> bool:
-    """Whether drafts change no bit, and no step waits for them: the tokens that a draft continues are on the host. Only
-    the last of several pipeline stages knows which drafts are right."""
-    return device.type == "cpu" and model.pooler is None and model.is_row_independent and group.stage.size == 1
+def _can_draft(model: CausalModel, group: RankGroup) -> bool:
+    """Whether steps may verify drafts. These change no bit if rows are independent; otherwise, on a GPU, no more than
+    another sequence in the batch does. Only the last of several pipeline stages knows which drafts are right."""
+    is_fit = model.is_row_independent or model.is_recordable
+    return is_fit and model.pooler is None and group.stage.size == 1
 
 
 def _image_input(images: ImageEncoder | None) -> ImageInput | None:
@@ -151,12 +152,12 @@ class Engine:
                 with clock.phase("read vocabulary"):
                     wait([compiler.read()])
         watermark = Watermark.of(model.vocab_size, config.watermark_gamma, config.watermark_delta)
-        build = native if _can_draft(model, device, group) else None
+        can_draft = _can_draft(model, group)
 
         def read_drafter() -> Drafter:
             phase = nullcontext() if config.speculative_model is None else clock.phase("load drafter")
             with phase, torch.inference_mode():
-                return load_drafter(config.speculative_model, model, options, load_model, build, group)
+                return load_drafter(config.speculative_model, model, options, load_model, group, can_draft=can_draft)
 
         drafter = run_in_background(read_drafter) if config.background else read_drafter()
         draft_kv_bytes = drafter.kv_bytes_per_block if isinstance(drafter, PooledDrafter) else 0
@@ -176,7 +177,7 @@ class Engine:
             max_source_tokens=model.max_source_tokens,
             pooling=None if model.pooler is None else model.pooler.pooling,
             num_dimensions=0 if model.pooler is None else model.pooler.num_dimensions,
-            can_draft=build is not None,
+            can_draft=can_draft,
             drafts_with_model=not drafter.is_lookup,
             image_input=_image_input(model.images),
         )
@@ -230,7 +231,13 @@ class Engine:
         has_grammars = self._compiler is not None and self._compiler.rehearse(warmup.ANY_TEXT)
         has_grammars = self._group.minimum_of_all(-has_grammars) < 0  # the first rank alone has a compiler
         probe = CapacityProbe(
-            self.model, self._group, self._device, self._block_tokens, has_grammars, self._pooled_drafter
+            self.model,
+            self._group,
+            self._device,
+            self._block_tokens,
+            has_grammars,
+            self._pooled_drafter,
+            self._drafter.num_bytes,
         )
         probe.check_limits(config)
         longest = probe.longest_sequence(config)
@@ -262,7 +269,7 @@ class Engine:
                 )
             if not self._group.stage.is_last:
                 return RelayRunner(model, self._device, config, table, self.progress, self._offload)
-            drafter = self._drafter if _can_draft(model, self._device, self._group) else None
+            drafter = self._drafter if _can_draft(model, self._group) else None
             return StepRunner(
                 model,
                 self._group,

@@ -1,7 +1,9 @@
 """Decode steps as recorded graphs of device work: one launch starts what would be hundreds.
 
-A graph is recorded for each bucket: a number of sequences and a bound on their contexts. A step runs in the smallest
-bucket that holds it. Rows beyond its own are padding: the token is not stored, and the context is empty.
+A graph is recorded for each bucket: a number of rows and a bound on their contexts. A row is the last token of a
+sequence, or a draft token, which runs as a sequence of its own. So drafts need no graphs of their own: a step has at
+most as many rows as there may be sequences. A step runs in the smallest bucket that holds it. Rows beyond its own are
+padding: the token is not stored, and the context is empty.
 
 INVARIANT: all graphs read the same memory, and run on one stream, in the order of the steps. So the copy of the next
 step's inputs into this memory, and its output over the last one's, come after the last step has used them.
@@ -49,8 +51,8 @@ class CudaRecorder:
         return graph.replay, output
 
 
-def sequence_buckets(most: int, asked: Sequence[int] = ()) -> list[int]:
-    """Numbers of sequences, ascending: those asked for, as far as steps can have as many; empty: chosen up to `most`.
+def row_buckets(most: int, asked: Sequence[int] = ()) -> list[int]:
+    """Numbers of rows, ascending: those asked for, as far as steps can have as many; empty: chosen up to `most`.
     Then padding is less than half, and from 64 on less than a quarter."""
     if asked:
         return sorted({min(size, most) for size in asked if size > 0})
@@ -67,32 +69,32 @@ def context_buckets(longest: int) -> list[int]:
 
 
 def buckets(limits: TableLimits, asked: Sequence[int] = (), *, has_adapters: bool = False) -> list[Bucket]:
-    """The largest first. asked: as of `sequence_buckets`. has_adapters: also those of steps with adapters, whose
+    """The largest first. asked: as of `row_buckets`. has_adapters: also those of steps with adapters, whose
     kernels other steps do not launch."""
-    sequences, contexts = sequence_buckets(limits.num_rows, asked), context_buckets(limits.max_sequence_tokens)
+    rows, contexts = row_buckets(limits.num_rows, asked), context_buckets(limits.max_sequence_tokens)
     kinds = [True, False] if has_adapters else [False]
-    return [Bucket(*kind) for kind in product(reversed(sequences), reversed(contexts), kinds)]
+    return [Bucket(*kind) for kind in product(reversed(rows), reversed(contexts), kinds)]
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """The decode steps that one graph computes."""
 
-    num_sequences: int
+    num_rows: int
     max_context_tokens: int
     has_adapters: bool = False  # whether any sequence may have one
 
     def pad(self, batch: HostBatch, block_tokens: int) -> HostBatch:
         """A decode step that the bucket holds, with all its rows."""
-        sizes = self.num_sequences, self.max_context_tokens, block_tokens
-        return batch.padded(*sizes, has_adapters=self.has_adapters)
+        sizes = self.num_rows, self.max_context_tokens, block_tokens
+        return batch.with_single_rows().padded(*sizes, has_adapters=self.has_adapters)
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
     replay: Replay
     inputs: Tensor  # [bytes] uint8: the memory of the batch that it reads
-    output: Tensor  # [sequences of its bucket, hidden]
+    output: Tensor  # [rows of its bucket, hidden]
 
 
 class StepGraphs:
@@ -106,7 +108,7 @@ class StepGraphs:
         self._record = record
         self._memory: Tensor | None = None  # of the inputs
         self._graphs: dict[Bucket, Graph] = {}
-        self._sequences: list[int] = []
+        self._rows: list[int] = []
         self._contexts: list[int] = []
 
     def add(self, buckets: Iterable[Bucket]) -> None:
@@ -119,7 +121,7 @@ class StepGraphs:
             self._memory = upload.memory
             replay, output = self._record(partial(self._model.forward, inputs))
             self._graphs[bucket] = Graph(replay, upload.memory[: upload.num_bytes], output)
-        self._sequences = sorted({bucket.num_sequences for bucket in self._graphs})
+        self._rows = sorted({bucket.num_rows for bucket in self._graphs})
         self._contexts = sorted({bucket.max_context_tokens for bucket in self._graphs})
 
     def __len__(self) -> int:
@@ -127,19 +129,19 @@ class StepGraphs:
 
     def bucket(self, batch: HostBatch) -> Bucket | None:
         """The smallest one that holds this step. None: the step is no decode step, or too large."""
-        num, context = batch.num_sequences, batch.max_context_tokens
-        if not self._graphs or not batch.is_decode or num > self._sequences[-1] or context > self._contexts[-1]:
+        num, context = batch.num_tokens, batch.max_context_tokens
+        if not self._graphs or not batch.is_decode or num > self._rows[-1] or context > self._contexts[-1]:
             return None
-        sequences = self._sequences[bisect_left(self._sequences, num)]
-        return Bucket(sequences, self._contexts[bisect_left(self._contexts, context)], batch.adapters is not None)
+        rows = self._rows[bisect_left(self._rows, num)]
+        return Bucket(rows, self._contexts[bisect_left(self._contexts, context)], batch.adapters is not None)
 
-    def forward(self, bucket: Bucket, inputs: Tensor, num_sequences: int) -> Tensor:
-        """As the model's, of `num_sequences` sequences. inputs: the memory of their padded batch, at whose start it was
+    def forward(self, bucket: Bucket, inputs: Tensor, num_rows: int) -> Tensor:
+        """As the model's, of `num_rows` rows. inputs: the memory of their padded batch, at whose start it was
         put [at least the bytes of the batch] uint8. The output is valid until the next call."""
         graph = self._graphs[bucket]
         graph.inputs.copy_(inputs[: len(graph.inputs)])
         graph.replay()
-        return graph.output[:num_sequences]
+        return graph.output[:num_rows]
 
 
 def needed_bytes(graphs: StepGraphs, buckets: Sequence[Bucket], free_bytes: Callable[[], int]) -> int:

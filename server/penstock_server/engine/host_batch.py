@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from penstock_server.attention.interface import CrossAttentionImages, StepAdapters, StepBatch
-from penstock_server.engine.transfer import Put
+from penstock_server.engine.transfer import Put, Upload
 
 Rows = npt.NDArray[np.int64]
 Lengths = npt.NDArray[np.int32]
@@ -84,14 +85,35 @@ class HostBatch:
         return len(self.context_lens)
 
     @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
     def is_decode(self) -> bool:
-        """Whether each sequence has one token, and gives an output."""
-        has_images = self.image_places is not None
+        """Whether each token gives an output, and attends to those before it: decodes, with or without draft tokens."""
+        has_images = self.image_places is not None or self.ends is not None
         return (
             not has_images
             and self.sources is None
             and self.seen is None
-            and len(self.token_ids) == len(self.sample_rows) == self.num_sequences > 0
+            and self.num_tokens == len(self.sample_rows) > 0
+        )
+
+    def with_single_rows(self) -> HostBatch:
+        """A decode step in which each token is a sequence of its own, whose context ends with it. It computes the same:
+        a layer stores the keys of all tokens of a step before it reads any."""
+        if self.num_tokens == self.num_sequences:
+            return self
+        counts = np.diff(self.query_starts)
+        owners = np.repeat(np.arange(self.num_sequences), counts)
+        num_behind = self.query_starts[1:][owners] - np.arange(1, self.num_tokens + 1, dtype=np.int32)
+        return replace(
+            self,
+            query_starts=np.arange(self.num_tokens + 1, dtype=np.int32),
+            context_lens=self.context_lens[owners] - num_behind,
+            block_tables=self.block_tables[owners],
+            max_query_tokens=1,
+            source_lens=None if self.source_lens is None else self.source_lens[owners],
         )
 
     def put(self, put: Put) -> StepBatch:
@@ -100,6 +122,12 @@ class HostBatch:
         values = {name: put(value) if isinstance(value, np.ndarray) else value for name, value in values.items()}
         parts = {name: getattr(self, name) for name in ("sources", "adapters", "seen")}
         return StepBatch(**values | {name: None if part is None else part.put(put) for name, part in parts.items()})
+
+    def copied_to(self, device: torch.device) -> StepBatch:
+        upload = Upload(device)
+        step = self.put(upload.add)
+        upload.start()
+        return step
 
     def padded(
         self, num_sequences: int, max_context_tokens: int, block_tokens: int, *, has_adapters: bool = False

@@ -47,7 +47,8 @@ def load_options(config: LoadConfig, device: torch.device) -> LoadOptions:
     block_tokens = config.block_tokens or preferred_block_tokens(
         device, dtype, kv_dtype, config.attention, deterministic=config.deterministic
     )
-    native = find_build(device, dtype, config.cpu_isa)
+    # Without native kernels on a CPU, no drafts are verified, so nothing is loaded that makes them.
+    verifies_drafts = device.type != "cpu" or find_build(device, dtype, config.cpu_isa) is not None
     return LoadOptions(
         config.model_path,
         dtype,
@@ -63,7 +64,7 @@ def load_options(config: LoadConfig, device: torch.device) -> LoadOptions:
         activation_bits=config.activation_bits or ACTIVATION_BITS,
         max_adapters=config.max_adapters,
         max_adapter_rank=config.max_adapter_rank,
-        drafts_with_mtp=config.drafts_with_mtp and config.speculative_model is None and native is not None,
+        drafts_with_mtp=config.drafts_with_mtp and config.speculative_model is None and verifies_drafts,
     )
 
 

@@ -27,11 +27,16 @@ _NO_TOKEN = -1
 
 
 def with_drafts(
-    table: SequenceTable, chosen: Selection, drafter: Drafter, grammars: GrammarStates | None, group: RankGroup
+    table: SequenceTable,
+    chosen: Selection,
+    drafter: Drafter,
+    grammars: GrammarStates | None,
+    group: RankGroup,
+    device: torch.device,
 ) -> Selection:
     """Writes drafts behind the known tokens, as far as the plan allows and the drafter or grammars suggest them. The
     step computes them, and samples after each. The tokens of all earlier steps must be in the table. grammars: those
-    of the first rank, which sends the drafts that they allow to the other ranks."""
+    of the first rank, which sends the drafts that they allow to the other ranks. device: of the model."""
     drafts = np.full((len(chosen.rows), int(chosen.max_drafts.max())), _NO_TOKEN, np.int32)
     has_grammar, may_draft = table.sampling["has_grammar"][chosen.rows], chosen.max_drafts > 0
     is_constrained = has_grammar & may_draft
@@ -46,22 +51,33 @@ def with_drafts(
             allowed = grammars.draft(int(chosen.sequence_ids[place]), history, most, ngram.continuation, expected)
             drafts[place] = _NO_TOKEN
             drafts[place, : len(allowed)] = allowed
-    if is_constrained.any() or drafter.is_sent:
-        group.broadcast(torch.from_numpy(drafts))
+    differs = not (drafter.is_lookup or group.computes_alike)  # between ranks that all draft
+    if is_constrained.any() or drafter.is_sent or differs:
+        drafts = _sent(drafts, group, device)
     return _with_rows(table, chosen, drafts)
 
 
 def with_forced_tokens(
-    table: SequenceTable, chosen: Selection, grammars: GrammarStates | None, group: RankGroup
+    table: SequenceTable,
+    chosen: Selection,
+    grammars: GrammarStates | None,
+    group: RankGroup,
+    device: torch.device,
 ) -> Selection:
-    """Drafts only tokens that grammars force."""
+    """As `with_drafts`, but drafts only tokens that grammars force."""
     drafts = np.full((len(chosen.rows), int(chosen.max_drafts.max())), _NO_TOKEN, np.int32)
     if grammars is not None:
         for place in np.flatnonzero(table.sampling["has_grammar"][chosen.rows] & (chosen.max_drafts > 0)).tolist():
             forced = grammars.forced(int(chosen.sequence_ids[place]), int(chosen.max_drafts[place]))
             drafts[place, : len(forced)] = forced
-    group.broadcast(torch.from_numpy(drafts))
-    return _with_rows(table, chosen, drafts)
+    return _with_rows(table, chosen, _sent(drafts, group, device))
+
+
+def _sent(drafts: npt.NDArray[np.int32], group: RankGroup, device: torch.device) -> npt.NDArray[np.int32]:
+    """The drafts of the first rank, on all ranks. GPUs exchange tensors that they hold."""
+    if group.size == 1:
+        return drafts
+    return group.broadcast(torch.from_numpy(drafts).to(device)).cpu().numpy()
 
 
 def _with_rows(table: SequenceTable, chosen: Selection, drafts: npt.NDArray[np.int32]) -> Selection:

@@ -5,6 +5,10 @@ tensor into which the last step sampled it. Only sequences whose sampling reads 
 grammar, bad words of several tokens) make `launch` wait for the tokens of earlier steps, and only after it has started
 the model. On a CPU, `launch` does all the work.
 
+Drafts continue tokens that the host knows. So a step with drafts waits for the steps before it, and the step after it
+waits to learn which drafts were right: its positions depend on that. What a GPU computes nothing in meanwhile counts as
+the time of making drafts, so that the router drafts only where that pays.
+
 All that a step needs of the host is copied to the device at once, before the model starts, and all its results at once
 after it. What rows read of their history follows in a second copy.
 
@@ -24,7 +28,7 @@ import torch
 from torch import Tensor
 
 from penstock_server.config import WarmUpConfig
-from penstock_server.engine import batch
+from penstock_server.engine import batch, transfer
 from penstock_server.engine.batch import Built, Selection
 from penstock_server.engine.device_progress import DeviceProgress
 from penstock_server.engine.drafting.interface import Drafter
@@ -69,6 +73,8 @@ class Pending:
     reasons: Mapping[int, str] = field(default_factory=dict)  # by sample: why its mask allows no token
     prompt: PromptScores | None = None
     outputs: Tensor | None = None  # [samples, hidden] for the drafter; until settling
+    # Of a GPU: from when it has done the steps before until it starts the model, if `launch` waited because of drafts.
+    waiting: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
     host_ids: Ids | None = None  # [samples]; set by settling
     timing: StepTiming = field(default_factory=StepTiming)
 
@@ -132,7 +138,10 @@ class StepRunner:
         idle_s, draft_s = started - self._ended, 0.0
         check_plan(plan, self._last_step, self._limits, can_draft=self._drafter is not None)
         self._last_step = plan.step
-        table = self._table
+        table, waits_from = self._table, None
+        if any(earlier.chosen.has_drafts and earlier.host_ids is None for earlier in self._in_flight):
+            waits_from = self._timed_event()
+            self._settle_all()
         if self._recent is not None and plan.freed_sequence_ids:
             self._settle_all()
             self._recent.end(table, plan.freed_sequence_ids)
@@ -141,26 +150,30 @@ class StepRunner:
             self._grammars.apply(plan)
         chosen = batch.select(table, plan.advances)
         if self._drafter is not None and chosen.max_drafts.any():
+            waits_from = waits_from or self._timed_event()
             self._settle_all()  # drafts continue the tokens that are known
             drafting = time.perf_counter()
             if plan.drafts_only_forced:
-                chosen = with_forced_tokens(table, chosen, self._grammars, self._group)
+                chosen = with_forced_tokens(table, chosen, self._grammars, self._group, self._device)
             else:
                 drafter = self._lookup if plan.drafts_by_lookup or self._drafter.is_lookup else self._drafter
-                chosen = with_drafts(table, chosen, drafter, self._grammars, self._group)
+                chosen = with_drafts(table, chosen, drafter, self._grammars, self._group, self._device)
             draft_s = time.perf_counter() - drafting
         failures = {failure.sequence_id: failure for failure in chosen.failures}
         sampled_rows = chosen.rows[chosen.samples]
         residencies, positions = table.residency[chosen.rows], table.known[sampled_rows] + chosen.offsets()
         pending = Pending(plan.step, chosen, residencies, failures, sampled_rows, positions)
         self._in_flight.append(pending)
-        timing = self._run(pending, started) if len(chosen.rows) else StepTiming(time.perf_counter() - started)
+        if len(chosen.rows):
+            timing = self._run(pending, started, waits_from)
+        else:
+            timing = StepTiming(time.perf_counter() - started)
         self._ended = time.perf_counter()
         pending.timing = replace(timing, idle_s=idle_s, draft_s=draft_s)
         return pending
 
-    def _run(self, pending: Pending, started: float) -> StepTiming:
-        """Give a step with at least one advance to the device."""
+    def _run(self, pending: Pending, started: float, waits_from: torch.cuda.Event | None) -> StepTiming:
+        """Give a step with at least one advance to the device. waits_from: as of `Pending.waiting`."""
         table, chosen, rows = self._table, pending.chosen, pending.rows
         built = batch.build(table, chosen)
         upload, download = Upload(self._device, expected_bytes=self._upload_bytes), Download(self._device)
@@ -188,10 +201,12 @@ class StepRunner:
         masks = None
         if not self._awaits_history(prepared):
             masks = self._start_masks(chosen)  # they are made while the model computes
+        if waits_from is not None and (model_starts := self._timed_event()) is not None:
+            pending.waiting = waits_from, model_starts
         if self._graphs is None or bucket is None:
             hidden = self._model.forward(inputs)
         else:
-            hidden = self._graphs.forward(bucket, upload.memory, built.batch.num_sequences)
+            hidden = self._graphs.forward(bucket, upload.memory, built.batch.num_tokens)
         adapters = inputs.adapters and inputs.adapters.select(inputs.sample_rows[: len(hidden)])
         samples, its_adapters = hidden, adapters
         if sample_rows is not None:
@@ -212,8 +227,6 @@ class StepRunner:
             self._sample(pending, logits, prepared, masks, download)
             download.start()
             self._mark()
-        if chosen.has_drafts:
-            self._settle(pending)  # the next step starts after the drafts that are right
         ended_at = time.perf_counter()
         return StepTiming(prepared_at - started, forwarded_at - prepared_at, ended_at - forwarded_at)
 
@@ -226,6 +239,9 @@ class StepRunner:
         self._ended = time.perf_counter()
         timing = pending.timing
         timing = replace(timing, sample_s=timing.sample_s + self._ended - started)
+        if pending.waiting is not None:
+            waits_from, model_starts = pending.waiting
+            timing = replace(timing, draft_s=waits_from.elapsed_time(model_starts) / 1000)
         if self._group.rank != 0:
             return StepResult(pending.step, timing)
         sequence_ids, sampled, num_draft_tokens = _sampled_tokens(pending)
@@ -235,6 +251,10 @@ class StepRunner:
         }
         failures = list(pending.failures.values())
         return StepResult(pending.step, timing, sequence_ids, num_draft_tokens, sampled, prompts, failures)
+
+    def _timed_event(self) -> torch.cuda.Event | None:
+        """Behind the work that was given to a GPU so far."""
+        return transfer.record_event(timed=True) if transfer.is_needed(self._device) else None
 
     def _mark(self) -> None:
         if self._progress is not None:
@@ -348,7 +368,8 @@ class StepRunner:
         if self._drafter is not None and pending.outputs is not None:
             kept = np.flatnonzero(stays)
             last = kept[np.diff(places[kept], append=len(pending.residencies)) > 0]  # of each advance
-            self._drafter.observe(self._table, rows[last], positions[last] + 1, pending.outputs[last])
+            outputs = [pending.outputs[sample] for sample in last.tolist()]
+            self._drafter.observe(self._table, rows[last], positions[last] + 1, outputs)
             pending.outputs = None
         if not stays.all():
             places, rows, positions, ids = places[stays], rows[stays], positions[stays], ids[stays]

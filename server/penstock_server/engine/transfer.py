@@ -60,6 +60,14 @@ class Upload:
         self.memory[: self.num_bytes].copy_(host, non_blocking=True)
 
 
+def upload(array: Array, device: torch.device) -> Tensor:
+    """One array on the device, without waiting for it."""
+    alone = Upload(device)
+    tensor = alone.add(array)
+    alone.start()
+    return tensor
+
+
 class Download:
     """Tensors on their way to the host: `add` all of them, then `start`, then `wait` for any."""
 
@@ -122,9 +130,9 @@ def page_locked(num_bytes: int) -> tuple[Tensor, Array]:
     return memory, memory.numpy()
 
 
-def record_event() -> torch.cuda.Event:
-    """Behind the work that was given to the device so far."""
-    event = torch.cuda.Event()
+def record_event(*, timed: bool = False) -> torch.cuda.Event:
+    """Behind the work that was given to the device so far. timed: its time can be read."""
+    event = torch.cuda.Event(enable_timing=timed)
     event.record()
     return event
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from penstock_server.attention.interface import StepAdapters
-from penstock_server.errors import ConfigError
 from penstock_server.kernels.activation import SoftCap
 from penstock_server.kernels.ops import Elementwise, Lookup, Ops
 from penstock_server.layers.adapter import AddAdapters
@@ -17,6 +16,7 @@ from penstock_server.layers.linear import Linear
 from penstock_server.parallel import RankGroup
 
 _PIECE_TOKENS = 1024  # rows of the output matrix that ranks exchange at a time
+_PIECE_COLUMNS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +61,25 @@ class VocabularyHead:
             logits = self.soft_cap(logits)
         return logits
 
-    def rows(self, token_ids: Tensor, hidden_size: int, dtype: torch.dtype) -> Tensor:
-        """The rows [tokens, hidden] of the matrix, scaled as its logits are, the same on all ranks. Only of native
-        layers; raises ConfigError for one whose columns are in another order."""
+    def rows(self, token_ids: Tensor, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The rows [tokens, hidden] of the matrix on the device, scaled as its logits are, the same on all ranks.
+        Those of a quantized layer may be rounded as its products are."""
+        rows = self._multiplied_rows if self.linear.native is None else self._native_rows
+        found = rows(token_ids.to(device), hidden_size, dtype)
+        return found if self.multiplier == 1.0 else found * self.multiplier
+
+    def _multiplied_rows(self, token_ids: Tensor, hidden_size: int, dtype: torch.dtype) -> Tensor:
+        """Of a layer in any layout: its products with the rows of an identity are its columns."""
+        rows = torch.empty((len(token_ids), hidden_size), dtype=dtype, device=token_ids.device)
+        identity = torch.eye(hidden_size, dtype=dtype, device=token_ids.device)
+        bias = self.linear(torch.zeros_like(identity[:1]), None)
+        for units, columns in zip(identity.split(_PIECE_COLUMNS), rows.split(_PIECE_COLUMNS, 1), strict=True):
+            mine = self.linear(units, None) - bias
+            columns.copy_(self.group.all_gather_columns(mine, self.widths)[:, token_ids].T)
+        return rows
+
+    def _native_rows(self, token_ids: Tensor, hidden_size: int, dtype: torch.dtype) -> Tensor:
         packed: Any = self.linear.native
-        if packed is None:
-            raise ConfigError("the rows of the model's output matrix cannot be read, because its columns are reordered")
         first = sum(self.widths[: self.group.rank])
         rows = torch.zeros((len(token_ids), hidden_size), dtype=dtype)
         for ids, piece in zip(token_ids.split(_PIECE_TOKENS), rows.split(_PIECE_TOKENS), strict=True):
@@ -75,7 +88,7 @@ class VocabularyHead:
             packed.copy_rows(ids[is_mine] - first, mine)
             piece[is_mine] = mine
             self.group.all_reduce(piece)
-        return rows if self.multiplier == 1.0 else rows * self.multiplier
+        return rows
 
 
 def soft_cap(ops: Ops, cap: float) -> Elementwise:

@@ -208,7 +208,7 @@ class Decoder:
 
     def head_rows(self, token_ids: Tensor) -> Tensor:
         assert self.head is not None, "its outputs are pooled"
-        return self.head.rows(token_ids, self.hidden_size, self.dtype)
+        return self.head.rows(token_ids, self.hidden_size, self.dtype, self._device)
 
     def forward(self, batch: StepBatch) -> Tensor:
         if self.encoder is not None and batch.sources is not None:

@@ -90,5 +90,5 @@ class CausalModel(Protocol):
 
     def head_rows(self, token_ids: Tensor) -> Tensor:
         """The rows [tokens, hidden] of the output matrix, in the model's dtype, the same on all ranks, which call it
-        together. Called only if `is_row_independent`. Raises ConfigError for a matrix whose rows cannot be read."""
+        together. Called only if drafts are verified. Those of a quantized matrix may be rounded."""
         ...

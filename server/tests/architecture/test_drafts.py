@@ -163,7 +163,7 @@ def test_heads_that_share_the_model_s_matrix_change_no_bit(
         heads / medusa.WEIGHTS_NAME,
     )
     (heads / "config.json").write_text('{"medusa_num_heads": 3, "medusa_num_layers": 1}')
-    found = medusa.read_heads(heads, model, build(), group)
+    found = medusa.read_heads(heads, model, medusa.HeadKernels.of(cpu, torch.bfloat16, build()), group)
     assert found is not None
     drafter = medusa.MedusaDrafter(found)
     engine = Engine(model, group, cpu, BLOCK_TOKENS, compiler=compiler, drafter=drafter)

@@ -392,3 +392,53 @@ fn lookups_draft_where_they_are_right_more_often_than_the_model() {
     }
     assert!(num_lookups > 290, "{num_lookups} of 300 steps");
 }
+
+/// Seconds in virtual time for each token of a GPU whose steps take 10 ms and 1 ms a row, if the host has the tokens of the
+/// step before; it waits 3 ms for that before it looks drafts up. From step `first_found` on it finds 3, all right. And how
+/// many of the last 300 of 1000 steps looked drafts up.
+fn waiting_for_lookups(first_found: usize, limits: Limits) -> (f64, usize) {
+    let wide = Limits { max_step_tokens: 64, max_step_sequences: 32, max_sequence_tokens: 10_000, ..limits };
+    let mut scheduler = scheduler(drafting(3, wide), &[]);
+    submit(&mut scheduler, Submission { has_grammar: true, ..submission(1, 4, 9000) });
+    step(&mut scheduler);
+    let (mut seconds, mut num_tokens, mut num_lookups) = (0.0, 0, 0);
+    for index in 0..1000 {
+        let plan = plan(&mut scheduler);
+        let most = drafts(&plan).first().copied().unwrap_or(0);
+        let num_found = if index < first_found { 0 } else { most };
+        let waited = Duration::from_millis(if most > 0 { 3 } else { 0 });
+        let duration = waited + Duration::from_millis(11 + u64::from(num_found));
+        scheduler.observe(plan.step, duration, Drafted { num_tokens: num_found, duration: waited });
+        let output = SequenceOutput {
+            id: SequenceId(1),
+            token_ids: Some(vec![TOKEN; 1 + num_found as usize]),
+            num_draft_tokens: num_found,
+        };
+        scheduler.apply(&StepResult { step: plan.step, outputs: vec![output] }).unwrap();
+        seconds += duration.as_secs_f64();
+        num_tokens += 1 + num_found;
+        num_lookups += usize::from(most > 0 && index >= 700);
+    }
+    (seconds / f64::from(num_tokens), num_lookups)
+}
+
+#[test]
+fn lookups_for_which_a_gpu_waits_end_where_they_find_nothing() {
+    for forced in [false, true] {
+        let limits = Limits { drafts_only_forced: forced, ..limits(5000, 2) };
+        let (seconds, num_lookups) = waiting_for_lookups(1000, limits);
+        assert!(seconds < 0.011 / 0.95, "{seconds} s a token");
+        assert!((5..40).contains(&num_lookups), "{num_lookups} of 300 steps: a probe now and then");
+        let (seconds, num_lookups) = waiting_for_lookups(0, limits);
+        assert!(seconds < 0.011 / 2.0 && num_lookups == 300, "{seconds} s a token, {num_lookups} of 300 steps");
+        let (_, num_lookups) = waiting_for_lookups(400, limits);
+        assert!(num_lookups > 280, "{num_lookups} of 300 steps");
+    }
+}
+
+#[test]
+fn one_long_wait_does_not_end_lookups() {
+    let mut cost = crate::speculation::DraftingCost::default();
+    cost.observe(crate::speculation::Drafting::Lookup, 0.01, 3, Duration::from_secs(9), false);
+    assert_eq!(cost.lookup_share(), 0.0);
+}

@@ -16,11 +16,13 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
 from penstock_server.attention.interface import StepBatch
+from penstock_server.engine.drafting.pooled import NUM_PADDING_BLOCKS, Drafted
 from penstock_server.engine.host_batch import HostBatch
 from penstock_server.errors import ConfigError
 from penstock_server.layers.rope import rope_tables
 from penstock_server.models.config import Config
 from penstock_server.models.decoder import Decoder
+from penstock_server.models.interface import LoadOptions
 from penstock_server.models.rope_config import read_rope
 from penstock_server.weights.folder import find_weights
 from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
@@ -33,9 +35,10 @@ _IGNORED = {"t2d", "d2t", "embed_tokens.weight"}  # the model has the embeddings
 class EagleHead:
     """The head, its KV pool, and a pool of what it reads of the model. Implements `Head` and `Observer`."""
 
-    def __init__(self, folder: Path, model: Decoder, dtype: torch.dtype, block_tokens: int) -> None:
-        """Raises ConfigError if the folder's head is damaged, or was made for another model."""
-        config, self._block_tokens, self._dtype = Config.read(folder), block_tokens, dtype
+    def __init__(self, folder: Path, model: Decoder, options: LoadOptions) -> None:
+        """options: of the model. Raises ConfigError if the folder's head is damaged, or was made for another model."""
+        config, dtype, block_tokens = Config.read(folder), options.dtype, options.block_tokens
+        self._block_tokens, self._dtype, self._device = block_tokens, dtype, options.device
         assert model.embedding is not None, "the model is not split into stages"
         hidden, self._embed = model.hidden_size, model.embedding.tokens
         nested = config.values.get("eagle_config")
@@ -54,8 +57,8 @@ class EagleHead:
             raise config.refuse(f"{self.num_heads} heads of {self.head_dim} do not fit {self.num_kv_heads} KV heads")
         self.vocab_size = config.get("draft_vocab_size", model.vocab_size)
         self.max_position_tokens = model.max_position_tokens
-        self._ropes = rope_tables(read_rope(config, self.head_dim), model.max_position_tokens, torch.device("cpu"))
-        read = _Reader(folder, dtype)
+        self._ropes = rope_tables(read_rope(config, self.head_dim), model.max_position_tokens, self._device)
+        read = _Reader(folder, dtype, self._device)
         inner = config.require("intermediate_size", int)
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self._fuse = read("fc.weight", hidden, len(self.layers) * hidden)
@@ -71,7 +74,7 @@ class EagleHead:
         self._down = read("midlayer.mlp.down_proj.weight", hidden, inner)
         self._norm = read("norm.weight", hidden)
         self._head = read("lm_head.weight", self.vocab_size, hidden)
-        self._tokens = torch.arange(self.vocab_size)
+        self._tokens = torch.arange(self.vocab_size, device=self._device)
         if self.vocab_size != model.vocab_size:
             self._tokens = self._tokens + read("d2t", self.vocab_size).long()
         if int(self._tokens.min()) < 0 or int(self._tokens.max()) >= model.vocab_size:
@@ -86,7 +89,8 @@ class EagleHead:
 
     def allocate_cache(self, num_blocks: int) -> None:
         self.caches = []
-        self.caches = [torch.zeros(num_blocks * self._block_tokens, width, dtype=self._dtype) for width in self._widths]
+        sizes = [(num_blocks + NUM_PADDING_BLOCKS, self._block_tokens, width) for width in self._widths]
+        self.caches = [torch.zeros(size, dtype=self._dtype, device=self._device) for size in sizes]
 
     def serve_up_to(self, max_sequence_tokens: int) -> None:
         pass
@@ -95,17 +99,16 @@ class EagleHead:
         columns = self.caches[0].view(-1, len(self.layers), residual.shape[1])
         columns[slots, self.layers.index(layer)] = residual.to(self._dtype)
 
-    def forward(self, batch: HostBatch, following: Tensor, outputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        step = batch.put(torch.from_numpy)
-        residual = linear(self.caches[0][step.slots], self._fuse) if outputs is None else outputs
+    def forward(self, batch: HostBatch, step: StepBatch, outputs: Tensor | None) -> Drafted:
+        residual = linear(self.caches[0].flatten(0, 1)[step.slots], self._fuse) if outputs is None else outputs
         x = torch.cat(
-            (self._normed(self._embed(following), self._token_norm), self._normed(residual, self._hidden_norm)), 1
+            (self._normed(self._embed(step.token_ids), self._token_norm), self._normed(residual, self._hidden_norm)), 1
         )
         residual = residual + linear(self._attend(batch, step, x), self._output)
         x = self._normed(residual, self._mlp_norm)
         residual = residual + linear(silu(linear(x, self._gate)) * linear(x, self._up), self._down)
         found = residual[step.sample_rows]
-        return self._tokens[linear(self._normed(found, self._norm), self._head).argmax(1)], found
+        return Drafted(self._tokens[linear(self._normed(found, self._norm), self._head).argmax(1)], found)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight.shape, weight, self._eps)
@@ -115,14 +118,14 @@ class EagleHead:
         cos, sin = (table[step.positions][:, None].to(x.dtype) for table in self._ropes)
         queries = _rotated(linear(x, self._query).view(len(x), -1, self.head_dim), cos, sin)
         keys = _rotated(linear(x, self._key).view(len(x), -1, self.head_dim), cos, sin)
-        _, key_pool, value_pool = self.caches
+        _, key_pool, value_pool = (cache.flatten(0, 1) for cache in self.caches)  # views
         key_pool[step.slots], value_pool[step.slots] = keys.flatten(1), linear(x, self._value)
         attended = torch.empty_like(queries)
-        offsets = torch.arange(self._block_tokens)
+        offsets = torch.arange(self._block_tokens, device=self._device)
         for place, context in enumerate(batch.context_lens.tolist()):
             start, end = batch.query_starts[place : place + 2].tolist()
             slots = (step.block_tables[place].long()[:, None] * self._block_tokens + offsets).flatten()[:context]
-            is_seen = torch.arange(context) <= step.positions[start:end, None]
+            is_seen = torch.arange(context, device=self._device) <= step.positions[start:end, None]
             context_keys = key_pool[slots].view(context, -1, self.head_dim).transpose(0, 1)
             context_values = value_pool[slots].view(context, -1, self.head_dim).transpose(0, 1)
             found = scaled_dot_product_attention(
@@ -155,9 +158,9 @@ class _Reader:
     """Reads tensors of the given names and shapes; the layer's may have any of the published prefixes. Raises
     ConfigError if one is missing or has another shape."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         files = find_weights(folder)
-        self._folder, self._dtype = folder, dtype
+        self._folder, self._dtype, self._device = folder, dtype, device
         self._checkpoint = SafetensorsCheckpoint(files.paths, files.weight_map)
         self._unread = set(self._checkpoint.names()) - _IGNORED
 
@@ -172,7 +175,7 @@ class _Reader:
                 f"{list(shape)}; use a head that was made for this model"
             )
         self._unread.discard(found)
-        tensor = self._checkpoint.raw(found)
+        tensor = self._checkpoint.raw(found).to(self._device)
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
     def finish(self) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from penstock_server.attention.interface import StepBatch
 from penstock_server.engine.batch import text_batch
-from penstock_server.engine.drafting.pooled import PooledDrafter, PooledModel
+from penstock_server.engine.drafting.pooled import Drafted, PooledDrafter, PooledModel
 from penstock_server.engine.host_batch import HostBatch, Rows
 from penstock_server.engine.sequence import SequenceTable
 
@@ -17,10 +19,9 @@ from penstock_server.engine.sequence import SequenceTable
 class Head(PooledModel, Protocol):
     """A head with its pool, which also holds what it reads of the model."""
 
-    def forward(self, batch: HostBatch, following: Tensor, outputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        """following [tokens]: the token behind each. outputs [tokens, hidden]: of this head, in place of what the model
-        computes there. Returns the most probable tokens [rows] of the model's vocabulary, and the outputs
-        [rows, hidden] that predict them."""
+    def forward(self, batch: HostBatch, step: StepBatch, outputs: Tensor | None) -> Drafted:
+        """batch, step: on the host and on the device, where `token_ids` are the tokens behind the positions. outputs
+        [tokens, hidden]: of this head, in place of what the model computes there."""
         ...
 
 
@@ -31,17 +32,18 @@ class HeadDrafter(PooledDrafter):
     num_unread = 1  # the model has not computed the last token, so there is nothing to read
     keeps_drafts = False  # what the model computes there takes the place of the head's own outputs
 
-    def __init__(self, head: Head) -> None:
-        super().__init__(head)
+    def __init__(self, head: Head, device: torch.device) -> None:
+        super().__init__(head, device)
         self._head = head
 
     def readable(self, table: SequenceTable, rows: Rows) -> Rows:
         return np.minimum(super().readable(table, rows), table.computed[rows])
 
-    def next(
-        self, table: SequenceTable, rows: Rows, starts: Rows, counts: Rows, outputs: Tensor | None
-    ) -> tuple[Rows, Tensor]:
+    def next(self, table: SequenceTable, rows: Rows, starts: Rows, counts: Rows, last: Drafted | None) -> Drafted:
         batch, token_rows = text_batch(table, rows, starts, counts)
-        following = table.token_ids[token_rows, batch.positions + 1]
-        ids, found = self._head.forward(batch, torch.from_numpy(following).long(), outputs)
-        return ids.numpy(), found
+        following = table.token_ids[token_rows, batch.positions + 1].astype(np.int64)
+        batch = replace(batch, token_ids=following)
+        step = batch.copied_to(self.device)
+        if last is None:
+            return self._head.forward(batch, step, None)
+        return self._head.forward(batch, replace(step, token_ids=last.ids), last.outputs)

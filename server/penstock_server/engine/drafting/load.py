@@ -12,12 +12,12 @@ from penstock_server.engine.drafting.draft_model import DraftModel
 from penstock_server.engine.drafting.eagle import EagleHead
 from penstock_server.engine.drafting.head import HeadDrafter
 from penstock_server.engine.drafting.interface import Drafter, SentDrafter
-from penstock_server.engine.drafting.medusa import MedusaDrafter, read_heads
+from penstock_server.engine.drafting.medusa import HeadKernels, MedusaDrafter, read_heads
 from penstock_server.engine.drafting.mtp import MtpHead
 from penstock_server.engine.drafting.ngram import NgramDrafter
 from penstock_server.engine.drafting.vocabulary import check_vocabulary
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.native_build import NativeBuild
+from penstock_server.kernels.native_build import find_build
 from penstock_server.models.config import Config
 from penstock_server.models.decoder import Decoder
 from penstock_server.models.interface import CausalModel, LoadOptions
@@ -33,31 +33,33 @@ def load_drafter(
     model: CausalModel,
     options: LoadOptions,
     load_model: LoadModel,
-    native: NativeBuild | None,
     group: RankGroup,
+    *,
+    can_draft: bool,
 ) -> Drafter:
     """The drafter of one rank; all ranks call it together. folder: of a draft model, an EAGLE-3 head or Medusa heads;
     None: the model's multi-token prediction layer if it was loaded with one, otherwise n-gram lookup. options: those of
-    the model. native: None if drafts of the model cannot be verified. Raises ConfigError for a drafter that does not
-    fit the model."""
+    the model. can_draft: whether the model verifies drafts. Raises ConfigError for a drafter that does not fit the
+    model, or a folder if the model verifies no drafts."""
     if folder is None:
-        if native is None or not isinstance(model, Decoder) or model.mtp is None:
+        if not can_draft or not isinstance(model, Decoder) or model.mtp is None:
             return NgramDrafter()
         logger.info("drafts come from the checkpoint's multi-token prediction layer")
         num_layers = Config.read(options.folder).optional_int("num_nextn_predict_layers") or 1
         if num_layers > 1:
             logger.info("%d further multi-token prediction layers are ignored", num_layers - 1)
-        return HeadDrafter(MtpHead(model, model.mtp))
-    if native is None:
+        return HeadDrafter(MtpHead(model, model.mtp, options.device), options.device)
+    if not can_draft:
         raise ConfigError(
-            f"--speculative-model {folder}: drafts are verified on CPUs only so far, by a native decoder and native "
-            "kernels; leave the flag out"
+            f"--speculative-model {folder}: drafts are verified by native kernels on a CPU, or Triton kernels on a "
+            f"GPU, and {model.architecture} runs on {model.attention_name} attention here; leave the flag out"
         )
     config = Config.read(folder)
     if config.values.get("architectures") == [eagle.ARCHITECTURE]:
         return _eagle(folder, model, options)
     if config.optional_int("medusa_num_heads"):
-        heads = read_heads(folder, model, native, group)
+        native = find_build(options.device, options.dtype, options.cpu_isa)
+        heads = read_heads(folder, model, HeadKernels.of(options.device, options.dtype, native), group)
         return SentDrafter() if heads is None else MedusaDrafter(heads)
     if model.window_tokens:
         raise ConfigError(
@@ -69,12 +71,14 @@ def load_drafter(
     if model.max_source_tokens:
         raise ConfigError(f"--speculative-model {folder}: no draft model reads the source of an encoder-decoder")
     check_vocabulary(folder, options.folder)
-    drafting = load_model(replace(options, folder=folder, quantize="", max_adapters=0), RankGroup())
+    drafting = load_model(
+        replace(options, folder=folder, quantize="", max_adapters=0, deterministic=False), RankGroup()
+    )
     if drafting.pooler is not None or drafting.max_source_tokens or drafting.images is not None:
         raise ConfigError(
             f"--speculative-model {folder} is a {drafting.architecture}, must be a decoder that generates text"
         )
-    return DraftModel(drafting, model.vocab_size)
+    return DraftModel(drafting, model.vocab_size, options.device)
 
 
 def _eagle(folder: Path, model: CausalModel, options: LoadOptions) -> HeadDrafter:
@@ -91,5 +95,5 @@ def _eagle(folder: Path, model: CausalModel, options: LoadOptions) -> HeadDrafte
             f"--speculative-model {folder}: an EAGLE-3 head reads a decoder on one rank, without adapters, projected "
             "embeddings, or a sliding window in all layers; leave the flag out, or --num-shard and --lora-adapters"
         )
-    model.observer = head = EagleHead(folder, model, options.dtype, options.block_tokens)
-    return HeadDrafter(head)
+    model.observer = head = EagleHead(folder, model, options)
+    return HeadDrafter(head, options.device)

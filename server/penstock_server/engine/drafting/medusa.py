@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import linear, silu
 
 from penstock_server.engine.drafting import ngram
 from penstock_server.engine.drafting.interface import Tokens
@@ -48,7 +49,7 @@ class Heads:
     blocks: Sequence[Sequence[Layer]]
     matrices: Sequence[Layer]
     choose: Choose
-    token_ids: Tensor | None = None
+    token_ids: Tensor | None = None  # on the host
     num_bytes: int = 0
 
     def __call__(self, outputs: Tensor, most: Rows) -> list[Tokens]:
@@ -56,11 +57,14 @@ class Heads:
         matrix than the drafts may have tokens."""
         num_heads = min(int(most.max()), len(self.blocks))
         rows = [np.flatnonzero(most > head) for head in range(num_heads)]
-        inputs = [_enter(blocks, outputs[picked]) for blocks, picked in zip(self.blocks, rows, strict=False)]
+        inputs = [
+            _enter(blocks, outputs[torch.from_numpy(picked).to(outputs.device)])
+            for blocks, picked in zip(self.blocks, rows, strict=False)
+        ]
         if len(self.matrices) < len(self.blocks):
             inputs = [torch.cat(inputs)]
         chosen = [self.choose(matrix(x)) for matrix, x in zip(self.matrices, inputs, strict=False)]
-        ids, logprobs = (torch.cat(parts) for parts in zip(*chosen, strict=True))
+        ids, logprobs = (torch.cat(parts).cpu() for parts in zip(*chosen, strict=True))
         if self.token_ids is not None:
             ids = self.token_ids[ids]
         tokens = np.zeros((len(most), num_heads), np.int32)
@@ -126,16 +130,45 @@ class _File:
         self._checkpoint.close()
 
 
-def read_heads(folder: Path, model: CausalModel, native: NativeBuild, group: RankGroup) -> Heads | None:
+@dataclass(frozen=True, slots=True)
+class HeadKernels:
+    """What heads are computed with. No bit of an answer depends on it."""
+
+    dtype: torch.dtype
+    pack: Callable[[Tensor, Tensor | None], Layer]  # a weight [out, in], and its bias [out]
+    choose: Choose
+
+    @classmethod
+    def of(cls, device: torch.device, dtype: torch.dtype, native: NativeBuild | None) -> HeadKernels:
+        """native: of a CPU."""
+        if native is None:
+            return cls(dtype, partial(_on_device, device), _most_probable)
+        one_thread, all_threads = NativeOps(native, 1), NativeOps(native)
+
+        def pack(weight: Tensor, bias: Tensor | None) -> Layer:
+            return (one_thread if weight.nbytes < _PARALLEL_BYTES else all_threads).pack_linear(weight, bias)
+
+        return cls(dtype, pack, one_thread.argmax_logprob)
+
+
+def _on_device(device: torch.device, weight: Tensor, bias: Tensor | None) -> Layer:
+    return partial(linear, weight=weight.to(device), bias=None if bias is None else bias.to(device))
+
+
+def _most_probable(logits: Tensor) -> tuple[Tensor, Tensor]:
+    logprobs, ids = logits.float().log_softmax(-1).max(-1)
+    return ids, logprobs
+
+
+def read_heads(folder: Path, model: CausalModel, kernels: HeadKernels, group: RankGroup) -> Heads | None:
     """The heads in a folder; None on ranks after the first. All ranks call it together. Raises ConfigError if the
     heads are damaged, were made for another model, or are no heads."""
-    file, dtype, num_bytes = _File(folder), native.dtype, 0
-    one_thread, all_threads = NativeOps(native, 1), NativeOps(native)
+    file, dtype, num_bytes = _File(folder), kernels.dtype, 0
 
     def pack(weight: Tensor, bias: Tensor | None = None) -> Layer:
         nonlocal num_bytes
         num_bytes += weight.nbytes
-        return (one_thread if weight.nbytes < _PARALLEL_BYTES else all_threads).pack_linear(weight, bias)
+        return kernels.pack(weight, bias)
 
     def block(name: str) -> Layer:
         weight = file.read(f"{name}.weight", dtype, model.hidden_size, model.hidden_size)
@@ -160,7 +193,7 @@ def read_heads(folder: Path, model: CausalModel, native: NativeBuild, group: Ran
             matrices = [pack(file.read(f"{i}.{last}.weight", dtype, *shape)) for i in heads]
     finally:
         file.close()
-    return Heads(blocks, matrices, one_thread.argmax_logprob, token_ids, num_bytes)
+    return Heads(blocks, matrices, kernels.choose, token_ids, num_bytes)
 
 
 class MedusaDrafter:
@@ -195,7 +228,7 @@ class MedusaDrafter:
                 drafts[place] = draft
         return drafts
 
-    def observe(self, table: SequenceTable, rows: Rows, ends: Rows, outputs: Tensor) -> None:
+    def observe(self, table: SequenceTable, rows: Rows, ends: Rows, outputs: Sequence[Tensor]) -> None:
         for row, end, output in zip(rows.tolist(), ends.tolist(), outputs, strict=True):
             self._last[row] = (int(table.residency[row]), end, output)
 

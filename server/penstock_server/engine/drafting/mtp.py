@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
+from penstock_server.attention.interface import StepBatch
+from penstock_server.engine.drafting.pooled import NUM_PADDING_BLOCKS, Drafted
 from penstock_server.engine.host_batch import HostBatch
 from penstock_server.layers.step import StepContext
 from penstock_server.models.decoder import Decoder
@@ -19,8 +19,8 @@ class MtpHead:
 
     weight_bytes = 0  # counted with the model's
 
-    def __init__(self, model: Decoder, layer: MtpLayer) -> None:
-        self._model, self._layer = model, layer
+    def __init__(self, model: Decoder, layer: MtpLayer, device: torch.device) -> None:
+        self._model, self._layer, self._device = model, layer, device
         self._block_tokens = layer.attention.shape.block_tokens
         self.max_position_tokens = model.max_position_tokens
         output_bytes = self._block_tokens * model.hidden_size * model.dtype.itemsize
@@ -29,17 +29,18 @@ class MtpHead:
 
     def allocate_cache(self, num_blocks: int) -> None:
         self.caches, self._model.output_pool = [], None  # first: the old and the new pool may not fit together
-        size = num_blocks * self._block_tokens, self._model.hidden_size
-        self._model.output_pool = torch.zeros(size, dtype=self._model.dtype)
-        self.caches = [self._model.output_pool, self._layer.attention.allocate(num_blocks)]
+        size = num_blocks + NUM_PADDING_BLOCKS, self._block_tokens, self._model.hidden_size
+        outputs = torch.zeros(size, dtype=self._model.dtype, device=self._device)
+        self._model.output_pool = outputs.flatten(0, 1)
+        self.caches = [outputs, self._layer.attention.allocate(num_blocks)]
 
     def serve_up_to(self, max_sequence_tokens: int) -> None:
         pass  # the rope tables are the model's
 
-    def forward(self, batch: HostBatch, following: Tensor, outputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        outputs_of_model, cache = self.caches
-        step = StepContext.of(replace(batch.put(torch.from_numpy), token_ids=following), self._model.attention)
+    def forward(self, batch: HostBatch, step: StepBatch, outputs: Tensor | None) -> Drafted:
+        outputs_of_model, cache = self.caches[0].flatten(0, 1), self.caches[1]
+        context = StepContext.of(step, self._model.attention)
         assert self._model.embedding is not None, "the model is not split into stages"
-        tokens = self._model.embedding(step)
-        found = self._layer(tokens, outputs_of_model[step.batch.slots] if outputs is None else outputs, cache, step)
-        return self._model.logits(found).argmax(1), found
+        tokens = self._model.embedding(context)
+        found = self._layer(tokens, outputs_of_model[step.slots] if outputs is None else outputs, cache, context)
+        return Drafted(self._model.logits(found).argmax(1), found)

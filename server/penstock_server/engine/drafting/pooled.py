@@ -18,10 +18,14 @@ from torch import Tensor
 from penstock_server.engine.drafting.interface import Tokens
 from penstock_server.engine.host_batch import Rows
 from penstock_server.engine.sequence import SequenceTable
+from penstock_server.engine.transfer import upload
 from penstock_server.plan import Plan
 
 # Unseen tokens that a step computes at most, of all sequences: a long prompt delays few tokens of others.
 MAX_CATCH_UP_TOKENS = 256
+# Behind the blocks of a pool that keeps what the model computed at each slot: recorded steps of a GPU have rows that
+# are padding, whose slot is -1, the last one.
+NUM_PADDING_BLOCKS = 1
 _NO_TOKENS: Tokens = np.zeros(0, np.int32)
 
 
@@ -49,6 +53,20 @@ class PooledModel(Protocol):
     def serve_up_to(self, max_sequence_tokens: int) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """What follows one token of each row, on the device."""
+
+    ids: Tensor  # [rows] int64: the most probable token of the model's vocabulary
+    outputs: Tensor  # [rows, hidden] that predict it
+
+    def select(self, places: Rows) -> Drafted:
+        if len(places) == len(self.ids):
+            return self
+        picked = upload(places, self.ids.device)
+        return Drafted(self.ids[picked], self.outputs[picked])
+
+
 class PooledDrafter(ABC):
     """Greedy continuations of the tokens that the pool holds. Implements `Drafter`."""
 
@@ -58,9 +76,10 @@ class PooledDrafter(ABC):
     num_unread = 0  # last known tokens that are not computed yet when a draft begins
     keeps_drafts = True  # what was computed of a draft holds when it has become a token
 
-    def __init__(self, model: PooledModel) -> None:
+    def __init__(self, model: PooledModel, device: torch.device) -> None:
         """model: loaded on this rank alone, unless all ranks draft."""
         self.model = model
+        self.device = device
         self.num_bytes = model.weight_bytes
         self.kv_bytes_per_block = model.kv_bytes_per_block
         self._progress: dict[int, _Progress] = {}  # by row
@@ -71,12 +90,9 @@ class PooledDrafter(ABC):
         return table.known[rows] - self.num_unread
 
     @abstractmethod
-    def next(
-        self, table: SequenceTable, rows: Rows, starts: Rows, counts: Rows, outputs: Tensor | None
-    ) -> tuple[Rows, Tensor]:
-        """Computes `counts` [rows] tokens from `starts` [rows] on. Returns the most probable token after each row's,
-        and the outputs [rows, hidden] that predict it. outputs: those that predicted these tokens, which are drafts;
-        None: they are known tokens."""
+    def next(self, table: SequenceTable, rows: Rows, starts: Rows, counts: Rows, last: Drafted | None) -> Drafted:
+        """Computes `counts` [rows] tokens from `starts` [rows] on, and returns what follows each row's last one. last:
+        these tokens, which are drafts and not in the table; None: they are known tokens."""
         ...
 
     def allocate_cache(self, num_blocks: int) -> None:
@@ -87,7 +103,7 @@ class PooledDrafter(ABC):
     def clear(self) -> None:
         self._progress.clear()
 
-    def observe(self, table: SequenceTable, rows: Rows, ends: Rows, outputs: Tensor) -> None:
+    def observe(self, table: SequenceTable, rows: Rows, ends: Rows, outputs: Sequence[Tensor]) -> None:
         raise AssertionError("outputs are read from the pool")
 
     def draft(self, table: SequenceTable, rows: Rows, most: Rows) -> Sequence[Tokens]:
@@ -100,22 +116,21 @@ class PooledDrafter(ABC):
         places = np.flatnonzero(counts > 0)
         if not len(places):
             return drafts
-        ids, outputs = self.next(table, rows[places], computed[places], counts[places], None)
+        last = self.next(table, rows[places], computed[places], counts[places], None)
         for place in places.tolist():
             self._advance(table, int(rows[place]), progress[place], int(counts[place]))
         is_ready = computed[places] + counts[places] == table.known[rows[places]] - self.num_unread
-        places, ids, outputs = places[is_ready], ids[is_ready], outputs[torch.from_numpy(is_ready)]
-        for num_drafts in range(1, int(most.max()) + 1):
-            ends = table.known[rows[places]] + num_drafts
-            table.token_ids[rows[places], ends - 1] = ids
-            for place, end in zip(places.tolist(), ends.tolist(), strict=True):
-                drafts[place] = table.token_ids[rows[place], end - num_drafts : end].copy()
-            is_longer = most[places] > num_drafts
-            if not is_longer.any():
-                break
-            places, outputs = places[is_longer], outputs[torch.from_numpy(is_longer)]
-            starts = ends[is_longer] - 1 - self.num_unread
-            ids, outputs = self.next(table, rows[places], starts, np.ones(len(places), np.int64), outputs)
+        places, last = places[is_ready], last.select(np.flatnonzero(is_ready))
+        found = [(places, last.ids)]  # of each pass; a GPU is awaited once, behind all of them
+        for num_drafts in range(1, int(most[places].max(initial=0))):
+            longer = np.flatnonzero(most[places] > num_drafts)
+            places, last = places[longer], last.select(longer)
+            starts = table.known[rows[places]] + num_drafts - 1 - self.num_unread
+            last = self.next(table, rows[places], starts, np.ones(len(places), np.int64), last)
+            found.append((places, last.ids))
+        ids = torch.cat([each for _, each in found]).cpu().numpy().astype(np.int32)
+        for place, token in zip(np.concatenate([each for each, _ in found]).tolist(), ids, strict=True):
+            drafts[place] = np.append(drafts[place], token)
         if self.keeps_drafts:
             for place, draft in enumerate(drafts):
                 progress[place].drafts = draft[:-1]  # the last one is not computed
