@@ -203,8 +203,9 @@ impl Reference {
                 is_image_room_full |= !self.has_image_room(sequence);
                 sequence.images.is_empty() || !is_image_room_full
             };
-            is_closed |= self.running().len() >= max_running;
-            let queued = self.sequences.iter().position(next).filter(|_| !is_closed);
+            // A prompt that ends in this step makes room for another sequence.
+            let may_start = !is_closed && self.running().len() < max_running;
+            let queued = self.sequences.iter().position(next).filter(|_| may_start);
             match (queued, prefills.front().copied()) {
                 (Some(index), running) if running.is_none_or(|running| index < running) => {
                     let sequence = &self.sequences[index];
