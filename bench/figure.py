@@ -341,6 +341,30 @@ def lora(record: Record) -> Iterator[Figure]:
             )
 
 
+def images(record: Record) -> Iterator[Figure]:
+    repeats = record["repeats"]
+    encoded = [[image["encode_s"] for image in repeat["encoded"]] for repeat in repeats]
+    yield Figure("encoding an image, nothing else running", "", [statistics.median(each) for each in encoded], " s")
+    for num in repeats[0]["ttft_s"]:
+        plural = "" if num == "1" else "s"
+        for kind, text in (("fresh", "new"), ("again", "sent before")):
+            times = [repeat["ttft_s"][num][kind] for repeat in repeats]
+            yield Figure(f"TTFT with {num} image{plural}, {text}", "", times, " s")
+    gaps = {
+        name: [percentile(repeat["loads"][name]["gaps_us"], 0.99) / 1e3 for repeat in repeats]
+        for name in ("without", "encoding", "chats")
+    }
+    names = {"encoding": "while images are encoded", "chats": "while chats with new images are answered"}
+    yield Figure("p99 gap of 8 streams without images", "", gaps["without"], " ms", 1)
+    for name, text in names.items():
+        yield Figure(f"p99 gap of 8 streams {text}", "", gaps[name], " ms", 1)
+        ratios = [other / base for other, base in zip(gaps[name], gaps["without"], strict=True)]
+        yield Figure(f"the same, to without images ({name})", "≤ 2", ratios)
+    different = [float(repeat["num_different"]) for repeat in repeats]
+    asked = sum(repeat["num_asked"] for repeat in repeats)
+    yield Figure(f"answers in a batch that differ from those alone, of {asked}", "0", different, "", 0, is_count=True)
+
+
 def fair_share(num_cores: int, num_neighbours: int) -> float:
     """Share of all cores that a server with a thread for each gets, if every busy thread gets the same time."""
     return num_cores / (num_cores + num_neighbours)
@@ -543,6 +567,7 @@ BENCHMARKS: dict[str, Callable[[Record], Iterator[Figure]]] = {
     "start": start,
     "contention": contention,
     "lora": lora,
+    "images": images,
     "speculation": speculation,
     "ranks": ranks,
     "llm": llm,

@@ -250,6 +250,7 @@ fn drafting(model: &Description, num_blocks: u32) -> Limits {
         max_draft_tokens: 4,
         drafts_with_model: false,
         drafts_only_forced: false,
+        max_image_bytes: 0,
         num_stages: 1,
     }
 }
@@ -264,6 +265,7 @@ fn a_whole_prompt_fits_into_one_step() {
         is_prompt_whole: true,
         text_prefix: String::new(),
         text_suffix: String::new(),
+        max_bytes: 100,
     };
     let model = Description { image_input: Some(input), ..model("cpu") };
     for (flags, step_tokens, input_tokens) in [

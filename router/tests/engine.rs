@@ -4,6 +4,7 @@
 #[allow(dead_code, reason = "shared with tests/recovery.rs")]
 mod fake_worker;
 
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,7 +14,9 @@ use fake_worker::{FakeGroup, Garble, Hang, Script, expected_tokens};
 use futures::StreamExt;
 use futures::future::BoxFuture;
 use penstock_router::engine::{Engine, EngineOptions, Generator, Health, RestartError, RestartGroup, Restarted};
-use penstock_router::sequence::{FinishReason, Sampling, SequenceEvent, SequenceFailure, SequenceRequest, greedy};
+use penstock_router::sequence::{
+    FinishReason, Image, ImageSpan, Sampling, SequenceEvent, SequenceFailure, SequenceRequest, greedy,
+};
 use penstock_router::worker::{Endpoint, Group, LoadOptions, PROTOCOL_VERSION, Phase, WarmUpOptions, WorkerError};
 use penstock_scheduler::Limits;
 use tokio::runtime::Builder;
@@ -147,6 +150,33 @@ async fn the_depth_of_run_ahead_does_not_change_tokens() {
         streams_are_complete(&engine, (1..20).map(|length| (0..length * 7).collect()).collect(), 17).await;
         assert!(group.ranks[0].look(|seen| seen.max_in_flight) <= max_steps_in_flight as usize);
     }
+}
+
+#[tokio::test]
+async fn sequences_wait_until_the_workers_have_room_for_their_images() {
+    let group = FakeGroup::start(vec![Script::default()]);
+    let engine = engine(&group).await;
+    let with_image = |name: &str, num_bytes| {
+        let image = Image::new(name.as_bytes().to_vec());
+        let images = [ImageSpan { image, offset: 0, num_tokens: 1, is_whole: false, num_bytes }].into();
+        engine.submit(SequenceRequest { images, ..request(&[9, 5], 20) })
+    };
+    // The room of the limits is 100 bytes.
+    let streams: Vec<_> = ["one", "two", "one", "three"].map(|name| with_image(name, 60)).into();
+    let too_large = collect(with_image("large", 101)).await.1;
+    let SequenceEvent::Failed(SequenceFailure::Request(reason)) = too_large else { panic!("{too_large:?}") };
+    assert!(reason.contains("take 101 bytes") && reason.contains("at most 100 are allowed"), "{reason}");
+    for (tokens, terminal) in futures::future::join_all(streams.into_iter().map(collect)).await {
+        assert_eq!((tokens, terminal), (expected_tokens(&[9, 5], 20), FINISHED));
+    }
+    group.ranks[0].look(|seen| {
+        let mut held = HashMap::new();
+        for plan in &seen.plans {
+            plan.freed_sequence_ids.iter().for_each(|id| drop(held.remove(id)));
+            held.extend(plan.new_sequences.iter().map(|new| (new.sequence_id, new.images[0].hash.clone())));
+            assert!(held.values().collect::<HashSet<_>>().len() <= 1, "{held:?}");
+        }
+    });
 }
 
 #[tokio::test]

@@ -14,7 +14,7 @@ use futures::future::join_all;
 use penstock_router::engine::{EngineOptions, Generator, Health, RestartGroup};
 use penstock_router::replica::Replicas;
 use penstock_router::sequence::{
-    Grammar, Image, ImageError, ImageSpan, SequenceEvent, SequenceFailure, SequenceRequest,
+    EncodedImage, Grammar, Image, ImageError, ImageSpan, SequenceEvent, SequenceFailure, SequenceRequest,
 };
 use penstock_scheduler::Limits;
 
@@ -182,8 +182,9 @@ async fn an_image_is_encoded_by_one_replica_where_its_sequences_run() {
     let fleets = [(); 3].map(|()| Fleet::new([healthy()]));
     let replicas = replicas(&fleets.each_ref(), options()).await;
     let image = Image::new(b"file".to_vec());
-    assert_eq!(replicas.encode_images(vec![image.clone()]).await.unwrap(), [[9; 4]]);
-    let images: Arc<[_]> = [ImageSpan { image, offset: 0, num_tokens: 2, is_whole: false }].into();
+    let expected = EncodedImage { token_ids: vec![9; 4], num_bytes: 1 };
+    assert_eq!(replicas.encode_images(vec![image.clone()]).await.unwrap(), [expected]);
+    let images: Arc<[_]> = [ImageSpan { image, offset: 0, num_tokens: 2, is_whole: false, num_bytes: 1 }].into();
     for length in 2..5 {
         let request = SequenceRequest { images: Arc::clone(&images), ..request(&[9; 7][..length], 3) };
         assert_eq!(collect(replicas.submit(request)).await.0.len(), 3);

@@ -90,6 +90,7 @@ impl Run {
             max_draft_tokens: 0,
             drafts_with_model: false,
             drafts_only_forced: false,
+            max_image_bytes: 0,
             num_stages: 1,
         });
         for text in 0..load.num_cached_blocks / 500 {
@@ -153,6 +154,7 @@ fn submit(scheduler: &mut Scheduler, id: u32, prompt_token_ids: Vec<TokenId>, ma
         needs_prompt_outputs: false,
         num_source_tokens: 0,
         whole_spans: [].into(),
+        images: [].into(),
         has_grammar: false,
     };
     scheduler.submit(submission, Duration::ZERO).expect("the sequence fits into the pool");

@@ -44,6 +44,12 @@ pub enum SubmitError {
          send a shorter prompt, or raise --max-batch-prefill-tokens"
     )]
     WholePrompt { num_prompt_tokens: u32, max_step_tokens: u32 },
+    /// The worker has no room for the images, even if it has no others.
+    #[error(
+        "the images take {num_bytes} bytes of the workers' room for images, at most {max_image_bytes} are allowed; \
+         send fewer or smaller images"
+    )]
+    ImagesTooLarge { num_bytes: u64, max_image_bytes: u64 },
     /// A sequence with this id is queued or running.
     #[error("sequence {} is already known", id.0)]
     AlreadyKnown { id: SequenceId },

@@ -8,6 +8,7 @@
 mod cache;
 mod cost;
 mod error;
+mod image;
 mod in_flight;
 mod layout;
 mod offload;
@@ -24,7 +25,7 @@ mod speculation;
 pub use error::{ApplyError, SubmitError};
 pub use layout::BlockLayout;
 pub use plan::{
-    Advance, BlockHash, BlockId, ContentSalt, Drafted, Event, FinishReason, Forecast, Limits, NewSequence, Plan,
-    SequenceId, SequenceOutput, SlotId, Stats, StepResult, Submission, TokenId, Transfer,
+    Advance, BlockHash, BlockId, ContentSalt, Drafted, Event, FinishReason, Forecast, ImageGroup, Limits, NewSequence,
+    Plan, SequenceId, SequenceOutput, SlotId, Stats, StepResult, Submission, TokenId, Transfer,
 };
 pub use scheduler::Scheduler;

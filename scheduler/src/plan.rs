@@ -63,6 +63,8 @@ pub struct Limits {
     pub drafts_with_model: bool,
     /// Whether the only drafts are tokens that grammars force (without `--speculate`).
     pub drafts_only_forced: bool,
+    /// Bytes that the images of the sequences that the worker knows may take.
+    pub max_image_bytes: u64,
     /// Stages of the worker's pipeline, at least 1. With several, the steps in flight decode disjoint sequences, so that
     /// every stage has a step, and one more step for each stage after the first may be in flight.
     pub num_stages: u32,
@@ -115,8 +117,19 @@ pub struct Submission {
     /// Prompt tokens that attend to each other, as those of an image may: disjoint ranges in order. An advance does not
     /// end inside of one.
     pub whole_spans: Arc<[Range<u32>]>,
+    /// The images of the prompt, each group once. Together at most `Limits::max_image_bytes`.
+    pub images: Arc<[ImageGroup]>,
     /// Whether a grammar constrains the generated tokens, so that it can force some.
     pub has_grammar: bool,
+}
+
+/// Images next to each other in a prompt, which sequences share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ImageGroup {
+    /// Differs from the key of any other group.
+    pub key: u64,
+    /// What they take of `Limits::max_image_bytes`.
+    pub num_bytes: u64,
 }
 
 /// Where content begins that token ids do not show, as that of an image.

@@ -1,9 +1,13 @@
-//! The sequences that the worker does not know: those ready for admission, and those blocked on a prefix.
+//! The sequences that the worker does not know: those ready for admission, those blocked on a prefix, and those that wait
+//! for the room of their images.
 //!
 //! A queued sequence whose next block is being computed by a running one waits for that block instead of computing it
 //! too. While it is blocked, it does not hold up the ready sequences behind it.
 //!
-//! INVARIANT: a queued sequence is either ready, or blocked on exactly one pending node of the prefix cache.
+//! A queued sequence for whose images there is no room does not hold up the sequences without images, which need no such
+//! room, but those with images behind it.
+//!
+//! INVARIANT: a queued sequence is ready, or blocked on exactly one pending node of the prefix cache, or waits for image room.
 
 use rustc_hash::FxHashMap;
 
@@ -17,6 +21,7 @@ pub(crate) struct Queue {
     blocked: FxHashMap<NodeId, SequenceSet>,
     /// The node that each blocked sequence waits for.
     awaited_nodes: FxHashMap<SequenceId, NodeId>,
+    awaiting_image_room: SequenceSet,
 }
 
 impl Queue {
@@ -25,10 +30,11 @@ impl Queue {
         self.ready.insert(precedence, id);
     }
 
-    /// Removes a ready or blocked sequence.
+    /// Removes a sequence.
     pub(crate) fn remove(&mut self, precedence: Precedence, id: SequenceId) {
         let Some(node) = self.awaited_nodes.remove(&id) else {
             self.ready.remove(&precedence);
+            self.awaiting_image_room.remove(&precedence);
             return;
         };
         if let Some(waiters) = self.blocked.get_mut(&node) {
@@ -54,6 +60,22 @@ impl Queue {
         }
     }
 
+    /// Lets a ready sequence wait until `end_wait_for_images`.
+    pub(crate) fn await_image_room(&mut self, precedence: Precedence, id: SequenceId) {
+        self.ready.remove(&precedence);
+        self.awaiting_image_room.insert(precedence, id);
+    }
+
+    /// Makes the sequences ready that wait for image room.
+    pub(crate) fn end_wait_for_images(&mut self) {
+        self.ready.append(&mut self.awaiting_image_room);
+    }
+
+    /// The sequences that wait for image room, highest precedence first.
+    pub(crate) fn awaiting_image_room(&self) -> &SequenceSet {
+        &self.awaiting_image_room
+    }
+
     /// The ready sequences, highest precedence first.
     pub(crate) fn ready(&self) -> impl Iterator<Item = SequenceId> {
         self.ready.values().copied()
@@ -67,9 +89,9 @@ impl Queue {
         self.awaited_nodes.len()
     }
 
-    /// Ready and blocked sequences.
+    /// All queued sequences.
     pub(crate) fn len(&self) -> usize {
-        self.num_ready() + self.num_blocked()
+        self.num_ready() + self.num_blocked() + self.awaiting_image_room.len()
     }
 
     pub(crate) fn awaited_node(&self, id: SequenceId) -> Option<NodeId> {
@@ -84,7 +106,9 @@ impl Queue {
             let is_ready = self.ready.contains_key(&precedence);
             let node = self.awaited_node(id);
             let is_blocked = node.is_some_and(|node| self.blocked[&node].contains_key(&precedence));
-            assert!(is_ready != is_blocked, "{id:?} is ready: {is_ready}, blocked: {is_blocked}");
+            let awaits_room = self.awaiting_image_room.contains_key(&precedence);
+            let num_states = [is_ready, is_blocked, awaits_room].into_iter().filter(|is| *is).count();
+            assert_eq!(num_states, 1, "{id:?} is ready: {is_ready}, blocked: {is_blocked}, awaits room: {awaits_room}");
         }
         assert_eq!(self.len(), num_queued);
         assert_eq!(self.blocked.values().map(SequenceSet::len).sum::<usize>(), self.num_blocked());

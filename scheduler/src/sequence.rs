@@ -14,7 +14,9 @@ use std::time::Duration;
 
 use crate::cache::BlockTable;
 use crate::layout::BlockLayout;
-use crate::plan::{Advance, BlockId, ContentSalt, FinishReason, Limits, NewSequence, SequenceId, Submission, TokenId};
+use crate::plan::{
+    Advance, BlockId, ContentSalt, FinishReason, ImageGroup, Limits, NewSequence, SequenceId, Submission, TokenId,
+};
 use crate::precedence::{Precedence, PrefillOrder};
 use crate::prefix::{Content, PendingPrefix, Root};
 use crate::resident::Residency;
@@ -38,6 +40,7 @@ pub(crate) struct Sequence {
     needs_prompt_outputs: bool,
     num_source_tokens: u32,
     whole_spans: Arc<[Range<u32>]>,
+    images: Arc<[ImageGroup]>,
     has_grammar: bool,
     /// `None`: the worker does not know the sequence; the next three fields are 0 and empty.
     residency: Option<Residency>,
@@ -90,6 +93,7 @@ impl Sequence {
             needs_prompt_outputs: submission.needs_prompt_outputs,
             num_source_tokens: submission.num_source_tokens,
             whole_spans: submission.whole_spans,
+            images: submission.images,
             has_grammar: submission.has_grammar,
             residency: None,
             num_in_flight_tokens: 0,
@@ -221,6 +225,10 @@ impl Sequence {
         let borrowed = self.borrowed_budget.get_or_insert(BorrowedBudget { overtaking_budget, until_tokens });
         borrowed.overtaking_budget = borrowed.overtaking_budget.min(overtaking_budget);
         borrowed.until_tokens = borrowed.until_tokens.max(until_tokens);
+    }
+
+    pub(crate) fn images(&self) -> &[ImageGroup] {
+        &self.images
     }
 
     pub(crate) fn layout(&self) -> BlockLayout {

@@ -97,6 +97,7 @@ class ImageInput:
     is_prompt_whole: bool
     text_prefix: str
     text_suffix: str
+    max_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

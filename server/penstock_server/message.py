@@ -96,6 +96,7 @@ def image_input_message(image_input: ImageInput | None) -> pb.ImageInput | None:
         is_prompt_whole=image_input.is_prompt_whole,
         text_prefix=image_input.text_prefix,
         text_suffix=image_input.text_suffix,
+        max_bytes=image_input.max_bytes,
     )
 
 

@@ -193,7 +193,8 @@ class Worker(rpc.WorkerServicer):
             return pb.EncodeImagesResponse(error=str(error))
         except Exception as error:  # noqa: BLE001 - the service's boundary
             self._abort_with_fault(context, error)
-        return pb.EncodeImagesResponse(images=[pb.EncodedImage(token_ids=each.token_ids.tolist()) for each in encoded])
+        messages = [pb.EncodedImage(token_ids=each.token_ids.tolist(), num_bytes=each.num_bytes) for each in encoded]
+        return pb.EncodeImagesResponse(images=messages)
 
     def Health(self, request: pb.HealthRequest, context: grpc.ServicerContext) -> pb.HealthResponse:  # noqa: N802
         engine, device = self._engine, None

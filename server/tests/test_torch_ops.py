@@ -9,7 +9,8 @@ import pytest
 import torch
 from penstock_server.kernels.ops import NormVariant
 from penstock_server.kernels.torch_ops import TorchOps, _multiply_heads
-from penstock_server.layers.rope import RopeSpec, inverse_frequencies, rope_tables
+from penstock_server.layers import rope as rope_module
+from penstock_server.layers.rope import RopeSpec, inverse_frequencies, limit_tables, rope_tables
 from penstock_server.models.config import Config
 from penstock_server.models.rope_config import read_rope
 from transformers import LlamaConfig
@@ -107,6 +108,18 @@ def test_rope_scalings_are_those_of_transformers(rope: dict[str, Any], max_token
     torch.testing.assert_close(inverse_frequencies(spec, max_tokens), expected, rtol=1e-6, atol=0)
     cos, _ = rope_tables(spec, max_tokens, torch.device("cpu"))
     assert float(cos[0, 0]) == pytest.approx(magnitude)
+
+
+def test_rows_of_long_tables_are_computed_once_it_is_known_how_many_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, cpu = RopeSpec("default", 10000.0, 8), torch.device("cpu")
+    whole = rope_tables(spec, 40, cpu)
+    monkeypatch.setattr(rope_module, "_FIRST_ROWS", 8)
+    monkeypatch.setattr(rope_module, "_PIECE_ROWS", 3)
+    tables = rope_tables(spec, 40, cpu)
+    assert all(torch.equal(table[:8], expected[:8]) for table, expected in zip(tables, whole, strict=True))
+    for num_rows in (5, 20):
+        limit_tables(spec, tables, num_rows)
+        assert all(torch.equal(table[:num_rows], each[:num_rows]) for table, each in zip(tables, whole, strict=True))
 
 
 def test_the_product_of_heads_writes_to_its_place() -> None:

@@ -6,7 +6,7 @@ use penstock_scheduler::Stats;
 use super::health::Health;
 use super::stream::SequenceStream;
 use crate::replica::Routed;
-use crate::sequence::{Adapter, AdapterError, Grammar, GrammarError, Image, ImageError, SequenceRequest};
+use crate::sequence::{Adapter, AdapterError, EncodedImage, Grammar, GrammarError, Image, ImageError, SequenceRequest};
 
 /// One of several engines at this moment, and what went there.
 #[derive(Clone, Copy, Debug)]
@@ -31,8 +31,8 @@ pub trait Generator: Send + Sync + 'static {
     fn compile_grammar(&self, grammar: &Grammar) -> BoxFuture<'static, Result<(), GrammarError>>;
     /// Loads an adapter, after freeing those with `unloaded_ids`. Must be complete before a sequence with this adapter is submitted.
     fn load_adapter(&self, adapter: Adapter, unloaded_ids: Vec<u64>) -> BoxFuture<'static, Result<(), AdapterError>>;
-    /// The tokens that stand for each image. Must be complete before a sequence with these images is submitted.
-    fn encode_images(&self, images: Vec<Image>) -> BoxFuture<'static, Result<Vec<Vec<u32>>, ImageError>>;
+    /// What the workers make of each image. Must be complete before a sequence with these images is submitted.
+    fn encode_images(&self, images: Vec<Image>) -> BoxFuture<'static, Result<Vec<EncodedImage>, ImageError>>;
     /// Whether steps are being taken at this moment.
     fn health(&self) -> Health;
     /// Queue length, running sequences and KV blocks at this moment.

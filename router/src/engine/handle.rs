@@ -24,7 +24,8 @@ use super::speed::Speed;
 use super::step_loop::StepLoop;
 use super::stream::SequenceStream;
 use crate::sequence::{
-    Adapter, AdapterError, Grammar, GrammarError, Image, ImageError, SequenceEvent, SequenceFailure, SequenceRequest,
+    Adapter, AdapterError, EncodedImage, Grammar, GrammarError, Image, ImageError, SequenceEvent, SequenceFailure,
+    SequenceRequest,
 };
 use crate::worker::Group;
 
@@ -168,7 +169,7 @@ impl Generator for Engine {
         Box::pin(adapter::load(self.compiler.clone(), adapter, unloaded_ids))
     }
 
-    fn encode_images(&self, images: Vec<Image>) -> BoxFuture<'static, Result<Vec<Vec<u32>>, ImageError>> {
+    fn encode_images(&self, images: Vec<Image>) -> BoxFuture<'static, Result<Vec<EncodedImage>, ImageError>> {
         Box::pin(image::encode(self.compiler.clone(), images))
     }
 

@@ -5,7 +5,7 @@ use std::fmt;
 use futures::future::BoxFuture;
 
 use crate::remote::{Client, RemoteError};
-use crate::sequence::{Adapter, Grammar, Image};
+use crate::sequence::{Adapter, EncodedImage, Grammar, Image};
 use crate::worker::{AdapterLoader, GrammarCompiler, Group, ImageEncoder, WorkerError};
 
 /// The inner error says what is wrong with what was given.
@@ -16,8 +16,8 @@ pub(super) trait Helper: fmt::Debug + Send + Sync {
     fn compile(&self, grammar: Grammar) -> BoxFuture<'static, Answer<()>>;
     /// Frees the adapters `unloaded_ids` before.
     fn load(&self, adapter: Adapter, unloaded_ids: Vec<u64>) -> BoxFuture<'static, Answer<()>>;
-    /// The tokens that stand for each image.
-    fn encode(&self, images: Vec<Image>) -> BoxFuture<'static, Answer<Vec<Vec<u32>>>>;
+    /// What the workers make of each image.
+    fn encode(&self, images: Vec<Image>) -> BoxFuture<'static, Answer<Vec<EncodedImage>>>;
 }
 
 /// Why there is no answer.
@@ -53,7 +53,7 @@ impl Helper for GroupHelper {
         Box::pin(async move { Ok(loader.load(&adapter, &unloaded_ids).await?) })
     }
 
-    fn encode(&self, images: Vec<Image>) -> BoxFuture<'static, Answer<Vec<Vec<u32>>>> {
+    fn encode(&self, images: Vec<Image>) -> BoxFuture<'static, Answer<Vec<EncodedImage>>> {
         let encoder = self.encoder.clone();
         Box::pin(async move { Ok(encoder.encode(&images).await?) })
     }
@@ -69,7 +69,7 @@ impl Helper for Client {
         Box::pin(async { Ok(Err("LoRA adapters are not served by other servers".to_owned())) })
     }
 
-    fn encode(&self, images: Vec<Image>) -> BoxFuture<'static, Answer<Vec<Vec<u32>>>> {
+    fn encode(&self, images: Vec<Image>) -> BoxFuture<'static, Answer<Vec<EncodedImage>>> {
         let client = self.clone();
         Box::pin(async move { Ok(client.encode(images).await?) })
     }

@@ -3,13 +3,13 @@
 use tokio::sync::watch;
 
 use super::grammar::{Compiler, ask};
-use crate::sequence::{Image, ImageError};
+use crate::sequence::{EncodedImage, Image, ImageError};
 
-/// The tokens that stand for each image. A later group encodes them with the first sequence that has them.
+/// What the workers make of each image. A later group encodes them with the first sequence that has them.
 pub(super) async fn encode(
     compiler: watch::Receiver<Compiler>,
     images: Vec<Image>,
-) -> Result<Vec<Vec<u32>>, ImageError> {
+) -> Result<Vec<EncodedImage>, ImageError> {
     let encoded = ask(compiler, |helper| helper.encode(images.clone())).await;
     encoded.map_err(ImageError::Worker)?.map_err(ImageError::Unusable)
 }

@@ -4,6 +4,7 @@
 //! INVARIANT: a sequence fails as the cause of group losses only when it ran alone in the last one. Before that, every
 //! sequence of the lost steps is as likely a cause (docs/adr/0009).
 
+use std::hash::RandomState;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -20,7 +21,7 @@ use super::open_sequence::OpenSequence;
 use super::options::MAX_LOSSES;
 use super::owner::Owner;
 use super::timelines::{Timelines, TracedAdvance};
-use crate::sequence::{Constants, FinishReason, ImageSpan, SequenceEvent, SequenceFailure, SequenceRequest};
+use crate::sequence::{Constants, FinishReason, ImageSpan, SequenceEvent, SequenceFailure, SequenceRequest, image_groups};
 use crate::telemetry::metrics;
 use crate::worker::{Fault, Output, OutputError, StepReport};
 
@@ -38,6 +39,7 @@ pub(super) struct OpenSequences {
     max_tokens_per_step: usize,
     /// Whether clients are told of their drafts: not without `--speculate`.
     shows_drafts: bool,
+    image_keys: RandomState,
     epoch: Instant,
 }
 
@@ -61,6 +63,7 @@ impl OpenSequences {
             quarantine: Vec::new(),
             max_tokens_per_step: 1 + limits.max_draft_tokens as usize,
             shows_drafts: !limits.drafts_only_forced,
+            image_keys: RandomState::new(),
             epoch: Instant::now(),
         }
     }
@@ -91,6 +94,7 @@ impl OpenSequences {
             needs_prompt_outputs: terms.needs_prompt_outputs,
             num_source_tokens: terms.num_source_tokens,
             whole_spans: whole.map(ImageSpan::tokens).collect(),
+            images: image_groups(&sequence.constants().images, &self.image_keys),
             has_grammar: sequence.constants().grammar.is_some(),
         };
         // One that arrived before this engine began goes first.
@@ -101,7 +105,11 @@ impl OpenSequences {
                     self.timelines.insert(id, timeline);
                 }
             }
-            Err(error @ (SubmitError::WholeSpan { .. } | SubmitError::WholePrompt { .. })) => {
+            Err(
+                error @ (SubmitError::WholeSpan { .. }
+                | SubmitError::WholePrompt { .. }
+                | SubmitError::ImagesTooLarge { .. }),
+            ) => {
                 sequence.end(SequenceEvent::Failed(SequenceFailure::Request(error.to_string())));
             }
             Err(error) => sequence.end(SequenceEvent::Failed(SequenceFailure::Sequence(error.to_string()))),

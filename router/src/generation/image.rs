@@ -10,7 +10,7 @@ use tokio::time::timeout;
 
 use super::validation::ValidationError;
 use crate::fetch::{Fetcher, Url};
-use crate::sequence::{Image, ImageInput, ImageSpan};
+use crate::sequence::{EncodedImage, Image, ImageInput, ImageSpan};
 use crate::text::TokenSpan;
 
 /// Images of one prompt. More would rarely fit into a context.
@@ -113,17 +113,17 @@ pub(super) fn expand(
     token_ids: &[u32],
     input: &ImageInput,
     images: Vec<Image>,
-    encoded: &[Vec<u32>],
+    encoded: &[EncodedImage],
 ) -> (Vec<u32>, Arc<[ImageSpan]>) {
     let (mut expanded, mut spans) = (Vec::with_capacity(token_ids.len()), Vec::with_capacity(images.len()));
     let mut next = images.into_iter().zip(encoded);
     for &token_id in token_ids {
         if token_id == input.placeholder_id
-            && let Some((image, tokens)) = next.next()
+            && let Some((image, EncodedImage { token_ids, num_bytes })) = next.next()
         {
-            let (offset, num_tokens) = (expanded.len() as u32, tokens.len() as u32);
-            spans.push(ImageSpan { image, offset, num_tokens, is_whole: input.is_whole });
-            expanded.extend_from_slice(tokens);
+            let (offset, num_tokens) = (expanded.len() as u32, token_ids.len() as u32);
+            spans.push(ImageSpan { image, offset, num_tokens, is_whole: input.is_whole, num_bytes: *num_bytes });
+            expanded.extend_from_slice(token_ids);
         } else {
             expanded.push(token_id);
         }
@@ -132,8 +132,8 @@ pub(super) fn expand(
 }
 
 /// The same for tokens with their places in the text: each token of an image has the place of its placeholder.
-pub(super) fn expand_spans(spans: Vec<TokenSpan>, input: &ImageInput, encoded: Vec<Vec<u32>>) -> Vec<TokenSpan> {
-    let mut next = encoded.into_iter();
+pub(super) fn expand_spans(spans: Vec<TokenSpan>, input: &ImageInput, encoded: Vec<EncodedImage>) -> Vec<TokenSpan> {
+    let mut next = encoded.into_iter().map(|image| image.token_ids);
     let expand = |span: TokenSpan| {
         let image = (span.id == input.placeholder_id).then(|| next.next()).flatten();
         image.unwrap_or_else(|| vec![span.id]).into_iter().map(move |id| TokenSpan { id, ..span })
@@ -200,6 +200,7 @@ mod tests {
             is_prompt_whole: false,
             text_prefix: String::new(),
             text_suffix: String::new(),
+            max_bytes: 100,
         }
     }
 
@@ -257,11 +258,15 @@ mod tests {
         assert_eq!(message, "image 64: a prompt can have at most 64 images, this one has 65");
     }
 
+    fn encoded(token_ids: &[u32]) -> EncodedImage {
+        EncodedImage { token_ids: token_ids.to_vec(), num_bytes: 1 }
+    }
+
     #[test]
     fn the_tokens_of_an_image_take_the_place_of_its_placeholder() {
         let images: Vec<_> = [b"a", b"b"].into_iter().map(|data| Image::new(data.to_vec())).collect();
         let input = input("");
-        let (tokens, spans) = expand(&[1, 9, 2, 9], &input, images.clone(), &[vec![9, 9, 9], vec![5, 9]]);
+        let (tokens, spans) = expand(&[1, 9, 2, 9], &input, images.clone(), &[encoded(&[9, 9, 9]), encoded(&[5, 9])]);
         assert_eq!(tokens, [1, 9, 9, 9, 2, 5, 9]);
         let spans: Vec<_> = spans.iter().map(|span| (span.tokens(), span.is_whole, span.image.clone())).collect();
         assert_eq!(spans, [(1..4, true, images[0].clone()), (5..7, true, images[1].clone())]);
@@ -290,7 +295,8 @@ mod tests {
     #[test]
     fn the_tokens_of_an_image_are_where_its_placeholder_is() {
         let span = |id, start, stop| TokenSpan { id, start, stop };
-        let expanded = expand_spans(vec![span(1, 0, 2), span(9, 2, 5), span(9, 5, 8)], &input(""), vec![vec![7, 9]]);
+        let expanded =
+            expand_spans(vec![span(1, 0, 2), span(9, 2, 5), span(9, 5, 8)], &input(""), vec![encoded(&[7, 9])]);
         let expected = [span(1, 0, 2), span(7, 2, 5), span(9, 2, 5), span(9, 5, 8)];
         assert_eq!(expanded, expected);
     }

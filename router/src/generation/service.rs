@@ -23,7 +23,7 @@ use super::validation::ValidationError;
 use crate::config::{Config, PriorityOrder};
 use crate::engine::{Generator, Health, ReplicaReport};
 use crate::fetch::Fetcher;
-use crate::sequence::{ContentSalt, Image, ImageInput, ImageSpan, Sampling, SequenceRequest};
+use crate::sequence::{ContentSalt, EncodedImage, Image, ImageInput, ImageSpan, Sampling, SequenceRequest};
 use crate::telemetry::{RequestRecord, metrics};
 use crate::text::{AnswerParser, TextModel};
 
@@ -309,13 +309,13 @@ impl GenerationService {
         self.inner.config.image_input.as_ref()
     }
 
-    /// Fetches and encodes the images of a prompt, after a check that it has a place for each. Returns them with their tokens.
+    /// Fetches and encodes the images of a prompt, after a check that it has a place for each. Returns them with what the workers made of them.
     pub(super) async fn encode_images(
         &self,
         token_ids: &[u32],
         images: Vec<GivenImage>,
         deadlines: Deadlines,
-    ) -> Result<(Vec<Image>, Vec<Vec<u32>>), GenerationError> {
+    ) -> Result<(Vec<Image>, Vec<EncodedImage>), GenerationError> {
         image::check_places(token_ids, self.image_input(), images.len())?;
         let fetch = image::fetch(images, self.inner.fetcher.as_ref());
         let images = self.in_time(deadlines, async { Ok(fetch.await?) }).await?;

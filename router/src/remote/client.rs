@@ -15,7 +15,7 @@ use tonic::{Request, Status};
 use super::{
     Access, CONNECTION_WINDOW_BYTES, MAX_MESSAGE_BYTES, RemoteError, ServerDescription, ServerState, UrlError, convert,
 };
-use crate::sequence::{Grammar, Image, SequenceEvent, SequenceRequest};
+use crate::sequence::{EncodedImage, Grammar, Image, SequenceEvent, SequenceRequest};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// As the server's own limits for its workers.
@@ -135,8 +135,8 @@ impl Client {
         Ok(if answer.error.is_empty() { Ok(()) } else { Err(answer.error) })
     }
 
-    /// The tokens that stand for each image. The inner error says what is wrong with one of them, for the client.
-    pub(crate) async fn encode(mut self, images: Vec<Image>) -> Result<Result<Vec<Vec<u32>>, String>, RemoteError> {
+    /// What the workers make of each image. The inner error says what is wrong with one of them, for the client.
+    pub(crate) async fn encode(mut self, images: Vec<Image>) -> Result<Result<Vec<EncodedImage>, String>, RemoteError> {
         if let Err(error) = check_size(images.iter(), 0) {
             return Ok(Err(error.to_string()));
         }
@@ -144,7 +144,7 @@ impl Client {
         let request = penstock_proto::EncodeImagesRequest { images };
         let answer = in_time(IMAGE_TIMEOUT, self.engine.encode_images(request)).await?;
         match answer.error.is_empty() {
-            true => Ok(Ok(answer.images.into_iter().map(|image| image.token_ids).collect())),
+            true => Ok(Ok(answer.images.into_iter().map(crate::worker::convert::encoded_image).collect())),
             false => Ok(Err(answer.error)),
         }
     }

@@ -77,6 +77,7 @@ fn model(model: &Description) -> penstock_proto::LoadResponse {
             is_prompt_whole: input.is_prompt_whole,
             text_prefix: input.text_prefix.clone(),
             text_suffix: input.text_suffix.clone(),
+            max_bytes: input.max_bytes,
         }),
         pooling: model.pooling.as_ref().map(pooling),
         ..Default::default()
@@ -162,8 +163,8 @@ pub(super) fn sequence(request: &SequenceRequest) -> proto::Sequence {
 }
 
 fn image_span(span: &ImageSpan) -> proto::ImageSpan {
-    let ImageSpan { image, offset, num_tokens, is_whole } = span;
-    proto::ImageSpan { data: image.data().to_vec(), offset: *offset, num_tokens: *num_tokens, is_whole: *is_whole }
+    let ImageSpan { image, offset, num_tokens, is_whole, num_bytes } = span.clone();
+    proto::ImageSpan { data: image.data().to_vec(), offset, num_tokens, is_whole, num_bytes }
 }
 
 fn content_salt(content: &ContentSalt) -> proto::ContentSalt {
@@ -181,11 +182,12 @@ pub(super) fn request(sequence: proto::Sequence) -> Result<SequenceRequest, Stri
         ));
     }
     let salt = |content: proto::ContentSalt| ContentSalt { offset: content.offset, salt: content.salt };
-    let span = |proto::ImageSpan { data, offset, num_tokens, is_whole }| ImageSpan {
+    let span = |proto::ImageSpan { data, offset, num_tokens, is_whole, num_bytes }| ImageSpan {
         image: Image::new(data),
         offset,
         num_tokens,
         is_whole,
+        num_bytes,
     };
     Ok(SequenceRequest {
         generated_token_ids: prompt_token_ids.split_off(num_prompt_tokens),
@@ -323,7 +325,14 @@ mod tests {
             sampling: penstock_proto::Sampling { seed: 77, temperature: 0.5, ..greedy() },
             grammar: Some(Grammar::Regex("[a-z]+".to_owned())),
             adapter: None,
-            images: [ImageSpan { image: Image::new(b"PNG".to_vec()), offset: 1, num_tokens: 2, is_whole: true }].into(),
+            images: [ImageSpan {
+                image: Image::new(b"PNG".to_vec()),
+                offset: 1,
+                num_tokens: 2,
+                is_whole: true,
+                num_bytes: 9,
+            }]
+            .into(),
             num_second_text_tokens: 1,
             needs_prompt_outputs: true,
             priority: -3,

@@ -22,7 +22,7 @@ use tonic::{Request, Response, Status};
 use super::{Access, CONNECTION_WINDOW_BYTES, MAX_MESSAGE_BYTES, STATUS_INTERVAL, ServerDescription, convert};
 use crate::config::ApiKeys;
 use crate::engine::Generator;
-use crate::sequence::{GrammarError, Image, ImageError};
+use crate::sequence::{EncodedImage, GrammarError, Image, ImageError};
 
 /// How soon a change of health is reported.
 const HEALTH_INTERVAL: Duration = Duration::from_millis(100);
@@ -204,7 +204,7 @@ impl Engine for Service {
             Err(ImageError::Unusable(reason)) => (reason, Vec::new()),
             Err(error @ ImageError::Worker(_)) => return Err(Status::unavailable(error.to_string())),
         };
-        let encoded = |token_ids| worker::EncodedImage { token_ids };
+        let encoded = |EncodedImage { token_ids, num_bytes }| worker::EncodedImage { token_ids, num_bytes };
         let images = images.into_iter().map(encoded).collect();
         Ok(Response::new(worker::EncodeImagesResponse { error, images }))
     }

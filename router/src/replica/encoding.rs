@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::Shared;
 use crate::engine::{Engine, Generator};
-use crate::sequence::{Image, ImageError};
+use crate::sequence::{EncodedImage, Image, ImageError};
 
 /// Images that one engine is encoding: work that its other requests wait for.
 struct Encoding {
@@ -34,9 +34,9 @@ impl Drop for Encoding {
     }
 }
 
-/// The tokens that stand for each image. A second engine encodes them when the first one is lost, and none after it: images that bring
+/// What the workers make of each image. A second engine encodes them when the first one is lost, and none after it: images that bring
 /// workers down cost at most two engines their groups.
-pub(super) async fn encode(shared: Arc<Shared>, images: Vec<Image>) -> Result<Vec<Vec<u32>>, ImageError> {
+pub(super) async fn encode(shared: Arc<Shared>, images: Vec<Image>) -> Result<Vec<EncodedImage>, ImageError> {
     let none = || ImageError::Worker("there is no replica".to_owned());
     let first = Encoding::begin(&shared, &images, |_| true).ok_or_else(none)?;
     let encode = first.engine.encode_images(images.clone());

@@ -24,7 +24,8 @@ use crate::engine::{
 };
 use crate::remote::ServerDescription;
 use crate::sequence::{
-    Adapter, AdapterError, Grammar, GrammarError, Image, ImageError, SequenceEvent, SequenceFailure, SequenceRequest,
+    Adapter, AdapterError, EncodedImage, Grammar, GrammarError, Image, ImageError, SequenceEvent, SequenceFailure,
+    SequenceRequest,
 };
 use crate::worker::Group;
 use list::List;
@@ -266,7 +267,7 @@ impl Generator for Replicas {
         self.in_all(move |engine| engine.load_adapter(adapter.clone(), unloaded_ids.clone())).map_ok(drop).boxed()
     }
 
-    fn encode_images(&self, images: Vec<Image>) -> BoxFuture<'static, Result<Vec<Vec<u32>>, ImageError>> {
+    fn encode_images(&self, images: Vec<Image>) -> BoxFuture<'static, Result<Vec<EncodedImage>, ImageError>> {
         match self.alone() {
             Some(engine) => engine.encode_images(images),
             None => encoding::encode(Arc::clone(&self.0), images).boxed(),

@@ -291,7 +291,7 @@ pub(super) mod tests {
     }
 
     fn with_image(request: SequenceRequest, image: &Image) -> SequenceRequest {
-        let span = ImageSpan { image: image.clone(), offset: 0, num_tokens: 1, is_whole: false };
+        let span = ImageSpan { image: image.clone(), offset: 0, num_tokens: 1, is_whole: false, num_bytes: 1 };
         SequenceRequest { images: [span].into(), ..request }
     }
 

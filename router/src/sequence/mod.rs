@@ -15,7 +15,8 @@ pub use penstock_scheduler::{ContentSalt, FinishReason};
 
 pub use adapter::{Adapter, AdapterError};
 pub use grammar::{Grammar, GrammarError};
-pub use image::{Image, ImageError, ImageInput, ImageSpan};
+pub(crate) use image::groups as image_groups;
+pub use image::{EncodedImage, Image, ImageError, ImageInput, ImageSpan};
 pub use pooling::{Matryoshka, Pooling, Task};
 pub use sampling::{BadWord, LogitBias, Sampling, greedy};
 pub use timeline::Timeline;

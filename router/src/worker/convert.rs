@@ -8,7 +8,7 @@ use penstock_scheduler::{Advance, NewSequence, Plan, SequenceId, Transfer};
 use super::report::{Fault, Output, OutputError, StepReport, WorkerTiming};
 use super::{Description, Phase, WorkerError};
 use crate::sequence::{
-    Adapter, Constants, Grammar, Image, ImageInput, ImageSpan, Matryoshka, Pooling, Task, Token, TopToken,
+    Adapter, Constants, EncodedImage, Grammar, Image, ImageInput, ImageSpan, Matryoshka, Pooling, Task, Token, TopToken,
 };
 
 pub(super) fn plan<'a>(plan: Plan, constants: impl Fn(SequenceId) -> &'a Constants) -> proto::Plan {
@@ -73,8 +73,23 @@ fn image_input(input: proto::ImageInput) -> ImageInput {
         is_prompt_whole,
         text_prefix,
         text_suffix,
+        max_bytes,
     } = input;
-    ImageInput { placeholder_id, placeholder, template_text, is_whole, is_prompt_whole, text_prefix, text_suffix }
+    ImageInput {
+        placeholder_id,
+        placeholder,
+        template_text,
+        is_whole,
+        is_prompt_whole,
+        text_prefix,
+        text_suffix,
+        max_bytes,
+    }
+}
+
+pub(crate) fn encoded_image(image: proto::EncodedImage) -> EncodedImage {
+    let proto::EncodedImage { token_ids, num_bytes } = image;
+    EncodedImage { token_ids, num_bytes }
 }
 
 pub(crate) fn grammar(grammar: &Grammar) -> proto::Grammar {

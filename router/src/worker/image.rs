@@ -9,7 +9,7 @@ use tokio::sync::Semaphore;
 
 use super::rank::Rank;
 use super::{WorkerError, convert};
-use crate::sequence::Image;
+use crate::sequence::{EncodedImage, Image};
 
 /// Each image has a limit of its own on the worker, which encodes one at a time.
 const TIMEOUT: Duration = Duration::from_secs(300);
@@ -29,8 +29,8 @@ impl ImageEncoder {
         Self { ranks, permits: Arc::new(Semaphore::new(MAX_CONCURRENT)) }
     }
 
-    /// The tokens that stand for each image. The inner error says what is wrong with one of them, for the client.
-    pub(crate) async fn encode(self, images: &[Image]) -> Result<Result<Vec<Vec<u32>>, String>, WorkerError> {
+    /// What the workers make of each image. The inner error says what is wrong with one of them, for the client.
+    pub(crate) async fn encode(self, images: &[Image]) -> Result<Result<Vec<EncodedImage>, String>, WorkerError> {
         let request = proto::EncodeImagesRequest { images: images.iter().map(convert::image).collect() };
         // An error means that the semaphore was closed, which never happens.
         let _permit = Arc::clone(&self.permits).acquire_owned().await.ok();
@@ -47,6 +47,6 @@ impl ImageEncoder {
             return Ok(Err(answer.error.clone()));
         }
         let first = answers.swap_remove(0);
-        Ok(Ok(first.images.into_iter().map(|image| image.token_ids).collect()))
+        Ok(Ok(first.images.into_iter().map(convert::encoded_image).collect()))
     }
 }

@@ -331,7 +331,7 @@ impl Worker for Service {
             self.death.cancel();
             std::future::pending::<()>().await;
         }
-        let encode = |file: Vec<u8>| proto::EncodedImage { token_ids: vec![9; file.len()] };
+        let encode = |file: Vec<u8>| proto::EncodedImage { token_ids: vec![9; file.len()], num_bytes: 1 };
         Ok(Response::new(proto::EncodeImagesResponse {
             error: String::new(),
             images: files.into_iter().map(encode).collect(),

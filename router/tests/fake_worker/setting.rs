@@ -33,6 +33,7 @@ pub const fn limits() -> Limits {
         max_draft_tokens: 0,
         drafts_with_model: false,
         drafts_only_forced: false,
+        max_image_bytes: 100,
         num_stages: 1,
     }
 }

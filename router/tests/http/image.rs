@@ -33,6 +33,7 @@ async fn server(adjust: impl FnOnce(&mut Config)) -> Server {
             is_prompt_whole: false,
             text_prefix: String::new(),
             text_suffix: String::new(),
+            max_bytes: 100,
         });
         adjust(config);
     })

@@ -15,8 +15,8 @@ use penstock_router::config::{AdapterConfig, ApiKeys, PriorityOrder, VertexRoute
 use penstock_router::engine::{EventSender, Generator, Health, SequenceStream, event_channel};
 use penstock_router::limits::{ConnectionLimits, QueueLimits, RequestLimits};
 use penstock_router::sequence::{
-    Adapter, AdapterError, FinishReason, Grammar, GrammarError, Image, ImageError, SequenceEvent, SequenceRequest,
-    Token,
+    Adapter, AdapterError, EncodedImage, FinishReason, Grammar, GrammarError, Image, ImageError, SequenceEvent,
+    SequenceRequest, Token,
 };
 use penstock_router::telemetry::metrics::Exporter;
 use penstock_router::text::TextModel;
@@ -135,10 +135,10 @@ impl Generator for Engine {
     }
 
     /// As many tokens as an image has bytes; one that begins with "broken" is refused.
-    fn encode_images(&self, images: Vec<Image>) -> BoxFuture<'static, Result<Vec<Vec<u32>>, ImageError>> {
+    fn encode_images(&self, images: Vec<Image>) -> BoxFuture<'static, Result<Vec<EncodedImage>, ImageError>> {
         let encode = |image: &Image| match image.data().starts_with(b"broken") {
             true => Err(ImageError::Unusable("image 1 is broken".to_owned())),
-            false => Ok(vec![PLACEHOLDER_ID; image.data().len()]),
+            false => Ok(EncodedImage { token_ids: vec![PLACEHOLDER_ID; image.data().len()], num_bytes: 1 }),
         };
         Box::pin(std::future::ready(images.iter().map(encode).collect()))
     }

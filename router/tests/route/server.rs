@@ -12,7 +12,8 @@ use penstock_router::engine::{
 use penstock_router::remote::{self, Access, EngineListener, Properties, Remote, RequestLimits, ServerDescription};
 use penstock_router::replica::Replicas;
 use penstock_router::sequence::{
-    Adapter, AdapterError, Grammar, GrammarError, Image, ImageError, SequenceEvent, SequenceRequest, Token,
+    Adapter, AdapterError, EncodedImage, Grammar, GrammarError, Image, ImageError, SequenceEvent, SequenceRequest,
+    Token,
 };
 use penstock_router::worker::{Description, Group, LoadOptions};
 use penstock_scheduler::{Limits, Stats};
@@ -149,7 +150,7 @@ impl Generator for Endless {
         ready(Ok(())).boxed()
     }
 
-    fn encode_images(&self, _: Vec<Image>) -> BoxFuture<'static, Result<Vec<Vec<u32>>, ImageError>> {
+    fn encode_images(&self, _: Vec<Image>) -> BoxFuture<'static, Result<Vec<EncodedImage>, ImageError>> {
         ready(Ok(Vec::new())).boxed()
     }
 

@@ -49,6 +49,11 @@ impl Scheduler {
     /// Starts a ready sequence if the pool can hold all its known tokens and the step has time for some of them. If
     /// not, closes the admission, so that no sequence behind it is started either.
     pub(super) fn admit(&mut self, draft: &mut Draft, admission: &mut Admission, id: SequenceId) {
+        if self.awaits_image_room(id) {
+            self.queue.await_image_room(self.sequence(id).precedence(), id);
+            admission.is_closed = self.quarantined.is_some();
+            return;
+        }
         let num_available = admission.num_available_blocks(self);
         // PERF: no new lookup before the blocks for its last one are there. Fewer blocks could only suffice after other
         // sequences have computed its prefix, and then it would have waited for those.
@@ -97,6 +102,17 @@ impl Scheduler {
         self.advance_prompt(draft, id, num_tokens, unwritten_blocks);
     }
 
+    /// Whether there is no room for its images, or a sequence of higher precedence waits for such room: otherwise sequences
+    /// with small images could starve one with large ones. Room is released when a resident with images ends.
+    fn awaits_image_room(&self, id: SequenceId) -> bool {
+        let sequence = self.sequence(id);
+        let is_behind = || {
+            let first = self.queue.awaiting_image_room().keys().next();
+            self.quarantined.is_none() && first.is_some_and(|first| *first < sequence.precedence())
+        };
+        !sequence.images().is_empty() && (is_behind() || !self.image_room.fits(sequence.images()))
+    }
+
     fn look_up(&self, id: SequenceId) -> PrefixHit {
         let sequence = self.sequence(id);
         match sequence.lookup_key() {
@@ -135,6 +151,7 @@ impl Scheduler {
         let unwritten_blocks = table.held().iter().copied().filter(is_unwritten).collect();
         let precedence = sequence.precedence();
         self.queue.remove(precedence, id);
+        self.image_room.take(sequence.images());
         let residency = self.residents.start(precedence, id, sequence.max_tokens());
         draft.plan.new_sequences.push(sequence.start(residency, table));
         unwritten_blocks

@@ -4,6 +4,7 @@
 //! INVARIANT: every known sequence is in exactly one state:
 //! - ready: queued, the worker does not know it (`queue.rs`);
 //! - blocked: queued, and waiting for a prefix that another sequence is computing (`queue.rs`);
+//! - awaiting image room: queued, and waiting for room that the images of running sequences take (`queue.rs`);
 //! - running: the worker knows it and it will be advanced further (`resident.rs`);
 //! - finishing: the worker knows it and it awaits the result of its last step (`resident.rs`).
 
@@ -29,6 +30,7 @@ use rustc_hash::FxHashMap;
 use crate::cache::Cache;
 use crate::cost::CostModel;
 use crate::error::SubmitError;
+use crate::image::ImageRoom;
 use crate::in_flight::InFlightSteps;
 use crate::layout::BlockLayout;
 use crate::plan::{BlockHash, Limits, SequenceId, Stats, Submission, TokenId};
@@ -48,6 +50,7 @@ pub struct Scheduler {
     residents: Residents,
     in_flight: InFlightSteps,
     cache: Cache,
+    image_room: ImageRoom,
     cost: CostModel,
     drafting_cost: DraftingCost,
     /// While set, no other sequence advances.
@@ -84,6 +87,7 @@ impl Scheduler {
             residents: Residents::default(),
             in_flight: InFlightSteps::default(),
             cache: Cache::new(limits.num_blocks, limits.num_slots, layout, hash),
+            image_room: ImageRoom::new(limits.max_image_bytes),
             cost: CostModel::default(),
             drafting_cost: DraftingCost::default(),
             quarantined: None,
@@ -169,6 +173,11 @@ impl Scheduler {
             }
             free_from = span.end;
         }
+        let num_bytes = submission.images.iter().map(|group| group.num_bytes).sum();
+        let max_image_bytes = self.limits.max_image_bytes;
+        if num_bytes > max_image_bytes {
+            return Err(SubmitError::ImagesTooLarge { num_bytes, max_image_bytes });
+        }
         if self.sequences.contains_key(&submission.id) {
             return Err(SubmitError::AlreadyKnown { id: submission.id });
         }
@@ -216,6 +225,7 @@ impl Scheduler {
             self.evict(&mut sequence);
         } else {
             self.queue.remove(sequence.precedence(), id);
+            self.queue.end_wait_for_images(); // It may have been the one that others wait behind.
         }
         Some(sequence)
     }
@@ -239,6 +249,10 @@ impl Scheduler {
             self.queue.unblock(node);
         }
         self.residents.evict(sequence.precedence(), id, sequence.max_tokens());
+        if !sequence.images().is_empty() {
+            self.image_room.release(sequence.images());
+            self.queue.end_wait_for_images();
+        }
     }
 
     fn sequence(&self, id: SequenceId) -> &Sequence {

@@ -150,6 +150,7 @@ impl Scheduler {
             return;
         }
         left_out.extend(self.queue.ready().take(MAX_CANDIDATES));
+        left_out.extend(self.queue.awaiting_image_room().values().take(MAX_CANDIDATES));
         for id in left_out {
             let sequence = self.sequence_mut(id);
             sequence.add_overtaken_tokens(planned.num_tokens_behind(sequence.precedence()));

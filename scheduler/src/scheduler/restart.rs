@@ -19,6 +19,7 @@ impl Scheduler {
         self.in_flight = InFlightSteps::default();
         self.residents.clear();
         self.cache.clear();
+        self.image_room.clear();
         self.quarantined = None;
         self.queue = Queue::default();
         for (id, sequence) in &mut self.sequences {

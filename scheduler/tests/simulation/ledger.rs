@@ -1,6 +1,8 @@
 //! Keeps account of every plan, from the plans alone, and checks each one: ownership and sharing of blocks, run-ahead,
 //! budgets, order, and that no decode is left out. The contents of the blocks are checked by `worker.rs`.
 
+mod queue;
+
 use std::collections::{HashMap, HashSet, VecDeque};
 
 use penstock_scheduler::{
@@ -396,45 +398,6 @@ impl Ledger {
             let unwritten = self.written.iter().any(|written| written.contains(block_id));
             self.tally.add("blocks shared before they were written", u64::from(unwritten));
         }
-    }
-
-    fn check_queue_order(&mut self, plan: &Plan, live: &Live) {
-        let Some(last_started) = plan.new_sequences.iter().map(|start| self.entries[&start.id].order).max() else {
-            return;
-        };
-        let is_overtaken = |id: &SequenceId, queued: &Submitted| !self.knows(*id) && queued.order < last_started;
-        let overtaken: Vec<_> = live.iter().filter(|(id, queued)| is_overtaken(id, queued)).collect();
-        for (id, queued) in &overtaken {
-            assert!(self.may_be_blocked(queued, live), "{id:?} was not admitted in its turn");
-        }
-        self.tally.add("overtaken while blocked on a prefix", overtaken.len() as u64);
-    }
-
-    /// Whether a queued sequence can be waiting for blocks that only `id` is computing.
-    pub fn is_awaited(&self, id: SequenceId, live: &Live) -> bool {
-        let others: Live = live.iter().filter(|(other, _)| **other != id).map(|(id, it)| (*id, it.clone())).collect();
-        let is_queued = |other: &SequenceId| !self.knows(*other);
-        let waits = |it: &Submitted| self.may_be_blocked(it, live) && !self.may_be_blocked(it, &others);
-        self.knows(id) && others.iter().any(|(other, it)| is_queued(other) && waits(it))
-    }
-
-    /// Whether a sequence of higher precedence is computing blocks that `queued` needs.
-    fn may_be_blocked(&self, queued: &Submitted, live: &Live) -> bool {
-        let block_tokens = self.limits.block_tokens as usize;
-        let known = queued.known();
-        let num_common_blocks = |other: &Submitted| {
-            let has_same_images = |position| queued.traits.images.at(position).eq(other.traits.images.at(position));
-            let other = other.known();
-            let pairs = known[..known.len() - 1].iter().zip(&other).enumerate();
-            let num_common = pairs.take_while(|(position, (a, b))| a == b && has_same_images(*position)).count();
-            num_common / block_tokens
-        };
-        queued.may_look_up()
-            && self.entries.iter().any(|(id, entry)| {
-                let num_full = entry.num_computed_tokens as usize / block_tokens;
-                let Some(computing) = live.get(id) else { return false };
-                computing.scope == queued.scope && entry.order < queued.order && num_common_blocks(computing) > num_full
-            })
     }
 
     fn check_decodes(&mut self, plan: &Plan, decodes: &[SequenceId]) {

@@ -1,7 +1,9 @@
 //! A fake language model: the next token is a function of every token before it, so one lost, repeated or foreign token
 //! changes all that follow.
 
-use penstock_scheduler::{ContentSalt, FinishReason, TokenId};
+use std::collections::HashSet;
+
+use penstock_scheduler::{ContentSalt, FinishReason, ImageGroup, TokenId};
 
 pub const VOCAB_TOKENS: u64 = 40;
 pub const STOP_TOKEN: TokenId = 7;
@@ -34,10 +36,23 @@ impl Images {
         salts
     }
 
+    /// The same as groups that take room: each content is one, and the second is larger.
+    pub fn groups(&self) -> Vec<ImageGroup> {
+        let group = |&(_, picture): &(u32, u64)| ImageGroup { key: picture, num_bytes: 2 + 3 * picture };
+        let mut groups: Vec<_> = self.0.iter().flatten().map(group).collect();
+        groups.dedup();
+        groups
+    }
+
     /// Those within the first `num_tokens` positions.
     pub fn within(self, num_tokens: usize) -> Self {
         Self(self.0.map(|image| image.filter(|(position, _)| (*position as usize) < num_tokens)))
     }
+}
+
+/// The bytes of these groups, of which equal ones take room once.
+pub fn num_image_bytes(groups: impl Iterator<Item = ImageGroup>) -> u64 {
+    groups.collect::<HashSet<_>>().iter().map(|group| group.num_bytes).sum()
 }
 
 pub fn sample(digest: u64) -> TokenId {

@@ -4,8 +4,9 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use penstock_scheduler::{Event, FinishReason, Limits, Plan, SequenceId, StepResult, TokenId};
+use penstock_scheduler::{Event, FinishReason, ImageGroup, Limits, Plan, SequenceId, StepResult, TokenId};
 
+use crate::model::num_image_bytes;
 use crate::submitted::{Order, Visibility, max_depth};
 
 /// What a plan must contain.
@@ -37,6 +38,7 @@ pub struct Sequence {
     pub num_tokens: u32,
     pub max_tokens: u32,
     pub num_source_tokens: u32,
+    pub images: Vec<ImageGroup>,
     pub visibility: Visibility,
     pub stop_token_ids: Arc<[TokenId]>,
     /// `None`: queued.
@@ -193,11 +195,17 @@ impl Reference {
         let mut prefills = VecDeque::from(prefills);
         let mut is_closed = false;
         while tokens_left > 0 && plan.advances.len() < self.limits.max_step_sequences as usize {
+            let mut is_image_room_full = false;
             let next = |sequence: &Sequence| {
-                sequence.residency.is_none() && self.quarantined.is_none_or(|id| id == sequence.id)
+                if sequence.residency.is_some() || self.quarantined.is_some_and(|id| id != sequence.id) {
+                    return false;
+                }
+                is_image_room_full |= !self.has_image_room(sequence);
+                sequence.images.is_empty() || !is_image_room_full
             };
-            is_closed |= self.running().len() >= max_running;
-            let queued = self.sequences.iter().position(next).filter(|_| !is_closed);
+            // A prompt that ends in this step makes room for another sequence.
+            let may_start = !is_closed && self.running().len() < max_running;
+            let queued = self.sequences.iter().position(next).filter(|_| may_start);
             match (queued, prefills.front().copied()) {
                 (Some(index), running) if running.is_none_or(|running| index < running) => {
                     let sequence = &self.sequences[index];
@@ -231,6 +239,13 @@ impl Reference {
                 (_, None) => return,
             }
         }
+    }
+
+    /// Whether its images fit beside those of the sequences on the worker.
+    fn has_image_room(&self, sequence: &Sequence) -> bool {
+        let resident = self.sequences.iter().filter(|sequence| sequence.residency.is_some());
+        let images = resident.chain([sequence]).flat_map(|sequence| sequence.images.iter().copied());
+        num_image_bytes(images) <= self.limits.max_image_bytes
     }
 
     fn start(&mut self, plan: &mut ExpectedPlan, index: usize) {

@@ -48,6 +48,7 @@ fn a_blocked_sequence_is_unblocked_when_a_second_copy_replaces_a_lost_block() {
         max_draft_tokens: 0,
         drafts_with_model: false,
         drafts_only_forced: false,
+        max_image_bytes: u64::MAX,
         num_stages: 1,
     };
     let arrivals = vec![
@@ -98,6 +99,7 @@ fn a_sequence_that_may_end_with_its_drafts_in_flight_is_not_preempted() {
         max_draft_tokens: 3,
         drafts_with_model: true,
         drafts_only_forced: false,
+        max_image_bytes: u64::MAX,
         num_stages: 1,
     };
     let arrival = Arrival { num_text_tokens: 0, ..ARRIVAL };

@@ -110,9 +110,9 @@ fn limits() -> impl Strategy<Value = Limits> {
     let sizes = (1..32u32, 1..8u32, 1..80u32, 1..24u32, 1..6u32, 1..6u32);
     let turns = (prop_oneof![Just(0), 1..6u32], weighted(0.3, 0..20u64), weighted(0.35, 1..40u32));
     let drafts_and_slots = (prop_oneof![Just(0), 1..6u32], prop_oneof![Just(0), 1..6u32, 6..40u32]);
-    let stages = prop_oneof![3 => Just(1), 1 => 2..4u32];
-    (sizes, 0..5u32, weighted(0.5, 0..60u64), turns, drafts_and_slots, stages).prop_map(
-        |(sizes, caching, ageing_ticks, turns, (drafts, num_slots), num_stages)| {
+    let stages_and_images = (prop_oneof![3 => Just(1), 1 => 2..4u32], 4..8u64);
+    (sizes, 0..5u32, weighted(0.5, 0..60u64), turns, drafts_and_slots, stages_and_images).prop_map(
+        |(sizes, caching, ageing_ticks, turns, (drafts, num_slots), (num_stages, max_image_bytes))| {
             let drafts = if num_stages == 1 { drafts } else { 0 };
             let (
                 max_step_tokens,
@@ -139,6 +139,7 @@ fn limits() -> impl Strategy<Value = Limits> {
                 max_draft_tokens: drafts,
                 drafts_with_model: drafts % 2 == 1,
                 drafts_only_forced: drafts == 4,
+                max_image_bytes,
                 num_stages,
             }
         },

@@ -9,7 +9,7 @@ pub const FULL_STEPS: u64 = 1_000_000;
 
 /// The hard cases, and how often each must happen in `FULL_STEPS`: at most a tenth of what is usual. A simulation that
 /// does not reach these states proves little.
-const REQUIRED: [(&str, u64); 48] = [
+const REQUIRED: [(&str, u64); 50] = [
     ("sequences", 20_000),
     ("sequences of one token", 1_000),
     ("all of a sequence is source", 500),
@@ -33,6 +33,8 @@ const REQUIRED: [(&str, u64); 48] = [
     ("blocks offloaded", 5_000),
     ("blocks brought back", 500),
     ("overtaken while blocked on a prefix", 200),
+    ("overtaken while waiting for image room", 100),
+    ("images rejected", 100),
     ("prompt logprobs asked for", 2_000),
     ("preempted after a failure of another", 20),
     ("deaths", 2_000),

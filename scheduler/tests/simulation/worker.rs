@@ -20,6 +20,7 @@ pub struct Worker {
     /// The contents beside the pool.
     offloaded: Vec<Vec<Slot>>,
     sequences: HashMap<SequenceId, WorkerSequence>,
+    max_image_bytes: u64,
     /// Whether a failed sequence also fails in the later steps that are already planned.
     repeats_failures: bool,
     /// Sequences that read a block that a failed one did not write, with the step of their start.
@@ -69,6 +70,7 @@ impl Worker {
             kv: vec![Slot::Empty; (num_blocks * block_tokens) as usize],
             offloaded: vec![vec![Slot::Empty; block_tokens as usize]; num_slots as usize],
             sequences: HashMap::new(),
+            max_image_bytes: limits.max_image_bytes,
             repeats_failures,
             poisoned: HashSet::new(),
             last_step: 0,
@@ -87,6 +89,8 @@ impl Worker {
         for (start, traits) in plan.new_sequences.iter().zip(traits) {
             self.start(plan.step, start, *traits);
         }
+        let images = self.sequences.values().flat_map(|sequence| sequence.traits.images.groups());
+        assert!(model::num_image_bytes(images) <= self.max_image_bytes, "the images do not fit");
         // Checks the reads before and after all writes: within a step, no sequence may read what another one writes.
         for advance in &plan.advances {
             self.check_reads(advance.id, self.sequences[&advance.id].num_computed_tokens);

@@ -14,7 +14,7 @@ use penstock_scheduler::{
 };
 
 use crate::ledger::{Ledger, Live};
-use crate::model::{self, End};
+use crate::model::{self, End, num_image_bytes};
 use crate::reference::{ExpectedPlan, Reference, Sequence};
 use crate::scenario::{Arrival, Scenario};
 use crate::submitted::{self, Submitted, Visibility, max_depth};
@@ -139,6 +139,10 @@ impl World {
                 self.tally.add("sources rejected", 1);
                 return assert!(num_source_tokens > max_step_tokens);
             }
+            Err(SubmitError::ImagesTooLarge { .. }) => {
+                self.tally.add("images rejected", 1);
+                return assert!(num_image_bytes(submission.images.iter().copied()) > limits.max_image_bytes);
+            }
             Err(error) => panic!("a valid submission was rejected: {error}"),
         }
         self.tally.add("sequences", 1);
@@ -175,6 +179,7 @@ impl World {
                 num_tokens,
                 max_tokens,
                 num_source_tokens,
+                images: images.groups(),
                 visibility,
                 stop_token_ids,
                 residency: None,
@@ -206,6 +211,7 @@ impl World {
             needs_prompt_outputs: arrival.needs_prompt_outputs,
             num_source_tokens: arrival.num_source_tokens.min(arrival.num_prompt_tokens) as u32,
             whole_spans: Arc::default(),
+            images: arrival.images.within(arrival.num_prompt_tokens).groups().into(),
             has_grammar: submitted::has_grammar(SequenceId(arrival.id)),
         }
     }

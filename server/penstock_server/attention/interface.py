@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from penstock_server.attention.fp8 import KvScales
+from penstock_server.vision.encoded import ImageStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +71,8 @@ class CrossAttentionImages:
     rows: Tensor  # [rows] int64: the step's tokens that see images
     # Of these rows. A sequence of it is adjacent rows that see the same states, which are its source.
     batch: StepBatch
-    states: Tensor | None  # [states, hidden] whose keys and values the step writes first; None: they are there
-    slots: Tensor  # [states] int64 in the pool of images, of `states`
+    written: Sequence[ImageStates]  # of images whose keys and values the step writes first
+    slots: Tensor  # [states] int64 in the pool of images, of all states in `written`
 
 
 @dataclass(frozen=True, slots=True)

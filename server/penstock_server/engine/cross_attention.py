@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from penstock_server.engine.host_batch import HostBatch, HostCrossAttentionImages, Rows
 from penstock_server.vision.encoder import PlacedImage
@@ -54,10 +53,10 @@ def cross_attention_images(
         source_lens=source_lens,
     )
     written = [(group, group.take_states()) for group in groups if group.unwritten]
-    slots = [group.slots[: len(states)] for group, states in written]
+    slots = [group.slots for group, _ in written]
     return HostCrossAttentionImages(
         rows,
         of_rows,
-        torch.cat([states for _, states in written]) if written else None,
+        [image for _, images in written for image in images],
         np.concatenate(slots) if slots else np.zeros(0, np.int64),
     )

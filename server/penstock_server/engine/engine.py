@@ -50,7 +50,7 @@ from penstock_server.models.interface import CausalModel
 from penstock_server.parallel import RankGroup
 from penstock_server.phase import PhaseClock
 from penstock_server.plan import Adapter, Advances, Grammar, Image, NewSequence, Plan, StepResult, StepTiming
-from penstock_server.vision.encoded import EncodedImage
+from penstock_server.vision.encoded import ImageSize
 from penstock_server.vision.encoder import ImageEncoder
 
 logger = logging.getLogger(__name__)
@@ -76,6 +76,7 @@ def _image_input(images: ImageEncoder | None) -> ImageInput | None:
         images.family.is_prompt_whole,
         images.family.text_prefix,
         images.family.text_suffix,
+        images.room_bytes,
     )
 
 
@@ -203,7 +204,7 @@ class Engine:
         with naming_full_memory(self._device, f"the adapter in {adapter.folder}", advice):
             self.model.adapters.load(adapter)
 
-    def encode_images(self, images: Sequence[Image]) -> list[EncodedImage]:
+    def encode_images(self, images: Sequence[Image]) -> list[ImageSize]:
         """Encode images. Any thread may call it while steps run. Raises ImageError for an
         image that cannot be used."""
         if self.model.images is None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from penstock_server.attention.interface import CrossAttentionImages, StepAdapters, StepBatch
 from penstock_server.engine.transfer import Put, Upload
+from penstock_server.vision.encoded import ImageStates
 
 Rows = npt.NDArray[np.int64]
 Lengths = npt.NDArray[np.int32]
@@ -47,11 +48,11 @@ class HostCrossAttentionImages:
 
     rows: Rows
     batch: HostBatch
-    states: Tensor | None  # on the device
+    written: Sequence[ImageStates]  # on the device
     slots: Rows
 
     def put(self, put: Put) -> CrossAttentionImages:
-        return CrossAttentionImages(put(self.rows), self.batch.put(put), self.states, put(self.slots))
+        return CrossAttentionImages(put(self.rows), self.batch.put(put), self.written, put(self.slots))
 
 
 NO_ADAPTERS = HostAdapters((), np.zeros(0, np.int64))

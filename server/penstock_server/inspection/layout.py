@@ -27,6 +27,7 @@ from penstock_server.models.spec import ModelSpec
 from penstock_server.models.stage import stage_of
 from penstock_server.parallel import RankGroup, Stage
 from penstock_server.vision.family import FAMILIES
+from penstock_server.vision.tower import tower_dtype
 from penstock_server.weights.loader import expected_shapes, mismatches, shortened
 from penstock_server.weights.location import Locator
 from penstock_server.weights.safetensors_file import LOADABLE
@@ -100,7 +101,7 @@ def lay_out(
         if found is not None and not ops.kept.any:
             found = found.dequantized()
         kept = None if found is None else (found, locator, ops.kept)
-        tower_bytes = _tower_bytes(spec, tensors or {}, dtype)
+        tower_bytes = _tower_bytes(spec, tensors or {}, tower_dtype(dtype, device))
         # The first ranks are the last stage.
         stages = [Stage(index, num_stages) for index in reversed(range(num_stages))]
         groups = [RankGroup(rank, num_ranks, stage=stage) for stage in stages for rank in range(num_ranks)]

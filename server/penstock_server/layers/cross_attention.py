@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from penstock_server.attention.interface import Attention, AttentionShape
@@ -55,10 +56,20 @@ class CrossAttentionBlock:
 
     def store(self, states: Tensor, cache: Tensor, slots: Tensor, step: StepContext) -> None:
         """states [source tokens, hidden]: the encoder's output for the tokens at these slots [source tokens] int64."""
+        self.write(self.project_kv(states, step), cache, slots)
+
+    def project_kv(self, states: Tensor, step: StepContext | None) -> Tensor:
+        """[source tokens, hidden] → keys and values [source tokens, 2 * kv heads on this rank, head_dim]. step: None
+        for a layer without adapters, outside of a step."""
         kv = self.kv(states, step).view(states.shape[0], 2 * self.shape.num_kv_heads, self.shape.head_dim)
+        if self.norms is None:
+            return kv
         keys, values = kv.chunk(2, dim=1)
-        if self.norms is not None:
-            keys = self.norms[1](keys)
+        return torch.cat((self.norms[1](keys), values), dim=1)
+
+    def write(self, kv: Tensor, cache: Tensor, slots: Tensor) -> None:
+        """kv: as `project_kv` returns it, of the tokens at these slots [source tokens] int64."""
+        keys, values = kv.chunk(2, dim=1)
         self.attention.write_kv(cache, keys, values, slots)
 
     def attend(self, x: Tensor, cache: Tensor, step: StepContext) -> Tensor:

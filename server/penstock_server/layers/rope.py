@@ -33,23 +33,37 @@ class RopeSpec:
     axes: tuple[int, ...] = ()
 
 
+# Rows that are computed with the tables. The others are computed once it is known how long sequences may be: Llama 4
+# allows 10 million tokens, whose rows take 5 GB and are rarely needed. A CPU backs no page that is not written.
+_FIRST_ROWS = 1 << 18
+_PIECE_ROWS = 1 << 16  # computed at a time
+
+
 def rope_tables(spec: RopeSpec, max_sequence_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [max_sequence_tokens, rotary_dim / 2] float32. Longrope's depend on max_sequence_tokens."""
-    angles = torch.outer(
-        torch.arange(max_sequence_tokens, dtype=torch.float32), inverse_frequencies(spec, max_sequence_tokens)
-    )
-    magnitude = spec.magnitude
-    if spec.long_magnitude is not None and max_sequence_tokens > spec.original_max_tokens:
-        magnitude = spec.long_magnitude
-    return (angles.cos() * magnitude).to(device), (angles.sin() * magnitude).to(device)
+    """Cosines and sines [max_sequence_tokens, rotary_dim / 2] float32. Longrope's depend on max_sequence_tokens. Before
+    `limit_tables`, rows after the first `_FIRST_ROWS` have any content."""
+    shape = (max_sequence_tokens, spec.rotary_dim // 2)
+    tables = torch.empty(shape, device=device), torch.empty(shape, device=device)
+    _fill(spec, tables, range(min(max_sequence_tokens, _FIRST_ROWS)), max_sequence_tokens)
+    return tables
 
 
 def limit_tables(spec: RopeSpec, tables: tuple[Tensor, Tensor], max_sequence_tokens: int) -> None:
-    """Changes the tables in place to those for sequences up to this length. Only longrope's differ."""
-    if spec.kind == "longrope":
-        limited = rope_tables(spec, max_sequence_tokens, tables[0].device)
-        for table, values in zip(tables, limited, strict=True):
-            table[:max_sequence_tokens] = values
+    """Makes the tables those for sequences up to this length, in place."""
+    first = 0 if spec.kind == "longrope" else _FIRST_ROWS
+    _fill(spec, tables, range(first, max_sequence_tokens), max_sequence_tokens)
+
+
+def _fill(spec: RopeSpec, tables: tuple[Tensor, Tensor], rows: range, max_sequence_tokens: int) -> None:
+    frequencies = inverse_frequencies(spec, max_sequence_tokens)
+    magnitude = spec.magnitude
+    if spec.long_magnitude is not None and max_sequence_tokens > spec.original_max_tokens:
+        magnitude = spec.long_magnitude
+    for start in rows[::_PIECE_ROWS]:
+        stop = min(start + _PIECE_ROWS, rows.stop)
+        angles = torch.outer(torch.arange(start, stop, dtype=torch.float32), frequencies)
+        tables[0][start:stop] = angles.cos() * magnitude
+        tables[1][start:stop] = angles.sin() * magnitude
 
 
 def inverse_frequencies(spec: RopeSpec, max_sequence_tokens: int) -> Tensor:

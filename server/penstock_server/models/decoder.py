@@ -167,11 +167,11 @@ class Decoder:
             num_blocks = images.num_pool_blocks(block_bytes, self.spec.max_image_states, self.block_tokens)
             num_blocks = self._group.minimum_of_all(num_blocks)
             self.image_caches = {place: attention.allocate(num_blocks) for place, attention in attentions.items()}
-            images.pool = ImageKvPool(num_blocks, self.block_tokens)
+            images.pool = ImageKvPool(num_blocks, self.block_tokens, block_bytes, self._project_images)
             if self._device.type == "cpu":
-                images.max_bytes += num_blocks * block_bytes  # its pages are not touched yet
+                images.max_bytes += images.pool.num_bytes  # its pages are not touched yet
             else:
-                self.weight_bytes += num_blocks * block_bytes  # so that there is room for a standby group's
+                self.weight_bytes += images.pool.num_bytes  # so that there is room for a standby group's
 
     def allocate_cache(self, num_blocks: int) -> None:
         self.caches = []  # first: the old and the new pool may not fit together
@@ -291,9 +291,13 @@ class Decoder:
         seen, step = batch.seen, StepContext.of(batch.seen.batch, self.attention)
 
         def attend(index: int, residual: Tensor) -> None:
-            self.image_layers[index].run(residual, self.image_caches[index], seen, step)
+            self.image_layers[index].run(index, residual, self.image_caches[index], seen, step)
 
         return attend
+
+    def _project_images(self, states: Tensor) -> dict[int, Tensor]:
+        """As `ImageKvPool.project`."""
+        return {place: layer.project_kv(states) for place, layer in self.image_layers.items()}
 
     def _with_image_positions(self, batch: StepBatch) -> StepBatch:
         """The batch in which the positions of image tokens are rows at the end of the rope tables. Each row has the

@@ -52,11 +52,18 @@ class ImageLayer:
             [loader.read(f"{prefix}.{part}_gate").tanh() for part in _PARTS],
         )
 
-    def run(self, residual: Tensor, cache: Tensor, seen: CrossAttentionImages, step: StepContext) -> None:
-        """Changes the rows of the residual [tokens, hidden] that see images. cache: of this layer, in the pool of
-        images. step: of `seen.batch`."""
-        if seen.states is not None:
-            self.attention.store(seen.states, cache, seen.slots, step)
+    def project_kv(self, states: Tensor) -> Tensor:
+        """The keys and values of an image's states [states, hidden], as in `ImageStates`."""
+        return self.attention.project_kv(states, None)
+
+    def run(self, place: int, residual: Tensor, cache: Tensor, seen: CrossAttentionImages, step: StepContext) -> None:
+        """Changes the rows of the residual [tokens, hidden] that see images. place: this layer's. cache: of this layer,
+        in the pool of images. step: of `seen.batch`."""
+        first = 0
+        for image in seen.written:
+            kv = self.project_kv(image.states) if image.kv is None else image.kv[place]
+            self.attention.write(kv, cache, seen.slots[first : first + len(kv)])
+            first += len(kv)
         x = residual[seen.rows]
         attended = self.attention.attend(self.norms[0](x), cache, step)
         x += self.gates[0] * self.attention.project(attended, step)

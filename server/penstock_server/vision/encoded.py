@@ -2,11 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
+
+
+@dataclass(slots=True, eq=False)
+class ImageStates:
+    """What tokens attend to of an image, in models with layers that do."""
+
+    states: Tensor  # [states, hidden]
+    # By the place of each such layer, the keys and values [states, 2 * kv heads, head_dim], computed beside the steps,
+    # until a step writes them. None: a step computes them.
+    kv: Mapping[int, Tensor] | None = None
+
+    def take(self) -> ImageStates:
+        """What a step writes. Keys and values are not kept: from then on they are in the pool."""
+        taken = replace(self)
+        self.kv = None
+        return taken
+
+    @property
+    def num_bytes(self) -> int:
+        return self.states.nbytes + sum(kv.nbytes for kv in (self.kv or {}).values())
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSize:
+    """What the router learns of an encoded image."""
+
+    token_ids: npt.NDArray[np.int32]  # as of `EncodedImage`
+    num_bytes: int  # what it takes of `ImageEncoder.room_bytes`
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -18,7 +50,7 @@ class EncodedImage:
     grid: tuple[int, int] | None = None
     # [token_ids] the end of what each token attends to, if image tokens attend to each other, else None.
     ends: npt.NDArray[np.int64] | None = None
-    states: Tensor | None = None  # [states, hidden] that are attended to
+    states: ImageStates | None = None
 
     @property
     def num_positions(self) -> int:
@@ -28,8 +60,4 @@ class EncodedImage:
     @property
     def num_bytes(self) -> int:
         num_bytes = self.embeddings.nbytes + self.token_ids.nbytes + self.before.nbytes
-        return num_bytes + (0 if self.states is None else self.states.nbytes)
-
-    @property
-    def num_states(self) -> int:
-        return 0 if self.states is None else len(self.states)
+        return num_bytes + (0 if self.states is None else self.states.num_bytes)

@@ -8,7 +8,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import accumulate
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor
 from penstock_server.background import lower_priority
 from penstock_server.errors import ConfigError, ImageError
 from penstock_server.plan import Image, ImageSpan
-from penstock_server.vision.encoded import EncodedImage
+from penstock_server.vision.encoded import EncodedImage, ImageSize, ImageStates
 from penstock_server.vision.family import Arrays, ImageFamily
 from penstock_server.vision.reader import ImageReader
 from penstock_server.vision.states import ImageGroup, ImageKvPool
@@ -175,6 +176,11 @@ class ImageEncoder:
     def weight_bytes(self) -> int:
         return self._tower.num_bytes
 
+    @property
+    def room_bytes(self) -> int:
+        """What the images of all sequences that the worker knows may take."""
+        return self.kept_bytes if self.pool is None else self.pool.num_bytes
+
     def num_pool_blocks(self, block_bytes: int, max_states: int, block_tokens: int) -> int:
         """Blocks for the states of images: of `_POOL_IMAGES` of the largest ones, if these fit. block_bytes: of a block
         in all caches."""
@@ -183,7 +189,7 @@ class ImageEncoder:
             num_bytes = max(num_bytes, torch.cuda.get_device_properties(device).total_memory // 8)
         return min(_POOL_IMAGES * -(-max_states // block_tokens), num_bytes // block_bytes)
 
-    def encode(self, images: Sequence[Image]) -> list[EncodedImage]:
+    def encode(self, images: Sequence[Image]) -> list[ImageSize]:
         """Encodes the images that are not kept, one after the other. Raises ImageError, which names the image that
         cannot be encoded by its number."""
         with self._lock:
@@ -195,7 +201,7 @@ class ImageEncoder:
         try:
             # One image at a time, so that requests take turns.
             submit = self._thread.submit
-            return [submit(self._found, number, image).result() for number, image in enumerate(images, 1)]
+            return [submit(self._size, number, image).result() for number, image in enumerate(images, 1)]
         finally:
             with self._lock:
                 self._num_waiting -= 1
@@ -203,36 +209,52 @@ class ImageEncoder:
     def placed(self, spans: Sequence[ImageSpan]) -> list[PlacedImage]:
         """The images of a sequence. Those that are not kept, as after the loss of a worker, are encoded now, before
         those that `encode` waits for. Raises ImageError."""
+        if self.pool is not None:
+            return self._attended(self.pool, spans)
         found: list[PlacedImage] = []
         shift = 0
         for number, span in enumerate(spans, 1):
             image = self._found(number, span.image, is_urgent=True)
             found.append(PlacedImage(span.offset, image, span.offset - shift))
             shift = found[-1].shift
-        return found if self.pool is None else _in_groups(self.pool, spans, found)
+        return found
 
     def close(self) -> None:
         """Ends the thread and the process."""
         self._thread.shutdown()
         self._reader.close()
 
+    def _size(self, number: int, image: Image) -> ImageSize:
+        """What the router learns of image `number` of a request, which is encoded now unless it is kept. Raises
+        ImageError."""
+        found = self._found(number, image)
+        states = found.states
+        if self.pool is None or states is None:
+            return ImageSize(found.token_ids, found.num_bytes)
+        if states.kv is None and not self.pool.has_written(image.hash):
+            with self._turn(is_urgent=False):
+                self._project(self.pool, states)
+        return ImageSize(found.token_ids, self.pool.bytes_of(len(states)))
+
+    @torch.inference_mode()
+    def _project(self, pool: ImageKvPool, states: ImageStates) -> None:
+        """Computes the keys and values of an image, if there is room for them: no step has to do it then."""
+        if self._num_bytes() + pool.bytes_of(len(states)) <= self.kept_bytes:
+            kv = pool.project(states.states)
+            if states.states.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()  # steps may read them at once
+            states.kv = kv
+
     def _found(self, number: int, image: Image, *, is_urgent: bool = False) -> EncodedImage:
         """Image `number` of a request, encoded now unless it is kept. Raises ImageError."""
-        if (found := self._kept_image(image.hash)) is not None:
-            num_bytes = self._keep(image.hash, found, is_awaited=not is_urgent)
-        else:
-            with self._turn(is_urgent=is_urgent):
-                try:
-                    # Another request may have had it encoded meanwhile.
-                    found = self._kept_image(image.hash) or self._encode(image.data)
-                except ImageError as error:
-                    raise ImageError(f"image {number} {error}") from error
-                num_bytes = self._keep(image.hash, found, is_awaited=not is_urgent)
-        if num_bytes > self.kept_bytes:
-            raise ImageError(
-                f"image {number} does not fit: the embeddings of the images in use take {num_bytes} bytes, at most "
-                f"{self.kept_bytes} are allowed; try again later, or send fewer or smaller ones"
-            )
+        found = self._kept_image(image.hash)
+        with contextlib.nullcontext() if found else self._turn(is_urgent=is_urgent):
+            try:
+                # Another request may have had it encoded meanwhile.
+                found = found or self._kept_image(image.hash) or self._encode(image.data)
+            except ImageError as error:
+                raise ImageError(f"image {number} {error}") from error
+            self._keep(image.hash, found, is_awaited=not is_urgent)
         return found
 
     @contextlib.contextmanager
@@ -255,21 +277,25 @@ class ImageEncoder:
         with self._lock:
             return self._alive.get(hash_)
 
-    def _keep(self, hash_: bytes, image: EncodedImage, *, is_awaited: bool) -> int:
+    def _keep(self, hash_: bytes, image: EncodedImage, *, is_awaited: bool) -> None:
         """Forgets the images that were used longest ago, until the others fit: first those that no request waits for,
         because a step encodes what it needs and was forgotten. Requests that have ended leave theirs among those that
-        are awaited, so these are forgotten first where they take more than half. Returns the bytes of those in use."""
+        are awaited, so these are forgotten first where they take more than half. Keys and values go before all images,
+        because they are computed from these in a tenth of the time."""
         with self._lock:
             self._alive[hash_] = image
             self._kept.pop(hash_, None)
             self._awaited.pop(hash_, None)
             (self._awaited if is_awaited else self._kept)[hash_] = image
-            while (num_bytes := self._num_bytes()) > self.kept_bytes and len(self._kept) + len(self._awaited) > 1:
+            while self._num_bytes() > self.kept_bytes and len(self._kept) + len(self._awaited) > 1:
+                states = (kept.states for kept in [*self._kept.values(), *self._awaited.values()])
+                if (projected := next((each for each in states if each is not None and each.kv), None)) is not None:
+                    projected.kv = None
+                    continue
                 awaited_bytes = sum(image.num_bytes for image in self._awaited.values())
                 is_half = awaited_bytes > self.kept_bytes // 2
                 images = self._awaited if is_half or not self._kept else self._kept
                 del images[next(iter(images))]
-            return num_bytes
 
     def _num_bytes(self) -> int:
         return sum(image.num_bytes for image in list(self._alive.values()))
@@ -294,12 +320,7 @@ class ImageEncoder:
 
     def _expanded(self, embeddings: Tensor, arrays: Arrays) -> EncodedImage:
         if self.token_embedding is not None:
-            return EncodedImage(
-                token_ids=np.array([min(self.image_token_id, self._last_id)], np.int32),
-                before=np.arange(2),
-                embeddings=self.token_embedding,
-                states=embeddings,
-            )
+            return self._attended_image(ImageStates(embeddings))
         text = self.family.expand(self._image_token, len(embeddings), arrays)
         token_ids = np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
         is_image = token_ids == self.image_token_id
@@ -308,31 +329,36 @@ class ImageEncoder:
         ends = _run_ends(is_image) if self.family.is_whole else None
         return EncodedImage(token_ids, before, embeddings, self._grid(len(embeddings), arrays), ends)
 
+    def _attended_image(self, states: ImageStates | None) -> EncodedImage:
+        assert self.token_embedding is not None
+        token_ids = np.array([min(self.image_token_id, self._last_id)], np.int32)
+        return EncodedImage(token_ids, np.arange(2), self.token_embedding, states=states)
+
+    def _attended(self, pool: ImageKvPool, spans: Sequence[ImageSpan]) -> list[PlacedImage]:
+        """As `placed`, of images that are attended to. Their groups have their states."""
+        placed: list[PlacedImage] = []
+        image = self._attended_image(None)
+        while len(placed) < len(spans):
+            first = len(placed)
+            last = first + 1
+            while last < len(spans) and spans[last].offset == spans[last - 1].offset + len(image.token_ids):
+                last += 1
+            hashes = tuple(span.image.hash for span in spans[first:last])
+            group = pool.find(hashes)
+            if group is None:
+                numbered = enumerate(spans[first:last], first + 1)
+                group = pool.add(hashes, [self._found(n, span.image, is_urgent=True) for n, span in numbered])
+            num_seen = accumulate(group.num_states)
+            adjacent = zip(spans[first:last], num_seen, strict=True)
+            placed += [PlacedImage(span.offset, image, span.offset, group, num) for span, num in adjacent]
+        return placed
+
     def _grid(self, num_embeddings: int, arrays: Arrays) -> tuple[int, int] | None:
         if not self.family.has_grid:
             return None
         _, rows, columns = arrays["image_grid_thw"][0].tolist()
         merged = isqrt(rows * columns // num_embeddings)  # patches that become one embedding, in each direction
         return rows // merged, columns // merged
-
-
-def _in_groups(pool: ImageKvPool, spans: Sequence[ImageSpan], images: Sequence[PlacedImage]) -> list[PlacedImage]:
-    """The images with their groups. They do not keep their states, which a group has until they are written. Raises
-    ImageError."""
-    found: list[PlacedImage] = []
-    while len(found) < len(images):
-        first = len(found)
-        last = first
-        while last + 1 < len(images) and images[last + 1].offset == images[last].end:
-            last += 1
-        adjacent = images[first : last + 1]
-        hashes = tuple(span.image.hash for span in spans[first : last + 1])
-        group = pool.group(hashes, [placed.image for placed in adjacent])
-        num_seen = 0
-        for placed in adjacent:
-            num_seen += placed.image.num_states
-            found.append(replace(placed, image=replace(placed.image, states=None), group=group, num_seen=num_seen))
-    return found
 
 
 def _run_ends(is_image: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:

@@ -3,22 +3,27 @@ hundreds for each tile. Their keys and values are in a pool beside that of the t
 
 A token sees the images that it follows, up to the last text before them: images next to each other form a group, whose
 keys and values are adjacent. Sequences with the same group share it.
+
+Keys and values are computed beside the steps, right after the image is encoded, as long as there is room for them; the
+first step that sees a group copies them into the pool.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from penstock_server.errors import ImageError
-from penstock_server.vision.encoded import EncodedImage
+from penstock_server.vision.encoded import EncodedImage, ImageStates
+
+Project = Callable[[Tensor], Mapping[int, Tensor]]
+"""The states of an image [states, hidden] → their keys and values, as in `ImageStates`."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -27,46 +32,66 @@ class ImageGroup:
 
     pool: ImageKvPool
     hashes: tuple[bytes, ...]
+    num_states: tuple[int, ...]  # of each image
     blocks: list[int]
     # The images, until a step writes their states. The encoder counts them as used until then.
     unwritten: list[EncodedImage] = field(default_factory=list)
 
     @property
     def slots(self) -> npt.NDArray[np.int64]:
-        """[slots] of all its blocks."""
+        """[states]"""
         block_tokens = self.pool.block_tokens
-        return (np.array(self.blocks)[:, None] * block_tokens + np.arange(block_tokens)).ravel()
+        slots = (np.array(self.blocks)[:, None] * block_tokens + np.arange(block_tokens)).ravel()
+        return slots[: sum(self.num_states)]
 
-    def take_states(self) -> Tensor:
-        """[states, hidden] what is unwritten, for the step that writes it."""
-        states = torch.cat([image.states for image in self.unwritten if image.states is not None])
+    def take_states(self) -> list[ImageStates]:
+        """What is unwritten, for the step that writes it."""
+        states = [image.states.take() for image in self.unwritten if image.states is not None]
         self.unwritten = []
         self.pool.keep(self)
         return states
 
 
 class ImageKvPool:
-    """The blocks of all groups of one rank. All ranks take and free them in the order of the plans, so they agree on
-    what fits. Not thread-safe."""
+    """The blocks of all groups of one rank. The router plans only sequences whose groups fit together. Only the thread
+    of the steps changes it."""
 
-    def __init__(self, num_blocks: int, block_tokens: int) -> None:
+    def __init__(self, num_blocks: int, block_tokens: int, block_bytes: int, project: Project) -> None:
+        """block_bytes: of a block in all caches."""
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
+        self.block_bytes = block_bytes
+        self.project = project
         self._free = list(range(num_blocks))
         self._alive: WeakValueDictionary[tuple[bytes, ...], ImageGroup] = WeakValueDictionary()
         self._kept: dict[tuple[bytes, ...], ImageGroup] = {}  # written; the one that was used last is the last one
 
-    def group(self, hashes: tuple[bytes, ...], images: Sequence[EncodedImage]) -> ImageGroup:
-        """The group of these images. It keeps its blocks while it is referenced, and then, once it is written, until
-        others need them. Raises ImageError if there is no room."""
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    def bytes_of(self, num_states: int) -> int:
+        """What these states take; together with others, less than the sum."""
+        return -(-num_states // self.block_tokens) * self.block_bytes
+
+    def has_written(self, hash_: bytes) -> bool:
+        """Whether a written group has the image. Any thread may call it; the answer may change at any time."""
+        return any(hash_ in hashes for hashes in list(self._kept))
+
+    def find(self, hashes: tuple[bytes, ...]) -> ImageGroup | None:
+        """The group of these images, if it is there. A group keeps its blocks while it is referenced, and then, once it
+        is written, until others need them."""
         group = self._alive.get(hashes)
-        if group is None:
-            blocks = self._blocks(sum(image.num_states for image in images))
-            group = ImageGroup(self, hashes, blocks, list(images))
-            weakref.finalize(group, self._free.extend, group.blocks)
-            self._alive[hashes] = group
-        elif not group.unwritten:
+        if group is not None and not group.unwritten:
             self.keep(group)
+        return group
+
+    def add(self, hashes: tuple[bytes, ...], images: Sequence[EncodedImage]) -> ImageGroup:
+        """A new group. Raises ImageError if there is no room."""
+        num_states = tuple(len(image.states) for image in images if image.states is not None)
+        group = ImageGroup(self, hashes, num_states, self._blocks(sum(num_states)), list(images))
+        weakref.finalize(group, self._free.extend, group.blocks)
+        self._alive[hashes] = group
         return group
 
     def keep(self, group: ImageGroup) -> None:
@@ -76,13 +101,9 @@ class ImageKvPool:
 
     def _blocks(self, num_states: int) -> list[int]:
         count = -(-num_states // self.block_tokens)
-        needs = f"images next to each other need room for the keys and values of {num_states} states"
-        if count > self.num_blocks:
-            most = self.num_blocks * self.block_tokens
-            raise ImageError(f"{needs}, at most {most} fit; send fewer or smaller ones")
         while len(self._free) < count and self._kept:
             del self._kept[next(iter(self._kept))]  # frees it unless a sequence has it
         if len(self._free) < count:
             most = len(self._free) * self.block_tokens
-            raise ImageError(f"{needs}, {most} fit beside those of other requests; try again later")
+            raise ImageError(f"images next to each other have {num_states} states, but only {most} fit")
         return [self._free.pop() for _ in range(count)]

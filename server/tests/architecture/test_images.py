@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import shutil
 import threading
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from penstock_server.errors import ConfigError, ImageError
 from penstock_server.models import load_model
 from penstock_server.models.decoder import Decoder
 from penstock_server.models.interface import LoadOptions
+from penstock_server.models.registry import read_spec
 from penstock_server.models.support import support_of
 from penstock_server.parallel import RankGroup
 from penstock_server.plan import Image, ImageSpan, NewSequence, Sampling
@@ -311,7 +313,8 @@ def test_an_image_becomes_the_tokens_of_transformers(made: Made) -> None:
     )
     images = transformers.AutoImageProcessor.from_pretrained(made.folder, backend="pil")
     if class_name == "PaliGemmaProcessor":
-        images.image_seq_length = len(encoder.encode(IMAGES[:1])[0].embeddings)  # of the published processors' config
+        (placed,) = encoder.placed([ImageSpan(IMAGES[0], 0)])
+        images.image_seq_length = len(placed.image.embeddings)  # of the published processors' config
     processor = getattr(transformers, class_name)(images, tokenizer, **values)
     for image, encoded in zip(PICTURES, encoder.encode(IMAGES), strict=True):
         expected = processor(text=[f"a{encoder.template_text or encoder.placeholder} b"], images=[image])["input_ids"][
@@ -344,19 +347,21 @@ def test_the_images_that_were_used_last_are_kept(made: Made) -> None:
         return [IMAGES[i].hash in encoder._alive for i in images]
 
     first = encoder.encode(IMAGES[:2])
-    assert [each is again for each, again in zip(first, encoder.encode(IMAGES[:2]), strict=True)] == [True, True]
+    kept = [encoder._alive[image.hash] for image in IMAGES[:2]]
+    encoder.encode(IMAGES[:2])
+    assert [encoder._alive[image.hash] is each for image, each in zip(IMAGES, kept, strict=False)] == [True, True]
     with pytest.raises(ImageError, match="image 2 is not an image file"):
         encoder.encode([IMAGES[1], Image(b"bad", b"no image")])
     encoder.kept_bytes = first[0].num_bytes * 2
     used = encoder.placed([ImageSpan(IMAGES[0], 0)])
-    assert used[0].image is first[0]
-    del first
+    assert used[0].image is kept[0]
+    del kept
     encoder.encode([IMAGES[2]])
     assert are_kept(0, 1, 2) == [True, False, True], "the second one was used longest ago"
     encoder.encode([IMAGES[1]])
     assert are_kept(0, 1) == [True, True], "the first one is in use"
-    with pytest.raises(ImageError, match="image 2 does not fit: the embeddings of the images in use take"):
-        encoder.encode([IMAGES[1], IMAGES[2]])
+    assert len(encoder.encode([IMAGES[1], IMAGES[2]])) == 2
+    assert are_kept(0, 1, 2) == [True, False, True], "a request with more than fit is not refused here"
     used.clear()
     assert len(encoder.encode([IMAGES[1], IMAGES[2]])) == 2
     assert len(encoder.placed([ImageSpan(IMAGES[0], 0)])) == 1, "encoded again, from the data of the span"
@@ -522,6 +527,16 @@ def test_an_advance_that_ends_inside_of_an_image_whose_tokens_attend_to_each_oth
         outputs = step(run.engine, plan(number, (), [new], [Advance(number, end, blocks, sample=False)]))
         assert [reason in output.error for output in outputs if output.error] == [True] * bool(reason)
     run.engine.close()
+
+
+def test_a_paligemma_whose_prompts_are_not_seen_as_a_whole_is_refused(made: Made, tmp_path: Path) -> None:
+    if made.name != "paligemma":
+        pytest.skip("the only such family")
+    values = json.loads((made.folder / "config.json").read_text())
+    values["text_config"]["use_bidirectional_attention"] = False
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match="use_bidirectional_attention is false; prompts of this type are seen as"):
+        read_spec(tmp_path)
 
 
 def test_other_image_models_are_refused_by_name() -> None:

@@ -4,6 +4,7 @@ pool of their own."""
 from __future__ import annotations
 
 import json
+import threading
 import weakref
 from pathlib import Path
 from typing import Any, cast
@@ -12,15 +13,18 @@ import numpy as np
 import pytest
 import torch
 from cases import SIZES
+from engine_run import EngineRun
+from image_cases import file_of, make_image_model, picture
 from penstock_server.engine import batch
 from penstock_server.engine.sequence import SequenceTable, TableLimits
 from penstock_server.errors import ConfigError, ImageError
+from penstock_server.models.image_layer import ImageLayer
 from penstock_server.models.registry import read_spec
-from penstock_server.plan import Failure, Fault, Image, ImageSpan, NewSequence
-from penstock_server.vision.encoded import EncodedImage
+from penstock_server.plan import Failure, Fault, Image, ImageSpan, NewSequence, Sampling
+from penstock_server.vision.encoded import EncodedImage, ImageStates
 from penstock_server.vision.encoder import ImageEncoder, PlacedImage
 from penstock_server.vision.states import ImageGroup, ImageKvPool
-from plans import Advance, columns
+from plans import Advance, columns, plan, step
 
 
 def spec_of(folder: Path, **text: Any) -> Any:
@@ -56,57 +60,101 @@ def test_what_cannot_be_built_is_refused(values: dict[str, Any], message: str, t
 
 def image(num_states: int, value: float = 0.0) -> EncodedImage:
     token = torch.zeros(1, 8)
-    return EncodedImage(np.array([131], np.int32), np.arange(2), token, states=torch.full((num_states, 8), value))
+    states = ImageStates(torch.full((num_states, 8), value))
+    return EncodedImage(np.array([131], np.int32), np.arange(2), token, states=states)
+
+
+def pool_of(num_blocks: int) -> ImageKvPool:
+    return ImageKvPool(num_blocks, 16, 100, lambda states: {0: states[:, None]})
 
 
 def written(pool: ImageKvPool, name: bytes, num_states: int) -> ImageGroup:
-    group = pool.group((name,), [image(num_states)])
+    group = pool.add((name,), [image(num_states)])
     group.take_states()
     return group
 
 
 def test_sequences_share_a_group_and_its_blocks_are_used_again_when_none_has_it() -> None:
-    pool = ImageKvPool(4, 16)
+    pool = pool_of(4)
     first = written(pool, b"a", 33)
-    assert pool.group((b"a",), [image(33)]) is first
+    assert pool.find((b"a",)) is first
+    assert pool.has_written(b"a")
+    assert pool.num_bytes == pool.bytes_of(33) + pool.bytes_of(16) == 400
     written(pool, b"b", 16)
-    with pytest.raises(ImageError, match="keys and values of 64 states, 16 fit beside those of other requests; try"):
-        pool.group((b"c",), [image(64)])
-    blocks = set(first.blocks)
+    with pytest.raises(ImageError, match="have 64 states, but only 16 fit"):
+        pool.add((b"c",), [image(64)])
+    assert not pool.has_written(b"b")
     del first
-    assert set(pool.group((b"a",), [image(33)]).blocks) == blocks, "kept while there is room"
-    assert len(pool.group((b"c",), [image(64)]).blocks) == 4
-    with pytest.raises(ImageError, match="keys and values of 65 states, at most 64 fit; send fewer or smaller ones"):
-        pool.group((b"d",), [image(65)])
+    written(pool, b"a", 33)
+    assert pool.find((b"a",)) is not None, "kept while there is room"
+    assert len(pool.add((b"c",), [image(64)]).blocks) == 4
+    assert pool.find((b"a",)) is None
 
 
 def test_a_group_that_no_step_wrote_frees_its_blocks_and_states_with_its_last_sequence() -> None:
-    pool, of_group = ImageKvPool(4, 16), image(64)
-    group, encoded = pool.group((b"a",), [of_group]), weakref.ref(of_group)
+    pool, of_group = pool_of(4), image(64)
+    group, encoded = pool.add((b"a",), [of_group]), weakref.ref(of_group)
     del of_group
     assert encoded() is not None, "the encoder counts what is referenced"
     del group
     assert encoded() is None
-    other = pool.group((b"b",), [image(64)])
+    other = pool.add((b"b",), [image(64)])
     assert other.unwritten
 
 
 def test_images_next_to_each_other_are_written_together_and_once() -> None:
-    group = ImageKvPool(4, 16).group((b"a", b"b"), [image(20, 1.0), image(3, 2.0)])
-    assert group.take_states()[:, 0].tolist() == [1.0] * 20 + [2.0] * 3
-    assert not group.unwritten
-    assert len(set(group.slots.tolist())) == 32
+    group = pool_of(4).add((b"a", b"b"), [image(20, 1.0), image(3, 2.0)])
+    taken = [each.states[:, 0].tolist() for each in group.take_states()]
+    assert taken == [[1.0] * 20, [2.0] * 3]
+    assert group.take_states() == []
+    assert len(set(group.slots.tolist())) == 23
+
+
+def test_steps_copy_the_keys_and_values_of_images_that_were_encoded_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make_image_model("mllama", tmp_path)
+    engine = EngineRun(tmp_path).engine
+    encoder, blocks = engine.model.images, [0, 1, 2]
+    assert encoder is not None
+    assert encoder.pool is not None
+    project, threads = ImageLayer.project_kv, []
+
+    def noting(layer: ImageLayer, states: torch.Tensor) -> torch.Tensor:
+        threads.append(threading.current_thread().name.partition("_")[0])
+        return project(layer, states)
+
+    monkeypatch.setattr(ImageLayer, "project_kv", noting)
+    images = [Image(name.encode(), file_of(picture(1, 40, 64))) for name in "ab"]
+    found = []
+    for number, image in enumerate(images, 1):
+        if number == 1:
+            (size,) = engine.encode_images([image])
+            assert size.num_bytes % encoder.pool.block_bytes == 0
+            assert 0 < size.num_bytes <= encoder.room_bytes
+            assert threads == ["images"] * 2, "one for each layer that attends to images"
+        token_ids = [5, *size.token_ids.tolist(), 6, 7]
+        new = NewSequence(number, token_ids, 4, images=[ImageSpan(image, 1)], sampling=Sampling(top_n=9))
+        freed = [number - 1] if number > 1 else []
+        (output,) = step(engine, plan(number, freed, [new], [Advance(number, 4, blocks, sample=True)]))
+        found.append(output.tokens)
+    assert threads == ["images"] * 2 + [threading.current_thread().name.partition("_")[0]] * 2, "not encoded before"
+    assert found[0] == found[1], "the same bits"
+    assert encoder._alive[images[0].hash].states.kv is None, "they are in the pool"
+    engine.encode_images(images)
+    assert len(threads) == 4, "nor are they computed again while they are there"
+    engine.close()
 
 
 def test_a_sequence_whose_images_find_no_room_is_not_a_defect_of_the_server() -> None:
     class Full:
         def placed(self, spans: list[ImageSpan]) -> list[PlacedImage]:
-            raise ImageError("no room; try again later")
+            raise ImageError("no room")
 
     table = SequenceTable(TableLimits(200, 4, 8, 16, 2), encoder=cast(ImageEncoder, Full()))
     table.add(NewSequence(1, [131, 5], 2, images=[ImageSpan(Image(b"hash", b"data"), 0)]))
     (output,) = batch.select(table, columns([Advance(1, 2, [0])])).failures
-    assert output == Failure(1, "no room; try again later", Fault.REQUEST)
+    assert output == Failure(1, "no room", Fault.REQUEST)
     table.free(1)
     table.add(NewSequence(1, [200, 5], 2))
     assert table.failure(1).fault is Fault.SERVER

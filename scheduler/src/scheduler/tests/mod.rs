@@ -1,6 +1,7 @@
 //! The scheduler's rules, each on a minimal example. Random traffic is in `tests/simulation`.
 
 mod end;
+mod image;
 mod latency;
 mod pipeline;
 mod priority;
@@ -17,8 +18,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::{
-    ApplyError, ContentSalt, Drafted, Event, FinishReason, Limits, Plan, Scheduler, SequenceId, SequenceOutput, Stats,
-    StepResult, Submission, SubmitError, TokenId,
+    ApplyError, ContentSalt, Drafted, Event, FinishReason, ImageGroup, Limits, Plan, Scheduler, SequenceId,
+    SequenceOutput, Stats, StepResult, Submission, SubmitError, TokenId,
 };
 
 const TOKEN: TokenId = 1;
@@ -43,6 +44,7 @@ fn limits(num_blocks: u32, max_steps_in_flight: u32) -> Limits {
         max_draft_tokens: 0,
         drafts_with_model: false,
         drafts_only_forced: false,
+        max_image_bytes: 0,
         num_stages: 1,
     }
 }
@@ -61,6 +63,7 @@ fn submission(id: u64, num_prompt_tokens: usize, max_new_tokens: u32) -> Submiss
         needs_prompt_outputs: false,
         num_source_tokens: 0,
         whole_spans: Arc::default(),
+        images: Arc::default(),
         has_grammar: false,
     }
 }
