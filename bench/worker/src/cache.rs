@@ -69,9 +69,8 @@ impl Cache {
 impl Sequence {
     /// Computes the next token. Returns what its slot holds.
     fn advance(&mut self, slots: &mut [u64]) -> u64 {
-        let slot = |position: usize| {
-            self.block_ids[position / BLOCK_TOKENS] as usize * BLOCK_TOKENS + position % BLOCK_TOKENS
-        };
+        let slot =
+            |position: usize| self.block_ids[position / BLOCK_TOKENS] as usize * BLOCK_TOKENS + position % BLOCK_TOKENS;
         let before = self.num_computed.checked_sub(1).map_or(0, |position| slots[slot(position)]);
         let held = mix(before ^ u64::from(self.token_ids[self.num_computed]));
         slots[slot(self.num_computed)] = held;

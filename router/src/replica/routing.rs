@@ -1,9 +1,9 @@
 //! Chooses an engine for each sequence: the one where it would finish its prompt first.
 //!
 //! Work is counted in tokens to compute, and an engine that is slower than the others has more of it in effect (`slowness`). Cached prompt
-//! tokens cost nothing. Each uncached one counts two to four times: for this sequence, and for those that wait behind it. So requests follow
-//! their prefix until another engine has less to do, with that added. Then that engine computes the prefix too, so that no prefix makes one
-//! engine a hot spot.
+//! tokens cost nothing. One that another engine has cached counts two to four times: for this sequence, and for those that wait behind it. So
+//! requests follow their prefix until another engine has less to do, with that added. Then that engine computes the prefix too, so that no
+//! prefix makes one engine a hot spot.
 //!
 //! INVARIANT: the chosen engine has at most as much work as any other open one with four times the whole prompt added, both times their
 //! slowness.
@@ -23,14 +23,14 @@ const FIRST_MEAN_NEW_TOKENS: f64 = 128.0;
 const IMAGE_TOKENS: u64 = 2048;
 /// Images of each engine that are remembered. An engine keeps fewer of them.
 const MAX_IMAGES: usize = 1024;
-/// What a token of a prompt that an engine has not computed counts when the engine is chosen and no sequence waits. At 1 each request goes
+/// What a prompt token counts that an engine would compute although another one has it cached, when no sequence waits. At 1 each request goes
 /// where it would begin first, and what it computes again delays the others (ADR 112).
-const MIN_MISSING_WEIGHT: f64 = 2.0;
+const MIN_COPY_WEIGHT: f64 = 2.0;
 /// Added for each sequence that waits for its first token, in the mean of the open engines: as many will probably wait behind this one, by
 /// Little's law (ADR 124).
 const WEIGHT_PER_WAITING: f64 = 0.25;
 /// Bounds the imbalance, because the number of waiting sequences has no bound.
-const MAX_MISSING_WEIGHT: f64 = 4.0;
+const MAX_COPY_WEIGHT: f64 = 4.0;
 /// How much one ended sequence changes the mean.
 const MEAN_WEIGHT: f64 = 0.02;
 
@@ -145,9 +145,12 @@ impl Routing {
         };
         let num_cached = self.prefixes.num_tokens(&blocks);
         let num_missing = self.num_missing_images(request.images.iter().map(|span| &span.image));
-        let weight = self.missing_weight(open.len());
+        let most_cached = open.iter().map(|engine| num_cached[*engine]).max().unwrap_or(0);
+        let copy_weight = self.copy_weight(open.len());
         let engine = self.cheapest(open, |engine| {
-            (num_missing[engine], weight * (prompt.len() as u64 - num_cached[engine]) as f64)
+            let num_copied = most_cached - num_cached[engine];
+            let num_new = prompt.len() as u64 - most_cached;
+            (num_missing[engine], num_new as f64 + copy_weight * num_copied as f64)
         });
         self.prefixes.insert(&blocks, engine);
         let images: Vec<_> = request.images.iter().map(|span| image_key(&span.image)).collect();
@@ -167,10 +170,10 @@ impl Routing {
         engine
     }
 
-    /// What an uncached prompt token counts when an engine is chosen: the more sequences wait, the more of them it delays.
-    fn missing_weight(&self, num_open: usize) -> f64 {
+    /// What a prompt token counts that another engine has cached: the more sequences wait, the more of them it delays.
+    fn copy_weight(&self, num_open: usize) -> f64 {
         let num_waiting_per_engine = self.num_waiting as f64 / num_open.max(1) as f64;
-        (MIN_MISSING_WEIGHT + WEIGHT_PER_WAITING * num_waiting_per_engine).min(MAX_MISSING_WEIGHT)
+        (MIN_COPY_WEIGHT + WEIGHT_PER_WAITING * num_waiting_per_engine).min(MAX_COPY_WEIGHT)
     }
 
     /// The engine of `open` with the least to do. `cost` is what goes before any work, and the tokens that are added to the work.
@@ -417,7 +420,7 @@ pub(super) mod tests {
         let speeds = |slow| [(0, Some(slow)), (1, Some(0.01)), (2, Some(0.01)), (3, None)];
         routing.observe_speed(&speeds(0.04));
         let counts = shares(&mut routing, 0..130);
-        assert_eq!(counts, [9, 41, 40, 40], "it has a quarter of the speed of the others");
+        assert_eq!(counts, [10, 40, 40, 40], "it has a quarter of the speed of the others");
         (0..130).for_each(|number| routing.end(SequenceId(number), None));
         routing.observe_speed(&speeds(0.011));
         assert_eq!(shares(&mut routing, 200..300), [25; 4]);
