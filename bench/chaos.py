@@ -1,7 +1,10 @@
 """Runs the faults of integration-tests/test_chaos.py in any number, against the real binary with the embedded model.
 
     .venv/bin/python bench/chaos.py --kills 1000 --replica-kills 500 --drains 500 --cancels 10000 --malformed 10000
+    .venv/bin/python bench/chaos.py --mock --replica-kills 500 --drains 500
 
+With `--mock`, only replicas are killed and drained, and their workers are mocks (bench/worker), whose tokens depend on
+all tokens before them as the KV blocks hold them: more replicas, and a cache that is always full, in less time.
 Everything except timing is a function of the seed. The raw result is written after every piece of work, and `--resume`
 continues from it. Exit status 1: an answer changed, or a resource was not released.
 """
@@ -14,14 +17,16 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import peers
 from load import percentile
 from result import ROOT, heading, machine, new_path, option_parser, revision
+from router_cost import build_worker, script, word_tokens
 
 sys.path.insert(0, str(ROOT / "integration-tests"))
 
@@ -43,6 +48,8 @@ PIECES = {
     "kills, 2 ranks": 20,
     "kills, 2 replicas": 20,
     "drains": 20,
+    "kills, 4 mock replicas": 50,
+    "drains, 4 mock replicas": 50,
     "cancels": 500,
     "malformed": 500,
 }
@@ -50,9 +57,29 @@ NUM_SLOW_READERS = 16
 Part = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Fleet:
+    """Replicas that are killed and drained."""
+
+    kills: str = "kills, 2 replicas"  # names of parts
+    drains: str = "drains"
+    num_replicas: int = 2
+    flags: Sequence[str] = SMALL_POOL
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def mock_fleet(folder: Path) -> Fleet:
+    """Their blocks are fewer than the request mix would need on one replica: cached ones are evicted, and sequences
+    preempted."""
+    environment = script(build_worker(), folder, word_tokens(peers.prompt_words()))
+    environment |= {"SCRIPT_STEP_MICROSECONDS": "4000", "SCRIPT_NUM_BLOCKS": "256"}
+    flags = ("--max-total-tokens", "2048")
+    return Fleet("kills, 4 mock replicas", "drains, 4 mock replicas", 4, flags, environment)
+
+
 @contextmanager
-def serving(*arguments: str) -> Iterator[Server]:
-    server = start(*arguments)
+def serving(*arguments: str, env: Mapping[str, str] | None = None) -> Iterator[Server]:
+    server = start(*arguments, env=dict(env or {}))
     try:
         yield server
     finally:
@@ -123,25 +150,27 @@ def run_kills(run: Run, asked: Sequence[mix.Request], num_ranks: int, wanted: in
             part.setdefault("footprints", []).append(footprint(server).as_dict())
 
 
-def run_replica_kills(run: Run, asked: Sequence[mix.Request], wanted: int) -> None:
-    name = "kills, 2 replicas"
-    if run.part(name)["done"] >= wanted:
+def run_replica_kills(run: Run, asked: Sequence[mix.Request], wanted: int, fleet: Fleet) -> None:
+    if run.part(fleet.kills)["done"] >= wanted:
         return
-    with serving("--replicas", "2", *SMALL_POOL) as server:
+    with serving("--replicas", str(fleet.num_replicas), *fleet.flags, env=fleet.environment) as server:
         expected = undisturbed(server, asked)
-        for part, num, seed in run.pieces(name, wanted):
+        for part, num, seed in run.pieces(fleet.kills, wanted):
             kills = kill_workers(server, asked, expected, num, seed, replica_workers)
             part["differences"] += kills.differences
             run.add(part, answers=kills.num_answers, restarts=kills.num_restarts, downtime_s=kills.downtime_s)
 
 
-def run_drains(run: Run, asked: Sequence[mix.Request], wanted: int) -> None:
-    """Two servers behind a router; one of them leaves its list and joins it again."""
-    if run.part("drains")["done"] >= wanted:
+def run_drains(run: Run, asked: Sequence[mix.Request], wanted: int, fleet: Fleet) -> None:
+    """Servers behind a router; one of them leaves its list and joins it again."""
+    if run.part(fleet.drains)["done"] >= wanted:
         return
-    with tempfile.TemporaryDirectory() as folder, routed(Path(folder), 2, *SMALL_POOL) as (router, servers):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        routed(Path(folder), fleet.num_replicas, *fleet.flags, env=fleet.environment) as (router, servers),
+    ):
         expected = undisturbed(router, asked)
-        for part, num, seed in run.pieces("drains", wanted):
+        for part, num, seed in run.pieces(fleet.drains, wanted):
             drains = drain_servers(router, servers, asked, expected, num, seed)
             part["differences"] += drains.differences
             run.add(part, answers=drains.num_answers, handovers=drains.num_handovers)
@@ -244,6 +273,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20, help="in total; half of them with two ranks")
     parser.add_argument("--replica-kills", type=int, default=20, help="of the workers of two replicas")
     parser.add_argument("--drains", type=int, default=20, help="removals of a server from a router's list")
+    parser.add_argument("--mock", action="store_true", help="only kill and drain replicas, which have mock workers")
     parser.add_argument("--cancels", type=int, default=250)
     parser.add_argument("--malformed", type=int, default=500)
     parser.add_argument("--soak-minutes", type=float, default=2.0)
@@ -261,13 +291,19 @@ def main() -> None:
         run = Run(new_path(record, "chaos", options.out), record)
     asked = mix.requests(options.tokens)
     print(f"raw: {run.path}", flush=True)
-    run_kills(run, asked, 1, options.kills - options.kills // 2)
-    run_kills(run, asked, 2, options.kills // 2)
-    run_replica_kills(run, asked, options.replica_kills)
-    run_drains(run, asked, options.drains)
-    run_clients(run, asked, options.cancels, options.malformed)
-    run_soak(run, asked, options.soak_minutes)
-    run_slow(run, asked, options.slow_pairs)
+    if options.mock:
+        with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
+            fleet = mock_fleet(Path(folder))
+            run_replica_kills(run, asked, options.replica_kills, fleet)
+            run_drains(run, asked, options.drains, fleet)
+    else:
+        run_kills(run, asked, 1, options.kills - options.kills // 2)
+        run_kills(run, asked, 2, options.kills // 2)
+        run_replica_kills(run, asked, options.replica_kills, Fleet())
+        run_drains(run, asked, options.drains, Fleet())
+        run_clients(run, asked, options.cancels, options.malformed)
+        run_soak(run, asked, options.soak_minutes)
+        run_slow(run, asked, options.slow_pairs)
     text = summary(run.record)
     run.path.with_suffix(".md").write_text(text, encoding="utf-8")
     print(f"\n{text}\nraw: {run.path}")

@@ -48,14 +48,21 @@ from penstock_server.fork_server import ForkServer
 
 def run(config, _):
     flags = ["--socket", str(config.endpoint.path), "--rank", str(config.rank), "--world-size", str(config.world_size)]
-    os.execv(sys.argv[1], [sys.argv[1], *flags])
+    name = open("/proc/self/comm").read().rstrip()
+    os.execv(sys.argv[1], [sys.argv[1], *flags, "--name", name])
 
 ForkServer(run, lambda _: None).serve()
 """
 
 
 def scripted(server: Server, worker: Path, folder: Path, token_ids: Sequence[int]) -> Server:
-    """The same server with a Python that forks the mock worker instead."""
+    """The same server with the mock worker."""
+    environment = {**server.environment, **script(worker, folder, token_ids), "LOG_LEVEL": "warn"}
+    return Server("penstock", "none", server.command, PENSTOCK, environment)
+
+
+def script(worker: Path, folder: Path, token_ids: Sequence[int]) -> dict[str, str]:
+    """Makes, in `folder`, a Python that forks the mock worker. Returns the environment of a server that uses it."""
     python = folder / "python"
     interpreter = shlex.quote(sys.executable)
     python.write_text(
@@ -64,14 +71,17 @@ def scripted(server: Server, worker: Path, folder: Path, token_ids: Sequence[int
         f'exec {interpreter} "$@"\n'
     )
     python.chmod(0o755)
-    environment = {
-        **server.environment,
+    return {
         "PENSTOCK_PYTHON": str(python),
         "SCRIPT_STEP_MICROSECONDS": str(STEP_MICROSECONDS),
         "SCRIPT_TOKEN_IDS": ",".join(map(str, token_ids)),
-        "LOG_LEVEL": "warn",
     }
-    return Server("penstock", "none", server.command, PENSTOCK, environment)
+
+
+def word_tokens(words: Sequence[str]) -> list[int]:
+    """The first token of each of some words, to answer with."""
+    tokenizer = Tokenizer.from_file(str(embedded_folder() / "tokenizer.json"))
+    return [tokenizer.encode(f" {word}").ids[0] for word in words[:64]]
 
 
 def cpu_s(pid: int) -> float:
@@ -176,8 +186,6 @@ def main() -> None:
     if options.send_long_prompts:
         run(options.send_long_prompts, PENSTOCK, Load("long", 1, 3, LONG_PROMPT_TOKENS, 2), words, options.seed)
         return
-    tokenizer = Tokenizer.from_file(str(embedded_folder() / "tokenizer.json"))
-    token_ids = [tokenizer.encode(f" {word}").ids[0] for word in words[:64]]
     most = max(options.streams)
     flags = [
         "--max-concurrent-requests",
@@ -196,7 +204,7 @@ def main() -> None:
         "costs": [],
     }
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
-        server = scripted(penstock_server(flags), build_worker(), Path(scratch), token_ids)
+        server = scripted(penstock_server(flags), build_worker(), Path(scratch), word_tokens(words))
         port = free_port()
         with running(server, port) as started:
             run(port, PENSTOCK, Load("warm-up", most, 1, PROMPT_TOKENS, 16), words, "warm-up")

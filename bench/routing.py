@@ -22,13 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import peers
-from compare import Server, embedded_folder, fetch, free_port, metrics_of, penstock_server, running
+from compare import Server, fetch, free_port, metrics_of, penstock_server, running
 from load import PENSTOCK, LoadError, ask, openai_dialect, percentile, prompt_of
 from process import cpu_s_of
 from result import heading, keep, machine, option_parser, title
-from router_cost import build_worker, scripted
+from router_cost import build_worker, scripted, word_tokens
 from table import markdown
-from tokenizers import Tokenizer
 
 NUM_REPLICAS, NUM_BLOCKS = 8, 4096  # of 16 tokens, of each replica
 COST = {"STEP_MICROSECONDS": 25_000, "PROMPT_TOKEN_NANOSECONDS": 500_000, "NEW_TOKEN_NANOSECONDS": 100_000}
@@ -99,13 +98,11 @@ def mock_replicas(
     words: Sequence[str], cost: Mapping[str, int], num_blocks: int, max_batch: int
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Runs the replicas. Yields their ports for HTTP and for the engine protocol."""
-    tokenizer = Tokenizer.from_file(str(embedded_folder() / "tokenizer.json"))
-    token_ids = [tokenizer.encode(f" {word}").ids[0] for word in words[:64]]
     environment = {f"SCRIPT_{name}": str(value) for name, value in {**cost, "NUM_BLOCKS": num_blocks}.items()}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-bench-")))
         ports = ([free_port() for _ in range(NUM_REPLICAS)], [free_port() for _ in range(NUM_REPLICAS)])
-        worker = build_worker()
+        worker, token_ids = build_worker(), word_tokens(words)
         for port, engine_port in zip(*ports, strict=True):
             server = scripted(replica(engine_port, max_batch), worker, folder, token_ids)
             server.environment.update(environment, ENGINE_SECRET=SECRET)

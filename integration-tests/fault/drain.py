@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,9 +70,9 @@ def num_handovers(router: Server) -> int:
     return int(sum(value for name, value in samples if name.startswith("penstock_replica_handovers{")))
 
 
-def start_server(engine: str = "127.0.0.1:0", *flags: str) -> Server:
+def start_server(engine: str = "127.0.0.1:0", *flags: str, env: Mapping[str, str] = ENVIRONMENT) -> Server:
     timeout = ["--step-timeout", str(2 * TIMEOUT_S)]  # a pause makes no server unhealthy
-    return start("--engine-listen", engine, "--standby", "off", *timeout, *flags, env=ENVIRONMENT)
+    return start("--engine-listen", engine, "--standby", "off", *timeout, *flags, env=dict(env))
 
 
 def engine_url(server: Server) -> str:
@@ -82,12 +82,14 @@ def engine_url(server: Server) -> str:
 
 
 @contextmanager
-def routed(folder: Path, num_servers: int, *flags: str) -> Iterator[tuple[Server, ServerList]]:
-    """A router in front of servers with `flags`. Their list is in `folder`."""
+def routed(
+    folder: Path, num_servers: int, *flags: str, env: Mapping[str, str] | None = None
+) -> Iterator[tuple[Server, ServerList]]:
+    """A router in front of servers with `flags` and `env`. Their list is in `folder`."""
     with ExitStack() as stack:
         servers = []
         for _ in range(num_servers):
-            servers.append(start_server("127.0.0.1:0", *flags))
+            servers.append(start_server("127.0.0.1:0", *flags, env={**ENVIRONMENT, **(env or {})}))
             stack.callback(servers[-1].stop)
         listed = ServerList(folder / "servers", [engine_url(server) for server in servers])
         router = start("--replica-file", str(listed.path), env=ENVIRONMENT, command=["route"])

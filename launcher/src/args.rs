@@ -104,15 +104,20 @@ pub(crate) struct Args {
     pub(crate) replicas: usize,
 
     /// Nodes that the ranks run on instead of this machine, as node://HOST:PORT of a `penstock node`; repeat, or separate by commas, for
-    /// several. Each has one rank, or equally many of --num-shard. They read the model from the same path as this machine, and compute on CPUs.
-    /// Needs --node-secret-file. Or ray://HOST:PORT, the address of a Ray cluster that this machine is part of: Ray chooses a node for each
-    /// rank of --num-shard [default: none]
+    /// several. Each has one rank, or equally many of --num-shard. They read the model from the same path as this machine, and compute on CPUs
+    /// without --unencrypted-gpus. Needs --node-secret-file. Or ray://HOST:PORT, the address of a Ray cluster that this machine is part of:
+    /// Ray chooses a node for each rank of --num-shard [default: none]
     #[arg(long, env, value_delimiter = ',', value_name = "NODES")]
     pub(crate) ranks_on: Vec<RanksOn>,
 
     /// File with the secret that this server and the nodes of --ranks-on share, at least 32 characters
     #[arg(long, env, value_name = "FILE", requires = "ranks_on")]
     pub(crate) node_secret_file: Option<PathBuf>,
+
+    /// Run each rank of --ranks-on on a GPU of its node. The GPUs exchange tensors by NCCL, which neither encrypts nor checks who connects:
+    /// only for a private network. Nodes need the flag too; those of Ray get it. Has not been run on GPUs yet
+    #[arg(long, env, requires = "ranks_on")]
+    pub(crate) unencrypted_gpus: bool,
 
     /// Server that computes the sequences, as http://HOST:PORT or https://HOST:PORT of its --engine-listen; repeat, or separate by commas,
     /// for several. Only for `penstock route`, which loads no model and serves with the engines of these servers

@@ -49,7 +49,7 @@ pub(crate) fn command() -> clap::Command {
 const ROUTE: &str = "route";
 
 /// Flags of servers with a model, which have no effect with `penstock route`.
-const OF_MODELS: [&str; 32] = [
+const OF_MODELS: [&str; 33] = [
     "activation_bits",
     "attention",
     "cpu_isa",
@@ -82,6 +82,7 @@ const OF_MODELS: [&str; 32] = [
     "speculative_model",
     "standby",
     "step_timeout",
+    "unencrypted_gpus",
 ];
 
 /// Reads flags and environment. An error is ready to be printed.

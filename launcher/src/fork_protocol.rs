@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
 
 /// Version of what a server and a node say to each other.
-const NODE_PROTOCOL_VERSION: u32 = 1;
+const NODE_PROTOCOL_VERSION: u32 = 2;
 /// Ranks of different releases could compute different tokens, or not understand each other.
 const RELEASE: &str = env!("CARGO_PKG_VERSION");
 
@@ -25,6 +25,9 @@ pub(crate) struct Open {
     pub(crate) release: String,
     /// Ranks of one group on the node, which share its cores.
     pub(crate) num_ranks: usize,
+    /// Each rank runs on a GPU.
+    #[serde(default)]
+    pub(crate) uses_gpus: bool,
 }
 
 /// Why a node refuses a server.
@@ -40,8 +43,8 @@ pub(crate) enum OpenError {
 }
 
 impl Open {
-    pub(crate) fn new(num_ranks: usize) -> Self {
-        Self { version: NODE_PROTOCOL_VERSION, release: RELEASE.to_owned(), num_ranks }
+    pub(crate) fn new(num_ranks: usize, uses_gpus: bool) -> Self {
+        Self { version: NODE_PROTOCOL_VERSION, release: RELEASE.to_owned(), num_ranks, uses_gpus }
     }
 
     /// Whether this node can host the server.
@@ -79,6 +82,8 @@ pub(crate) struct WorkerFlags {
 pub(crate) struct NodeFlags {
     pub(crate) local_rank: usize,
     pub(crate) local_size: usize,
+    /// Whether it runs on a GPU. The node sets it, as `Open` asks.
+    pub(crate) uses_gpu: bool,
     /// Where the other ranks connect, as HOST:PORT. The node chooses it.
     pub(crate) listen: String,
     /// PEM, as the two below.

@@ -211,14 +211,20 @@ fn placement(args: &Args, settings: &Settings, python: &Path) -> Result<Placemen
         [] => return Ok(Placement::Here),
         [RanksOn::Ray(cluster)] => {
             let (python, cluster) = (python.to_owned(), cluster.clone());
-            return Ok(Placement::Ray(RayOptions { python, cluster, num_ranks: settings.num_ranks }));
+            let (num_ranks, uses_gpus) = (settings.num_ranks, args.unencrypted_gpus);
+            return Ok(Placement::Ray(RayOptions { python, cluster, num_ranks, uses_gpus }));
         }
         hosts => hosts.iter().filter_map(RanksOn::node).collect(),
     };
+    let num_nodes = nodes.len();
     let secret = NodeSecret::read(args.node_secret_file.as_deref().ok_or(SecretError::Missing)?)?;
-    let num_ranks = settings.num_ranks / nodes.len();
-    let node =
-        |address| NodeOptions { place: NodePlace::fixed(address), secret: secret.clone(), by_ray: false, num_ranks };
+    let node = |address| NodeOptions {
+        place: NodePlace::fixed(address),
+        secret: secret.clone(),
+        by_ray: false,
+        num_ranks: settings.num_ranks / num_nodes,
+        uses_gpus: args.unencrypted_gpus,
+    };
     Ok(Placement::Nodes(nodes.into_iter().map(node).collect()))
 }
 

@@ -79,6 +79,7 @@ const OURS: &[&str] = &[
     "stop-with-stdin",
     "trust-request-chat-template",
     "uds",
+    "unencrypted-gpus",
 ];
 
 /// The page as Markdown.

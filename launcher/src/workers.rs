@@ -88,12 +88,13 @@ impl GroupTls {
         Ok(Self { authority, router })
     }
 
-    /// What a worker gets. Its node fills in `listen`.
+    /// What a worker gets. Its node fills in `listen` and `uses_gpu`.
     fn worker(&self, LocalRank { rank, size }: LocalRank) -> Result<NodeFlags, rcgen::Error> {
         let identity = self.authority.certify(WORKER_NAME)?.identity();
         Ok(NodeFlags {
             local_rank: rank,
             local_size: size,
+            uses_gpu: false,
             listen: String::new(),
             certificate: identity.certificates,
             key: identity.key,

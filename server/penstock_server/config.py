@@ -19,6 +19,7 @@ class Node:
     listen: tuple[str, int]  # where the other ranks connect
     tls: Tls
     token: str = field(repr=False)  # that the ranks of this group know
+    uses_gpu: bool = False  # the rank runs on a GPU, and exchanges tensors by NCCL, without encryption
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ unique in this process.
 
     {"start": {"name", "endpoint", "rank", "world_size", "token", "node", "stdout", "stderr"}}
                                         stdout and stderr are FIFOs; node is null if all ranks are on this machine, or
-                                        {"local_rank", "local_size", "listen", "certificate", "key", "authority"}
+                                        {"local_rank", "local_size", "uses_gpu", "listen", "certificate", "key",
+                                        "authority"}
     {"signal": {"name", "number"}}      sent to the worker and its children; ignored if the worker has exited
     {"load": {"request"}}               a LoadRequest in hexadecimal: loads its model for all workers that start later
 
@@ -129,12 +130,14 @@ def _parse_node(node: object, token: str) -> Node | None:
         case {
             "local_rank": int(local_rank),
             "local_size": int(local_size),
+            "uses_gpu": bool(uses_gpu),
             "listen": str(listen),
             "certificate": str(certificate),
             "key": str(key),
             "authority": str(authority),
         } if 0 <= local_rank < local_size:
-            return Node(local_rank, local_size, parse_address(listen), Tls(certificate, key, authority), token)
+            tls = Tls(certificate, key, authority)
+            return Node(local_rank, local_size, parse_address(listen), tls, token, uses_gpu)
     raise ValueError("its place on the node is incomplete")
 
 

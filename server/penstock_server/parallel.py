@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock_server.collectives import computes_alike, connect, is_same_processor, meet
+from penstock_server.collectives import computes_alike, connect, is_same_processor, meet, open_store
 from penstock_server.collectives.distributed import Distributed
 from penstock_server.collectives.interface import Collectives
 from penstock_server.config import Node
@@ -72,10 +72,10 @@ class RankGroup:
         num_stages: int = 1,
         node: Node | None = None,
     ) -> RankGroup:
-        """Connect to the other ranks by a torch.distributed init method, or with a node by TLS; blocks until all are
-        connected. native: the kernels through which ranks share memory, if there are any. rank, size: over all stages;
-        the first ranks are the last stage, because rank 0 returns the tokens. Raises ConfigError if the stages cannot
-        have equally many ranks, or are on several nodes."""
+        """Connect to the other ranks by a torch.distributed init method, or with a node by TLS and, on GPUs, then by
+        NCCL; blocks until all are connected. native: the kernels through which ranks share memory, if there are any.
+        rank, size: over all stages; the first ranks are the last stage, because rank 0 returns the tokens. Raises
+        ConfigError if the stages cannot have equally many ranks, or are on several nodes."""
         if size % num_stages:
             raise ConfigError(f"{size} ranks cannot form {num_stages} pipeline stages with the same number of ranks")
         if num_stages > 1 and node is not None:
@@ -84,7 +84,13 @@ class RankGroup:
             return cls()
         if node is not None:
             network = meet(rank, size, rendezvous, node)
-            return cls(rank, size, network, is_same_processor(network, native), local_size=node.local_size)
+            if not node.uses_gpu:
+                return cls(rank, size, network, is_same_processor(network, native), local_size=node.local_size)
+            dist.init_process_group(
+                backend, store=open_store(network, rank, size, rendezvous), rank=rank, world_size=size
+            )
+            gpus = connect(rank, size, native) if node.local_size == size else Distributed()
+            return cls(rank, size, gpus, computes_alike(gpus), local_size=node.local_size)
         dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=size)
         if num_stages == 1:
             collectives = connect(rank, size, native)

@@ -1,13 +1,13 @@
 """`python -m penstock_server.ray`: asks a Ray cluster for the machines of a server's ranks. Needs penstock[ray].
 
-Reads one line from stdin, {"cluster": "HOST:PORT", "num_ranks", "secret"}, and prints JSON lines:
+Reads one line from stdin, {"cluster": "HOST:PORT", "num_ranks", "secret", "uses_gpus"}, and prints JSON lines:
 
     {"placed": {"rank", "address"}}     `penstock node` listens at node://HOST:PORT
     {"lost": {"rank", "reason"}}        it has ended; the rank is placed again
 
-The ranks share a placement group with a bundle of CPUs for each, so that either all of them have a machine or none has.
-An actor in each bundle runs `penstock node`. This process exits when stdin ends; its actors and their nodes end with
-it. On failure it prints a line to stderr that starts with "error: ".
+The ranks share a placement group with a bundle of CPUs for each, and of a GPU if asked, so that either all of them have
+a machine or none has. An actor in each bundle runs `penstock node`. This process exits when stdin ends; its actors and
+their nodes end with it. On failure it prints a line to stderr that starts with "error: ".
 """
 
 from __future__ import annotations
@@ -39,20 +39,27 @@ class Order:
     cluster: str
     num_ranks: int
     secret: str
+    uses_gpus: bool = False
 
     @classmethod
     def parse(cls, line: str) -> Order:
         match json.loads(line):
-            case {"cluster": str(cluster), "num_ranks": int(num_ranks), "secret": str(secret)} if num_ranks > 0:
-                return cls(cluster, num_ranks, secret)
+            case {
+                "cluster": str(cluster),
+                "num_ranks": int(num_ranks),
+                "secret": str(secret),
+                "uses_gpus": bool(uses_gpus),
+            } if num_ranks > 0:
+                return cls(cluster, num_ranks, secret, uses_gpus)
         raise ConfigError("the line on stdin is not an order")
 
 
 class NodeActor:
     """Runs `penstock node` on the machine of this actor."""
 
-    def start(self, secret: str, num_threads: int) -> str:
-        """Returns the node's address. Raises RuntimeError if it does not start."""
+    def start(self, secret: str, num_threads: int, uses_gpus: bool) -> str:
+        """Returns the node's address. uses_gpus: those that Ray gave to this actor. Raises RuntimeError if it does not
+        start."""
         import ray
 
         source, sink = os.pipe()
@@ -60,10 +67,13 @@ class NodeActor:
         os.close(sink)
         # Without the cluster's token, which a model's own code must not read.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        environment |= {"OMP_NUM_THREADS": str(num_threads), "CUDA_VISIBLE_DEVICES": ""}
+        environment |= {"OMP_NUM_THREADS": str(num_threads)}
+        if not uses_gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ""
         host = ray.util.get_node_ip_address()
         listen = f"[{host}]:0" if ":" in host else f"{host}:0"
         arguments = ["--listen", listen, "--secret-file", f"/dev/fd/{source}", "--json-output", "--stop-with-stdin"]
+        arguments += ["--unencrypted-gpus"] * uses_gpus
         # Its stdin ends when this process does, however that happens.
         self._node = subprocess.Popen(  # noqa: S603 - our own binary
             [Path(sys.executable).with_name("penstock"), "node", *arguments],
@@ -100,12 +110,17 @@ def _url(line: str) -> str | None:
         return None
 
 
-def cpus_per_rank(cpus: Sequence[int], num_ranks: int) -> int:
-    """The most CPUs that each rank can have, on machines with `cpus` of them. Raises ConfigError if it is none."""
+def cpus_per_rank(cpus: Sequence[int], num_ranks: int, gpus: Sequence[int] | None = None) -> int:
+    """The most CPUs that each rank can have, on machines with `cpus` of them, and with `gpus`, of which each rank needs
+    one; None: it needs none. Raises ConfigError if there are too few."""
+    most = cpus if gpus is None else gpus  # ranks of each machine
     for each in range(max(cpus, default=0), 0, -1):
-        if sum(machine // each for machine in cpus) >= num_ranks:
+        if sum(min(num_cpus // each, limit) for num_cpus, limit in zip(cpus, most, strict=True)) >= num_ranks:
             return each
-    raise ConfigError(f"the Ray cluster has {sum(cpus)} CPUs, must have at least one for each of {num_ranks} ranks")
+    found, needed = f"{sum(cpus)} CPUs", "one"
+    if gpus is not None:
+        found, needed = f"{found} and {sum(gpus)} GPUs", "one of both on the same machine"
+    raise ConfigError(f"the Ray cluster has {found}, must have at least {needed} for each of {num_ranks} ranks")
 
 
 class Placement:
@@ -116,7 +131,12 @@ class Placement:
 
         self._ray, self._report = ray, report
         self._order, self._num_cpus = order, num_cpus
-        self._group = ray.util.placement_group([{"CPU": num_cpus}] * order.num_ranks, strategy="SPREAD")
+        self._num_gpus = int(order.uses_gpus)
+        # GPUs of one machine exchange tensors faster; a rank on CPUs needs the memory of a machine.
+        bundle = {"CPU": num_cpus} | ({"GPU": 1} if order.uses_gpus else {})
+        self._group = ray.util.placement_group(
+            [bundle] * order.num_ranks, strategy="PACK" if order.uses_gpus else "SPREAD"
+        )
 
     async def keep(self) -> NoReturn:
         await asyncio.gather(*map(self._keep, range(self._order.num_ranks)))
@@ -145,10 +165,10 @@ class Placement:
     async def _place(self, rank: int) -> Any:
         """Starts an actor and returns it when its node listens. Raises RayError if the actor ends before, RayTaskError
         if it cannot start the node."""
-        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group, rank)
-        options: dict[str, Any] = {"num_cpus": self._num_cpus, "scheduling_strategy": strategy}
+        place = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group, rank)
+        options: dict[str, Any] = {"num_cpus": self._num_cpus, "num_gpus": self._num_gpus, "scheduling_strategy": place}
         actor: Any = self._ray.remote(NodeActor).options(**options).remote()
-        address = await actor.start.remote(self._order.secret, self._num_cpus)
+        address = await actor.start.remote(self._order.secret, self._num_cpus, self._order.uses_gpus)
         self._report({"placed": {"rank": rank, "address": address}})
         return actor
 
@@ -179,9 +199,12 @@ def place(order: Order, report: Callable[[dict[str, Any]], None]) -> NoReturn:
         ray.init(address=order.cluster, log_to_driver=False, logging_level=logging.WARNING, namespace="penstock")
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise ConfigError(f"the Ray cluster at {order.cluster} cannot be joined: {error}") from error
-    cpus = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
-    num_cpus = cpus_per_rank(cpus, order.num_ranks)
-    logger.info("Ray is asked for %d rank(s) of %d CPU(s); `ray status` shows what it lacks", order.num_ranks, num_cpus)
+    cpus, gpus = (
+        [int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]] for kind in ("CPU", "GPU")
+    )
+    num_cpus = cpus_per_rank(cpus, order.num_ranks, gpus if order.uses_gpus else None)
+    each = f"{num_cpus} CPU(s)" + " and a GPU" * order.uses_gpus
+    logger.info("Ray is asked for %d rank(s) of %s; `ray status` shows what it lacks", order.num_ranks, each)
     asyncio.run(Placement(order, num_cpus, report).keep())
     raise AssertionError("a rank is placed for ever")
 

@@ -16,12 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paired_ranks import paired_engines
 from penstock_server.attention.reference import ReferenceAttention
-from penstock_server.config import LoadConfig, WarmUpConfig
+from penstock_server.config import LoadConfig, Node, WarmUpConfig
+from penstock_server.endpoint import Tls
 from penstock_server.engine import Engine, memory, warmup
 from penstock_server.engine import device as device_module
 from penstock_server.engine.capacity import CapacityProbe
 from penstock_server.engine.device import (
     DTYPES,
+    check_device_on_node,
     choose_device,
     choose_dtype,
     naming_full_memory,
@@ -496,6 +498,19 @@ def test_each_rank_needs_a_gpu_of_its_own() -> None:
         choose_device("", 2)
     with pytest.raises(ConfigError, match=r'device is "cuda:2", but torch sees 2 GPUs here'):
         choose_device("cuda:2", 0)
+
+
+@pytest.mark.parametrize("uses_gpu", [False, True])
+def test_a_rank_on_a_node_runs_on_what_server_and_node_have_agreed_on(uses_gpu: bool) -> None:
+    node = Node(0, 1, ("10.0.0.2", 7), Tls("", "", ""), "", uses_gpu)
+    agreed, other = torch.device("cpu"), torch.device("cuda", 0)
+    if uses_gpu:
+        agreed, other = other, agreed
+    check_device_on_node(agreed, node)
+    check_device_on_node(other, None)
+    expected = "but 10.0.0.2 has none that torch sees" if uses_gpu else "10.0.0.2 has GPUs; set CUDA_VISIBLE_DEVICES="
+    with pytest.raises(ConfigError, match=expected):
+        check_device_on_node(other, node)
 
 
 def test_several_mig_instances_are_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,7 +190,15 @@ START = {
     "stdout": "out",
     "stderr": "err",
 }
-NODE = {"local_rank": 0, "local_size": 1, "listen": "[::1]:8", "certificate": "c", "key": "k", "authority": "a"}
+NODE = {
+    "local_rank": 0,
+    "local_size": 1,
+    "uses_gpu": True,
+    "listen": "[::1]:8",
+    "certificate": "c",
+    "key": "k",
+    "authority": "a",
+}
 
 
 def test_requests_are_understood_or_refused() -> None:
@@ -198,7 +206,7 @@ def test_requests_are_understood_or_refused() -> None:
         "a", WorkerConfig(UnixEndpoint(Path("s")), 1, 2, "t"), "out", "err"
     )
     tls = Tls("c", "k", "a")
-    config = WorkerConfig(TcpEndpoint("::1", 7, tls), 1, 2, "t", Node(0, 1, ("::1", 8), tls, "t"))
+    config = WorkerConfig(TcpEndpoint("::1", 7, tls), 1, 2, "t", Node(0, 1, ("::1", 8), tls, "t", uses_gpu=True))
     on_node = START | {"endpoint": "https://[::1]:7", "node": NODE}
     assert parse(json.dumps({"start": on_node}).encode()) == Start("a", config, "out", "err")
     assert parse(b'{"signal": {"name": "a", "number": 9}}') == Signal("a", 9)

@@ -33,6 +33,21 @@ def test_a_cluster_with_fewer_cpus_than_ranks_is_refused(cpus: list[int]) -> Non
         cpus_per_rank(cpus, 3)
 
 
+@pytest.mark.parametrize(
+    ("cpus", "gpus", "num_ranks", "each"),
+    [([8, 8], [1, 1], 2, 8), ([8, 8], [2, 0], 2, 4), ([16, 16], [1, 3], 4, 5), ([64, 2], [0, 2], 2, 1)],
+)
+def test_a_rank_on_a_gpu_is_where_a_gpu_is(cpus: list[int], gpus: list[int], num_ranks: int, each: int) -> None:
+    assert cpus_per_rank(cpus, num_ranks, gpus) == each
+
+
+def test_a_cluster_with_fewer_gpus_than_ranks_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"has 16 CPUs and 2 GPUs, must have at least one of both .* of 3 ranks"):
+        cpus_per_rank([8, 8], 3, [1, 1])
+    with pytest.raises(ConfigError, match="has 8 CPUs and 2 GPUs"):
+        cpus_per_rank([8, 0], 2, [1, 1])  # one machine has a GPU and no CPU
+
+
 def test_a_cluster_without_tls_gets_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     for value in (None, "0", "no"):
         monkeypatch.delenv("RAY_USE_TLS", raising=False)
@@ -57,9 +72,9 @@ def test_a_cluster_that_rejects_the_token_is_a_refusal(monkeypatch: pytest.Monke
 
 
 def test_an_order_that_is_incomplete_is_refused_without_being_printed() -> None:
-    whole = {"cluster": "head:6379", "num_ranks": 2, "secret": "hunter2"}
-    assert Order.parse(json.dumps(whole)) == Order("head:6379", 2, "hunter2")
-    for order in ({**whole, "num_ranks": 0}, {**whole, "cluster": None}, ["hunter2"]):
+    whole = {"cluster": "head:6379", "num_ranks": 2, "secret": "hunter2", "uses_gpus": True}
+    assert Order.parse(json.dumps(whole)) == Order("head:6379", 2, "hunter2", uses_gpus=True)
+    for order in ({**whole, "num_ranks": 0}, {**whole, "cluster": None}, {**whole, "uses_gpus": 1}, ["hunter2"]):
         with pytest.raises(ConfigError) as refusal:
             Order.parse(json.dumps(order))
         assert "hunter2" not in str(refusal.value)
@@ -77,8 +92,10 @@ class Ended(BaseException):
     """The script of a fake Ray is over."""
 
 
-def fake_ray(monkeypatch: pytest.MonkeyPatch, starts: list[str | Exception]) -> None:
-    """`starts`: the address or the error of each actor's start. A node ends as soon as it has started."""
+def fake_ray(monkeypatch: pytest.MonkeyPatch, starts: list[str | Exception]) -> list[dict[str, Any]]:
+    """`starts`: the address or the error of each actor's start. A node ends as soon as it has started. Returns what Ray
+    is asked for: first the bundles of the placement group, then the options of each actor."""
+    asked: list[dict[str, Any]] = []
 
     async def start(*_: Any) -> str:
         if not starts:
@@ -92,16 +109,33 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch, starts: list[str | Exception]) -> 
         return "its node has ended"
 
     actor = SimpleNamespace(start=SimpleNamespace(remote=start), wait=SimpleNamespace(remote=wait))
-    options = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda: actor))
+
+    def with_options(**options: Any) -> Any:
+        asked.append(options)
+        return SimpleNamespace(remote=lambda: actor)
+
+    options = SimpleNamespace(options=with_options)
     strategies = SimpleNamespace(PlacementGroupSchedulingStrategy=lambda *_: None)
     ray: Any = ModuleType("ray")
-    ray.util = SimpleNamespace(placement_group=lambda *_, **__: None, scheduling_strategies=strategies)
+    group = lambda bundles, strategy: asked.append({"bundles": bundles, "strategy": strategy})  # noqa: E731
+    ray.util = SimpleNamespace(placement_group=group, scheduling_strategies=strategies)
     ray.remote = lambda _: options
     exceptions: Any = ModuleType("ray.exceptions")
     exceptions.RayError, exceptions.RayTaskError = RayError, RayTaskError
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setitem(sys.modules, "ray.exceptions", exceptions)
     monkeypatch.setattr(penstock_server.ray, "_RETRY_S", 0.0)
+    return asked
+
+
+@pytest.mark.parametrize("uses_gpus", [False, True])
+def test_a_rank_has_a_gpu_if_asked(uses_gpus: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = fake_ray(monkeypatch, ["node://a:1"])
+    with pytest.raises(Ended):
+        asyncio.run(Placement(Order("head:6379", 1, "a secret", uses_gpus), 4, lambda _: None).keep())
+    group, actor, *_ = asked
+    assert group["bundles"] == [{"CPU": 4, "GPU": 1} if uses_gpus else {"CPU": 4}]
+    assert (actor["num_cpus"], actor["num_gpus"]) == (4, int(uses_gpus))
 
 
 def test_a_replacement_that_cannot_run_a_node_is_placed_again(monkeypatch: pytest.MonkeyPatch) -> None:

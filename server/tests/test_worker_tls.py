@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import grpc
 import pytest
 import torch
-from penstock_server.collectives import meet
+from penstock_server.collectives import meet, open_store
 from penstock_server.collectives.network import Network
 from penstock_server.config import Node, WorkerConfig
 from penstock_server.endpoint import WORKER_NAME, TcpEndpoint, Tls
@@ -133,6 +133,14 @@ def test_ranks_on_several_machines_get_the_same_tensors_in_the_order_of_the_rank
     expected.append(torch.tensor(11 - size))
     for found in results:
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_ranks_on_gpus_of_several_machines_meet_at_a_store_whose_port_they_learn_over_tls(tls: Tls) -> None:
+    networks = together([tls] * 3, [TOKEN] * 3)
+    with ThreadPoolExecutor(3) as threads:
+        stores = list(threads.map(lambda rank: open_store(networks[rank], rank, 3, "tls://127.0.0.1:1"), range(3)))
+    stores[1].set("a key", "a value")
+    assert [store.get("a key") for store in stores] == [b"a value"] * 3
 
 
 def test_a_rank_that_is_gone_is_named(tls: Tls) -> None:

@@ -1,7 +1,9 @@
-//! A mock worker: speaks the worker protocol, takes a configured time per step, and answers each sample with the next of
-//! its configured tokens, so that only the router is measured.
+//! A mock worker: speaks the worker protocol, takes a configured time per step, and answers each sample with one of its
+//! configured tokens, so that only the router is measured. Which one it is depends on the sequence's tokens as its KV
+//! blocks hold them (`cache`).
 
-use std::collections::HashMap;
+mod cache;
+
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -15,6 +17,8 @@ use tokio::time::Instant;
 use tokio_stream::wrappers::UnixListenerStream;
 use tonic::{Request, Response, Status, Streaming};
 
+use cache::{BLOCK_TOKENS, Cache, numbers};
+
 const MAX_MESSAGE_BYTES: usize = 1 << 30;
 
 /// Replaces a Python worker under the fork server; its own settings come from environment variables.
@@ -26,6 +30,9 @@ struct Args {
     rank: u32,
     #[arg(long)]
     world_size: u32,
+    /// Name of the process
+    #[arg(long)]
+    name: String,
     /// Microseconds per step
     #[arg(long, env = "SCRIPT_STEP_MICROSECONDS", default_value_t = 1000)]
     step_microseconds: u64,
@@ -35,7 +42,7 @@ struct Args {
     /// Additional nanoseconds per generated token
     #[arg(long, env = "SCRIPT_NEW_TOKEN_NANOSECONDS", default_value_t = 0)]
     new_token_nanoseconds: u64,
-    /// Token ids to answer with, cyclically
+    /// Token ids to answer with
     #[arg(long, env = "SCRIPT_TOKEN_IDS", value_delimiter = ',', required = true)]
     token_ids: Vec<u32>,
     #[arg(long, env = "SCRIPT_VOCABULARY", default_value_t = 49152)]
@@ -60,7 +67,7 @@ impl Worker for Script {
             device: "cpu".to_owned(),
             attention: "none".to_owned(),
             vocab_size: self.args.vocabulary,
-            block_tokens: 16,
+            block_tokens: BLOCK_TOKENS as u32,
             max_position_tokens: self.args.max_position_tokens,
             kv_bytes_per_block: 1,
             ..Default::default()
@@ -99,14 +106,15 @@ impl Worker for Script {
     type StepsStream = BoxStream<'static, Result<proto::StepResult, Status>>;
 
     async fn steps(&self, plans: Request<Streaming<proto::Plan>>) -> Result<Response<Self::StepsStream>, Status> {
-        let state = (plans.into_inner(), self.args.clone(), HashMap::new(), Instant::now());
-        let results = futures::stream::unfold(state, |(mut plans, args, mut turns, free_at)| async move {
+        let cache = Cache::new(self.args.num_blocks as usize);
+        let state = (plans.into_inner(), self.args.clone(), cache, Instant::now());
+        let results = futures::stream::unfold(state, |(mut plans, args, mut cache, free_at)| async move {
             let plan: proto::Plan = plans.next().await?.ok()?;
             // Like a device, starts the next step at once when its plan is already here.
             let ends_at = free_at.max(Instant::now()) + duration(&args, &plan);
             tokio::time::sleep_until(ends_at).await;
-            let result = execute(&args, &mut turns, &plan);
-            Some((Ok(result), (plans, args, turns, ends_at)))
+            let result = execute(&args, &mut cache, &plan);
+            Some((Ok(result), (plans, args, cache, ends_at)))
         });
         Ok(Response::new(results.boxed()))
     }
@@ -123,36 +131,24 @@ fn duration(args: &Args, plan: &proto::Plan) -> Duration {
         )
 }
 
-/// `turns`: number of tokens generated per sequence.
-fn execute(args: &Args, turns: &mut HashMap<u64, usize>, plan: &proto::Plan) -> proto::StepResult {
-    for id in &plan.freed_sequence_ids {
-        turns.remove(id);
-    }
+fn execute(args: &Args, cache: &mut Cache, plan: &proto::Plan) -> proto::StepResult {
     let mut sampled = proto::Tokens::default();
     let mut sequence_ids = Vec::new();
-    let advances = plan.advances.clone().unwrap_or_default();
-    for (sequence_id, sample) in numbers(&advances.sequence_ids, u64::from_le_bytes).zip(&advances.sample) {
-        if *sample == 0 {
-            continue;
-        }
-        let turn = turns.entry(sequence_id).or_default();
+    let choose = |number: u64| args.token_ids[(number % args.token_ids.len() as u64) as usize];
+    for (sequence_id, token_id) in cache.execute(plan, choose) {
         sequence_ids.extend(sequence_id.to_le_bytes());
-        sampled.ids.extend(args.token_ids[*turn % args.token_ids.len()].to_le_bytes());
+        sampled.ids.extend(token_id.to_le_bytes());
         sampled.logprobs.extend((-0.5_f32).to_le_bytes());
-        *turn += 1;
     }
     let (sampled, timing) = (Some(sampled), Some(proto::StepTiming::default()));
     proto::StepResult { step: plan.step, sequence_ids, sampled, timing, ..Default::default() }
 }
 
-/// The numbers of a column.
-fn numbers<T, const WIDTH: usize>(bytes: &[u8], number: fn([u8; WIDTH]) -> T) -> impl Iterator<Item = T> {
-    bytes.as_chunks::<WIDTH>().0.iter().map(move |bytes| number(*bytes))
-}
-
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> anyhow::Result<()> {
     let args = Args::parse();
+    // The fork server gave it to the process that became this one.
+    std::fs::write("/proc/self/comm", &args.name)?;
     let listener = UnixListenerStream::new(UnixListener::bind(&args.socket)?);
     let service = WorkerServer::new(Script { args })
         .max_decoding_message_size(MAX_MESSAGE_BYTES)

@@ -36,6 +36,7 @@ const MAX_OPENINGS: usize = 64;
 const MAX_SERVERS: usize = 64;
 /// Of one connection.
 const MAX_WORKERS: usize = 1024;
+const NCCL_INTERFACE: &str = "NCCL_SOCKET_IFNAME";
 
 /// Hosts ranks of a model for servers on other machines (--ranks-on). Every connection is encrypted, and both sides prove that they
 /// know the secret
@@ -49,6 +50,12 @@ pub(crate) struct NodeArgs {
     /// File with the secret that this node and the servers that use it share, at least 32 characters
     #[arg(long, value_name = "FILE")]
     pub(crate) secret_file: PathBuf,
+
+    /// Offer this machine's GPUs, one for each rank, to one server at a time. GPUs of several machines exchange tensors by NCCL, which
+    /// neither encrypts nor checks who connects: only for a private network, whose interface NCCL_SOCKET_IFNAME names.
+    /// CUDA_VISIBLE_DEVICES chooses the GPUs. Has not been run on GPUs yet
+    #[arg(long)]
+    pub(crate) unencrypted_gpus: bool,
 
     /// Log one JSON object per line
     #[arg(long)]
@@ -66,6 +73,8 @@ struct Node {
     acceptor: TlsAcceptor,
     /// A permit for each server that has workers here.
     servers: Semaphore,
+    /// A permit for the server whose ranks use them. `None`: they are not offered.
+    gpus: Option<Semaphore>,
 }
 
 /// Serves until the future is dropped. Run it on the main thread (see `process::python_module`), with a runtime that has no other.
@@ -83,6 +92,7 @@ pub(crate) async fn run(args: &NodeArgs, python: &Path) -> anyhow::Result<()> {
         address: address.ip(),
         acceptor,
         servers: Semaphore::new(MAX_SERVERS),
+        gpus: args.unencrypted_gpus.then(|| Semaphore::new(1)),
     });
     let openings = Arc::new(Semaphore::new(MAX_OPENINGS));
     loop {
@@ -164,16 +174,32 @@ impl Node {
         let Ok(_permit) = self.servers.try_acquire() else {
             anyhow::bail!("this node hosts {MAX_SERVERS} servers already");
         };
+        let _gpus = match &self.gpus {
+            _ if !open.uses_gpus => None,
+            None => {
+                anyhow::bail!("this node offers no GPUs; start it with --unencrypted-gpus, on a private network only")
+            }
+            Some(gpus) => {
+                if gpus.available_permits() == 0 {
+                    tracing::info!(server = peer.to_string(), "a server waits for the GPUs, which another one uses");
+                }
+                Some(gpus.acquire().await?)
+            }
+        };
         tracing::info!(server = peer.to_string(), ranks = open.num_ranks, "a server uses this node");
-        self.host(requests, reports, open.num_ranks.clamp(1, MAX_WORKERS)).await
+        self.host(requests, reports, &open).await
     }
 
-    async fn host<R, W>(&self, requests: &mut Lines<R>, reports: &mut W, num_ranks: usize) -> anyhow::Result<()>
+    async fn host<R, W>(&self, requests: &mut Lines<R>, reports: &mut W, open: &Open) -> anyhow::Result<()>
     where
         R: AsyncRead + Unpin,
         W: AsyncWrite + Unpin,
     {
-        let mut child = self.fork_server(num_ranks).command().spawn().context("cannot start the fork server")?;
+        let mut command = self.fork_server(open.num_ranks.clamp(1, MAX_WORKERS)).command();
+        if open.uses_gpus && std::env::var_os(NCCL_INTERFACE).is_none() {
+            command.env_remove(NCCL_INTERFACE); // Not the loopback interface: NCCL finds one.
+        }
+        let mut child = command.spawn().context("cannot start the fork server")?;
         let (stdin, stdout, stderr) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
         let (Some(mut stdin), Some(stdout), Some(stderr)) = (stdin, stdout, stderr) else {
             unreachable!("invariant: all three are piped")
@@ -181,7 +207,7 @@ impl Node {
         let tail = StderrTail::default();
         let mut following = tokio::spawn(tail.clone().follow(None, stderr));
         let mut lines = Lines::new(stdout);
-        let mut workers = Hosted::new(self.address)?;
+        let mut workers = Hosted::new(self.address, open.uses_gpus)?;
         let ended = loop {
             tokio::select! {
                 request = requests.next() => {
@@ -240,15 +266,16 @@ struct Hosted {
     /// By name: the ports for the server and for the other ranks, which stay reserved until the worker has ended.
     ports: HashMap<String, [PortReservation; 2]>,
     address: IpAddr,
+    uses_gpus: bool,
     /// Of their pipes. Removed on drop.
     folder: TempDir,
     num_started: usize,
 }
 
 impl Hosted {
-    fn new(address: IpAddr) -> anyhow::Result<Self> {
+    fn new(address: IpAddr, uses_gpus: bool) -> anyhow::Result<Self> {
         let folder = tempfile::Builder::new().prefix("penstock-").tempdir().context("cannot create a folder")?;
-        Ok(Self { ports: HashMap::new(), address, folder, num_started: 0 })
+        Ok(Self { ports: HashMap::new(), address, uses_gpus, folder, num_started: 0 })
     }
 
     /// Gives a worker its ports and pipes here, and logs what it prints.
@@ -269,7 +296,7 @@ impl Hosted {
         });
         tokio::spawn(StderrTail::default().follow(Some(rank), err));
         self.ports.insert(flags.name.clone(), ports);
-        let node = flags.node.map(|node| NodeFlags { listen, ..node });
+        let node = flags.node.map(|node| NodeFlags { listen, uses_gpu: self.uses_gpus, ..node });
         Ok(WorkerFlags { endpoint: format!("https://{endpoint}"), node, stdout, stderr, ..flags })
     }
 
@@ -313,11 +340,12 @@ mod tests {
             secret: NodeSecret::new(secret).unwrap(),
             by_ray: false,
             num_ranks: 3,
+            uses_gpus: true,
         };
         let connection = server.connect().await;
         let first_line = node.await.unwrap();
         let open = first_line.and_then(|line| serde_json::from_str::<Open>(&line).ok());
-        (connection.map(|_| ()), open.is_some_and(|open| open.check().is_ok() && open.num_ranks == 3))
+        (connection.map(|_| ()), open.is_some_and(|open| open.check().is_ok() && open.num_ranks == 3 && open.uses_gpus))
     }
 
     #[tokio::test]
@@ -335,13 +363,15 @@ mod tests {
             address: IpAddr::from([127, 0, 0, 1]),
             acceptor: TlsAcceptor::from(Arc::new(tls(&secret).unwrap())),
             servers: Semaphore::new(MAX_SERVERS - num_servers),
+            gpus: None,
         };
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = NodeAddress { host: "127.0.0.1".to_owned(), port: listener.local_addr().unwrap().port() };
         let openings = Arc::new(Semaphore::new(1));
         let permit = openings.clone().acquire_owned().await.unwrap();
         let server = async {
-            let options = NodeOptions { place: NodePlace::fixed(address), secret, by_ray: false, num_ranks: 1 };
+            let place = NodePlace::fixed(address);
+            let options = NodeOptions { place, secret, by_ray: false, num_ranks: 1, uses_gpus: open.uses_gpus };
             let mut connection = options.connect_with(open).await.unwrap();
             // What a server sends before it reads the refusal does not cost it the refusal.
             connection.requests.write_all(b"\n\n").await.unwrap();
@@ -360,10 +390,13 @@ mod tests {
 
     #[tokio::test]
     async fn a_server_learns_why_a_node_does_not_host_it() {
-        let no_python = refusal(0, Open::new(1)).await;
+        let open = |uses_gpus| Open::new(1, uses_gpus);
+        let no_python = refusal(0, open(false)).await;
         assert!(no_python.starts_with("cannot start the fork server: "), "{no_python}");
-        assert_eq!(refusal(MAX_SERVERS, Open::new(1)).await, "this node hosts 64 servers already");
-        let other_release = refusal(0, Open { release: "0.0.1".to_owned(), ..Open::new(1) }).await;
+        assert_eq!(refusal(MAX_SERVERS, open(false)).await, "this node hosts 64 servers already");
+        let other_release = refusal(0, Open { release: "0.0.1".to_owned(), ..open(false) }).await;
         assert!(other_release.starts_with("the server is release 0.0.1, this node is release "), "{other_release}");
+        let no_gpus = refusal(0, open(true)).await;
+        assert!(no_gpus.starts_with("this node offers no GPUs; start it with --unencrypted-gpus"), "{no_gpus}");
     }
 }

@@ -35,6 +35,8 @@ pub(crate) struct NodeOptions {
     pub(crate) by_ray: bool,
     /// Ranks of this group on the node.
     pub(crate) num_ranks: usize,
+    /// Each of them runs on a GPU.
+    pub(crate) uses_gpus: bool,
 }
 
 /// Where a node is. Ray may move it.
@@ -97,7 +99,7 @@ impl NodeOptions {
 
     /// Waits until the agent answers. The error says why it did not.
     pub(crate) async fn connect(&self) -> Result<NodeConnection, String> {
-        self.connect_with(Open::new(self.num_ranks)).await
+        self.connect_with(Open::new(self.num_ranks, self.uses_gpus)).await
     }
 
     /// Connects with `open` as the first line.
@@ -175,7 +177,7 @@ mod tests {
     use super::*;
 
     fn on(place: watch::Receiver<NodePlace>) -> NodeOptions {
-        NodeOptions { place, secret: NodeSecret::make(), by_ray: true, num_ranks: 1 }
+        NodeOptions { place, secret: NodeSecret::make(), by_ray: true, num_ranks: 1, uses_gpus: false }
     }
 
     #[tokio::test]

@@ -27,6 +27,8 @@ pub(crate) struct RayOptions {
     /// HOST:PORT of the cluster's control service.
     pub(crate) cluster: String,
     pub(crate) num_ranks: usize,
+    /// Each rank has a GPU.
+    pub(crate) uses_gpus: bool,
 }
 
 /// Starts its process again when nodes are needed after it has ended.
@@ -45,6 +47,7 @@ struct Order<'a> {
     cluster: &'a str,
     num_ranks: usize,
     secret: &'a str,
+    uses_gpus: bool,
 }
 
 /// A line that the process prints.
@@ -70,6 +73,7 @@ impl RayNodes {
             secret: self.secret.clone(),
             by_ray: true,
             num_ranks: 1,
+            uses_gpus: self.options.uses_gpus,
         };
         self.places.iter().map(node).collect()
     }
@@ -84,8 +88,10 @@ impl RayNodes {
         let child = command.spawn().map_err(|source| SpawnError::new(&self.options.python, source))?;
         self.places.iter().for_each(|place| drop(place.send_replace(NodePlace::Awaited)));
         let Self { options, secret, places, stop, .. } = self;
-        let order = Order { cluster: &options.cluster, num_ranks: options.num_ranks, secret: secret.text() };
-        let order = serde_json::to_string(&order).expect("invariant: strings and a number are JSON") + "\n";
+        let RayOptions { cluster, num_ranks, uses_gpus, .. } = options;
+        let order =
+            Order { cluster: cluster.as_str(), num_ranks: *num_ranks, secret: secret.text(), uses_gpus: *uses_gpus };
+        let order = serde_json::to_string(&order).expect("invariant: strings and numbers are JSON") + "\n";
         self.process = Some(tokio::spawn(follow(child, order, places.clone(), stop.clone())));
         Ok(())
     }

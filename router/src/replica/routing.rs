@@ -1,11 +1,12 @@
 //! Chooses an engine for each sequence: the one where it would finish its prompt first.
 //!
 //! Work is counted in tokens to compute, and an engine that is slower than the others has more of it in effect (`slowness`). Cached prompt
-//! tokens cost nothing. Each uncached one counts twice: for this sequence, and for those that wait behind it. So requests follow their
-//! prefix until another engine has less to do, with twice the prompt added. Then that engine computes the prefix too, so that no prefix
-//! makes one engine a hot spot.
+//! tokens cost nothing. One that another engine has cached counts two to four times: for this sequence, and for those that wait behind it. So
+//! requests follow their prefix until another engine has less to do, with that added. Then that engine computes the prefix too, so that no
+//! prefix makes one engine a hot spot.
 //!
-//! INVARIANT: the chosen engine has at most as much work as any other open one with twice the whole prompt added, both times their slowness.
+//! INVARIANT: the chosen engine has at most as much work as any other open one with four times the whole prompt added, both times their
+//! slowness.
 
 use std::collections::HashMap;
 
@@ -22,9 +23,14 @@ const FIRST_MEAN_NEW_TOKENS: f64 = 128.0;
 const IMAGE_TOKENS: u64 = 2048;
 /// Images of each engine that are remembered. An engine keeps fewer of them.
 const MAX_IMAGES: usize = 1024;
-/// What a token of a prompt that an engine has not computed counts when the engine is chosen. At 1 each request goes where it would begin
-/// first, and what it computes again delays the others: the hit rate falls as the load grows. Beyond 2, the imbalance grows (ADR 112).
-const MISSING_WEIGHT: u64 = 2;
+/// What a prompt token counts that an engine would compute although another one has it cached, when no sequence waits. At 1 each request goes
+/// where it would begin first, and what it computes again delays the others (ADR 112).
+const MIN_COPY_WEIGHT: f64 = 2.0;
+/// Added for each sequence that waits for its first token, in the mean of the open engines: as many will probably wait behind this one, by
+/// Little's law (ADR 124).
+const WEIGHT_PER_WAITING: f64 = 0.25;
+/// Bounds the imbalance, because the number of waiting sequences has no bound.
+const MAX_COPY_WEIGHT: f64 = 4.0;
 /// How much one ended sequence changes the mean.
 const MEAN_WEIGHT: f64 = 0.02;
 
@@ -56,6 +62,8 @@ pub(super) struct Routing {
     routed: Vec<Routed>,
     slowness: Slowness,
     places: HashMap<SequenceId, Place>,
+    /// Places with prompt tokens.
+    num_waiting: usize,
     prefixes: PrefixIndex,
     /// Each image is a prefix of its own.
     images: PrefixIndex,
@@ -80,6 +88,7 @@ impl Routing {
             routed: Vec::new(),
             slowness: Slowness::default(),
             places: HashMap::new(),
+            num_waiting: 0,
             prefixes: PrefixIndex::new(cache.block_tokens),
             images: PrefixIndex::new(1),
             cache,
@@ -136,8 +145,12 @@ impl Routing {
         };
         let num_cached = self.prefixes.num_tokens(&blocks);
         let num_missing = self.num_missing_images(request.images.iter().map(|span| &span.image));
+        let most_cached = open.iter().map(|engine| num_cached[*engine]).max().unwrap_or(0);
+        let copy_weight = self.copy_weight(open.len());
         let engine = self.cheapest(open, |engine| {
-            (num_missing[engine], MISSING_WEIGHT * (prompt.len() as u64 - num_cached[engine]))
+            let num_copied = most_cached - num_cached[engine];
+            let num_new = prompt.len() as u64 - most_cached;
+            (num_missing[engine], num_new as f64 + copy_weight * num_copied as f64)
         });
         self.prefixes.insert(&blocks, engine);
         let images: Vec<_> = request.images.iter().map(|span| image_key(&span.image)).collect();
@@ -152,14 +165,21 @@ impl Routing {
         routed.num_sequences += 1;
         routed.num_prompt_tokens += prompt.len() as u64;
         routed.num_cached_tokens += num_cached[engine];
+        self.num_waiting += usize::from(place.is_waiting());
         self.places.insert(id, place);
         engine
     }
 
+    /// What a prompt token counts that another engine has cached: the more sequences wait, the more of them it delays.
+    fn copy_weight(&self, num_open: usize) -> f64 {
+        let num_waiting_per_engine = self.num_waiting as f64 / num_open.max(1) as f64;
+        (MIN_COPY_WEIGHT + WEIGHT_PER_WAITING * num_waiting_per_engine).min(MAX_COPY_WEIGHT)
+    }
+
     /// The engine of `open` with the least to do. `cost` is what goes before any work, and the tokens that are added to the work.
-    fn cheapest(&self, open: &[usize], cost: impl Fn(usize) -> (u64, u64)) -> usize {
-        let seconds = |engine: usize, num_tokens: u64| {
-            (self.routed[engine].num_work_tokens + num_tokens) as f64 * self.slowness.of(engine)
+    fn cheapest(&self, open: &[usize], cost: impl Fn(usize) -> (u64, f64)) -> usize {
+        let seconds = |engine: usize, num_tokens: f64| {
+            (self.routed[engine].num_work_tokens as f64 + num_tokens) * self.slowness.of(engine)
         };
         let rank = |engine: &usize| {
             let (first, num_tokens) = cost(*engine);
@@ -175,7 +195,7 @@ impl Routing {
     /// Chooses an engine to encode images. Returns it with the work that this adds to it until `end_encoding`.
     pub(super) fn begin_encoding(&mut self, images: &[Image], open: &[usize]) -> (usize, u64) {
         let num_missing = self.num_missing_images(images.iter());
-        let engine = self.cheapest(open, |engine| (0, IMAGE_TOKENS * num_missing[engine]));
+        let engine = self.cheapest(open, |engine| (0, (IMAGE_TOKENS * num_missing[engine]) as f64));
         self.images.insert(&images.iter().map(image_key).collect::<Vec<_>>(), engine);
         let num_tokens = IMAGE_TOKENS * num_missing[engine];
         self.routed[engine].num_work_tokens += num_tokens;
@@ -204,7 +224,7 @@ impl Routing {
 
     /// Chooses another engine for a sequence. `None`: none is open.
     pub(super) fn replace(&mut self, id: SequenceId, open: &[usize]) -> Option<usize> {
-        let engine = (!open.is_empty()).then(|| self.cheapest(open, |_| (0, 0)))?;
+        let engine = (!open.is_empty()).then(|| self.cheapest(open, |_| (0, 0.0)))?;
         // It is missing if its stream has just been dropped.
         if let Some(place) = self.places.get_mut(&id) {
             self.routed[place.engine].num_work_tokens -= place.num_tokens();
@@ -218,6 +238,7 @@ impl Routing {
     /// The first token of a sequence has arrived.
     pub(super) fn prompt_computed(&mut self, id: SequenceId) {
         if let Some(place) = self.places.get_mut(&id) {
+            self.num_waiting -= usize::from(place.is_waiting());
             self.routed[place.engine].num_work_tokens -= std::mem::take(&mut place.num_prompt_tokens);
         }
     }
@@ -225,6 +246,7 @@ impl Routing {
     /// A sequence has ended, with this many tokens; `None`: it was aborted or failed, which says nothing about the length of others.
     pub(super) fn end(&mut self, id: SequenceId, num_new_tokens: Option<u64>) {
         if let Some(place) = self.places.remove(&id) {
+            self.num_waiting -= usize::from(place.is_waiting());
             self.routed[place.engine].num_work_tokens -= place.num_tokens();
             if let Some(num) = num_new_tokens {
                 self.mean_new_tokens += MEAN_WEIGHT * (num as f64 - self.mean_new_tokens);
@@ -239,6 +261,10 @@ fn image_key(image: &Image) -> u64 {
 }
 
 impl Place {
+    fn is_waiting(&self) -> bool {
+        self.num_prompt_tokens > 0
+    }
+
     fn num_tokens(&self) -> u64 {
         self.num_prompt_tokens + self.num_new_tokens
     }
@@ -360,6 +386,22 @@ pub(super) mod tests {
     }
 
     #[test]
+    fn the_more_sequences_wait_the_more_work_a_conversation_stays_with_up_to_a_bound() {
+        let stays = |num_waiting, num_work_tokens| {
+            let mut routing = routing(2);
+            assert_eq!(place(&mut routing, 0, 60), 0);
+            routing.prompt_computed(SequenceId(0));
+            (routing.num_waiting, routing.routed[0].num_work_tokens) = (num_waiting, num_work_tokens);
+            place(&mut routing, 1, 60) == 0
+        };
+        let num_cached = 60 * u64::from(BLOCK_TOKENS);
+        for (num_waiting, weight) in [(0, 2), (8, 3), (16, 4), (1000, 4)] {
+            assert!(stays(num_waiting, weight * num_cached), "{num_waiting} sequences wait");
+            assert!(!stays(num_waiting, weight * num_cached + 1), "{num_waiting} sequences wait");
+        }
+    }
+
+    #[test]
     fn only_open_engines_are_chosen() {
         let mut routing = routing(3);
         for number in 0..9 {
@@ -378,7 +420,7 @@ pub(super) mod tests {
         let speeds = |slow| [(0, Some(slow)), (1, Some(0.01)), (2, Some(0.01)), (3, None)];
         routing.observe_speed(&speeds(0.04));
         let counts = shares(&mut routing, 0..130);
-        assert_eq!(counts, [9, 41, 40, 40], "it has a quarter of the speed of the others");
+        assert_eq!(counts, [10, 40, 40, 40], "it has a quarter of the speed of the others");
         (0..130).for_each(|number| routing.end(SequenceId(number), None));
         routing.observe_speed(&speeds(0.011));
         assert_eq!(shares(&mut routing, 200..300), [25; 4]);
@@ -431,6 +473,7 @@ pub(super) mod tests {
         }
         assert!(routing.routed.iter().all(|routed| routed.num_work_tokens == 0));
         assert!(routing.places.is_empty());
+        assert_eq!(routing.num_waiting, 0);
         assert!((routing.mean_new_tokens - 7.0).abs() < 0.1);
     }
 

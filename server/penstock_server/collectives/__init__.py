@@ -1,5 +1,6 @@
 """How the ranks of one model exchange tensors. Chosen when they connect: on one host's CPUs, memory that they share; on
-GPUs that read each other's memory, sums in it; on several hosts, TLS connections; else torch.distributed."""
+GPUs that read each other's memory, sums in it; on the CPUs of several hosts, TLS connections; else
+torch.distributed."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ import torch.distributed as dist
 from penstock_server.collectives import shared_memory, symmetric
 from penstock_server.collectives.distributed import Distributed, number_of
 from penstock_server.collectives.interface import Collectives
-from penstock_server.collectives.network import meet
+from penstock_server.collectives.network import meet, open_store
 
 if TYPE_CHECKING:
     from penstock_server.kernels.native_build import NativeBuild
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["computes_alike", "connect", "is_same_processor", "meet"]
+__all__ = ["computes_alike", "connect", "is_same_processor", "meet", "open_store"]
 
 _CPU_INFO = Path("/proc/cpuinfo")
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from penstock_server.collectives.gathered import Gathered
@@ -103,10 +104,7 @@ def _bytes(x: Tensor) -> memoryview:
 def meet(rank: int, size: int, rendezvous: str, node: Node) -> Network:
     """Connect to all other ranks. rendezvous: `tls://`, then where each rank listens, in their order. Blocks until all
     are connected. Raises ConfigError."""
-    try:
-        addresses = [parse_address(text) for text in rendezvous.removeprefix(SCHEME).split(",")]
-    except ValueError as error:
-        raise ConfigError(f"the rendezvous {rendezvous} cannot be used: {error}") from error
+    addresses = _addresses(rendezvous)
     if len(addresses) != size:
         raise ConfigError(f"the rendezvous has {len(addresses)} addresses, must have one for each of {size} ranks")
     deadline = time.monotonic() + _MEETING_S
@@ -117,6 +115,26 @@ def meet(rank: int, size: int, rendezvous: str, node: Node) -> Network:
         peer.settimeout(None)
     logger.info("the ranks exchange tensors over TLS connections")
     return Network(rank, size, peers)
+
+
+def open_store(network: Network, rank: int, size: int, rendezvous: str) -> dist.Store:
+    """The store of torch.distributed that connects the ranks, on the machine of rank 0. rendezvous: as of `meet`. Its
+    port comes over TLS. The store itself and NCCL have neither encryption nor authentication."""
+    host, _ = _addresses(rendezvous)[0]
+    port = torch.zeros(1, dtype=torch.int64)
+    if rank > 0:
+        return dist.TCPStore(host, int(network.broadcast(port).item()), size, is_master=False)
+    store = dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
+    network.broadcast(port.fill_(store.port))
+    return store
+
+
+def _addresses(rendezvous: str) -> list[tuple[str, int]]:
+    """Raises ConfigError."""
+    try:
+        return [parse_address(text) for text in rendezvous.removeprefix(SCHEME).split(",")]
+    except ValueError as error:
+        raise ConfigError(f"the rendezvous {rendezvous} cannot be used: {error}") from error
 
 
 def _listen(address: tuple[str, int]) -> socket.socket:

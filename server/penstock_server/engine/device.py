@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from penstock_server.attention.fp8 import FP8_DTYPES
-from penstock_server.config import LoadConfig
+from penstock_server.config import LoadConfig, Node
 from penstock_server.engine.memory import mib
 from penstock_server.errors import ConfigError
 from penstock_server.kernels.native_build import find_build
@@ -53,6 +53,19 @@ def choose_device(name: str, rank: int) -> torch.device:
             _check_no_gpu_is_meant()
         raise ConfigError(f'device is "{name}", but torch sees {num_gpus} GPUs here')
     return device
+
+
+def check_device_on_node(device: torch.device, node: Node | None) -> None:
+    """Raises ConfigError if a rank on a node would run on a GPU although it must not, or on a CPU although it must."""
+    if node is None or node.uses_gpu == (device.type == "cuda"):
+        return
+    place = node.listen[0]
+    if node.uses_gpu:
+        raise ConfigError(f"ranks run on GPUs with --unencrypted-gpus, but {place} has none that torch sees")
+    raise ConfigError(
+        f"ranks on nodes run on CPUs, but {place} has GPUs; set CUDA_VISIBLE_DEVICES= there, or, on a private network, "
+        "start the server and its nodes with --unencrypted-gpus"
+    )
 
 
 def _check_no_gpu_is_meant() -> None:

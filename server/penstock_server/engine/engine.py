@@ -19,6 +19,7 @@ from penstock_server.engine import memory, warmup
 from penstock_server.engine.capacity import CapacityProbe, Measured
 from penstock_server.engine.device import (
     DTYPES,
+    check_device_on_node,
     choose_device,
     choose_num_threads,
     naming_full_memory,
@@ -126,9 +127,7 @@ class Engine:
             raise ConfigError(f"{world_size} ranks need a rendezvous, none was given")
         local_rank, local_size = (rank, world_size) if node is None else (node.local_rank, node.local_size)
         device = choose_device(config.device, local_rank)
-        if node is not None and device.type != "cpu":
-            place = node.listen[0]
-            raise ConfigError(f"ranks on nodes run on CPUs, but {place} has GPUs; set CUDA_VISIBLE_DEVICES= there")
+        check_device_on_node(device, node)
         options = load_options(config, device)
         dtype, block_tokens = options.dtype, options.block_tokens
         native = find_build(device, dtype, config.cpu_isa)
