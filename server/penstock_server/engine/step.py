@@ -138,7 +138,8 @@ class StepRunner:
         idle_s, draft_s = started - self._ended, 0.0
         check_plan(plan, self._last_step, self._limits, can_draft=self._drafter is not None)
         self._last_step = plan.step
-        table, waits_from = self._table, None
+        table = self._table
+        waits_from: torch.cuda.Event | None = None
         if any(earlier.chosen.has_drafts and earlier.host_ids is None for earlier in self._in_flight):
             waits_from = self._timed_event()
             self._settle_all()

@@ -5,7 +5,7 @@ every batch."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from penstock_server.engine.drafting.interface import Drafter
 from penstock_server.engine.drafting.load import load_drafter
 from penstock_server.engine.drafting.ngram import NgramDrafter
 from penstock_server.engine.graphs import Bucket, StepGraphs
+from penstock_server.kernels import triton_device
 from penstock_server.models import load_model
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
@@ -41,14 +42,15 @@ from test_drafts import Drafts, generate
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy's, of the interpreter
 
-BLOCK_TOKENS, NUM_BLOCKS, NUM_TOKENS, MAX_DRAFTS = 16, 100, 8, 4
+SLOW_IN_THE_INTERPRETER = pytest.mark.slow if DEVICE.type == "cpu" else pytest.mark.gpu
+BLOCK_TOKENS, NUM_BLOCKS, NUM_TOKENS, MAX_DRAFTS = 16, 100, 5, 3
 LIMITS = WarmUpConfig(
     max_step_tokens=512,
-    max_step_sequences=16,
+    max_step_sequences=12,
     max_sequence_tokens=128,
     num_blocks=NUM_BLOCKS,
     proven=True,
-    graph_sizes=(2, 16),
+    graph_sizes=(8,),
 )
 SAMPLINGS = [
     Sampling(top_n=2),
@@ -58,8 +60,8 @@ SAMPLINGS = [
 
 
 @pytest.fixture(autouse=True)
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[int]]:
-    """Yields how often the graphs of each number of rows were replayed. On a CPU, all is copied as to a GPU."""
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """How often the graphs of each number of rows were replayed. On a CPU, all is copied as to a GPU."""
     monkeypatch.setattr("test_drafts.SAMPLINGS", SAMPLINGS)
     monkeypatch.setattr("test_drafts.NUM_TOKENS", NUM_TOKENS)
     replayed, forward = Counter[int](), StepGraphs.forward
@@ -71,13 +73,21 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[int]]:
     monkeypatch.setattr(StepGraphs, "forward", counted)
     if DEVICE.type == "cpu":
         monkeypatch.setattr("penstock_server.engine.engine.CudaRecorder", lambda: record_eagerly)
+        monkeypatch.setattr(triton_device, "unavailable_reason", lambda device: None)
         make_late(monkeypatch)
-    with triton_everywhere():
-        yield replayed
+    return replayed
 
 
 def options_of(folder: Path, **others: Any) -> LoadOptions:
     return LoadOptions(folder, torch.float32, DEVICE, BLOCK_TOKENS, attention="triton", deterministic=True, **others)
+
+
+def load(options: LoadOptions) -> CausalModel:
+    """PERF: in the interpreter only attention runs on the kernels of a GPU, unless they are everywhere; the others are
+    a CPU's, whose rows do not depend on the batch either."""
+    model = load_model(options, RankGroup())
+    model.is_recordable = True
+    return model
 
 
 def ready(model: CausalModel, drafter: Drafter | None = None) -> Engine:
@@ -86,12 +96,18 @@ def ready(model: CausalModel, drafter: Drafter | None = None) -> Engine:
     return engine
 
 
+@SLOW_IN_THE_INTERPRETER
 @pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek-v3", "t5"])
 def test_recorded_steps_with_drafts_change_no_bit(
     name: str, tmp_path: Path, gpu: Counter[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Full and sliding attention, latent attention, and attention over a source."""
-    engine = ready(load_model(options_of(save_case(name, tmp_path)), RankGroup()))
+    with triton_everywhere():
+        check_recorded_steps(name, tmp_path, gpu, monkeypatch)
+
+
+def check_recorded_steps(name: str, tmp_path: Path, gpu: Counter[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ready(load(options_of(save_case(name, tmp_path))))
     num_source = 5 if CASES[name].has_encoder else 0
     texts = prompts(3, [6, 20, 33], VOCAB)
     plain, num_plain_steps = generate(engine, texts, num_source, max_drafts=0)
@@ -112,8 +128,8 @@ def draft_model(folder: Path) -> tuple[LoadOptions, Path | None]:
 
 
 def eagle(folder: Path) -> tuple[LoadOptions, Path | None]:
-    model = save_model(make_model("llama", num_hidden_layers=8), folder / "model")
-    return options_of(model), save_head(folder / "head", random_head(131))
+    model = save_model(make_model("llama"), folder / "model")
+    return options_of(model), save_head(folder / "head", random_head(131), eagle_aux_hidden_state_layer_ids=[0, 1, 2])
 
 
 def mtp(folder: Path) -> tuple[LoadOptions, Path | None]:
@@ -149,7 +165,10 @@ class Recorded:
         return drafts
 
 
-@pytest.mark.parametrize("write", [draft_model, eagle, mtp, heads])
+@pytest.mark.parametrize(
+    "write",
+    [mtp, *(pytest.param(write, marks=SLOW_IN_THE_INTERPRETER) for write in (draft_model, eagle, heads))],
+)
 def test_every_drafter_drafts_on_the_device_and_changes_no_bit(
     write: Callable[[Path], tuple[LoadOptions, Path | None]],
     tmp_path: Path,
@@ -160,11 +179,11 @@ def test_every_drafter_drafts_on_the_device_and_changes_no_bit(
     monkeypatch.setattr(medusa, "_LEAST_PROBABILITY", 1e-30)
     options, folder = write(tmp_path)
     texts = prompts(4, [5, 18], 131)
-    expected, _ = generate(ready(load_model(replace(options, drafts_with_mtp=False), RankGroup())), texts, 0, 0)
+    expected, _ = generate(ready(load(replace(options, drafts_with_mtp=False))), texts, 0, 0)
     found = []
-    for graph_sizes in ((2, 16), (0,)):
+    for graph_sizes in ((8,), (0,)):
         monkeypatch.setattr(f"{__name__}.LIMITS", replace(LIMITS, graph_sizes=graph_sizes))
-        model = load_model(options, RankGroup())
+        model = load(options)
         drafter = load_drafter(folder, model, options, load_model, RankGroup(), can_draft=True)
         assert not isinstance(drafter, NgramDrafter)
         engine, recorded = ready(model, drafter), Recorded(drafter)
@@ -180,7 +199,8 @@ def test_every_drafter_drafts_on_the_device_and_changes_no_bit(
 
 def test_rows_of_the_output_matrix_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     reference = make_model("llama")
-    model = load_model(options_of(save_model(reference, tmp_path)), RankGroup())
+    with triton_everywhere():
+        model = load(options_of(save_model(reference, tmp_path)))
     ids = torch.tensor([7, 0, 130, 7])
     expected = reference.lm_head.weight[ids].detach()
     torch.testing.assert_close(model.head_rows(ids).cpu(), expected, atol=1e-3, rtol=1e-3)
