@@ -7,9 +7,9 @@ use std::collections::HashMap;
 use penstock_proto as proto;
 
 /// Tokens of a block.
-pub const BLOCK_TOKENS: usize = 16;
+pub(crate) const BLOCK_TOKENS: usize = 16;
 
-pub struct Cache {
+pub(crate) struct Cache {
     /// Those of block `n` begin at `BLOCK_TOKENS * n`.
     slots: Vec<u64>,
     sequences: HashMap<u64, Sequence>,
@@ -22,13 +22,13 @@ struct Sequence {
 }
 
 impl Cache {
-    pub fn new(num_blocks: usize) -> Self {
+    pub(crate) fn new(num_blocks: usize) -> Self {
         Self { slots: vec![0; num_blocks * BLOCK_TOKENS], sequences: HashMap::new() }
     }
 
     /// Executes a plan. Returns the sampled sequences, each with a number that is a function of its tokens; `choose` makes the next token
     /// of it.
-    pub fn execute(&mut self, plan: &proto::Plan, choose: impl Fn(u64) -> u32) -> Vec<(u64, u32)> {
+    pub(crate) fn execute(&mut self, plan: &proto::Plan, choose: impl Fn(u64) -> u32) -> Vec<(u64, u32)> {
         for id in &plan.freed_sequence_ids {
             self.sequences.remove(id);
         }
@@ -88,7 +88,7 @@ fn mix(number: u64) -> u64 {
 }
 
 /// The numbers of a column.
-pub fn numbers<T, const WIDTH: usize>(bytes: &[u8], number: fn([u8; WIDTH]) -> T) -> impl Iterator<Item = T> {
+pub(crate) fn numbers<T, const WIDTH: usize>(bytes: &[u8], number: fn([u8; WIDTH]) -> T) -> impl Iterator<Item = T> {
     bytes.as_chunks::<WIDTH>().0.iter().map(move |bytes| number(*bytes))
 }
 
