@@ -259,6 +259,7 @@ fn a_whole_prompt_fits_into_one_step() {
         is_prompt_whole: true,
         text_prefix: String::new(),
         text_suffix: String::new(),
+        has_adapter: false,
     };
     let model = Description { image_input: Some(input), ..model("cpu") };
     for (flags, step_tokens, input_tokens) in [

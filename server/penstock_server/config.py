@@ -97,6 +97,7 @@ class ImageInput:
     is_prompt_whole: bool
     text_prefix: str
     text_suffix: str
+    has_adapter: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,6 +95,7 @@ def image_input_message(image_input: ImageInput | None) -> pb.ImageInput | None:
         is_prompt_whole=image_input.is_prompt_whole,
         text_prefix=image_input.text_prefix,
         text_suffix=image_input.text_suffix,
+        has_adapter=image_input.has_adapter,
     )
 
 

@@ -200,6 +200,7 @@ mod tests {
             is_prompt_whole: false,
             text_prefix: String::new(),
             text_suffix: String::new(),
+            has_adapter: false,
         }
     }
 

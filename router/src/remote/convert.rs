@@ -77,6 +77,7 @@ fn model(model: &Description) -> penstock_proto::LoadResponse {
             is_prompt_whole: input.is_prompt_whole,
             text_prefix: input.text_prefix.clone(),
             text_suffix: input.text_suffix.clone(),
+            has_adapter: input.has_adapter,
         }),
         pooling: model.pooling.as_ref().map(pooling),
         ..Default::default()

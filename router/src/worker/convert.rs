@@ -73,8 +73,18 @@ fn image_input(input: proto::ImageInput) -> ImageInput {
         is_prompt_whole,
         text_prefix,
         text_suffix,
+        has_adapter,
     } = input;
-    ImageInput { placeholder_id, placeholder, template_text, is_whole, is_prompt_whole, text_prefix, text_suffix }
+    ImageInput {
+        placeholder_id,
+        placeholder,
+        template_text,
+        is_whole,
+        is_prompt_whole,
+        text_prefix,
+        text_suffix,
+        has_adapter,
+    }
 }
 
 pub(crate) fn grammar(grammar: &Grammar) -> proto::Grammar {

@@ -64,7 +64,7 @@ def _can_draft(model: CausalModel, device: torch.device, group: RankGroup) -> bo
     return device.type == "cpu" and model.pooler is None and model.is_row_independent and group.stage.size == 1
 
 
-def _image_input(images: ImageEncoder | None) -> ImageInput | None:
+def _image_input(images: ImageEncoder | None, *, has_adapter: bool) -> ImageInput | None:
     if images is None:
         return None
     return ImageInput(
@@ -75,6 +75,7 @@ def _image_input(images: ImageEncoder | None) -> ImageInput | None:
         images.family.is_prompt_whole,
         images.family.text_prefix,
         images.family.text_suffix,
+        has_adapter,
     )
 
 
@@ -178,7 +179,9 @@ class Engine:
             num_dimensions=0 if model.pooler is None else model.pooler.num_dimensions,
             can_draft=build is not None,
             drafts_with_model=not drafter.is_lookup,
-            image_input=_image_input(model.images),
+            image_input=_image_input(
+                model.images, has_adapter=model.adapters is not None and model.adapters.own is not None
+            ),
         )
         recent = config.recent_answer_tokens
         engine = cls(model, group, device, block_tokens, watermark, compiler, config.cpu_isa, drafter, recent)
