@@ -158,8 +158,8 @@ def load_images(options: LoadOptions) -> ImageEncoder:
     if importlib.util.find_spec("PIL") is None:
         raise ConfigError("models that read images need Pillow: pip install 'penstock[transformers]'")
     # Refuses a bad file here: the process that reads images could not say why.
-    for kind in (TileProcessor, CropProcessor):
-        kind.of(folder)
+    TileProcessor.of(folder)
+    CropProcessor.of(folder)
     config = read_config(folder)
     family = FAMILIES[config.model_type]
     tower = VisionTower.load(folder, config, family, options.dtype, options.device)
