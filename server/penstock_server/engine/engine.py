@@ -66,7 +66,7 @@ def _can_draft(model: CausalModel, group: RankGroup) -> bool:
     return is_fit and model.pooler is None and group.stage.size == 1
 
 
-def _image_input(images: ImageEncoder | None) -> ImageInput | None:
+def _image_input(images: ImageEncoder | None, *, has_adapter: bool) -> ImageInput | None:
     if images is None:
         return None
     return ImageInput(
@@ -78,6 +78,7 @@ def _image_input(images: ImageEncoder | None) -> ImageInput | None:
         images.family.text_prefix,
         images.family.text_suffix,
         images.room_bytes,
+        has_adapter,
     )
 
 
@@ -179,7 +180,9 @@ class Engine:
             num_dimensions=0 if model.pooler is None else model.pooler.num_dimensions,
             can_draft=can_draft,
             drafts_with_model=not drafter.is_lookup,
-            image_input=_image_input(model.images),
+            image_input=_image_input(
+                model.images, has_adapter=model.adapters is not None and model.adapters.own is not None
+            ),
         )
         recent = config.recent_answer_tokens
         engine = cls(model, group, device, block_tokens, watermark, compiler, config.cpu_isa, drafter, recent)
