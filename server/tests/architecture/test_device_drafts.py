@@ -39,14 +39,14 @@ from test_drafts import Drafts, generate
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy's, of the interpreter
 
 SLOW_IN_THE_INTERPRETER = pytest.mark.slow if DEVICE.type == "cpu" else pytest.mark.gpu
-BLOCK_TOKENS, NUM_BLOCKS, NUM_TOKENS, MAX_DRAFTS = 16, 100, 5, 3
+BLOCK_TOKENS, NUM_BLOCKS, NUM_TOKENS, MAX_DRAFTS = 16, 100, 8, 4
 LIMITS = WarmUpConfig(
     max_step_tokens=512,
-    max_step_sequences=12,
+    max_step_sequences=16,
     max_sequence_tokens=128,
     num_blocks=NUM_BLOCKS,
     proven=True,
-    graph_sizes=(8,),
+    graph_sizes=(2, 16),
 )
 SAMPLINGS = [
     Sampling(top_n=2),
@@ -149,7 +149,7 @@ def test_a_draft_model_drafts_on_the_device_and_changes_no_bit(
     texts = prompts(4, [5, 18], 131)
     expected, _ = generate(ready(load(replace(options, drafts_with_mtp=False))), texts, 0, 0)
     found = []
-    for graph_sizes in ((8,), (0,)):
+    for graph_sizes in ((2, 16), (0,)):
         monkeypatch.setattr(f"{__name__}.LIMITS", replace(LIMITS, graph_sizes=graph_sizes))
         model = load(options)
         drafter = load_drafter(folder, model, options, load_model, RankGroup(), can_draft=True)
