@@ -105,8 +105,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 @pytest.fixture(scope="module")
 def server(reference: Reference) -> Iterator[Server]:
-    drafts = ["--speculate", "4", "--speculate-recent-tokens", "1000"]
-    flags = ["--model-id", str(reference.folder), "--dtype", "float32", *drafts]
+    flags = ["--model-id", str(reference.folder), "--dtype", "float32"]
     running = start(*flags, "--allow-image-urls", "--allowed-image-hosts", "127.0.0.1")
     yield running
     assert running.stop() == 0, running.last_lines()
@@ -179,19 +178,6 @@ def test_tgis_images_are_part_of_the_text(server: Server, reference: Reference) 
     details = ask(server, "/generate", body).json["details"]
     assert [token["id"] for token in details["tokens"]] == expected
     assert [event["token"]["id"] for event in events(server, "/generate_stream", body)] == expected
-
-
-def test_drafts_behind_an_image_are_right_and_change_no_token(server: Server, reference: Reference) -> None:
-    """An answer to the same question is a draft. The scheduler gives none while it measures that rows take as long as
-    steps."""
-    expected = reference.greedy("u:<image>Again?a:", [0])
-
-    def has_right_drafts() -> bool:
-        before = metric(server, "penstock_accepted_draft_tokens")
-        assert answer(server, chat(reference, 0, "Again?"))["choices"][0]["token_ids"] == expected
-        return metric(server, "penstock_accepted_draft_tokens") > before
-
-    wait_until(has_right_drafts, "drafts are right")
 
 
 def test_messages_and_responses_take_images(server: Server, reference: Reference) -> None:
