@@ -130,7 +130,8 @@ clean: ## remove everything that was built
 	@touch $@
 
 .make/penstock: .make/venv $(RUST) pyproject.toml packaging/backend.py README.md
-	cargo build --release --locked --package penstock
+	# With maturin's arguments: the installation below finds the binary built, and does not compile it a second time.
+	cargo rustc --release --locked --package penstock --bin penstock -- -C strip=symbols
 	$(UV) --quiet --no-deps --no-build-isolation --reinstall --editable .
 	# These imports write bytecode, because uv does not, and those of a server cannot where PYTHONDONTWRITEBYTECODE is set: each
 	# start would compile a thousand modules of torch.
