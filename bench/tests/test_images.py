@@ -12,7 +12,7 @@ from images import ENCODED, NUM_IMAGES, TEXT, VISION, chat, make_model, picture
 from penstock_server.vision.reader import ImageReader
 from tokenizers import Tokenizer, models
 
-SMALL_TEXT = {**TEXT, "vocab_size": 128, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1}
+SMALL_TEXT = {**TEXT, "vocab_size": 128, "hidden_size": 36, "intermediate_size": 64, "num_hidden_layers": 1}
 SMALL_VISION = {**VISION, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1, "image_size": 64}
 
 
