@@ -20,7 +20,7 @@ from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine, graphs
 from penstock_server.engine.drafting import ngram
 from penstock_server.engine.step import BROKEN_LOGITS, Pending
-from penstock_server.plan import Fault, NewSequence, Plan, Sampling, StepResult
+from penstock_server.plan import NewSequence, Plan, Sampling, StepResult
 from plans import Advance, plan
 from plans import listed as plain_tokens
 
@@ -115,7 +115,7 @@ def listed(result: StepResult) -> Any:
     def tokens(found: Any) -> Any:
         return found.ids.tolist(), found.logprobs.tolist(), dict(found.tops)
 
-    failures = {failure.sequence_id: (failure.reason, failure.fault is Fault.REQUEST) for failure in result.failures}
+    failures = {failure.sequence_id: (failure.reason, failure.fault) for failure in result.failures}
     prompts = {sequence_id: tokens(found) for sequence_id, found in result.prompts.items()}
     return result.step, result.sequence_ids.tolist(), tokens(result.sampled), prompts, failures
 

@@ -44,7 +44,7 @@ from penstock_server.engine.sequence import SequenceTable
 from penstock_server.engine.speculation import drafts_of, keep_right_drafts, with_drafts, with_forced_tokens
 from penstock_server.engine.stream import apply_changes, check_plan
 from penstock_server.engine.transfer import Download, Fetched, Put, Upload
-from penstock_server.grammar.state import GRAMMAR_ENDED, NO_MASKS, GrammarStates, Masks
+from penstock_server.grammar.state import NO_MASKS, GrammarStates, Masks, Refusal
 from penstock_server.models.interface import CausalModel
 from penstock_server.parallel import RankGroup
 from penstock_server.plan import NO_TOKENS, Failure, Fault, Plan, StepResult, StepTiming, Tokens
@@ -70,7 +70,7 @@ class Pending:
     host_verdict: Fetched | None = None
     logprobs: Fetched | None = None  # [samples]
     alternatives: Sequence[Alternatives] = ()  # of the samples that asked for them
-    reasons: Mapping[int, str] = field(default_factory=dict)  # by sample: why its mask allows no token
+    refusals: Mapping[int, Refusal] = field(default_factory=dict)  # by sample whose mask allows no token
     prompt: PromptScores | None = None
     outputs: Tensor | None = None  # [samples, hidden] for the drafter; until settling
     # Of a GPU: from when it has done the steps before until it starts the model, if `launch` waited because of drafts.
@@ -319,8 +319,8 @@ class StepRunner:
         num_words = -(-self._model.vocab_size // 32)
         if self._group.rank != 0:
             return torch.empty((len(places), num_words), dtype=torch.int32, device=self._device)
-        of_grammars, reasons = masks.finish()
-        pending.reasons = reasons
+        of_grammars, refusals = masks.finish()
+        pending.refusals = refusals
         restrictions = prepared.parameters.composition.restrictions
         if not restrictions:
             return put(np.ascontiguousarray(of_grammars[:, :num_words]))
@@ -331,7 +331,7 @@ class StepRunner:
             mask = words[np.searchsorted(places, place)]
             restriction.apply(mask, self._last_generated(pending, place, restriction.num_read))
             if not mask.any():
-                reasons.setdefault(place, NOTHING_LEFT)
+                refusals.setdefault(place, Refusal(NOTHING_LEFT, Fault.REQUEST))
         return put(words)
 
     def _last_generated(self, pending: Pending, sample: int, num_tokens: int) -> npt.NDArray[np.int32]:
@@ -353,12 +353,8 @@ class StepRunner:
             pending.is_kept = keep_right_drafts(self._table, chosen, positions, ids)
             broken &= pending.is_kept
         for sample in np.flatnonzero(broken).tolist():
-            reason, fault = pending.reasons.get(sample), Fault.REQUEST
-            if reason is None:
-                reason, fault = BROKEN_LOGITS, Fault.SERVER
-            elif reason == GRAMMAR_ENDED:
-                fault = Fault.NONE
-            self._fail(pending, int(places[sample]), reason, fault)
+            refusal = pending.refusals.get(sample, Refusal(BROKEN_LOGITS, Fault.SERVER))
+            self._fail(pending, int(places[sample]), refusal.reason, refusal.fault)
         if pending.prompt is not None:
             for place in pending.prompt.places[verdict[len(places) :] > 0].tolist():
                 self._fail(pending, place, BROKEN_LOGITS)
