@@ -365,7 +365,7 @@ class StepRunner:
         if self._drafter is not None and pending.outputs is not None:
             kept = np.flatnonzero(stays)
             last = kept[np.diff(places[kept], append=len(pending.residencies)) > 0]  # of each advance
-            outputs = [pending.outputs[sample] for sample in last.tolist()]
+            outputs = pending.outputs[transfer.upload(last, self._device)]
             self._drafter.observe(self._table, rows[last], positions[last] + 1, outputs)
             pending.outputs = None
         if not stays.all():

@@ -103,7 +103,7 @@ class PooledDrafter(ABC):
     def clear(self) -> None:
         self._progress.clear()
 
-    def observe(self, table: SequenceTable, rows: Rows, ends: Rows, outputs: Sequence[Tensor]) -> None:
+    def observe(self, table: SequenceTable, rows: Rows, ends: Rows, outputs: Tensor) -> None:
         raise AssertionError("outputs are read from the pool")
 
     def draft(self, table: SequenceTable, rows: Rows, most: Rows) -> Sequence[Tokens]:
