@@ -6,8 +6,8 @@ grammar, bad words of several tokens) make `launch` wait for the tokens of earli
 the model. On a CPU, `launch` does all the work.
 
 Drafts continue tokens that the host knows. So a step with drafts waits for the steps before it, and the step after it
-waits to learn which drafts were right: its positions depend on that. What a GPU computes nothing in meanwhile counts as
-the time of making drafts, so that the router drafts only where that pays.
+waits to learn which drafts were right: its positions depend on that. The time in which the GPU idles counts as time of
+making drafts, so that the router drafts only where that pays.
 
 All that a step needs of the host is copied to the device at once, before the model starts, and all its results at once
 after it. What rows read of their history follows in a second copy.
@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -77,6 +78,12 @@ class Pending:
     waiting: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
     host_ids: Ids | None = None  # [samples]; set by settling
     timing: StepTiming = field(default_factory=StepTiming)
+
+    def awaits_any(self, sequence_ids: Sequence[int]) -> bool:
+        """Whether a token of one of these sequences is not on the host yet."""
+        if self.host_verdict is None or self.host_ids is not None:
+            return False
+        return bool(np.isin(self.chosen.sequence_ids[self.chosen.samples], sequence_ids).any())
 
 
 class StepRunner:
@@ -144,7 +151,9 @@ class StepRunner:
             waits_from = self._timed_event()
             self._settle_all()
         if self._recent is not None and plan.freed_sequence_ids:
-            self._settle_all()
+            if steps := [step for step, each in enumerate(self._in_flight) if each.awaits_any(plan.freed_sequence_ids)]:
+                waits_from = waits_from or self._timed_event()
+                self._settle_first(steps[-1] + 1)
             self._recent.end(table, plan.freed_sequence_ids)
         apply_changes(table, plan, self._offload)
         if self._grammars is not None:
@@ -242,6 +251,7 @@ class StepRunner:
         timing = replace(timing, sample_s=timing.sample_s + self._ended - started)
         if pending.waiting is not None:
             waits_from, model_starts = pending.waiting
+            model_starts.synchronize()  # a step without results awaits nothing else
             timing = replace(timing, draft_s=waits_from.elapsed_time(model_starts) / 1000)
         if self._group.rank != 0:
             return StepResult(pending.step, timing)
@@ -338,7 +348,11 @@ class StepRunner:
         return self._table.last_generated(int(pending.rows[sample]), int(pending.positions[sample]), num_tokens)
 
     def _settle_all(self) -> None:
-        for pending in self._in_flight:
+        self._settle_first(len(self._in_flight))
+
+    def _settle_first(self, num_steps: int) -> None:
+        """Settle the oldest steps in flight, in their order."""
+        for pending in islice(self._in_flight, num_steps):
             self._settle(pending)
 
     def _settle(self, pending: Pending) -> None:
