@@ -328,9 +328,7 @@ class Engine:
             self._backing = memory.touch_pages_in_background([*probe.caches, *slots])
             return_free_pages()
         longest = probe.longest_in(num_blocks, config)
-        self.model.serve_up_to(longest)
-        if self._pooled_drafter is not None:
-            self._pooled_drafter.model.serve_up_to(min(longest, self._pooled_drafter.model.max_position_tokens))
+        probe.serve_up_to(longest)
         graphs = None
         if has_graphs:
             with clock.phase("record graphs"):

@@ -44,7 +44,7 @@ class PooledModel(Protocol):
     """What drafts: the parts of `CausalModel` that memory planning needs."""
 
     max_position_tokens: int
-    weight_bytes: int
+    weight_bytes: int  # with its padding blocks
     kv_bytes_per_block: int
     caches: list[Tensor]
 
