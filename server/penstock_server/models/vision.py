@@ -140,5 +140,5 @@ def load_images(options: LoadOptions) -> ImageEncoder:
     TileProcessor.of(folder)  # refuses a bad file here: the process that reads images could not say why
     config = read_config(folder)
     family = FAMILIES[config.model_type]
-    tower = VisionTower.load(folder, config, family, options.dtype, options.device)
+    tower = VisionTower.load(folder, config, family, options.dtype, options.device, options.cpu_isa)
     return ImageEncoder(folder, config, family, tower)
