@@ -4,7 +4,7 @@
     .venv/bin/python bench/chaos.py --mock --replica-kills 500 --drains 500
 
 With `--mock`, only replicas are killed and drained, and their workers are mocks (bench/worker), whose tokens depend on
-all tokens before them as the KV blocks hold them: more replicas, and a cache that is always full, in less time.
+all tokens before them as the KV blocks hold them. A drain takes seconds, because the router reads its list each second.
 Everything except timing is a function of the seed. The raw result is written after every piece of work, and `--resume`
 continues from it. Exit status 1: an answer changed, or a resource was not released.
 """
@@ -69,8 +69,7 @@ class Fleet:
 
 
 def mock_fleet(folder: Path) -> Fleet:
-    """Their blocks are fewer than the request mix would need on one replica: cached ones are evicted, and sequences
-    preempted."""
+    """Replicas with mock workers and small pools."""
     environment = script(build_worker(), folder, word_tokens(peers.prompt_words()))
     environment |= {"SCRIPT_STEP_MICROSECONDS": "4000", "SCRIPT_NUM_BLOCKS": "256"}
     flags = ("--max-total-tokens", "2048")

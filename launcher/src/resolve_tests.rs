@@ -266,6 +266,7 @@ fn a_whole_prompt_fits_into_one_step() {
         text_prefix: String::new(),
         text_suffix: String::new(),
         max_bytes: 100,
+        has_adapter: false,
     };
     let model = Description { image_input: Some(input), ..model("cpu") };
     for (flags, step_tokens, input_tokens) in [

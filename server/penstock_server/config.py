@@ -99,6 +99,7 @@ class ImageInput:
     text_prefix: str
     text_suffix: str
     max_bytes: int
+    has_adapter: bool
 
 
 @dataclass(frozen=True, slots=True)

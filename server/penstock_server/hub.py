@@ -33,7 +33,13 @@ from penstock_server.errors import ConfigError
 from penstock_server.hub_disk import check_room, remove_abandoned, write_errors
 from penstock_server.hub_retry import Passing, Retries, as_passing
 from penstock_server.progress import Progress
-from penstock_server.weights.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, choose_weights, find_weights
+from penstock_server.weights.folder import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    IMAGE_ADAPTER,
+    choose_weights,
+    find_weights,
+)
 
 SMALL_FILE_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 DEFAULT_REVISION = "main"
@@ -210,8 +216,10 @@ def wanted_files(
     modules = [name for name in names if re.fullmatch(r"\d+_\w+/(config\.json|model\.safetensors)", name)]
     pickles = [name for name in names if re.fullmatch(r"\d+_\w+/pytorch_model\.bin", name)]
     modules += [name for name in pickles if f"{name.partition('/')[0]}/model.safetensors" not in modules]
+    of_images = [f"{IMAGE_ADAPTER}/{name}" for name in ADAPTER_FILES]
+    adapters = [name for name in of_images if with_weights and name in names]
     code = [name for name in names if with_code and "/" in name and name.endswith(".py")]
-    return sorted({*small, *templates, *modules, *code, *weights})
+    return sorted({*small, *templates, *modules, *adapters, *code, *weights})
 
 
 def _is_other_index(name: str, weights: Collection[str]) -> bool:

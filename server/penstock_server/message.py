@@ -97,6 +97,7 @@ def image_input_message(image_input: ImageInput | None) -> pb.ImageInput | None:
         text_prefix=image_input.text_prefix,
         text_suffix=image_input.text_suffix,
         max_bytes=image_input.max_bytes,
+        has_adapter=image_input.has_adapter,
     )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import transformers
 from PIL import Image
@@ -28,6 +30,7 @@ SPECIAL = [
     *("<|START_OF_IMG|>", "<|IMG_PATCH|>", "<|END_OF_IMG|>"),
     *("<|image_start|>", "<|image|>", "<|patch|>", "<|tile_x_separator|>", "<|tile_y_separator|>", "<|image_end|>"),
     "<bos>",
+    "<|endoftext10|>",
 ]
 CHARACTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 VOCAB = len(CHARACTERS) + len(SPECIAL)
@@ -193,6 +196,39 @@ IMAGE_CASES: dict[str, ImageCase] = {
         vision=SIGLIP,
         processor_values={"size": {"height": 32, "width": 32}, "image_grid_pinpoints": GRIDS},
     ),
+    # Its image processor in transformers needs torchvision. The first picture has too many crops for a grid of its own.
+    "phi4-multimodal": ImageCase(
+        "Phi4MultimodalConfig",
+        "",
+        values={
+            **TEXT,
+            "original_max_position_embeddings": 256,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.1, 1.3, 1.6, 1.8, 2.0],
+                "long_factor": [1.2, 2.0, 4.0, 8.0, 8.0, 8.0],
+            },
+            "audio_config": {
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_blocks": 2,
+                "num_attention_heads": 2,
+                "ext_pw_out_channel": 16,
+                "depthwise_separable_out_channel": 16,
+                "nemo_conv_channels": 8,
+            },
+        },
+        vision={"crop_size": 32, "image_token_id": token_id("<|endoftext10|>")},
+        processor_values={
+            "image_processor_type": "Phi4MultimodalImageProcessor",
+            "size": {"height": 32, "width": 32},
+            "patch_size": 8,
+            "dynamic_hd": 3,
+        },
+        image_token="<|endoftext10|>",
+    ),
     # The image token has no row in the head. The last picture has fewer tiles than the others.
     "mllama": ImageCase(
         "MllamaConfig",
@@ -305,14 +341,15 @@ IMAGE_CASES: dict[str, ImageCase] = {
 def make_image_model(name: str, folder: Path) -> transformers.PreTrainedModel:
     """In float32, saved in the folder."""
     case = IMAGE_CASES[name]
+    is_phi = case.config.startswith("Phi")  # its configuration is that of its text model
+    parts = {} if is_phi else {"text_config": {**TEXT, **case.text}, "image_token_id": token_id(case.image_token)}
     config = getattr(transformers, case.config)(
-        text_config={**TEXT, **case.text},
         vision_config={**(case.vision if case.config.startswith("Qwen") else {**VISION, **case.vision})},
-        image_token_id=token_id(case.image_token),
+        **parts,
         **case.values,
     )
     torch.manual_seed(zlib.crc32(name.encode()))
-    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    model = transformers.AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -326,6 +363,8 @@ def make_image_model(name: str, folder: Path) -> transformers.PreTrainedModel:
         getattr(transformers, case.processor)(**case.processor_values).save_pretrained(folder)
     else:
         (folder / "preprocessor_config.json").write_text(json.dumps(case.processor_values), encoding="utf-8")
+    if is_phi:
+        _add_image_adapter(model, folder / "vision-lora")
     tokenizer = Tokenizer(models.BPE(vocab={text: index for index, text in enumerate(CHARACTERS)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.add_special_tokens(SPECIAL)
@@ -338,6 +377,37 @@ def _transpose_experts(file: Path) -> None:
     tensors = load_file(file)
     experts = {name: tensor.mT.contiguous() for name, tensor in tensors.items() if ".experts." in name}
     save_file({**tensors, **experts}, file, {"format": "pt"})
+
+
+def _add_image_adapter(model: transformers.PreTrainedModel, folder: Path) -> None:
+    """The adapter that prompts with images have, as it is published: its tensors lack the prefix of peft."""
+    rank, tensors = 4, {}
+    for name, parameter in model.model.layers.named_parameters(prefix="model.layers"):
+        if parameter.dim() == 2:
+            sizes = {"A": (rank, parameter.shape[1]), "B": (parameter.shape[0], rank)}
+            for part, size in sizes.items():
+                tensor = torch.randn(size) * 0.6 / size[1] ** 0.5
+                tensors[f"{name.removesuffix('.weight')}.lora_{part}.weight"] = tensor
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    targets = r"model.layers.\d+.((self_attn.(qkv|o)_proj)|(mlp.(gate_up|down)_proj))"
+    values = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": targets}
+    (folder / "adapter_config.json").write_text(json.dumps(values), encoding="utf-8")
+    model.load_adapter(str(folder), adapter_name="images")
+
+
+def stacked(made: list[Mapping[str, npt.NDArray[Any]]]) -> dict[str, torch.Tensor]:
+    """What Phi-4-multimodal's image processor makes of several images: all have as many crops."""
+    num_crops = max(each["image_pixel_values"].shape[1] for each in made)
+
+    def padded(name: str, fill: int) -> torch.Tensor:
+        parts = [torch.from_numpy(each[name]) for each in made]
+        rest = [part.new_full((1, num_crops - part.shape[1], *part.shape[2:]), fill) for part in parts]
+        return torch.cat([torch.cat(both, dim=1) for both in zip(parts, rest, strict=True)])
+
+    sizes = torch.cat([torch.from_numpy(each["image_sizes"]) for each in made])
+    masks = padded("image_attention_mask", 1)
+    return {"image_pixel_values": padded("image_pixel_values", 0), "image_sizes": sizes, "image_attention_mask": masks}
 
 
 def picture(seed: int, width: int, height: int) -> Image.Image:

@@ -264,12 +264,8 @@ def test_too_many_concurrent_grammars_are_refused(compiler: GrammarCompiler, mon
         assert [future.exception() for future in waiting if future is not refused] == [None] * 3
 
 
-def test_a_model_without_a_usable_tokenizer_refuses_grammars(tmp_path: Path) -> None:
-    write_small_tokenizer(tmp_path)  # and no EOS token
-    (tmp_path / "config.json").unlink()
-    file = tmp_path / "tokenizer.json"
-    complete = file.read_text().replace("<other>", "<|end of a grammar|>")
-    file.unlink()
+def test_a_model_without_a_usable_tokenizer_refuses_grammars(tmp_path: Path, small_folder: Path) -> None:
+    complete = (small_folder / "tokenizer.json").read_text().replace("<other>", "<|end of a grammar|>")
     cases = (r"no tokenizer\.json", "{}"), ("tokenizer cannot be", complete), ("its tokenizer takes no further one", "")
     for reason, following in cases:
         compiler = GrammarCompiler(tmp_path, 40)
@@ -281,7 +277,7 @@ def test_a_model_without_a_usable_tokenizer_refuses_grammars(tmp_path: Path) -> 
         assert (compiler.vocab_size, compiler.eos_ids) == (0, ())
         assert not compiler.rehearse(Grammar("regex", "a"))
         compiler.close()
-        file.write_text(following)
+        (tmp_path / "tokenizer.json").write_text(following)
 
 
 def test_all_eos_tokens_of_the_folder_are_used(tmp_path: Path) -> None:

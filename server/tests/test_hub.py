@@ -370,6 +370,9 @@ def test_weights_of_one_format_are_chosen() -> None:
 def test_files_of_other_formats_are_not_fetched() -> None:
     names = ["a.gguf", "README.md", "additional_chat_templates/tool_use.jinja", "onnx/tool_use.jinja", "x.py", "a/b.py"]
     assert wanted_files("x/y", names, unread) == ["a.gguf", "additional_chat_templates/tool_use.jinja"]
+    of_images = ["vision-lora/adapter_config.json", "vision-lora/adapter_model.safetensors"]
+    others = ["vision-lora/vocab.json", "speech-lora/adapter_model.safetensors"]
+    assert wanted_files("x/y", ["a.gguf", *of_images, *others], unread) == ["a.gguf", *of_images]
     assert wanted_files("x/y", names, unread, with_code=True)[1:] == [
         "a/b.py",
         "additional_chat_templates/tool_use.jinja",

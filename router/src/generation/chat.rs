@@ -8,6 +8,7 @@ use super::error::GenerationError;
 use super::image::ImageSource;
 use super::parameter::Checked;
 use super::validation::ValidationError;
+use crate::sequence::ImageInput;
 use crate::text::{
     AnswerFormat, AnswerParser, CallIds, ChatInputs, ChatStyle, ReasoningState, TextModel, Tool, ToolChoice, ToolError,
 };
@@ -85,9 +86,14 @@ impl ToolCallIds {
 }
 
 impl Chat {
-    /// Renders the chat template over the conversation and its tools.
-    pub(super) async fn render(self, model: &TextModel) -> Result<RenderedChat, GenerationError> {
+    /// Renders the chat template over the conversation and its tools. `image_input`: `None` if the model reads no images.
+    pub(super) async fn render(
+        self,
+        model: &TextModel,
+        image_input: Option<&ImageInput>,
+    ) -> Result<RenderedChat, GenerationError> {
         let Self { mut inputs, tools, template, images: _ } = self;
+        inputs.image_text = image_input.map(|input| input.text_in_template().to_owned());
         let style = model.chat_style(template).await?;
         if let Some(tools) = &tools {
             let format = style.answer_format(true);

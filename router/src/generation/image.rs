@@ -201,6 +201,7 @@ mod tests {
             text_prefix: String::new(),
             text_suffix: String::new(),
             max_bytes: 100,
+            has_adapter: false,
         }
     }
 

@@ -233,7 +233,7 @@ impl GenerationService {
             Prompt::TokenIds(ids) => (None, ids, None),
             Prompt::Chat(chat) => {
                 images = self.read_images(&chat.images)?;
-                let chat = self.in_time(deadlines, chat.render(model)).await?;
+                let chat = self.in_time(deadlines, chat.render(model, self.image_input())).await?;
                 let mut text = Arc::clone(&chat.prompt);
                 if let Some(input) = self.image_input().filter(|_| !images.is_empty()) {
                     text = image::place_in_template(text, input);
@@ -358,6 +358,9 @@ impl GenerationService {
         let group = (reservations.len() > 1).then(rand::random);
         let mut parsers = parsers.into_iter();
         let content_salts = self.content_salts(&prompt.token_ids, &images);
+        let adapter_id = adapter.map(|lease| lease.adapter().id);
+        let has_own = self.image_input().is_some_and(|input| input.has_adapter);
+        let uses_own = has_own && !images.is_empty() && adapter_id.is_none();
         for (index, reservation) in reservations.into_iter().enumerate() {
             let num_prompt_tokens = prompt.token_ids.len();
             let seed = checked.seed_of(index);
@@ -379,9 +382,9 @@ impl GenerationService {
                 },
                 group,
                 // The keys and values of a prefix are the adapter's.
-                cache_salt: match (&checked.cache_salt, adapter) {
-                    (None, None) => None,
-                    (salt, adapter) => Some(salts.hash_one((salt, adapter.map(|lease| lease.adapter().id)))),
+                cache_salt: match (&checked.cache_salt, adapter_id, uses_own) {
+                    (None, None, false) => None,
+                    of_sequence => Some(salts.hash_one(of_sequence)),
                 },
                 content_salts: Arc::clone(&content_salts),
                 adapter: adapter.map(|lease| lease.adapter().clone()),

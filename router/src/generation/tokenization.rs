@@ -54,7 +54,7 @@ impl GenerationService {
         let _permit = self.admission().permit(1)?;
         let deadlines = self.tokenization_deadlines();
         let images = self.read_images(&chat.images)?;
-        let mut text = self.in_time(deadlines, chat.render(self.text())).await?.prompt;
+        let mut text = self.in_time(deadlines, chat.render(self.text(), self.image_input())).await?.prompt;
         if let Some(input) = self.image_input().filter(|_| !images.is_empty()) {
             text = image::place_in_template(text, input);
         }

@@ -78,6 +78,7 @@ fn model(model: &Description) -> penstock_proto::LoadResponse {
             text_prefix: input.text_prefix.clone(),
             text_suffix: input.text_suffix.clone(),
             max_bytes: input.max_bytes,
+            has_adapter: input.has_adapter,
         }),
         pooling: model.pooling.as_ref().map(pooling),
         ..Default::default()

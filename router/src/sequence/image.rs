@@ -76,6 +76,15 @@ pub struct ImageInput {
     pub text_suffix: String,
     /// Bytes that the images of the sequences that a worker knows may take.
     pub max_bytes: u64,
+    /// Whether sequences with images that name no adapter have the model's own, so that they share no cached prefix with text.
+    pub has_adapter: bool,
+}
+
+impl ImageInput {
+    /// What a chat template writes for an image.
+    pub(crate) fn text_in_template(&self) -> &str {
+        if self.template_text.is_empty() { &self.placeholder } else { &self.template_text }
+    }
 }
 
 /// Why images cannot be used.

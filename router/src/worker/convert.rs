@@ -74,6 +74,7 @@ fn image_input(input: proto::ImageInput) -> ImageInput {
         text_prefix,
         text_suffix,
         max_bytes,
+        has_adapter,
     } = input;
     ImageInput {
         placeholder_id,
@@ -84,6 +85,7 @@ fn image_input(input: proto::ImageInput) -> ImageInput {
         text_prefix,
         text_suffix,
         max_bytes,
+        has_adapter,
     }
 }
 

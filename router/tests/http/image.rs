@@ -34,6 +34,7 @@ async fn server(adjust: impl FnOnce(&mut Config)) -> Server {
             text_prefix: String::new(),
             text_suffix: String::new(),
             max_bytes: 100,
+            has_adapter: false,
         });
         adjust(config);
     })
@@ -245,4 +246,22 @@ async fn prompts_are_separated_from_their_first_different_image_on() {
     assert!(other[0].offset == one[0].offset && other[0].salt != one[0].salt);
     let (salt, same) = salts(&[HELLO], json!({"cache_salt": "mine"})).await;
     assert!(salt.is_some() && same == one);
+}
+
+#[tokio::test]
+async fn prompts_with_the_models_own_adapter_are_separated_from_text() {
+    let server = server(|config| config.image_input.as_mut().unwrap().has_adapter = true).await;
+    let salt = async |parts: Value, fields: Value| {
+        server.post(TEXT, with(openai(parts), fields)).await;
+        server.last_request().cache_salt
+    };
+    let text = json!([{"type": "text", "text": "a"}]);
+    let image = json!([image_url(HELLO)]);
+    let other = json!([image_url("data:;base64,Yg=="), image_url(HELLO)]);
+    let own = salt(image.clone(), json!({})).await;
+    assert!(own.is_some() && own == salt(other, json!({})).await);
+    assert_eq!(salt(text.clone(), json!({})).await, None);
+    let mine = json!({"cache_salt": "mine"});
+    let (salted_text, salted_image) = (salt(text, mine.clone()).await, salt(image, mine).await);
+    assert!(salted_text.is_some() && salted_image != salted_text && salted_image != own);
 }

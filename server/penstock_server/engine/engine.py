@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 _MAX_MASK_THREADS = 8
 
 
-def _image_input(images: ImageEncoder | None) -> ImageInput | None:
+def _image_input(images: ImageEncoder | None, *, has_adapter: bool) -> ImageInput | None:
     if images is None:
         return None
     return ImageInput(
@@ -71,6 +71,7 @@ def _image_input(images: ImageEncoder | None) -> ImageInput | None:
         images.family.text_prefix,
         images.family.text_suffix,
         images.room_bytes,
+        has_adapter,
     )
 
 
@@ -171,7 +172,9 @@ class Engine:
             num_dimensions=0 if model.pooler is None else model.pooler.num_dimensions,
             can_draft=not drafting_refusal(model, group),
             drafts_with_model=not drafter.is_lookup,
-            image_input=_image_input(model.images),
+            image_input=_image_input(
+                model.images, has_adapter=model.adapters is not None and model.adapters.own is not None
+            ),
         )
         recent = config.recent_answer_tokens
         engine = cls(model, group, device, block_tokens, watermark, compiler, config.cpu_isa, drafter, recent)

@@ -26,7 +26,7 @@ from penstock_server.engine.sampling import (
 )
 from penstock_server.errors import ImageError
 from penstock_server.models.adapter import Adapters
-from penstock_server.plan import Failure, NewSequence, Sampling
+from penstock_server.plan import Adapter, Failure, ImageSpan, NewSequence, Sampling
 from penstock_server.vision.encoder import ImageEncoder, PlacedImage
 
 
@@ -101,6 +101,11 @@ class SequenceTable:
         images = self.encoder.placed(new.images)
         return images, _image_refusal(new, images)
 
+    def _adapter(self, new: NewSequence) -> Adapter | None:
+        """The one that it names, or with images the model's own."""
+        own = self.adapters.own if self.adapters is not None and new.images else None
+        return new.adapter or own
+
     @property
     def has_attended_images(self) -> bool:
         """Whether tokens behind an image attend to it in layers of their own."""
@@ -141,14 +146,15 @@ class SequenceTable:
         self.prompt[row] = new.num_prompt_tokens
         self.source[row] = new.num_source_tokens
         self.first_text[row] = len(new.token_ids) - new.num_second_text_tokens
-        if new.adapter is not None and self.adapters is not None:
-            self.adapter[row] = new.adapter.id
-            self._adapter_of[row] = self.adapters.get(new.adapter)
+        adapter = self._adapter(new)
+        if adapter is not None and self.adapters is not None:
+            self.adapter[row] = adapter.id
+            self._adapter_of[row] = self.adapters.get(adapter)
         if images:
             self._images_of[row] = images
             self.images_end[row] = images[-1].end
             self.shift[row] = images[-1].shift
-        if salts := _salts(new):
+        if salts := _salts(adapter, new.images):
             self._salts_of[row] = salts
         if new.cache_salt is not None:
             self._cache_salt_of[row] = new.cache_salt
@@ -354,10 +360,10 @@ class SequenceTable:
         self._free_rows.extend(range(2 * old - 1, old - 1, -1))
 
 
-def _salts(new: NewSequence) -> list[tuple[int, int | bytes]]:
+def _salts(adapter: Adapter | None, images: Sequence[ImageSpan]) -> list[tuple[int, int | bytes]]:
     """By offset, what `SequenceTable.salts` returns."""
-    adapter: list[tuple[int, int | bytes]] = [] if new.adapter is None else [(0, new.adapter.id)]
-    return adapter + [(span.offset, span.image.hash) for span in new.images]
+    of_adapter: list[tuple[int, int | bytes]] = [] if adapter is None else [(0, adapter.id)]
+    return of_adapter + [(span.offset, span.image.hash) for span in images]
 
 
 def _image_refusal(new: NewSequence, images: Sequence[PlacedImage]) -> str:

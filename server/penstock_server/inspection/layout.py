@@ -28,10 +28,11 @@ from penstock_server.models.stage import stage_of
 from penstock_server.parallel import RankGroup, Stage
 from penstock_server.vision.family import FAMILIES
 from penstock_server.vision.tower import tower_dtype
+from penstock_server.weights.folder import ADAPTER_WEIGHTS, IMAGE_ADAPTER
 from penstock_server.weights.loader import expected_shapes, mismatches, shortened
 from penstock_server.weights.location import Locator
 from penstock_server.weights.safetensors_file import LOADABLE
-from penstock_server.weights.safetensors_header import ITEM_BYTES
+from penstock_server.weights.safetensors_header import ITEM_BYTES, read_header
 
 _SERVES = {"embed": "embeddings", "rerank": "reranking"}
 
@@ -101,11 +102,11 @@ def lay_out(
         if found is not None and not ops.kept.any:
             found = found.dequantized()
         kept = None if found is None else (found, locator, ops.kept)
-        tower_bytes = _tower_bytes(spec, tensors or {}, tower_dtype(dtype, device))
+        image_bytes = _image_bytes(spec, tensors or {}, folder, dtype, device)
         # The first ranks are the last stage.
         stages = [Stage(index, num_stages) for index in reversed(range(num_stages))]
         groups = [RankGroup(rank, num_ranks, stage=stage) for stage in stages for rank in range(num_ranks)]
-        shares = [_share(spec, group, exact, dtype, kept, tower_bytes) for group in groups]
+        shares = [_share(spec, group, exact, dtype, kept, image_bytes) for group in groups]
     except ConfigError as error:
         problems.append(str(error))
         return None
@@ -149,12 +150,20 @@ def _unloadable(tensors: Mapping[str, StoredTensor], expected: Iterable[str]) ->
     ]
 
 
-def _tower_bytes(spec: ModelSpec, tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> int:
+def _image_bytes(
+    spec: ModelSpec, tensors: Mapping[str, StoredTensor], folder: Path, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Of the vision tower, and of the adapter that prompts with images have."""
     if not spec.reads_images:
         return 0
-    of_tower = re.compile("|".join(FAMILIES[spec.architecture].tower))
-    found = (math.prod(tensor.shape) for name, tensor in tensors.items() if of_tower.fullmatch(name))
-    return sum(found) * dtype.itemsize
+    family = FAMILIES[spec.architecture]
+    of_tower = re.compile("|".join(family.tower))
+    num_tower_weights = sum(math.prod(tensor.shape) for name, tensor in tensors.items() if of_tower.fullmatch(name))
+    num_adapter_weights = 0
+    path = folder / IMAGE_ADAPTER / ADAPTER_WEIGHTS
+    if family.has_adapter and path.is_file():
+        num_adapter_weights = sum(math.prod(place.shape) for place in read_header(path).values())
+    return num_tower_weights * tower_dtype(dtype, device).itemsize + num_adapter_weights * dtype.itemsize
 
 
 def _share(
@@ -163,16 +172,16 @@ def _share(
     exact: bool,
     dtype: torch.dtype,
     kept: tuple[Quantized, Locator, Kept] | None,
-    tower_bytes: int,
+    image_bytes: int,
 ) -> RankShare:
     """What a rank would hold, without its memory. exact: as of `Shard`.
-    kept: the quantized weights, if there are any, and which of them the operators take. tower_bytes: of the weights
-    that every rank encodes images with."""
+    kept: the quantized weights, if there are any, and which of them the operators take. image_bytes: of the weights
+    that every rank needs for images."""
     shard = Shard.of(spec.hidden_size, spec.vocab_size, group, exact)
     table = parameters(spec, WeightLayout(shard))
     layers, held = stage_of(spec, table, group.stage)
     table = {name: parameter for name, parameter in table.items() if name in held}
-    weights = tower_bytes + sum(math.prod(each.local_shape) * each.dtype_in(dtype).itemsize for each in table.values())
+    weights = image_bytes + sum(math.prod(each.local_shape) * each.dtype_in(dtype).itemsize for each in table.values())
     if kept is not None:
         found, locator, kept_by_ops = kept
         weights -= found.saved_bytes(table, locator, dtype, kept_by_ops)

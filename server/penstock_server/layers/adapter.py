@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,6 +57,14 @@ class _Part:
 
     def _inputs_of(self, change: Change) -> Tensor:
         return change.down[:, self.inputs.start : self.inputs.stop]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnAdapter:
+    """An adapter that belongs to the model, and is loaded with its weights."""
+
+    folder: Path
+    rank: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,13 +123,15 @@ class AdapterSites:
         max_loaded: int,
         max_rank: int,
         stored: Callable[[str], StoredWeight],
+        own: OwnAdapter | None = None,
     ) -> None:
         """locators: the names that transformers gives to the model's modules, followed by `.weight`, and those that
-        other versions of it gave them. max_loaded: the most adapters at a time, of at most this rank. stored: a
-        layer's weight in the checkpoint."""
+        other versions of it gave them. max_loaded: the most adapters at a time, of at most this rank, beside `own`.
+        stored: a layer's weight in the checkpoint."""
         self._stored = stored
         self.max_loaded = max_loaded
         self.max_rank = max_rank
+        self.own = own
         self._parameters = parameters
         self._locators = locators
         self._sites: list[list[_Part]] = []
@@ -213,7 +224,7 @@ class AdapterSites:
 
     def _looked_up(self, token_ids: Tensor, dtype: torch.dtype, adapters: StepAdapters) -> Tensor:
         """[rows, max_rank]: A of each row's adapter at its token."""
-        found = torch.zeros((len(token_ids), self.max_rank), dtype=dtype)
+        found = torch.zeros((len(token_ids), self._widest_rank), dtype=dtype)
         for index, adapter in enumerate(adapters.loaded):
             if adapter.embedding is not None:
                 rows = (adapters.of_tokens == index).nonzero()[:, 0]
@@ -226,7 +237,8 @@ class AdapterSites:
 
         first_part = sum(len(parts) for parts in self._sites[: sites.start])
         columns = [part.columns for site in sites for part in self._sites[site]]
-        return LowRankSum.of(first_part, columns, self.max_rank, self.max_loaded, device)
+        max_loaded = self.max_loaded + (self.own is not None)
+        return LowRankSum.of(first_part, columns, self._widest_rank, max_loaded, device)
 
     def pack_on_device(self, changes: Mapping[str, Change], dtype: torch.dtype, device: torch.device) -> DeviceAdapter:
         """An adapter for the layers on a GPU. changes: by module, in this dtype."""
@@ -251,9 +263,13 @@ class AdapterSites:
                 down = part.down(change)
                 if part.is_embedding:
                     embedding = down.t().contiguous()
-                    down = torch.eye(len(down), self.max_rank, dtype=down.dtype)
+                    down = torch.eye(len(down), self._widest_rank, dtype=down.dtype)
                 sites[-1].append((down.contiguous(), part.up(change).t().contiguous(), part.first_column, change.scale))
         return NativeAdapter(build.module.Adapter(sites), embedding)
+
+    @property
+    def _widest_rank(self) -> int:
+        return self.max_rank if self.own is None else max(self.max_rank, self.own.rank)
 
     def _module(self, name: str) -> str:
         """The module of a layer."""

@@ -48,7 +48,7 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     from penstock_server.models.pooling import read_pooling
     from penstock_server.models.registry import read_spec
     from penstock_server.models.stage import stage_of
-    from penstock_server.models.vision import load_images
+    from penstock_server.models.vision import load_images, own_adapter
     from penstock_server.weights import kv_scale
     from penstock_server.weights.adapter import StoredWeight
     from penstock_server.weights.format import open_checkpoint
@@ -87,16 +87,16 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     spec = spec.for_checkpoint(locator, checkpoint.names(), drafts_with_mtp=options.drafts_with_mtp)
     table = parameters(spec, layout)
     layers, held = stage_of(spec, table, group.stage)
-    sites = None
-    if options.max_adapters:
+    sites, own = None, own_adapter(options.folder, spec)
+    if options.max_adapters or own is not None:
         if group.stage.size > 1:
-            raise refusal("its layers are split into pipeline stages")
+            raise refusal("its layers are split into pipeline stages", own)
         if spec.pooling is not None or spec.encoder is not None:
             raise refusal("only decoders have them")
         # Not the checkpoint's names: adapters are made with transformers.
         stored = partial(StoredWeight.of, options.folder, locator, table)
         locators = (names, *names.alternatives)
-        sites = AdapterSites(table, locators, options.max_adapters, options.max_adapter_rank, stored)
+        sites = AdapterSites(table, locators, options.max_adapters, options.max_adapter_rank, stored, own)
     context = BuildContext(
         loader=Loader(checkpoint, table, locator, options.dtype, options.device, ops.kept, held),
         ops=ops,

@@ -12,11 +12,13 @@ import torch
 
 from penstock_server.errors import ConfigError
 from penstock_server.kernels.native_build import NativeBuild
-from penstock_server.layers.adapter import AdapterSites
+from penstock_server.layers.adapter import AdapterSites, OwnAdapter
 from penstock_server.plan import Adapter
 from penstock_server.weights.adapter import Change, read_adapter
 
 logger = logging.getLogger(__name__)
+
+_OWN_ID = (1 << 63) - 1  # the router gives its adapters smaller ones
 
 
 class Adapters:
@@ -48,18 +50,21 @@ class Adapters:
         self._dtype = dtype
         self._pack = pack
         self._loaded: dict[int, Any] = {}
+        self.own: Adapter | None = None
+        """The model's own, of sequences with images that name no adapter."""
+        self.own_bytes = 0
+        if sites.own is not None:
+            self.own = Adapter(_OWN_ID, sites.own.folder)
+            self._own = self._read(self.own, sites.own.rank)
+            self.own_bytes = sites.own.rank * sites.elements_per_rank * dtype.itemsize
 
     def load(self, adapter: Adapter) -> Any:
         """The adapter, read from its folder. Raises ConfigError if it cannot be used with this model."""
-        began = time.perf_counter()
-        with torch.inference_mode():
-            changes = read_adapter(adapter.folder, self._sites.modules, self._sites.max_rank, self._dtype)
-            loaded = self._pack(changes)
+        loaded = self._read(adapter, self._sites.max_rank)
         self._loaded[adapter.id] = loaded
         # The router unloads adapters. More than it knows of may be here after it has lost a request.
         for oldest in list(self._loaded)[: -self._sites.max_loaded]:
             self.unload(oldest)
-        logger.info("loaded the adapter in %s in %.3f s", adapter.folder, time.perf_counter() - began)
         return loaded
 
     def unload(self, adapter_id: int) -> None:
@@ -68,10 +73,20 @@ class Adapters:
 
     def get(self, adapter: Adapter) -> Any:
         """The adapter. It is loaded if only an earlier worker had loaded it: ConfigError as of `load`."""
+        if adapter == self.own:
+            return self._own
         loaded = self._loaded.get(adapter.id)
         return self.load(adapter) if loaded is None else loaded
 
+    def _read(self, adapter: Adapter, max_rank: int) -> Any:
+        began = time.perf_counter()
+        with torch.inference_mode():
+            loaded = self._pack(read_adapter(adapter.folder, self._sites.modules, max_rank, self._dtype))
+        logger.info("loaded the adapter in %s in %.3f s", adapter.folder, time.perf_counter() - began)
+        return loaded
 
-def refusal(reason: str) -> ConfigError:
-    """Why a model cannot have adapters."""
-    return ConfigError(f"LoRA adapters are not supported for this model on this device: {reason}; omit --lora-adapters")
+
+def refusal(reason: str, own: OwnAdapter | None = None) -> ConfigError:
+    """Why a model cannot have adapters. own: the model's own."""
+    advice = "omit --lora-adapters" if own is None else f"this model's images need the one in {own.folder}"
+    return ConfigError(f"LoRA adapters are not supported for this model on this device: {reason}; {advice}")

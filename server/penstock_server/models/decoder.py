@@ -139,10 +139,15 @@ class Decoder:
             raise refusal("it is an encoder")
         if self._ops.adds_adapters:
             self.adapters = Adapters.on_device(sites, self.dtype, self._device)
-            return
-        if not isinstance(self._ops, NativeOps):
-            raise refusal(f"{self._ops.name} operators have no kernel for them")
-        hidden_size, build = self.spec.hidden_size, self._ops.build
+        elif isinstance(self._ops, NativeOps):
+            self._write_adapted_stacks(sites, self._ops)
+            self.adapters = Adapters.native(sites, self._ops.build)
+        else:
+            raise refusal(f"{self._ops.name} operators have no kernel for them", sites.own)
+        self.weight_bytes += self.adapters.own_bytes
+
+    def _write_adapted_stacks(self, sites: AdapterSites, ops: NativeOps) -> None:
+        hidden_size, build = self.spec.hidden_size, ops.build
         try:
             # Steps without adapters run the other stack: its layers have fewer operations, and rows the same bits.
             self._adapted_stack = NativeStack.written_by(self._append_layers, hidden_size, build, adapts=True)
@@ -153,8 +158,7 @@ class Decoder:
                     for cut in starmap(range, pairwise(sorted(cuts)))
                 ]
         except NotNativeError as reason:
-            raise refusal(f"its layers run one by one ({reason})") from reason
-        self.adapters = Adapters.native(sites, self._ops.build)
+            raise refusal(f"its layers run one by one ({reason})", sites.own) from reason
 
     def read_images(self, images: ImageEncoder) -> None:
         """Lets sequences have images."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,21 +11,28 @@ from pathlib import Path
 from typing import Any
 
 from penstock_server.errors import ConfigError
-from penstock_server.models import llama, mllama, moe
+from penstock_server.layers.adapter import OwnAdapter
+from penstock_server.models import llama, mllama, moe, phi
 from penstock_server.models.config import Config
 from penstock_server.models.foreign import FOREIGN_ERRORS, transformers
 from penstock_server.models.interface import LoadOptions
 from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap
+from penstock_server.vision.crops import CropProcessor
 from penstock_server.vision.encoder import ImageEncoder
-from penstock_server.vision.family import FAMILIES, TextLayout
+from penstock_server.vision.family import FAMILIES, TextLayout, image_token_id
 from penstock_server.vision.tiles import TileProcessor
 from penstock_server.vision.tower import VisionTower
+from penstock_server.weights.adapter import highest_rank
+from penstock_server.weights.folder import IMAGE_ADAPTER
+
+logger = logging.getLogger(__name__)
 
 Build = Callable[[Config], tuple[ModelSpec, NameMap]]
 
 # Text models without a causal model of their type, or with more layers than it.
 _TEXT_MODELS: dict[str, Build] = {
     "mllama_text_model": mllama.mllama,
+    "phi4_multimodal": phi.phi3,
     "qwen2_5_vl_text": llama.qwen2,
     "qwen2_vl_text": llama.qwen2,
     "qwen3_vl_moe_text": moe.qwen3_vl_moe,
@@ -47,7 +55,7 @@ def build(config: Config, text_models: dict[str, Build]) -> tuple[ModelSpec, Nam
     text = whole.get_text_config()
     # Either configuration may lack it: Qwen's of the text, Mllama's of the whole.
     is_tied = (whole if hasattr(whole, "tie_word_embeddings") else text).tie_word_embeddings
-    values = {**text.to_dict(), "tie_word_embeddings": is_tied, "image_token_id": whole.image_token_id}
+    values = {**text.to_dict(), "tie_word_embeddings": is_tied, "image_token_id": image_token_id(whole)}
     family = FAMILIES[model_type]
     # What is true of prompts is not of the text model as it generates.
     if family.is_prompt_whole and values.pop("use_bidirectional_attention", True) is False:
@@ -59,7 +67,7 @@ def build(config: Config, text_models: dict[str, Build]) -> tuple[ModelSpec, Nam
             f"its text model is of type {text.model_type!r}, which is not supported; supported: {supported}"
         )
     spec, names = text_models[text.model_type](Config(values, config.path))
-    first, *others = (moved(names, layout, family.tower) for layout in family.layouts)
+    first, *others = (moved(names, layout, family.tower + family.unused) for layout in family.layouts)
     if family.has_grid:
         axes = _axes(config, values["rope_parameters"])
         spec = replace(spec, layers=tuple(_with_axes(config, layer, axes) for layer in spec.layers))
@@ -108,9 +116,9 @@ def _seeing_spans(layer: LayerSpec) -> LayerSpec:
     return replace(layer, attention=replace(attention, mask=replace(attention.mask, sees_spans=True)))
 
 
-def moved(names: NameMap, layout: TextLayout, tower: tuple[str, ...]) -> NameMap:
-    """The names of the text model in a checkpoint that also holds what images are encoded with. tower: as of
-    `ImageFamily`."""
+def moved(names: NameMap, layout: TextLayout, others: tuple[str, ...]) -> NameMap:
+    """The names of the text model in a checkpoint that also holds what images are encoded with. others: regular
+    expressions that match the whole names of all other tensors."""
 
     def move(name: str) -> str:
         body = name.removeprefix(names.prefix)
@@ -127,7 +135,19 @@ def moved(names: NameMap, layout: TextLayout, tower: tuple[str, ...]) -> NameMap
         key: move(each) if isinstance(each, str) else replace(each, name=move(each.name))
         for key, each in names.names.items()
     }
-    return NameMap(found, (*ignored, *tower), prefix=layout.body, layers=names.layers)
+    return NameMap(found, (*ignored, *others), prefix=layout.body, layers=names.layers)
+
+
+def own_adapter(folder: Path, spec: ModelSpec) -> OwnAdapter | None:
+    """The adapter beside a model's weights that its sequences with images have. None: they use the plain weights, as
+    those of a model in which the adapter is merged. Raises ConfigError if it is damaged."""
+    if not spec.reads_images or not FAMILIES[spec.architecture].has_adapter:
+        return None
+    path = folder / IMAGE_ADAPTER
+    if not path.is_dir():
+        logger.warning("there is no %s, an adapter for images: prompts with images use the plain weights", path)
+        return None
+    return OwnAdapter(path, highest_rank(path))
 
 
 def load_images(options: LoadOptions) -> ImageEncoder:
@@ -137,7 +157,9 @@ def load_images(options: LoadOptions) -> ImageEncoder:
         raise ConfigError(f"{folder} holds no preprocessor_config.json, which says how images become pixel values")
     if importlib.util.find_spec("PIL") is None:
         raise ConfigError("models that read images need Pillow: pip install 'penstock[transformers]'")
-    TileProcessor.of(folder)  # refuses a bad file here: the process that reads images could not say why
+    # Refuses a bad file here: the process that reads images could not say why.
+    TileProcessor.of(folder)
+    CropProcessor.of(folder)
     config = read_config(folder)
     family = FAMILIES[config.model_type]
     tower = VisionTower.load(folder, config, family, options.dtype, options.device, options.cpu_isa)

@@ -24,7 +24,7 @@ from penstock_server.background import lower_priority
 from penstock_server.errors import ConfigError, ImageError
 from penstock_server.plan import Image, ImageSpan
 from penstock_server.vision.encoded import EncodedImage, ImageSize, ImageStates
-from penstock_server.vision.family import Arrays, ImageFamily
+from penstock_server.vision.family import Arrays, ImageFamily, image_token_id
 from penstock_server.vision.reader import ImageReader
 from penstock_server.vision.states import ImageGroup, ImageKvPool
 from penstock_server.vision.tower import VisionTower
@@ -140,7 +140,7 @@ class ImageEncoder:
         self._tower = tower
         self._reader = ImageReader(folder, family.options(config))
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self.image_token_id: int = config.image_token_id
+        self.image_token_id = image_token_id(config)
         image_token: str | None = self._tokenizer.id_to_token(self.image_token_id)
         if image_token is None:
             raise ConfigError(f"{folder}/tokenizer.json lacks the image token, {self.image_token_id}")

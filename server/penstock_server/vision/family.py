@@ -27,11 +27,16 @@ class TextLayout:
 class ImageFamily:
     """How the models of one type read images."""
 
-    text_model: str  # the attribute of transformers' model that is its decoder
     layouts: tuple[TextLayout, ...]
     tower: tuple[str, ...]  # regular expressions that match the whole names of the tensors that images are encoded with
     expand: Expand
     inputs: tuple[str, ...]  # what the image processor makes that images are encoded from
+    text_model: str = "language_model"  # the attribute of transformers' model that is its decoder
+    # The module of transformers' model that writes the image's embeddings over those of a prompt. Empty: the model
+    # without its decoder encodes images.
+    writer: str = ""
+    unused: tuple[str, ...] = ()  # as `tower`, of tensors for other inputs than images and text
+    has_adapter: bool = False  # prompts with images have a LoRA adapter, which is beside the weights
     placeholder: str = "{image}"  # in prompts without a chat template, with {image} for the text of the image token
     options: Callable[[Any], Mapping[str, Any]] = lambda config: {}  # configuration → arguments of the image processor
     # Image tokens have positions of their own: a row and a column (M-RoPE, https://arxiv.org/abs/2409.12191).
@@ -114,8 +119,14 @@ def _patch_size(config: Any) -> Mapping[str, Any]:
     return {"patch_size": config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1)}
 
 
+def image_token_id(config: Any) -> int:
+    """config: of transformers."""
+    holder = config if hasattr(config, "image_token_id") else config.vision_config
+    token_id: int = holder.image_token_id
+    return token_id
+
+
 _LLAVA = ImageFamily(
-    text_model="language_model",
     layouts=(TextLayout("model.language_model."), TextLayout("language_model.model.", "language_model.")),
     tower=(r"(model\.)?(vision_tower|multi_modal_projector)\..*", r"(model\.)?image_newline"),
     expand=_lines,
@@ -123,7 +134,6 @@ _LLAVA = ImageFamily(
     options=_patch_size,
 )
 _QWEN_VL = ImageFamily(
-    text_model="language_model",
     layouts=(TextLayout("model.language_model."), TextLayout("model.")),
     tower=(r"(model\.)?visual\..*",),
     expand=_repeated,
@@ -163,7 +173,6 @@ FAMILIES: dict[str, ImageFamily] = {
         _LLAVA, expand=_bracketed, inputs=("pixel_values",), options=lambda config: {"crop_to_patches": True}
     ),
     "llama4": ImageFamily(
-        text_model="language_model",
         layouts=(TextLayout("language_model.model.", "language_model."),),
         tower=(r"(vision_model|multi_modal_projector)\..*",),
         expand=_canvas,
@@ -181,7 +190,6 @@ FAMILIES: dict[str, ImageFamily] = {
     ),
     "mistral3": _LLAVA,
     "mllama": ImageFamily(
-        text_model="language_model",
         layouts=(TextLayout("language_model.model.", "language_model."), TextLayout("model.language_model.")),
         tower=(r"(model\.)?(vision_model|multi_modal_projector)\..*",),
         expand=_repeated,
@@ -197,6 +205,15 @@ FAMILIES: dict[str, ImageFamily] = {
         is_prompt_whole=True,
         text_prefix="<bos>",
         text_suffix="\n",
+    ),
+    "phi4_multimodal": ImageFamily(
+        layouts=(TextLayout("model."),),
+        tower=(r"model\.embed_tokens_extend\.image_embed\..*",),
+        unused=(r"model\.embed_tokens_extend\.audio_embed\..*",),
+        expand=_repeated,
+        inputs=("image_pixel_values", "image_sizes", "image_attention_mask"),
+        writer="model.embed_tokens_extend.image_embed",
+        has_adapter=True,
     ),
     "qwen2_5_vl": _QWEN_VL,
     "qwen2_vl": _QWEN_VL,

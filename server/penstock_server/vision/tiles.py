@@ -4,7 +4,6 @@ of resized pixels."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock_server.errors import ConfigError
+from penstock_server.vision.stored import stored_settings, stored_side
 
 _TYPES = ("Llama4ImageProcessor", "Llama4ImageProcessorFast")
 _KEYS = {
@@ -41,20 +41,13 @@ class TileProcessor:
     @classmethod
     def of(cls, folder: Path) -> TileProcessor | None:
         """None: the model's image processor is another one. Raises ConfigError."""
-        values: dict[str, Any] = {}
-        for name in ("processor_config.json", "preprocessor_config.json"):
-            if (folder / name).is_file():
-                try:
-                    stored = json.loads((folder / name).read_text(encoding="utf-8"))
-                    values |= stored.get("image_processor", stored)
-                except (ValueError, AttributeError, TypeError) as error:
-                    raise ConfigError(f"{folder / name} is no object of JSON: {error}") from error
-        if values.get("image_processor_type") not in _TYPES:
+        settings = stored_settings(folder, _TYPES)
+        if settings is None:
             return None
-        given = {field: values[key] for key, field in _KEYS.items() if values.get(key) is not None}
-        size, max_tiles = values.get("size") or {"height": 336, "width": 336}, given.get("max_tiles", 16)
-        side = size.get("height") if isinstance(size, dict) and size.get("height") == size.get("width") else None
-        if type(side) is not int or type(max_tiles) is not int or side < 1 or not 1 <= max_tiles <= MAX_TILES:
+        given = {field: settings[key] for key, field in _KEYS.items() if key in settings}
+        size, max_tiles = settings.get("size") or {"height": 336, "width": 336}, given.get("max_tiles", 16)
+        side = stored_side(size)
+        if not side or type(max_tiles) is not int or not 1 <= max_tiles <= MAX_TILES:
             raise ConfigError(
                 f"{folder}: the image processor's tiles have the size {size}, and max_patches is {max_tiles}; equal "
                 f"height and width of at least 1, and 1 to {MAX_TILES}, are possible"

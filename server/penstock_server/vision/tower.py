@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock_server.errors import ConfigError
 from penstock_server.kernels.native_build import find_build
-from penstock_server.vision.family import Arrays, ImageFamily
+from penstock_server.vision.family import Arrays, ImageFamily, image_token_id
 from penstock_server.weights.loader import shortened
 
 # The instruction sets of CPUs that multiply 16-bit types.
@@ -40,9 +40,12 @@ class VisionTower:
     ) -> None:
         """model: of transformers, in the dtype that it computes in; its text model is dropped. dtype: of the
         embeddings."""
-        delattr(getattr(model, "model", model), family.text_model)
-        if hasattr(model, "lm_head"):
-            del model.lm_head
+        if family.writer:
+            model = model.get_submodule(family.writer)
+        else:
+            delattr(getattr(model, "model", model), family.text_model)
+            if hasattr(model, "lm_head"):
+                del model.lm_head
         self._model = model.eval().requires_grad_(False).to(device)
         self._family = family
         self._dtype = dtype
@@ -56,7 +59,7 @@ class VisionTower:
     ) -> VisionTower:
         """config: of transformers. dtype: of the embeddings. cpu_isa: as of `tower_dtype`. Raises ConfigError if the
         checkpoint lacks a tensor or has others than it should."""
-        from transformers import AutoModelForImageTextToText
+        from transformers import AutoModelForMultimodalLM
         from transformers.utils import logging
 
         logging.disable_progress_bar()
@@ -68,8 +71,10 @@ class VisionTower:
         if getattr(text, "layer_types", None):
             text.layer_types = []
         config.tie_word_embeddings = text.tie_word_embeddings = False
+        if hasattr(config, "audio_config"):
+            config.audio_config.num_blocks = 0
         computed_in = tower_dtype(dtype, device, cpu_isa)
-        model, info = AutoModelForImageTextToText.from_pretrained(
+        model, info = AutoModelForMultimodalLM.from_pretrained(
             folder,
             config=config,
             dtype=computed_in,
@@ -96,12 +101,22 @@ class VisionTower:
                 inputs[name] = tensor.to(self.computed_in) if tensor.is_floating_point() else tensor
         if self._family.uses_cross_attention:
             return self._states(inputs).to(self._dtype)
+        if self._family.writer:
+            return self._written(inputs, int(arrays["num_image_tokens"].item()))
         made = self._model.get_image_features(**inputs)
         embeddings = made.get("pooler_output")
         if embeddings is None:  # Llama 4 projects them apart
             embeddings = self._model.multi_modal_projector(made.last_hidden_state)
         parts = (embeddings, *made.get("deepstack_features", ()))
         return torch.cat([_joined(part) for part in parts], dim=1).to(self._dtype)
+
+    def _written(self, inputs: dict[str, Tensor], num_tokens: int) -> Tensor:
+        """[image tokens, hidden], written over those of a prompt that has no other tokens."""
+        config = self._model.config
+        ids = torch.full((1, num_tokens), image_token_id(config), device=self.device)
+        blank = torch.zeros((1, num_tokens, config.hidden_size), dtype=self.computed_in, device=self.device)
+        written: Tensor = self._model(ids, blank, **inputs)[0]
+        return written.to(self._dtype)
 
     def _states(self, inputs: dict[str, Tensor]) -> Tensor:
         """[tiles * patches, hidden], without the tiles that only fill the input."""

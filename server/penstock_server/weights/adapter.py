@@ -27,7 +27,7 @@ from penstock_server.weights.location import Location, Locator
 from penstock_server.weights.memory import PIECE_BYTES
 from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
 
-PREFIX = "base_model.model."  # of tensor names: PEFT's two wrappers around the base model
+PREFIX = "base_model.model."  # of tensor names: PEFT's two wrappers around the base model; published ones may lack it
 OF_LINEAR = (".lora_A.weight", ".lora_B.weight")
 OF_EMBEDDING = (".lora_embedding_A", ".lora_embedding_B")
 COPY = ".base_layer.weight"
@@ -121,6 +121,11 @@ class Change:
     scale: float
 
 
+def highest_rank(folder: Path) -> int:
+    """Of an adapter's products. Raises ConfigError if its config is damaged, or needs what is not supported."""
+    return _Config.read(folder).highest_rank
+
+
 def read_adapter(folder: Path, modules: Mapping[str, Module], max_rank: int, dtype: torch.dtype) -> dict[str, Change]:
     """The changes of an adapter, by the names of their modules. modules: those that adapters can change, by the names
     that adapters may give them. Raises ConfigError if the adapter is damaged, was made for another base, or needs what
@@ -132,29 +137,32 @@ def read_adapter(folder: Path, modules: Mapping[str, Module], max_rank: int, dty
         raise ConfigError(f"{folder} holds no {WEIGHTS_NAME}{hint}")
     checkpoint = SafetensorsCheckpoint((path,))
     try:
-        names = _changed_modules(checkpoint, path, modules)
+        prefix = PREFIX if any(name.startswith(PREFIX) for name in checkpoint.names()) else ""
+        names = _changed_modules(checkpoint, path, prefix, modules)
         if len({modules[name].name for name in names}) < len(names):
             raise ConfigError(f"{path} changes a module under two names: {shortened(names)}")
         config.check_complete(names, modules)
         return {
-            modules[name].name: _change(checkpoint, config, path, name, modules[name], max_rank, dtype)
+            modules[name].name: _change(checkpoint, config, path, prefix, name, modules[name], max_rank, dtype)
             for name in names
         }
     finally:
         checkpoint.close()
 
 
-def _changed_modules(checkpoint: SafetensorsCheckpoint, path: Path, modules: Mapping[str, Module]) -> list[str]:
+def _changed_modules(
+    checkpoint: SafetensorsCheckpoint, path: Path, prefix: str, modules: Mapping[str, Module]
+) -> list[str]:
     """The modules that the tensors belong to, each with both of its tensors."""
     found: dict[str, set[str]] = {}
     for tensor in checkpoint.names():
         suffix = next((suffix for suffix in (*OF_LINEAR, *OF_EMBEDDING, COPY) if tensor.endswith(suffix)), None)
-        if suffix is None or not tensor.startswith(PREFIX):
+        if suffix is None or not tensor.startswith(prefix):
             raise ConfigError(
                 f"{path}: tensor {tensor} is not supported; A and B of LoRA are, and copies of the base's embedding "
                 f"and head beside them; {MERGE}"
             )
-        found.setdefault(tensor.removeprefix(PREFIX).removesuffix(suffix), set()).add(suffix)
+        found.setdefault(tensor.removeprefix(prefix).removesuffix(suffix), set()).add(suffix)
     if not found:
         raise ConfigError(f"{path} holds no tensors")
     if unknown := found.keys() - modules.keys():
@@ -165,11 +173,11 @@ def _changed_modules(checkpoint: SafetensorsCheckpoint, path: Path, modules: Map
     for name, suffixes in found.items():
         module = modules[name]
         for missing in set(module.suffixes) - suffixes:
-            raise ConfigError(f"{path} lacks the tensor {PREFIX}{name}{missing}")
+            raise ConfigError(f"{path} lacks the tensor {prefix}{name}{missing}")
         for other in suffixes - {*module.suffixes, *([COPY] if module.stored else [])}:
-            raise ConfigError(f"{path}: tensor {PREFIX}{name}{other} does not belong to a module of this kind")
+            raise ConfigError(f"{path}: tensor {prefix}{name}{other} does not belong to a module of this kind")
         if COPY in suffixes and module.stored is not None:
-            _check_copy(checkpoint, f"{PREFIX}{name}{COPY}", path, module.stored)
+            _check_copy(checkpoint, f"{prefix}{name}{COPY}", path, module.stored)
     return list(found)
 
 
@@ -202,12 +210,13 @@ def _change(
     checkpoint: SafetensorsCheckpoint,
     config: _Config,
     path: Path,
+    prefix: str,
     name: str,
     module: Module,
     max_rank: int,
     dtype: torch.dtype,
 ) -> Change:
-    down_name, up_name = (f"{PREFIX}{name}{suffix}" for suffix in module.suffixes)
+    down_name, up_name = (f"{prefix}{name}{suffix}" for suffix in module.suffixes)
     down_shape, up_shape = checkpoint.shape(down_name), checkpoint.shape(up_name)
     rank = config.rank(name)
     if rank > max_rank:
@@ -272,6 +281,10 @@ class _Config:
         if not isinstance(values, dict):
             raise ConfigError(f"{path} is not a JSON object")
         return cls(values, path)
+
+    @property
+    def highest_rank(self) -> int:
+        return max([self._rank, *self._ranks.values()])
 
     def rank(self, module: str) -> int:
         return next((rank for key, rank in self._ranks.items() if _ends_with(module, key)), self._rank)

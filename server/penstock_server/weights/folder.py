@@ -28,6 +28,7 @@ NOT_WEIGHTS = re.compile(
 NUMBERED = re.compile(r".*-(\d{5})-of-(\d{5})\.\w+")
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+IMAGE_ADAPTER = "vision-lora"  # the folder, in that of a model, of its adapter for prompts with images
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@ image. Adapters of what encodes images are refused by name."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +11,25 @@ import pytest
 import torch
 import transformers
 from image_cases import make_image_model
+from penstock_server.engine.sequence import SequenceTable, TableLimits
 from penstock_server.errors import ConfigError
 from penstock_server.models import load_model
 from penstock_server.models.decoder import Decoder
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
+from penstock_server.plan import Adapter, ImageSpan, NewSequence
 from safetensors.torch import load_file, save_file
 from test_adapters import loaded, make_adapter
-from test_images import Made, logits_of, prompts_of
+from test_images import IMAGES, Made, logits_of, prompts_of
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.native
 
 TEXT_LAYERS = r".*(language_model|text_model)\.layers.*_proj|.*lm_head|.*embed_tokens"
-BETWEEN_IMAGE_LAYERS = r".*language_model\.layers\.[124]\..*_proj"
+TARGETS = {
+    "mllama": r".*language_model\.layers\.[124]\..*_proj",  # between the layers that attend to images
+    "phi4-multimodal": r"model\.layers.*_proj|.*lm_head|.*embed_tokens",
+}
 
 
 def load(folder: Path) -> Decoder:
@@ -34,17 +40,21 @@ def load(folder: Path) -> Decoder:
 
 
 def adapter_of(folder: Path, base: Path, targets: str) -> tuple[Path, Any]:
-    kind = transformers.AutoModelForImageTextToText
+    kind = transformers.AutoModelForMultimodalLM
     return make_adapter(folder, base, 1, kind, target_modules=targets)
 
 
 @pytest.mark.parametrize(
-    "name", ["llava", "qwen2-vl", "qwen3-vl", "idefics3", "mllama", pytest.param("gemma3", marks=pytest.mark.slow)]
+    "name",
+    [
+        *("llava", "qwen2-vl", "qwen3-vl", "idefics3", "mllama", "phi4-multimodal"),
+        pytest.param("gemma3", marks=pytest.mark.slow),
+    ],
 )
 def test_logits_are_those_of_peft_and_neighbours_keep_their_bits(name: str, tmp_path: Path) -> None:
     base = tmp_path / "base"
     reference = make_image_model(name, base)
-    folder, adapted = adapter_of(tmp_path / "adapter", base, BETWEEN_IMAGE_LAYERS if name == "mllama" else TEXT_LAYERS)
+    folder, adapted = adapter_of(tmp_path / "adapter", base, TARGETS.get(name, TEXT_LAYERS))
     model = load(base)
     (adapter,) = loaded(model, [folder])
     assert model.images is not None
@@ -57,6 +67,45 @@ def test_logits_are_those_of_peft_and_neighbours_keep_their_bits(name: str, tmp_
     (plain,) = logits_of(model, model.images, batch[:1], 7)
     assert torch.equal(together[0], plain)
     model.images.close()
+
+
+def test_a_sequence_with_images_has_the_models_own_adapter_unless_it_names_one(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    make_image_model("phi4-multimodal", base)
+    model = load(base)
+    assert model.adapters is not None
+    assert model.images is not None
+    own, named = model.adapters.own, Adapter(1, base / "vision-lora")
+    assert own is not None
+    (loaded_by_name,) = loaded(model, [named.folder])
+    table = SequenceTable(TableLimits(model.vocab_size, 16, 16, 256, 4), model.adapters, model.images)
+    (encoded,) = model.images.encode(IMAGES[:1])
+    ids, spans = encoded.token_ids.tolist(), [ImageSpan(IMAGES[0], 0)]
+    for number, (images, adapter) in enumerate([(spans, None), (spans, named), ([], None), ([], named)], 1):
+        table.add(NewSequence(number, ids, len(ids), images=images, adapter=adapter))
+    rows = table.rows([1, 2, 3, 4])
+    assert table.adapter[rows].tolist() == [own.id, 1, 0, 1]
+    assert [table.salts(row, 0, 1)[:1] for row in rows] == [(own.id,), (1,), (), (1,)]
+    found = table.adapters_of(rows)
+    assert found.loaded == [loaded_by_name, model.adapters.get(own)]
+    assert found.of_tokens.tolist() == [1, 0, -1, 0]
+    model.adapters.unload(own.id)
+    assert model.adapters.get(own) is found.loaded[1], "it stays as long as the model"
+    model.images.close()
+
+
+def test_a_merged_adapter_is_missing_and_a_damaged_one_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_image_model("phi4-multimodal", tmp_path)
+    (tmp_path / "vision-lora" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"vision-lora/adapter_config\.json: peft_type is None"):
+        load(tmp_path)
+    shutil.rmtree(tmp_path / "vision-lora")
+    model = load(tmp_path)
+    assert model.adapters is not None
+    assert model.adapters.own is None
+    assert "prompts with images use the plain weights" in caplog.text
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from engine_run import MAX_STEP_TOKENS, EngineRun
-from image_cases import IMAGE_CASES, file_of, make_image_model, picture
+from engine_run import BLOCK_TOKENS, MAX_STEP_TOKENS, EngineRun
+from image_cases import IMAGE_CASES, file_of, make_image_model, picture, stacked
 from model_driver import DrivenSequence, ModelDriver
 from near_tie import assert_greedy
 from penstock_server.errors import ConfigError, ImageError
@@ -31,6 +31,7 @@ from penstock_server.parallel import RankGroup
 from penstock_server.plan import Image, ImageSpan, NewSequence, Sampling
 from penstock_server.vision import encoder as encoder_module
 from penstock_server.vision import tower
+from penstock_server.vision.crops import CropProcessor
 from penstock_server.vision.encoded import EncodedImage
 from penstock_server.vision.encoder import ImageEncoder, PlacedImage
 from penstock_server.vision.family import FAMILIES
@@ -81,6 +82,8 @@ class Made:
 
     def inputs(self, pictures: list[Any]) -> dict[str, torch.Tensor]:
         """What the model's image processor makes of pictures."""
+        if (crops := CropProcessor.of(self.folder)) is not None:
+            return stacked([crops([picture]) for picture in pictures])
         if (tiles := TileProcessor.of(self.folder)) is not None:
             pixels = [torch.from_numpy(tiles([picture])["pixel_values"]) for picture in pictures]
             return {"pixel_values": torch.cat(pixels)}
@@ -98,6 +101,8 @@ class Made:
             inputs.pop("num_patches", None)
             inputs.pop("num_crops", None)
         ids = torch.tensor([[*prompt.token_ids, *more]])
+        if getattr(self.reference, "_hf_peft_config_loaded", False):  # Phi-4-multimodal
+            self.reference.enable_adapters() if prompt.images else self.reference.disable_adapters()
         if "image_grid_thw" in inputs:
             inputs["mm_token_type_ids"] = (ids == self.reference.config.image_token_id).int()
             self.reference.model.rope_deltas = None  # it would be that of the last prompt
@@ -162,7 +167,11 @@ def shared_work() -> Iterator[None]:
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in IMAGE_CASES]
+    scope="module",
+    params=[
+        pytest.param(name, marks=(pytest.mark.xdist_group(name), *([pytest.mark.native] if "phi4" in name else [])))
+        for name in IMAGE_CASES
+    ],
 )
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp(request.param)
@@ -198,6 +207,8 @@ def prompts_of(encoder: ImageEncoder) -> list[Prompt]:
 def driven(driver: ModelDriver, encoder: ImageEncoder, prompt: Prompt) -> DrivenSequence:
     sequence = driver.sequence(prompt.token_ids)
     sequence.images = encoder.placed(prompt.spans)
+    if sequence.images and (adapters := driver.model.adapters) is not None and adapters.own is not None:
+        sequence.adapter = adapters.get(adapters.own)
     sequence.num_whole = len(prompt.token_ids) if encoder.family.is_prompt_whole else 0
     return sequence
 
@@ -215,7 +226,7 @@ def logits_of(
     driver = ModelDriver(model, block_tokens=16)
     sequences = [driven(driver, encoder, prompt) for prompt in batch]
     for sequence, adapter in zip(sequences, adapters, strict=False):
-        sequence.adapter = adapter
+        sequence.adapter = adapter or sequence.adapter
     found: list[list[torch.Tensor]] = [[] for _ in batch]
     while any(s.num_computed < len(s.token_ids) for s in sequences):
         advances = [
@@ -242,8 +253,11 @@ def test_logits_are_those_of_transformers_also_in_chunks_through_an_image(made: 
 
 def test_greedy_tokens_are_those_of_transformers(made: Made) -> None:
     """In chunks and batches, with a shared prefix and a preemption; see `test_parity`."""
-    # Whole prompts are not cut into chunks.
-    run = EngineRun(made.folder, max_step_tokens=160 if "paligemma" in made.name else MAX_STEP_TOKENS)
+    run = EngineRun(
+        made.folder,
+        max_step_tokens=160 if "paligemma" in made.name else MAX_STEP_TOKENS,  # whole prompts are not cut into chunks
+        block_tokens=16 if made.name == "phi4-multimodal" else BLOCK_TOKENS,  # adapters need native attention
+    )
     assert run.engine.model.images is not None
     one, two, none, _ = prompts_of(run.engine.model.images)
     shared = len(two.token_ids) - 6

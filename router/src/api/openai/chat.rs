@@ -159,6 +159,7 @@ impl ChatRequest {
             add_generation_prompt: self.add_generation_prompt,
             continue_final_message: Some(self.continue_final_message.unwrap_or(false)),
             kwargs,
+            image_text: None,
         })
     }
 

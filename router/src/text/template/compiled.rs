@@ -68,7 +68,9 @@ impl Compiled {
 
     /// Renders messages of OpenAI's clients, converted to the shapes that the template supports.
     pub(super) fn render_adapted(&self, mut inputs: ChatInputs) -> Result<String, TemplateError> {
-        inputs.messages = inputs.messages.into_iter().map(|message| self.shapes.convert(message)).collect();
+        let image_text = inputs.image_text.as_deref();
+        let convert = |message| self.shapes.convert(message, image_text);
+        inputs.messages = inputs.messages.into_iter().map(convert).collect();
         self.shapes.tools.convert(&mut inputs);
         self.render(inputs)
     }

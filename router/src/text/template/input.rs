@@ -17,4 +17,6 @@ pub(crate) struct ChatInputs {
     pub(crate) continue_final_message: Option<bool>,
     /// Further variables of the template (`chat_template_kwargs`). They override special tokens, but no other variable.
     pub(crate) kwargs: Map<String, Value>,
+    /// Stands for an image in a template that supports only strings. `None`: the model reads no images.
+    pub(crate) image_text: Option<String>,
 }

@@ -2,7 +2,8 @@
 //! tool calls as an object or as a string.
 //!
 //! Content keeps its shape where the template supports it in messages of the role. For a template that supports only strings, a list becomes the
-//! concatenation of its texts (as in TGI). For a template that supports only lists, a string becomes a list of one part.
+//! concatenation of its texts (as in TGI), in which each image is the text that stands for it. For a template that supports only lists, a string
+//! becomes a list of one part.
 
 use serde_json::{Value, json};
 
@@ -80,7 +81,7 @@ impl Default for SupportedShapes {
 }
 
 impl SupportedShapes {
-    pub(super) fn convert(self, mut message: Value) -> Value {
+    pub(super) fn convert(self, mut message: Value, image_text: Option<&str>) -> Value {
         let shape = match message["role"].as_str() {
             Some("system" | "developer") => self.system,
             Some("assistant") => self.assistant,
@@ -88,7 +89,7 @@ impl SupportedShapes {
             _ => self.user,
         };
         if let Some(content) = message.get_mut("content") {
-            shape.convert(content);
+            shape.convert(content, image_text);
         }
         if self.object_arguments
             && let Some(calls) = message.get_mut("tool_calls").and_then(Value::as_array_mut)
@@ -100,10 +101,10 @@ impl SupportedShapes {
 }
 
 impl ContentShape {
-    fn convert(self, content: &mut Value) {
+    fn convert(self, content: &mut Value, image_text: Option<&str>) {
         match content {
             Value::Array(parts) if !self.parts => {
-                if let Some(text) = joined(parts) {
+                if let Some(text) = joined(parts, image_text) {
                     *content = text.into();
                 }
             }
@@ -115,9 +116,10 @@ impl ContentShape {
     }
 }
 
-/// The concatenated texts; `None` if a part is not a text, which is left to the template.
-fn joined(parts: &[Value]) -> Option<String> {
-    parts.iter().map(|part| part["text"].as_str()).collect()
+/// The concatenated texts; `None` if a part is neither a text nor an image, which is left to the template.
+fn joined(parts: &[Value], image_text: Option<&str>) -> Option<String> {
+    let texts = parts.iter().map(|part| if part["type"] == "image" { image_text } else { part["text"].as_str() });
+    texts.collect()
 }
 
 /// Arguments that are not a JSON object, as small models may write them, stay a string.

@@ -97,6 +97,10 @@ fn content_is_converted_to_a_shape_that_the_template_supports() {
         ("<text>a<text>b".to_owned(), "<text>ab".to_owned())
     );
     assert_eq!((rendered(EITHER, &parts), rendered(EITHER, &string)), ("<text>a<text>b".to_owned(), "ab".to_owned()));
+    let image =
+        json!([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}, {"type": "image"}]}]);
+    let shown = ChatInputs { image_text: Some("<image>".to_owned()), ..inputs(image) };
+    assert_eq!(template(STRINGS).render_adapted(shown).unwrap(), "[user] <image>a<image></s>\n[assistant]");
 }
 
 #[test]

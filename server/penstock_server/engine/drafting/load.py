@@ -102,7 +102,7 @@ def _eagle(folder: Path, model: CausalModel, options: LoadOptions) -> HeadDrafte
         or model.embedding.project is not None
         or model.max_source_tokens
         or model.window_tokens
-        or options.max_adapters
+        or model.adapters is not None
     ):
         raise ConfigError(
             f"--speculative-model {folder}: an EAGLE-3 head reads a decoder on one rank, without adapters, projected "
