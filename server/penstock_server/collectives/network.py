@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed does not declare them for mypy
 
 from penstock_server.collectives.gathered import Gathered
 from penstock_server.config import Node
@@ -118,7 +119,7 @@ def meet(rank: int, size: int, rendezvous: str, node: Node) -> Network:
     return Network(rank, size, peers)
 
 
-def open_store(network: Network, rank: int, size: int, rendezvous: str, node: Node) -> dist.Store:
+def open_store(network: Network, rank: int, size: int, rendezvous: str, node: Node) -> Store:
     """The store of torch.distributed that connects the ranks. It listens where rank 0 does, at a port that the system
     chooses, and that the others learn over TLS. The store itself and NCCL have neither encryption nor authentication.
     rendezvous: as of `meet`. Raises ConfigError."""
@@ -133,11 +134,11 @@ def open_store(network: Network, rank: int, size: int, rendezvous: str, node: No
     return store
 
 
-def _store(host: str, port: int, size: int, listener: socket.socket | None = None) -> dist.Store:
+def _store(host: str, port: int, size: int, listener: socket.socket | None = None) -> Store:
     """listener: of the rank that has the store, which takes it over."""
     own: dict[str, Any] = {} if listener is None else {"is_master": True, "master_listen_fd": listener.detach()}
     try:
-        return dist.TCPStore(host, port, size, wait_for_workers=False, **own)
+        return TCPStore(host, port, size, wait_for_workers=False, **own)
     except dist.DistError as error:
         reason = str(error).strip().split("\n", 1)[0]
         raise ConfigError(f"the store of rank 0 at {host}:{port} was not reached: {reason}") from error

@@ -111,7 +111,7 @@ class HostBatch:
         return replace(
             self,
             query_starts=np.arange(self.num_tokens + 1, dtype=np.int32),
-            context_lens=self.context_lens[owners] - num_behind,
+            context_lens=(self.context_lens[owners] - num_behind).astype(np.int32, copy=False),
             block_tables=self.block_tables[owners],
             max_query_tokens=1,
             source_lens=None if self.source_lens is None else self.source_lens[owners],
