@@ -193,7 +193,7 @@ def measure(name: str, device: torch.device, options: Any, save: Callable[[dict[
     folder = write_model(size.config, Path(tempfile.mkdtemp()))
     Loader.read = read_random  # type: ignore[method-assign]
     Loader.quantized = lambda loader, *names: read_quantized(size.format, loader, *names)  # type: ignore[method-assign]
-    # A random model says nothing that an n-gram would find. These drafts take as long, apart from the search.
+    # N-grams find nothing in random text; these drafts skip the search.
     ngram.continuation = lambda history, most, least_match=0: history[:most]
     started = time.perf_counter()
     config = LoadConfig(folder, dtype="bfloat16", device=str(device), deterministic=size.deterministic)

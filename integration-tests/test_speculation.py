@@ -100,7 +100,8 @@ def medusa(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, l
     save_file(tensors, heads / "medusa_lm_head.safetensors")
     (heads / "config.json").write_text(json.dumps({"medusa_num_heads": 3, "medusa_num_layers": 1}))
     drafts = ["--speculate", "3", "--speculative-model", str(heads)]
-    server = start("--model-id", str(folder), "--dtype", "float32", *drafts)
+    pool = ["--max-batch-total-tokens", "256"]  # of one sequence at its longest
+    server = start("--model-id", str(folder), "--dtype", "float32", *drafts, *pool)
     yield server, text
     assert server.stop() == 0
 
@@ -130,6 +131,24 @@ def test_medusa_heads_that_know_the_text_save_steps_and_change_no_token(medusa: 
     with ThreadPoolExecutor(8) as threads:
         together = list(threads.map(lambda request: ask(server, "/generate", request).json, [body, other] * 4))
     assert [each["details"]["tokens"] for each in together] == [details["tokens"], drafted] * 4
+
+
+def test_preemption_and_shared_prefixes_change_no_token_of_drafts(medusa: tuple[Server, list[int]]) -> None:
+    """The pool holds one of two answers to a prompt, of one request, so that they run together."""
+    server, text = medusa
+    sampled = {"max_new_tokens": 200, "details": True, "ignore_eos": True, "do_sample": True, "top_k": 1}
+
+    def answers(**parameters: Any) -> list[Any]:
+        body = {"inputs": MEDUSA_PROMPT, "parameters": {**sampled, **parameters}}
+        details = ask(server, "/generate", body).json["details"]
+        return [details["tokens"], *(each["tokens"] for each in details.get("best_of_sequences") or ())]
+
+    (alone,) = answers()
+    assert [token["id"] for token in alone[: len(text)]] == text
+    names = "penstock_preemptions", "penstock_prefix_hit_tokens"
+    before = [metric(server, name) for name in names]
+    assert answers(best_of=2) == [alone] * 2
+    assert all(metric(server, name) > old for name, old in zip(names, before, strict=True))
 
 
 def test_a_worker_s_death_changes_no_token_of_medusa_heads(medusa: tuple[Server, list[int]]) -> None:
@@ -214,23 +233,19 @@ def told(answer: Any) -> tuple[dict[str, int], list[dict[str, int]]]:
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
 def test_every_route_tells_of_its_drafts(speculating: Server, path: str, body: dict[str, Any]) -> None:
+    """How many there are depends on the times of steps."""
     names = "penstock_draft_tokens", "penstock_accepted_draft_tokens"
-
-    def has_right_drafts() -> bool:
-        before = [metric(speculating, name) for name in names]
-        answer = events(speculating, path, body) if "stream" in body else ask(speculating, path, body).json
-        verified, accepted = (metric(speculating, name) - old for name, old in zip(names, before, strict=True))
-        counts, drafts = told(answer)
-        assert counts == {"verified": verified, "accepted": accepted}
-        if "return_drafts" in str(body):
-            assert sum(draft["verified"] for draft in drafts) == verified
-            assert sum(draft["accepted"] for draft in drafts) == accepted
-            ends = [draft["token_index"] + draft["accepted"] for draft in drafts]
-            assert all(end < draft["token_index"] for end, draft in zip(ends, drafts[1:], strict=False))
-            assert all(end <= 24 for end in ends)
-        return accepted > 0
-
-    wait_until(has_right_drafts, "drafts are right")
+    before = [metric(speculating, name) for name in names]
+    answer = events(speculating, path, body) if "stream" in body else ask(speculating, path, body).json
+    verified, accepted = (metric(speculating, name) - old for name, old in zip(names, before, strict=True))
+    counts, drafts = told(answer)
+    assert counts == {"verified": verified, "accepted": accepted}
+    if "return_drafts" in str(body):
+        assert sum(draft["verified"] for draft in drafts) == verified
+        assert sum(draft["accepted"] for draft in drafts) == accepted
+        ends = [draft["token_index"] + draft["accepted"] for draft in drafts]
+        assert all(end < draft["token_index"] for end, draft in zip(ends, drafts[1:], strict=False))
+        assert all(end <= 24 for end in ends)
 
 
 def test_a_worker_s_death_changes_no_token(speculating: Server) -> None:

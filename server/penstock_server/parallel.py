@@ -86,9 +86,8 @@ class RankGroup:
             network = meet(rank, size, rendezvous, node)
             if not node.uses_gpu:
                 return cls(rank, size, network, is_same_processor(network, native), local_size=node.local_size)
-            dist.init_process_group(
-                backend, store=open_store(network, rank, size, rendezvous), rank=rank, world_size=size
-            )
+            store = open_store(network, rank, size, rendezvous, node)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size)
             gpus = connect(rank, size, native) if node.local_size == size else Distributed()
             return cls(rank, size, gpus, computes_alike(gpus), local_size=node.local_size)
         dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=size)

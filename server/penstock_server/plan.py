@@ -204,7 +204,7 @@ class StepTiming:
     forward_s: float = 0.0
     sample_s: float = 0.0
     idle_s: float = 0.0
-    draft_s: float = 0.0  # part of prepare_s
+    draft_s: float = 0.0  # part of prepare_s on a CPU; on a GPU, the time in which it waits because of drafts
 
 
 @dataclass(frozen=True, slots=True)

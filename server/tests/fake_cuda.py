@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from late_device import LateEvent
 from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine, transfer
 from penstock_server.kernels import triton_device
@@ -87,17 +88,8 @@ class Recorder(TorchDispatchMode):
         return result
 
 
-class FakeEvent:
-    """Stands in for an event of CUDA."""
-
-    def __init__(self, *, timed: bool = False) -> None:
-        pass
-
-    def elapsed_time(self, end: FakeEvent) -> float:
-        return 0.0
-
-    def synchronize(self) -> None:
-        pass
+class FakeEvent(LateEvent):
+    """Stands in for an event of CUDA that nothing keeps waiting."""
 
     def query(self) -> bool:
         return True

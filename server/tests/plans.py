@@ -35,7 +35,7 @@ class Output:
     tokens: Sequence[Token] = ()
     prompt_tokens: Sequence[Token] = ()
     error: str = ""
-    request_is_at_fault: bool = False
+    fault: Fault | None = None  # of a failed sequence
 
 
 def columns(advances: Sequence[Advance]) -> Advances:
@@ -67,9 +67,7 @@ def outputs(result: StepResult, plan: Plan) -> list[Output]:
         by_id.setdefault(sequence_id, Output(sequence_id)).prompt_tokens = listed(tokens)
     for failure in result.failures:
         assert failure.sequence_id not in by_id, "a failed sequence has no other output"
-        by_id[failure.sequence_id] = Output(
-            failure.sequence_id, error=failure.reason, request_is_at_fault=failure.fault is Fault.REQUEST
-        )
+        by_id[failure.sequence_id] = Output(failure.sequence_id, error=failure.reason, fault=failure.fault)
     return [by_id[sequence_id] for sequence_id in plan.advances.sequence_ids.tolist() if sequence_id in by_id]
 
 

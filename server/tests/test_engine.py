@@ -294,7 +294,11 @@ def test_warm_up_allocates_the_default_pool() -> None:
     engine, description = Engine.load(LoadConfig(Path("nowhere"), BLOCK_TOKENS), load_model=load_fake)
     assert isinstance(engine.model, FakeModel)
     engine.model.kv_bytes_per_block = 1 << 24
+    served: list[tuple[int, int]] = []
+    engine.model.serve_up_to = lambda num: served.append((num, engine.model.num_steps))  # type: ignore[method-assign]
     capacity = engine.warm_up(WarmUpConfig(16, 4))
+    assert served[0][0] >= served[-1][0]
+    assert served[0][1] == 0, "what it writes takes part in the measurement"
     longest_bytes = engine.model.max_position_tokens // BLOCK_TOKENS << 24
     assert 1 <= capacity.num_blocks <= memory.default_cap_bytes(longest_bytes) >> 24
     assert len(engine.model.cache) == capacity.num_blocks

@@ -34,10 +34,10 @@ from penstock_server.grammar import state
 from penstock_server.grammar.compiler import GrammarCompiler
 from penstock_server.grammar.language import MAX_TEXT_BYTES, build_matcher
 from penstock_server.grammar.start import build_start
-from penstock_server.grammar.state import GRAMMAR_ENDED, GrammarStates
+from penstock_server.grammar.state import GRAMMAR_ENDED, GrammarStates, Refusal
 from penstock_server.grammar.trial import Trial
 from penstock_server.grammar.vocabulary import fast_vocabulary, read_vocabulary, small_vocabulary
-from penstock_server.plan import Grammar, NewSequence, Plan, Sampling
+from penstock_server.plan import Fault, Grammar, NewSequence, Plan, Sampling
 
 SCHEMAS = sorted((Path(__file__).parent / "schemas").glob("*.json"))
 VOCAB = 49152
@@ -264,8 +264,10 @@ def test_too_many_concurrent_grammars_are_refused(compiler: GrammarCompiler, mon
         assert [future.exception() for future in waiting if future is not refused] == [None] * 3
 
 
-def test_a_model_without_a_usable_tokenizer_refuses_grammars(tmp_path: Path) -> None:
-    for reason in (r"no tokenizer\.json", "tokenizer cannot be constrained"):
+def test_a_model_without_a_usable_tokenizer_refuses_grammars(tmp_path: Path, small_folder: Path) -> None:
+    complete = (small_folder / "tokenizer.json").read_text().replace("<other>", "<|end of a grammar|>")
+    cases = (r"no tokenizer\.json", "{}"), ("tokenizer cannot be", complete), ("its tokenizer takes no further one", "")
+    for reason, following in cases:
         compiler = GrammarCompiler(tmp_path, 40)
         for _ in range(2):
             with pytest.raises(GrammarError, match=reason):
@@ -275,7 +277,7 @@ def test_a_model_without_a_usable_tokenizer_refuses_grammars(tmp_path: Path) -> 
         assert (compiler.vocab_size, compiler.eos_ids) == (0, ())
         assert not compiler.rehearse(Grammar("regex", "a"))
         compiler.close()
-        (tmp_path / "tokenizer.json").write_text("{}")
+        (tmp_path / "tokenizer.json").write_text(following)
 
 
 def test_all_eos_tokens_of_the_folder_are_used(tmp_path: Path) -> None:
@@ -295,7 +297,7 @@ def test_there_may_be_fewer_or_more_logits_than_tokens(small_folder: Path, vocab
 
 def masks_of(
     states: GrammarStates, sequence_ids: list[int], drafts: dict[int, list[int]] | None = None
-) -> tuple[np.ndarray, dict[int, str]]:
+) -> tuple[np.ndarray, dict[int, Refusal]]:
     masks = states.start(sequence_ids, [(drafts or {}).get(sequence_id, []) for sequence_id in sequence_ids])
     words, errors = masks.finish()
     bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
@@ -448,7 +450,7 @@ def test_without_eos_tokens_a_complete_grammar_says_so_and_token_0_is_text(tmp_p
     assert [set(np.flatnonzero(row)) for row in bits] == [{0}, set(), {0, 35}, set()]
     assert errors == {
         1: GRAMMAR_ENDED,
-        3: "the grammar allows no further token: it matches only the empty text",
+        3: Refusal("the grammar allows no further token: it matches only the empty text", Fault.REQUEST),
     }
     states.chosen([1], [0])
     assert states.forced(1, 8) == []
@@ -466,8 +468,8 @@ def test_a_broken_grammar_or_token_fails_only_its_sequence(compiler: GrammarComp
     ids = [1, 2, 20, 3, 4, 21, 5, 6, 7, 8]
     bits, errors = masks_of(states, ids)
     assert sorted(errors) == [2, 5]
-    assert "unclosed group" in errors[2]
-    assert "the generated tokens do not match the grammar" in errors[5]
+    assert "unclosed group" in errors[2].reason
+    assert "the generated tokens do not match the grammar" in errors[5].reason
     assert not bits[[2, 5]].any()  # so that these rows fail on every rank
     expected, _ = masks_of(alone, list(range(1, 9)))
     assert (np.delete(bits, [2, 5], axis=0) == expected).all()

@@ -63,9 +63,9 @@ class Answer:
         self._states.apply(Plan(1, (), [new]))
 
     def allowed(self) -> set[int]:
-        words, errors = self._states.start([1], [[]]).finish()
-        if errors:
-            raise GrammarError(errors[0])
+        words, refusals = self._states.start([1], [[]]).finish()
+        if refusals:
+            raise GrammarError(refusals[0].reason)
         return set(np.flatnonzero(np.unpackbits(words[0].view(np.uint8), bitorder="little")).tolist())
 
     def choose(self, token_id: int) -> None:

@@ -23,8 +23,8 @@ from penstock_server.engine.graphs import Bucket, StepGraphs, buckets, context_b
 from penstock_server.engine.host_batch import HostAdapters, HostBatch
 from penstock_server.engine.memory import Memory
 from penstock_server.engine.sequence import TableLimits
-from penstock_server.plan import NewSequence
-from plans import Advance, listed, plan
+from penstock_server.plan import NewSequence, Sampling
+from plans import Advance, listed, plan, step
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -135,6 +135,17 @@ def test_a_step_with_drafts_replays_the_graph_of_as_many_rows(
         assert result.sequence_ids.tolist() == [0] + [1] * (num_tokens - 1)
         tokens = [token.id for token in (*found, *listed(result.sampled))]
         assert tokens == [expected[0]] * 2 + expected[1:2] + expected[1:num_tokens]
+
+
+def test_a_prompt_whose_rows_are_all_outputs_replays_a_graph(device: FakeDevice) -> None:
+    found = []
+    for sizes, replayed in (((2, 4), [4]), ((0,), [])):
+        engine = ready(sizes)
+        device.replayed.clear()
+        new = NewSequence(1, [21, 22, 23], 3, 0, range(3), Sampling(prompt_logprobs=True, top_n=2))
+        found.append(step(engine, plan(1, (), [new], [Advance(1, 3, sample=True)])))
+        assert device.replayed == replayed
+    assert found[0] == found[1]
 
 
 def test_tokens_become_sequences_whose_contexts_end_with_them() -> None:

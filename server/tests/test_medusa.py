@@ -17,6 +17,7 @@ from penstock_server.engine import Engine
 from penstock_server.engine.drafting import medusa
 from penstock_server.engine.drafting.interface import SentDrafter
 from penstock_server.engine.drafting.medusa import WEIGHTS_NAME, HeadKernels, Heads, MedusaDrafter, read_heads
+from penstock_server.engine.sequence import SequenceTable, TableLimits
 from penstock_server.errors import ConfigError
 from penstock_server.kernels.native_build import find_build
 from penstock_server.parallel import RankGroup
@@ -92,6 +93,23 @@ def test_a_sequence_that_returns_has_drafts_after_its_next_token() -> None:
     assert [token.id for token in output.tokens] == expected[2:3]
     (output,) = driver.run([Advance(1, 1, sample=True, num_draft_tokens=3)])
     assert [token.id for token in output.tokens] == expected[3:7]
+
+
+def test_outputs_are_kept_in_one_place_for_each_sequence() -> None:
+    drafter = MedusaDrafter(knowing(list(range(20, 30)), 1))
+    for num_rows in (2, 4):  # the table has grown
+        limits = TableLimits(VOCAB, BLOCK_TOKENS, 8, 64, num_rows)
+        table = SequenceTable(limits)
+        for row in range(num_rows):
+            table.add(NewSequence(row, [20 + row], 1, block_ids=[row]))
+        rows = table.rows(range(num_rows))
+        for _ in range(3):
+            drafter.observe(table, rows, table.known[rows], torch.arange(20.0, 20 + num_rows)[:, None])
+        assert drafter._outputs.shape == (num_rows, 1)
+        drafts = drafter.draft(table, rows, np.ones(num_rows, np.int64))
+        assert [draft.tolist() for draft in drafts] == [[21 + row] for row in range(num_rows)]
+    drafter.clear()
+    assert [len(draft) for draft in drafter.draft(table, rows, np.ones(num_rows, np.int64))] == [0] * num_rows
 
 
 def test_a_draft_ends_where_its_tokens_are_too_unlikely() -> None:

@@ -53,7 +53,7 @@ def options_of(folder: Path, dtype: torch.dtype = torch.float32, **options: Any)
 def load(options: LoadOptions, group: RankGroup | None = None) -> tuple[Decoder, HeadDrafter]:
     group = group or RankGroup()
     model = load_model(options, group)
-    drafter = load_drafter(None, model, options, load_model, group, can_draft=True)
+    drafter = load_drafter(None, model, options, load_model, group)
     assert isinstance(model, Decoder)
     assert isinstance(drafter, HeadDrafter)
     return model, drafter
@@ -201,7 +201,7 @@ def test_a_checkpoint_without_the_layer_drafts_with_ngrams(reference: Reference,
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     options = options_of(tmp_path)
     model = load_model(options, RankGroup())
-    drafter = load_drafter(None, model, options, load_model, RankGroup(), can_draft=True)
+    drafter = load_drafter(None, model, options, load_model, RankGroup())
     assert isinstance(drafter, NgramDrafter)
 
 

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 from collections import deque
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from fake_model import POISON, FakeModel, continuation
+from fake_model import BLOCK_TOKENS, POISON, FakeModel, continuation
+from grammar_walk import WORDS, write_small_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from paired_ranks import CPU, PairedGroup, paired_engines
 from penstock_server.config import WarmUpConfig
-from penstock_server.engine import speculation
+from penstock_server.engine import Engine, speculation
 from penstock_server.engine.batch import select
 from penstock_server.engine.drafting import ngram
 from penstock_server.engine.drafting.interface import Drafter
+from penstock_server.engine.drafting.load import load_drafter
 from penstock_server.engine.drafting.ngram import NgramDrafter
 from penstock_server.engine.drafting.ngram import continuation as draft_of
 from penstock_server.engine.sequence import SequenceTable, TableLimits
 from penstock_server.engine.step import BROKEN_LOGITS
-from penstock_server.errors import PlanError
+from penstock_server.errors import ConfigError, PlanError
+from penstock_server.grammar.compiler import GrammarCompiler
+from penstock_server.grammar.state import GRAMMAR_ENDED
+from penstock_server.models import load_model
+from penstock_server.models.interface import LoadOptions
+from penstock_server.parallel import RankGroup, Stage
 from penstock_server.plan import Grammar, NewSequence, Sampling
 from plans import Advance, columns, plan
 from test_engine import LIMITS, Driver, prompt_of, ready_engine
@@ -126,6 +134,26 @@ def test_a_sequence_fails_at_the_token_at_which_it_fails_without_drafts(monkeypa
     propose(monkeypatch, [])
     (output,) = driver.run([Advance(1, 1, sample=True, num_draft_tokens=2)])
     assert output.error == BROKEN_LOGITS
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 3])
+def test_a_sequence_whose_grammar_has_ended_is_over_without_a_fault(num_draft_tokens: int, tmp_path: Path) -> None:
+    """The model has no EOS token, so no token says so. A draft may complete the grammar."""
+    write_small_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    compiler = GrammarCompiler(tmp_path, FakeModel().vocab_size)
+    engine = Engine(FakeModel(), RankGroup(), CPU, BLOCK_TOKENS, compiler=compiler)
+    engine.warm_up(LIMITS)
+    compiler.compile(Grammar("regex", "1001"))
+    driver = Driver(engine)
+    start(driver, prompt_of(1, 5), Sampling(grammar=Grammar("regex", "1001")))
+    for _ in range(4):
+        (output,) = driver.run([Advance(1, 1, sample=True, num_draft_tokens=num_draft_tokens)])
+        if output.error:
+            break
+    assert (output.error, output.fault) == GRAMMAR_ENDED
+    assert "".join(WORDS[token] for token in driver.tokens[1]) == "1001"
+    engine.close()
 
 
 def test_ranks_keep_the_same_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,6 +272,26 @@ def test_a_plan_with_too_many_drafts_is_refused() -> None:
     start(driver, prompt_of(1, 5))
     with pytest.raises(PlanError, match="1 advances and 8 draft tokens, at most 8 are allowed"):
         driver.run([Advance(1, 1, sample=True, num_draft_tokens=8)])
+
+
+@pytest.mark.parametrize(
+    ("attributes", "num_stages", "reason"),
+    [
+        ({"pooler": object()}, 1, "fake generates no tokens"),
+        ({}, 2, "the model has 2 pipeline stages; leave the flag out, or --pipeline-parallel-size"),
+        ({"is_row_independent": False}, 1, "fake runs on transformers; leave the flag out"),
+    ],
+)
+def test_a_drafter_that_cannot_be_used_is_refused_with_the_reason(
+    attributes: dict[str, Any], num_stages: int, reason: str
+) -> None:
+    model = FakeModel()
+    model.architecture = "fake"
+    for name, value in attributes.items():
+        setattr(model, name, value)
+    options = LoadOptions(Path("nowhere"), torch.float32, CPU, BLOCK_TOKENS)
+    with pytest.raises(ConfigError, match=f"--speculative-model heads: no drafts are verified here, because {reason}"):
+        load_drafter(Path("heads"), model, options, load_model, RankGroup(stage=Stage(0, num_stages)))
 
 
 def test_a_model_whose_rows_depend_on_the_batch_verifies_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:

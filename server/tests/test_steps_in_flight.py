@@ -20,7 +20,7 @@ from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine, graphs
 from penstock_server.engine.drafting import ngram
 from penstock_server.engine.step import BROKEN_LOGITS, Pending
-from penstock_server.plan import Fault, NewSequence, Plan, Sampling, StepResult
+from penstock_server.plan import NewSequence, Plan, Sampling, StepResult
 from plans import Advance, plan
 from plans import listed as plain_tokens
 
@@ -56,12 +56,13 @@ def engine(request: pytest.FixtureRequest, engines: dict[bool, Engine]) -> Engin
     return engines[request.param]
 
 
-def make_engine(has_graphs: bool) -> Engine:
+def make_engine(has_graphs: bool, **options: Any) -> Engine:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FakeModel, "is_recordable", has_graphs)
         patch.setattr("penstock_server.engine.engine.CudaRecorder", lambda: record_eagerly)
         patch.setattr(graphs, "FIRST_CONTEXT_TOKENS", 8)
-        engine, _ = Engine.load(LoadConfig(Path("nowhere"), BLOCK_TOKENS, dtype="float32"), load_model=load_fake)
+        config = LoadConfig(Path("nowhere"), BLOCK_TOKENS, dtype="float32", **options)
+        engine, _ = Engine.load(config, load_model=load_fake)
         engine.warm_up(WarmUpConfig(max_step_tokens=64, max_step_sequences=8, num_blocks=NUM_BLOCKS, proven=True))
     return engine
 
@@ -115,7 +116,7 @@ def listed(result: StepResult) -> Any:
     def tokens(found: Any) -> Any:
         return found.ids.tolist(), found.logprobs.tolist(), dict(found.tops)
 
-    failures = {failure.sequence_id: (failure.reason, failure.fault is Fault.REQUEST) for failure in result.failures}
+    failures = {failure.sequence_id: (failure.reason, failure.fault) for failure in result.failures}
     prompts = {sequence_id: tokens(found) for sequence_id, found in result.prompts.items()}
     return result.step, result.sequence_ids.tolist(), tokens(result.sampled), prompts, failures
 
@@ -179,11 +180,16 @@ def test_drafts_change_nothing_at_any_depth(engine: Engine, seed: int, max_in_fl
         assert found[sequence_id][: len(tokens)] == tokens
 
 
+@pytest.fixture
+def right_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = lambda history, most: np.array(continuation(history.tolist(), most), np.int32)  # noqa: E731
+    monkeypatch.setattr(ngram, "continuation", right)
+
+
+@pytest.mark.usefixtures("right_drafts")
 def test_a_step_with_drafts_waits_only_for_earlier_steps_and_is_timed(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = lambda history, most: np.array(continuation(history.tolist(), most), np.int32)  # noqa: E731
-    monkeypatch.setattr(ngram, "continuation", right)
     engine.reset()
     text, before_model = [21, 22, 23], list[int]()
     monkeypatch.setattr(engine.model, "started", Mock(set=lambda: before_model.append(LateEvent.num_waits)))
@@ -197,6 +203,36 @@ def test_a_step_with_drafts_waits_only_for_earlier_steps_and_is_timed(
     tokens = [token for result in results for token in result.sampled.ids.tolist()]
     assert tokens == continuation(text, len(tokens))
     assert [result.timing.draft_s for result in results] == [0.0, 0.0025, 0.0025, 0.0]
+
+
+@pytest.mark.usefixtures("right_drafts")
+def test_a_step_behind_drafts_may_have_no_result(engine: Engine) -> None:
+    """Only a part of a prompt: nothing of it is awaited, and its time of waiting is read."""
+    engine.reset()
+    new = NewSequence(1, [21, 22, 23], 3, 0, range(8))
+    pending = [engine.launch(plan(1, (), [new], [Advance(1, 3, sample=True)]))]
+    pending.append(engine.launch(plan(2, advances=[Advance(1, 1, (), True, 3)])))
+    chunk = NewSequence(2, [31, 32, 33], 3, 0, range(8, 16))
+    pending.append(engine.launch(plan(3, (), [chunk], [Advance(2, 2)])))
+    results = [engine.collect(each) for each in pending]
+    assert [result.timing.draft_s for result in results] == [0.0, 0.0025, 0.0025]
+    assert not len(results[2].sequence_ids)
+
+
+def test_an_end_awaits_only_steps_that_sample_for_the_sequence() -> None:
+    """Its answer becomes a source of drafts, so its tokens must be known."""
+    engine = make_engine(has_graphs=False, recent_answer_tokens=100)
+    new = [NewSequence(i, [21, 22], 2, 0, range(8 * i, 8 * i + 8)) for i in range(3)]
+    pending = [engine.launch(plan(1, (), new, [Advance(i, 2, sample=True) for i in range(3)]))]
+    pending.append(engine.launch(plan(2, advances=[Advance(i, 1, sample=True) for i in (1, 2)])))
+    LateEvent.num_waits = 0
+    pending.append(engine.launch(plan(3, [0], advances=[Advance(2, 1, sample=True)])))
+    assert LateEvent.num_waits == 1, "for the first step"
+    pending.append(engine.launch(plan(4, [1], advances=[Advance(2, 1, sample=True)])))
+    assert LateEvent.num_waits == 2, "for the second one"
+    results = [engine.collect(each) for each in pending]
+    assert [int(result.sampled.ids[-1]) for result in results] == continuation([21, 22], 4)
+    assert [result.timing.draft_s for result in results] == [0.0, 0.0, 0.0025, 0.0025], "the scheduler learns of it"
 
 
 @settings(max_examples=20, deadline=None)

@@ -136,9 +136,13 @@ def test_ranks_on_several_machines_get_the_same_tensors_in_the_order_of_the_rank
 
 
 def test_ranks_on_gpus_of_several_machines_meet_at_a_store_whose_port_they_learn_over_tls(tls: Tls) -> None:
-    networks = together([tls] * 3, [TOKEN] * 3)
+    networks, node = together([tls] * 3, [TOKEN] * 3), Node(0, 1, ("127.0.0.1", 1), tls, TOKEN)
     with ThreadPoolExecutor(3) as threads:
-        stores = list(threads.map(lambda rank: open_store(networks[rank], rank, 3, "tls://127.0.0.1:1"), range(3)))
+        stores = list(
+            threads.map(lambda rank: open_store(networks[rank], rank, 3, "tls://127.0.0.1:1", node), range(3))
+        )
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.2", stores[0].port))  # it listens at the address of rank 0 alone
     stores[1].set("a key", "a value")
     assert [store.get("a key") for store in stores] == [b"a value"] * 3
 

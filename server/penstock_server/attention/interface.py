@@ -5,14 +5,13 @@ INVARIANT: an implementation owns the layout of its caches. No other code looks 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
 from penstock_server.attention.fp8 import KvScales
-from penstock_server.vision.encoded import ImageStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +64,22 @@ class StepBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class WrittenImage:
+    """An image whose keys and values a step writes."""
+
+    states: Tensor  # [states, hidden]
+    # By the place of each layer that attends to images, [states, 2 * kv heads, head_dim]. None: the step computes them.
+    kv: Mapping[int, Tensor] | None
+
+
+@dataclass(frozen=True, slots=True)
 class CrossAttentionImages:
     """The states of images that tokens of a step attend to, whose keys and values are in a pool of their own."""
 
     rows: Tensor  # [rows] int64: the step's tokens that see images
     # Of these rows. A sequence of it is adjacent rows that see the same states, which are its source.
     batch: StepBatch
-    written: Sequence[ImageStates]  # of images whose keys and values the step writes first
+    written: Sequence[WrittenImage]  # before any row attends
     slots: Tensor  # [states] int64 in the pool of images, of all states in `written`
 
 

@@ -13,10 +13,12 @@ import struct
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed does not declare them for mypy
 
 from penstock_server.collectives.gathered import Gathered
 from penstock_server.config import Node
@@ -117,16 +119,29 @@ def meet(rank: int, size: int, rendezvous: str, node: Node) -> Network:
     return Network(rank, size, peers)
 
 
-def open_store(network: Network, rank: int, size: int, rendezvous: str) -> dist.Store:
-    """The store of torch.distributed that connects the ranks, on the machine of rank 0. rendezvous: as of `meet`. Its
-    port comes over TLS. The store itself and NCCL have neither encryption nor authentication."""
+def open_store(network: Network, rank: int, size: int, rendezvous: str, node: Node) -> Store:
+    """The store of torch.distributed that connects the ranks. It listens where rank 0 does, at a port that the system
+    chooses, and that the others learn over TLS. The store itself and NCCL have neither encryption nor authentication.
+    rendezvous: as of `meet`. Raises ConfigError."""
     host, _ = _addresses(rendezvous)[0]
     port = torch.zeros(1, dtype=torch.int64)
     if rank > 0:
-        return dist.TCPStore(host, int(network.broadcast(port).item()), size, is_master=False)
-    store = dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
-    network.broadcast(port.fill_(store.port))
+        return _store(host, int(network.broadcast(port).item()), size)
+    with _listen((node.listen[0], 0)) as listener:
+        port.fill_(listener.getsockname()[1])
+        store = _store(host, int(port.item()), size, listener)
+    network.broadcast(port)
     return store
+
+
+def _store(host: str, port: int, size: int, listener: socket.socket | None = None) -> Store:
+    """listener: of the rank that has the store, which takes it over."""
+    own: dict[str, Any] = {} if listener is None else {"is_master": True, "master_listen_fd": listener.detach()}
+    try:
+        return TCPStore(host, port, size, wait_for_workers=False, **own)
+    except dist.DistError as error:
+        reason = str(error).strip().split("\n", 1)[0]
+        raise ConfigError(f"the store of rank 0 at {host}:{port} was not reached: {reason}") from error
 
 
 def _addresses(rendezvous: str) -> list[tuple[str, int]]:

@@ -76,11 +76,13 @@ class CapacityProbe:
             with clock.phase("measure memory"):
                 free = memory.MemoryMeter(self.device).measure()
             hoped_blocks = memory.usable_bytes(free, share) // per_block
+        hoped_blocks = self.group.minimum_of_all(max(1, hoped_blocks))
+        self.serve_up_to(self.longest_in(hoped_blocks, config))  # first, so that what it writes counts
         worst = warmup.WorstStep(
             config.max_step_tokens,
             config.max_step_sequences,
             longest,
-            self.contexts_in(self.group.minimum_of_all(max(1, hoped_blocks)), longest),
+            self.contexts_in(hoped_blocks, longest),
             self.block_tokens,
             max_source_tokens=self.model.max_source_tokens,
             max_answer_tokens=self.model.max_position_tokens - self.model.max_source_tokens,
@@ -133,6 +135,13 @@ class CapacityProbe:
         self.model.allocate_cache(num_blocks)
         if self.pooled_drafter is not None:
             self.pooled_drafter.allocate_cache(num_blocks)
+
+    def serve_up_to(self, max_sequence_tokens: int) -> None:
+        """Prepares both models for sequences up to this length."""
+        self.model.serve_up_to(max_sequence_tokens)
+        if self.pooled_drafter is not None:
+            drafting = self.pooled_drafter.model
+            drafting.serve_up_to(min(max_sequence_tokens, drafting.max_position_tokens))
 
     @property
     def standby_bytes(self) -> int:

@@ -28,7 +28,7 @@ from penstock_server.engine.device import (
 )
 from penstock_server.engine.device_progress import DeviceProgress
 from penstock_server.engine.drafting.interface import Drafter
-from penstock_server.engine.drafting.load import load_drafter
+from penstock_server.engine.drafting.load import drafting_refusal, load_drafter
 from penstock_server.engine.drafting.ngram import NgramDrafter
 from penstock_server.engine.drafting.pooled import PooledDrafter
 from penstock_server.engine.graphs import Bucket, CudaRecorder, StepGraphs, buckets, needed_bytes
@@ -57,13 +57,6 @@ from penstock_server.vision.encoder import ImageEncoder
 logger = logging.getLogger(__name__)
 
 _MAX_MASK_THREADS = 8
-
-
-def _can_draft(model: CausalModel, group: RankGroup) -> bool:
-    """Whether steps may verify drafts. These change no bit if rows are independent; otherwise, on a GPU, no more than
-    another sequence in the batch does. Only the last of several pipeline stages knows which drafts are right."""
-    is_fit = model.is_row_independent or model.is_recordable
-    return is_fit and model.pooler is None and group.stage.size == 1
 
 
 def _image_input(images: ImageEncoder | None, *, has_adapter: bool) -> ImageInput | None:
@@ -153,12 +146,11 @@ class Engine:
                 with clock.phase("read vocabulary"):
                     wait([compiler.read()])
         watermark = Watermark.of(model.vocab_size, config.watermark_gamma, config.watermark_delta)
-        can_draft = _can_draft(model, group)
 
         def read_drafter() -> Drafter:
             phase = nullcontext() if config.speculative_model is None else clock.phase("load drafter")
             with phase, torch.inference_mode():
-                return load_drafter(config.speculative_model, model, options, load_model, group, can_draft=can_draft)
+                return load_drafter(config.speculative_model, model, options, load_model, group)
 
         drafter = run_in_background(read_drafter) if config.background else read_drafter()
         draft_kv_bytes = drafter.kv_bytes_per_block if isinstance(drafter, PooledDrafter) else 0
@@ -178,7 +170,7 @@ class Engine:
             max_source_tokens=model.max_source_tokens,
             pooling=None if model.pooler is None else model.pooler.pooling,
             num_dimensions=0 if model.pooler is None else model.pooler.num_dimensions,
-            can_draft=can_draft,
+            can_draft=not drafting_refusal(model, group),
             drafts_with_model=not drafter.is_lookup,
             image_input=_image_input(
                 model.images, has_adapter=model.adapters is not None and model.adapters.own is not None
@@ -272,7 +264,7 @@ class Engine:
                 )
             if not self._group.stage.is_last:
                 return RelayRunner(model, self._device, config, table, self.progress, self._offload)
-            drafter = self._drafter if _can_draft(model, self._group) else None
+            drafter = None if drafting_refusal(model, self._group) else self._drafter
             return StepRunner(
                 model,
                 self._group,
@@ -331,9 +323,7 @@ class Engine:
             self._backing = memory.touch_pages_in_background([*probe.caches, *slots])
             return_free_pages()
         longest = probe.longest_in(num_blocks, config)
-        self.model.serve_up_to(longest)
-        if self._pooled_drafter is not None:
-            self._pooled_drafter.model.serve_up_to(min(longest, self._pooled_drafter.model.max_position_tokens))
+        probe.serve_up_to(longest)
         graphs = None
         if has_graphs:
             with clock.phase("record graphs"):

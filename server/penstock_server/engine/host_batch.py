@@ -11,9 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock_server.attention.interface import CrossAttentionImages, StepAdapters, StepBatch
+from penstock_server.attention.interface import CrossAttentionImages, StepAdapters, StepBatch, WrittenImage
 from penstock_server.engine.transfer import Put, Upload
-from penstock_server.vision.encoded import ImageStates
 
 Rows = npt.NDArray[np.int64]
 Lengths = npt.NDArray[np.int32]
@@ -48,7 +47,7 @@ class HostCrossAttentionImages:
 
     rows: Rows
     batch: HostBatch
-    written: Sequence[ImageStates]  # on the device
+    written: Sequence[WrittenImage]  # on the device
     slots: Rows
 
     def put(self, put: Put) -> CrossAttentionImages:
@@ -91,7 +90,8 @@ class HostBatch:
 
     @property
     def is_decode(self) -> bool:
-        """Whether each token gives an output, and attends to those before it: decodes, with or without draft tokens."""
+        """Whether each token gives an output, and attends to those before it: decodes, with or without draft tokens,
+        and chunks of prompts whose logprobs are asked for."""
         has_images = self.image_places is not None or self.ends is not None
         return (
             not has_images
@@ -111,7 +111,7 @@ class HostBatch:
         return replace(
             self,
             query_starts=np.arange(self.num_tokens + 1, dtype=np.int32),
-            context_lens=self.context_lens[owners] - num_behind,
+            context_lens=(self.context_lens[owners] - num_behind).astype(np.int32, copy=False),
             block_tables=self.block_tables[owners],
             max_query_tokens=1,
             source_lens=None if self.source_lens is None else self.source_lens[owners],

@@ -26,7 +26,7 @@ from penstock_server.engine.sampling import (
 )
 from penstock_server.errors import ImageError
 from penstock_server.models.adapter import Adapters
-from penstock_server.plan import Adapter, Failure, Fault, ImageSpan, NewSequence, Sampling
+from penstock_server.plan import Adapter, Failure, ImageSpan, NewSequence, Sampling
 from penstock_server.vision.encoder import ImageEncoder, PlacedImage
 
 
@@ -124,14 +124,14 @@ class SequenceTable:
         if sequence_id in self._failures:
             return
         images: list[PlacedImage] = []
-        reason, fault = self._refusal(new), Fault.SERVER
+        reason = self._refusal(new)
         if not reason and new.images:
             try:
                 images, reason = self._place(new)
-            except ImageError as error:
-                reason, fault = str(error), Fault.REQUEST
+            except ImageError as error:  # they were encoded before, and the scheduler has kept room for them
+                reason = str(error)
         if reason:
-            self._failures[sequence_id] = Failure(sequence_id, reason, fault)
+            self._failures[sequence_id] = Failure(sequence_id, reason)
             return
         if not self._free_rows:
             self._grow()

@@ -6,8 +6,8 @@ grammar, bad words of several tokens) make `launch` wait for the tokens of earli
 the model. On a CPU, `launch` does all the work.
 
 Drafts continue tokens that the host knows. So a step with drafts waits for the steps before it, and the step after it
-waits to learn which drafts were right: its positions depend on that. What a GPU computes nothing in meanwhile counts as
-the time of making drafts, so that the router drafts only where that pays.
+waits to learn which drafts were right: its positions depend on that. The time in which the GPU idles counts as time of
+making drafts, so that the router drafts only where that pays.
 
 All that a step needs of the host is copied to the device at once, before the model starts, and all its results at once
 after it. What rows read of their history follows in a second copy.
@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +45,7 @@ from penstock_server.engine.sequence import SequenceTable
 from penstock_server.engine.speculation import drafts_of, keep_right_drafts, with_drafts, with_forced_tokens
 from penstock_server.engine.stream import apply_changes, check_plan
 from penstock_server.engine.transfer import Download, Fetched, Put, Upload
-from penstock_server.grammar.state import GRAMMAR_ENDED, NO_MASKS, GrammarStates, Masks
+from penstock_server.grammar.state import NO_MASKS, GrammarStates, Masks, Refusal
 from penstock_server.models.interface import CausalModel
 from penstock_server.parallel import RankGroup
 from penstock_server.plan import NO_TOKENS, Failure, Fault, Plan, StepResult, StepTiming, Tokens
@@ -70,13 +71,19 @@ class Pending:
     host_verdict: Fetched | None = None
     logprobs: Fetched | None = None  # [samples]
     alternatives: Sequence[Alternatives] = ()  # of the samples that asked for them
-    reasons: Mapping[int, str] = field(default_factory=dict)  # by sample: why its mask allows no token
+    refusals: Mapping[int, Refusal] = field(default_factory=dict)  # by sample whose mask allows no token
     prompt: PromptScores | None = None
     outputs: Tensor | None = None  # [samples, hidden] for the drafter; until settling
     # Of a GPU: from when it has done the steps before until it starts the model, if `launch` waited because of drafts.
     waiting: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
     host_ids: Ids | None = None  # [samples]; set by settling
     timing: StepTiming = field(default_factory=StepTiming)
+
+    def awaits_any(self, sequence_ids: Sequence[int]) -> bool:
+        """Whether a token of one of these sequences is not on the host yet."""
+        if self.host_verdict is None or self.host_ids is not None:
+            return False
+        return bool(np.isin(self.chosen.sequence_ids[self.chosen.samples], sequence_ids).any())
 
 
 class StepRunner:
@@ -144,7 +151,9 @@ class StepRunner:
             waits_from = self._timed_event()
             self._settle_all()
         if self._recent is not None and plan.freed_sequence_ids:
-            self._settle_all()
+            if steps := [step for step, each in enumerate(self._in_flight) if each.awaits_any(plan.freed_sequence_ids)]:
+                waits_from = waits_from or self._timed_event()
+                self._settle_first(steps[-1] + 1)
             self._recent.end(table, plan.freed_sequence_ids)
         apply_changes(table, plan, self._offload)
         if self._grammars is not None:
@@ -242,6 +251,7 @@ class StepRunner:
         timing = replace(timing, sample_s=timing.sample_s + self._ended - started)
         if pending.waiting is not None:
             waits_from, model_starts = pending.waiting
+            model_starts.synchronize()  # a step without results awaits nothing else
             timing = replace(timing, draft_s=waits_from.elapsed_time(model_starts) / 1000)
         if self._group.rank != 0:
             return StepResult(pending.step, timing)
@@ -319,8 +329,8 @@ class StepRunner:
         num_words = -(-self._model.vocab_size // 32)
         if self._group.rank != 0:
             return torch.empty((len(places), num_words), dtype=torch.int32, device=self._device)
-        of_grammars, reasons = masks.finish()
-        pending.reasons = reasons
+        of_grammars, refusals = masks.finish()
+        pending.refusals = refusals
         restrictions = prepared.parameters.composition.restrictions
         if not restrictions:
             return put(np.ascontiguousarray(of_grammars[:, :num_words]))
@@ -331,14 +341,18 @@ class StepRunner:
             mask = words[np.searchsorted(places, place)]
             restriction.apply(mask, self._last_generated(pending, place, restriction.num_read))
             if not mask.any():
-                reasons.setdefault(place, NOTHING_LEFT)
+                refusals.setdefault(place, Refusal(NOTHING_LEFT, Fault.REQUEST))
         return put(words)
 
     def _last_generated(self, pending: Pending, sample: int, num_tokens: int) -> npt.NDArray[np.int32]:
         return self._table.last_generated(int(pending.rows[sample]), int(pending.positions[sample]), num_tokens)
 
     def _settle_all(self) -> None:
-        for pending in self._in_flight:
+        self._settle_first(len(self._in_flight))
+
+    def _settle_first(self, num_steps: int) -> None:
+        """Settle the oldest steps in flight, in their order."""
+        for pending in islice(self._in_flight, num_steps):
             self._settle(pending)
 
     def _settle(self, pending: Pending) -> None:
@@ -353,12 +367,8 @@ class StepRunner:
             pending.is_kept = keep_right_drafts(self._table, chosen, positions, ids)
             broken &= pending.is_kept
         for sample in np.flatnonzero(broken).tolist():
-            reason, fault = pending.reasons.get(sample), Fault.REQUEST
-            if reason is None:
-                reason, fault = BROKEN_LOGITS, Fault.SERVER
-            elif reason == GRAMMAR_ENDED:
-                fault = Fault.NONE
-            self._fail(pending, int(places[sample]), reason, fault)
+            refusal = pending.refusals.get(sample, Refusal(BROKEN_LOGITS, Fault.SERVER))
+            self._fail(pending, int(places[sample]), refusal.reason, refusal.fault)
         if pending.prompt is not None:
             for place in pending.prompt.places[verdict[len(places) :] > 0].tolist():
                 self._fail(pending, place, BROKEN_LOGITS)
@@ -369,7 +379,7 @@ class StepRunner:
         if self._drafter is not None and pending.outputs is not None:
             kept = np.flatnonzero(stays)
             last = kept[np.diff(places[kept], append=len(pending.residencies)) > 0]  # of each advance
-            outputs = [pending.outputs[sample] for sample in last.tolist()]
+            outputs = pending.outputs[transfer.upload(last, self._device)]
             self._drafter.observe(self._table, rows[last], positions[last] + 1, outputs)
             pending.outputs = None
         if not stays.all():

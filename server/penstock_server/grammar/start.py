@@ -84,4 +84,6 @@ def _build(vocabulary: Vocabulary, grammar: Grammar) -> tuple[LLMatcher | None, 
 def _mask(matcher: LLMatcher | None, vocabulary: Vocabulary) -> int:
     """The tokens that may come first, as in `FirstTokens`."""
     mask = 0 if matcher is None else int.from_bytes(matcher.compute_bitmask(), "little")
-    return mask & ~sum(1 << token_id for token_id in vocabulary.never_ids)
+    for token_id in vocabulary.never_ids:
+        mask &= ~(1 << token_id)
+    return mask

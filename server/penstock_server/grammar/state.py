@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ from penstock_server.errors import GrammarError
 from penstock_server.grammar.compiler import GrammarCompiler, threads_with_stack
 from penstock_server.grammar.language import readable
 from penstock_server.grammar.start import Start
-from penstock_server.plan import Plan
+from penstock_server.plan import Fault, Plan
 
 # [rows, words]: bit b of word w stands for token 32·w + b (little-endian)
 Words = npt.NDArray[np.int32]
@@ -29,13 +30,21 @@ TokenIds = npt.NDArray[np.int32]
 # `min_match` tokens occurred in it before.
 Guess = Callable[[TokenIds, int, int], TokenIds]
 
-# Instead of a reason: nothing may follow, and there is no token to say so.
-GRAMMAR_ENDED = "the grammar has ended"
 _BITS = (np.uint32(1) << np.arange(32, dtype=np.uint32)).view(np.int32)
 _SEQUENCES_PER_THREAD = 4  # fewer are not worth another thread
 _FEW_ALLOWED = 16  # tokens among which the one used last is a good guess
 _FREE_TEXT = 1000  # more allowed tokens are text; fewer are syntax and its whitespace
 _SHORT_MATCH, _LONG_MATCH = 2, 6  # tokens
+
+
+class Refusal(NamedTuple):
+    """Why a mask allows nothing."""
+
+    reason: str
+    fault: Fault
+
+
+GRAMMAR_ENDED = Refusal("the grammar has ended", Fault.NONE)  # and there is no token to say so
 
 
 class _State:
@@ -87,20 +96,22 @@ class _State:
             return []
         return self._draftable(self._matcher.compute_ff_tokens()[:most])
 
-    def fill(self, masks: Words, draft: Sequence[int]) -> dict[int, str]:
+    def fill(self, masks: Words, draft: Sequence[int]) -> dict[int, Refusal]:
         """Writes the tokens that may follow, and those that may follow after each draft token, into the masks
-        [1 + draft tokens, words]. Returns error messages by mask, for masks that allow nothing."""
-        errors = {0: error} if (error := self._consume() or self._fill(self._matcher, masks[0])) else {}
-        if not draft or error or self._matcher is None:
-            return errors
+        [1 + draft tokens, words]. Returns the refusals by mask, for masks that allow nothing."""
+        if error := self._consume():
+            return {0: Refusal(error, Fault.REQUEST)}
+        refusals = {0: refusal} if (refusal := self._fill(self._matcher, masks[0])) else {}
+        if not draft or refusal or self._matcher is None:
+            return refusals
         matcher = self._matcher.deep_copy()
         for i, token_id in enumerate(draft, 1):
             if not matcher.try_consume_tokens([token_id]):
                 masks[i:] = -1  # this draft token is wrong, so no token after it is kept
                 break
-            if error := self._fill(matcher, masks[i]):
-                errors[i] = error
-        return errors
+            if refusal := self._fill(matcher, masks[i]):
+                refusals[i] = refusal
+        return refusals
 
     def _consume(self) -> str:
         """Brings the matcher up to date. Returns an error message when the generated tokens do not match."""
@@ -126,12 +137,12 @@ class _State:
                 return f"the generated tokens do not match the grammar: {readable(matcher.get_error())}"
         return ""
 
-    def _fill(self, matcher: LLMatcher | None, mask: Words) -> str:
+    def _fill(self, matcher: LLMatcher | None, mask: Words) -> Refusal | None:
         """Writes the tokens that may follow in the matcher's state, or as the first token, into the mask [words]."""
         try:
             start = self._start.result()
         except GrammarError as error:
-            return str(error)
+            return Refusal(str(error), Fault.REQUEST)
         if matcher is None:
             mask[:] = np.frombuffer(start.mask, np.int32)
             return self._finish(mask, start.is_accepting)
@@ -140,24 +151,29 @@ class _State:
         else:
             start.fill(matcher, mask)
             if matcher.is_error():
-                return f"the grammar allows no further token: {readable(matcher.get_error())}"
+                return _dead_end(readable(matcher.get_error()))
         return self._finish(mask, self._has_ended or matcher.is_accepting())
 
-    def _finish(self, mask: Words, may_end: bool) -> str:
+    def _finish(self, mask: Words, may_end: bool) -> Refusal | None:
         if may_end:
             for token_id in self._end_ids:
                 mask[token_id // 32] |= _BITS[token_id % 32]
         if mask.any():
-            return ""
+            return None
         if may_end and self._matcher is not None:
             return GRAMMAR_ENDED
-        reason = "it matches only the empty text" if may_end else "the vocabulary cannot spell what must follow"
-        return f"the grammar allows no further token: {reason}"
+        return _dead_end(
+            "it matches only the empty text" if may_end else "the vocabulary cannot spell what must follow"
+        )
 
     def _draftable(self, tokens: Sequence[int]) -> list[int]:
         """The tokens before the first that ends the text or is never sampled."""
         never = self._end_ids.union(self._start.result().never_ids)
         return list(takewhile(lambda token_id: token_id not in never, tokens))
+
+
+def _dead_end(reason: str) -> Refusal:
+    return Refusal(f"the grammar allows no further token: {reason}", Fault.REQUEST)
 
 
 def _num_allowed(mask: Words) -> int:
@@ -188,14 +204,14 @@ class Masks:
 
     places: npt.NDArray[np.int64]  # indices of the constrained rows among the sampled ones, ascending
     _words: Words
-    _jobs: Sequence[Future[dict[int, str]]]
+    _jobs: Sequence[Future[dict[int, Refusal]]]
 
-    def finish(self) -> tuple[Words, dict[int, str]]:
-        """Waits for the masks [constrained, words]. Also returns the error messages of failed rows, by place."""
-        errors: dict[int, str] = {}
+    def finish(self) -> tuple[Words, dict[int, Refusal]]:
+        """Waits for the masks [constrained, words]. Also returns the refusals by place, of rows that allow nothing."""
+        refusals: dict[int, Refusal] = {}
         for job in self._jobs:
-            errors |= job.result()
-        return self._words, errors
+            refusals |= job.result()
+        return self._words, refusals
 
 
 NO_MASKS = Masks(np.zeros(0, np.int64), np.zeros((0, 0), np.int32), ())
@@ -279,11 +295,11 @@ class GrammarStates:
 _Fill = tuple[int, int, _State, Sequence[int]]
 
 
-def _fill(fills: Sequence[_Fill], words: Words) -> dict[int, str]:
-    errors = {}
+def _fill(fills: Sequence[_Fill], words: Words) -> dict[int, Refusal]:
+    refusals = {}
     for place, first, state, draft in fills:
         masks = words[first : first + 1 + len(draft)]
-        for row, error in state.fill(masks, draft).items():
+        for row, refusal in state.fill(masks, draft).items():
             masks[row].fill(0)  # a row without an allowed token fails, on every rank
-            errors[place + row] = error
-    return errors
+            refusals[place + row] = refusal
+    return refusals

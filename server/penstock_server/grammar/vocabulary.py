@@ -57,8 +57,13 @@ def read_vocabulary(folder: Path, vocab_size: int | None = None) -> Vocabulary:
                 tokenizer = _build(source, vocab_size, eos_ids)
         if not eos_ids:
             # llguidance takes token 0 if it is given no EOS token: so an additional one, which is never allowed.
-            source = _with_end(source)
+            source, before = _with_end(source), tokenizer.tokenize_str(_END, parse_special=True)
             never_ids = _build(source, vocab_size, []).tokenize_str(_END, parse_special=True)
+            if len(never_ids) != 1 or never_ids == before:
+                raise GrammarError(
+                    "this model has no EOS token, and its tokenizer takes no further one, so its output cannot be "
+                    "constrained by a grammar; give the model's folder a generation_config.json with its eos_token_id"
+                )
             tokenizer = _build(source, vocab_size, never_ids)
     except ValueError as error:
         raise GrammarError(f"this model's tokenizer cannot be constrained by a grammar: {error}") from error

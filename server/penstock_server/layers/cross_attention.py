@@ -58,6 +58,11 @@ class CrossAttentionBlock:
         """states [source tokens, hidden]: the encoder's output for the tokens at these slots [source tokens] int64."""
         self.write(self.project_kv(states, step), cache, slots)
 
+    @property
+    def num_kv_values(self) -> int:
+        """In the keys and values of one source token."""
+        return 2 * self.shape.num_kv_heads * self.shape.head_dim
+
     def project_kv(self, states: Tensor, step: StepContext | None) -> Tensor:
         """[source tokens, hidden] → keys and values [source tokens, 2 * kv heads on this rank, head_dim]. step: None
         for a layer without adapters, outside of a step."""

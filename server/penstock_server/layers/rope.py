@@ -41,7 +41,7 @@ _PIECE_ROWS = 1 << 16  # computed at a time
 
 def rope_tables(spec: RopeSpec, max_sequence_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines [max_sequence_tokens, rotary_dim / 2] float32. Longrope's depend on max_sequence_tokens. Before
-    `limit_tables`, rows after the first `_FIRST_ROWS` have any content."""
+    `limit_tables`, rows after the first `_FIRST_ROWS` are uninitialized."""
     shape = (max_sequence_tokens, spec.rotary_dim // 2)
     tables = torch.empty(shape, device=device), torch.empty(shape, device=device)
     _fill(spec, tables, range(min(max_sequence_tokens, _FIRST_ROWS)), max_sequence_tokens)

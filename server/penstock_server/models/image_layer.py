@@ -53,7 +53,7 @@ class ImageLayer:
         )
 
     def project_kv(self, states: Tensor) -> Tensor:
-        """The keys and values of an image's states [states, hidden], as in `ImageStates`."""
+        """The keys and values of an image's states [states, hidden], as in `WrittenImage`."""
         return self.attention.project_kv(states, None)
 
     def run(self, place: int, residual: Tensor, cache: Tensor, seen: CrossAttentionImages, step: StepContext) -> None:

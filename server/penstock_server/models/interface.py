@@ -72,7 +72,8 @@ class CausalModel(Protocol):
         ...
 
     def serve_up_to(self, max_sequence_tokens: int) -> None:
-        """Promises that no sequence will be longer. Called once, before the first step whose results are used."""
+        """Promises that no sequence will be longer. Called before the steps that measure memory, with what the limits
+        allow, and before the first step whose results are used, with what fits in the pool."""
         ...
 
     def forward(self, batch: StepBatch) -> Tensor:

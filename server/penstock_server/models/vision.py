@@ -162,5 +162,5 @@ def load_images(options: LoadOptions) -> ImageEncoder:
     CropProcessor.of(folder)
     config = read_config(folder)
     family = FAMILIES[config.model_type]
-    tower = VisionTower.load(folder, config, family, options.dtype, options.device)
+    tower = VisionTower.load(folder, config, family, options.dtype, options.device, options.cpu_isa)
     return ImageEncoder(folder, config, family, tower)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
+
+from penstock_server.attention.interface import WrittenImage
 
 
 @dataclass(slots=True, eq=False)
@@ -15,13 +17,11 @@ class ImageStates:
     """What tokens attend to of an image, in models with layers that do."""
 
     states: Tensor  # [states, hidden]
-    # By the place of each such layer, the keys and values [states, 2 * kv heads, head_dim], computed beside the steps,
-    # until a step writes them. None: a step computes them.
-    kv: Mapping[int, Tensor] | None = None
+    kv: Mapping[int, Tensor] | None = None  # as of `WrittenImage`, computed beside the steps, until a step writes it
 
-    def take(self) -> ImageStates:
+    def take(self) -> WrittenImage:
         """What a step writes. Keys and values are not kept: from then on they are in the pool."""
-        taken = replace(self)
+        taken = WrittenImage(self.states, self.kv)
         self.kv = None
         return taken
 

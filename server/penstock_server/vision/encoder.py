@@ -36,7 +36,8 @@ _KEPT_BYTES = 1 << 30
 # Of the keys and values of images that are attended to. On a GPU, an eighth of its memory if that is more.
 _POOL_BYTES = 1 << 30
 _POOL_IMAGES = 64
-_WORK_BYTES = 1 << 30  # of the process that reads files, and of the tower's activations; more only for huge files
+_READING_BYTES = 1 << 29  # of the process that reads files; more only for huge ones
+_ACTIVATIONS = 1 << 28  # of the tower
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,7 +170,7 @@ class ImageEncoder:
         self._thread = ThreadPoolExecutor(1, "images", initializer=lower_priority)
         self.kept_bytes = _KEPT_BYTES
         """What images that are kept or in use may take."""
-        self.max_bytes = _KEPT_BYTES + _WORK_BYTES
+        self.max_bytes = _KEPT_BYTES + _READING_BYTES + _ACTIVATIONS * tower.computed_in.itemsize
         """What images may take in all."""
 
     @property
@@ -239,7 +240,7 @@ class ImageEncoder:
     @torch.inference_mode()
     def _project(self, pool: ImageKvPool, states: ImageStates) -> None:
         """Computes the keys and values of an image, if there is room for them: no step has to do it then."""
-        if self._num_bytes() + pool.bytes_of(len(states)) <= self.kept_bytes:
+        if self._num_bytes() + len(states) * pool.state_bytes <= self.kept_bytes:
             kv = pool.project(states.states)
             if states.states.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()  # steps may read them at once
@@ -281,7 +282,7 @@ class ImageEncoder:
         """Forgets the images that were used longest ago, until the others fit: first those that no request waits for,
         because a step encodes what it needs and was forgotten. Requests that have ended leave theirs among those that
         are awaited, so these are forgotten first where they take more than half. Keys and values go before all images,
-        because they are computed from these in a tenth of the time."""
+        because they are computed from these in a fraction of the time."""
         with self._lock:
             self._alive[hash_] = image
             self._kept.pop(hash_, None)

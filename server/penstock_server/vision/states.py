@@ -19,11 +19,12 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from penstock_server.attention.interface import WrittenImage
 from penstock_server.errors import ImageError
-from penstock_server.vision.encoded import EncodedImage, ImageStates
+from penstock_server.vision.encoded import EncodedImage
 
 Project = Callable[[Tensor], Mapping[int, Tensor]]
-"""The states of an image [states, hidden] → their keys and values, as in `ImageStates`."""
+"""The states of an image [states, hidden] → their keys and values, as in `WrittenImage`."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -44,7 +45,7 @@ class ImageGroup:
         slots = (np.array(self.blocks)[:, None] * block_tokens + np.arange(block_tokens)).ravel()
         return slots[: sum(self.num_states)]
 
-    def take_states(self) -> list[ImageStates]:
+    def take_states(self) -> list[WrittenImage]:
         """What is unwritten, for the step that writes it."""
         states = [image.states.take() for image in self.unwritten if image.states is not None]
         self.unwritten = []
@@ -56,11 +57,15 @@ class ImageKvPool:
     """The blocks of all groups of one rank. The router plans only sequences whose groups fit together. Only the thread
     of the steps changes it."""
 
-    def __init__(self, num_blocks: int, block_tokens: int, block_bytes: int, project: Project) -> None:
-        """block_bytes: of a block in all caches."""
+    def __init__(
+        self, num_blocks: int, block_tokens: int, block_bytes: int, state_bytes: int, project: Project
+    ) -> None:
+        """block_bytes: of a block in all caches, which may have a smaller data type than what `project` returns.
+        state_bytes: what it returns for a state."""
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self.block_bytes = block_bytes
+        self.state_bytes = state_bytes
         self.project = project
         self._free = list(range(num_blocks))
         self._alive: WeakValueDictionary[tuple[bytes, ...], ImageGroup] = WeakValueDictionary()
@@ -87,7 +92,7 @@ class ImageKvPool:
         return group
 
     def add(self, hashes: tuple[bytes, ...], images: Sequence[EncodedImage]) -> ImageGroup:
-        """A new group. Raises ImageError if there is no room."""
+        """A new group. Raises ImageError if there is no room, which the scheduler prevents (ADR 122)."""
         num_states = tuple(len(image.states) for image in images if image.states is not None)
         group = ImageGroup(self, hashes, num_states, self._blocks(sum(num_states)), list(images))
         weakref.finalize(group, self._free.extend, group.blocks)

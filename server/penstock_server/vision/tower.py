@@ -11,28 +11,35 @@ import torch
 from torch import Tensor
 
 from penstock_server.errors import ConfigError
+from penstock_server.kernels.native_build import find_build
 from penstock_server.vision.family import Arrays, ImageFamily, image_token_id
 from penstock_server.weights.loader import shortened
 
+# The instruction sets of CPUs that multiply 16-bit types.
+_MULTIPLYING = {torch.bfloat16: ("amx", "avx512-bf16"), torch.float16: ("amx",)}
 
-def tower_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What the tower of a model in this data type computes in.
 
-    PERF: on a CPU without instructions for them, torch takes several times as long for products of bfloat16 or float16
-    as for those of float32 (ADR 72).
+def tower_dtype(dtype: torch.dtype, device: torch.device, cpu_isa: str = "") -> torch.dtype:
+    """What the tower of a model in this data type computes in. On a CPU, it follows from the instruction set of the
+    native kernels, as of `find_build`, so that it is the same with one `--cpu-isa`.
+
+    PERF: without instructions for them, torch takes several times as long for products of bfloat16 or float16 as for
+    those of float32 (ADR 72).
     """
-    has_products = {
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
-    }
-    return torch.float32 if device.type == "cpu" and dtype in has_products and not has_products[dtype]() else dtype
+    if device.type != "cpu":
+        return dtype
+    build = find_build(device, dtype, cpu_isa)
+    return dtype if build is not None and build.isa.name in _MULTIPLYING.get(dtype, ()) else torch.float32
 
 
 class VisionTower:
     """Computes an image's embeddings. Every rank has all of it."""
 
-    def __init__(self, model: Any, family: ImageFamily, dtype: torch.dtype, device: torch.device) -> None:
-        """model: of transformers; its text model is dropped. dtype: of the embeddings."""
+    def __init__(
+        self, model: Any, family: ImageFamily, dtype: torch.dtype, computed_in: torch.dtype, device: torch.device
+    ) -> None:
+        """model: of transformers, in the dtype that it computes in; its text model is dropped. dtype: of the
+        embeddings."""
         if family.writer:
             model = model.get_submodule(family.writer)
         else:
@@ -42,15 +49,16 @@ class VisionTower:
         self._model = model.eval().requires_grad_(False).to(device)
         self._family = family
         self._dtype = dtype
-        self._computed_in = tower_dtype(dtype, device)
+        self.computed_in = computed_in
         self.device = device
         self.num_bytes = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
 
     @classmethod
     def load(
-        cls, folder: Path, config: Any, family: ImageFamily, dtype: torch.dtype, device: torch.device
+        cls, folder: Path, config: Any, family: ImageFamily, dtype: torch.dtype, device: torch.device, cpu_isa: str = ""
     ) -> VisionTower:
-        """config: of transformers. Raises ConfigError if the checkpoint lacks a tensor or has others than it should."""
+        """config: of transformers. dtype: of the embeddings. cpu_isa: as of `tower_dtype`. Raises ConfigError if the
+        checkpoint lacks a tensor or has others than it should."""
         from transformers import AutoModelForMultimodalLM
         from transformers.utils import logging
 
@@ -65,10 +73,11 @@ class VisionTower:
         config.tie_word_embeddings = text.tie_word_embeddings = False
         if hasattr(config, "audio_config"):
             config.audio_config.num_blocks = 0
+        computed_in = tower_dtype(dtype, device, cpu_isa)
         model, info = AutoModelForMultimodalLM.from_pretrained(
             folder,
             config=config,
-            dtype=tower_dtype(dtype, device),
+            dtype=computed_in,
             local_files_only=True,
             use_safetensors=True,
             weights_only=True,
@@ -80,7 +89,7 @@ class VisionTower:
             found = [name if isinstance(name, str) else name[0] for name in info[f"{key}_keys"]]
             if names := [name for name in found if of_tower.fullmatch(name)]:
                 raise ConfigError(f"{folder}: the checkpoint {what} tensors of the vision tower: {shortened(names)}")
-        return cls(model, family, dtype, device)
+        return cls(model, family, dtype, computed_in, device)
 
     def __call__(self, arrays: Arrays) -> Tensor:
         """What the image processor made of one image → its embeddings [image tokens, hidden]; with features for the
@@ -89,7 +98,7 @@ class VisionTower:
         for name in self._family.inputs:
             if name in arrays:
                 tensor = torch.from_numpy(arrays[name]).to(self.device)
-                inputs[name] = tensor.to(self._computed_in) if tensor.is_floating_point() else tensor
+                inputs[name] = tensor.to(self.computed_in) if tensor.is_floating_point() else tensor
         if self._family.uses_cross_attention:
             return self._states(inputs).to(self._dtype)
         if self._family.writer:
@@ -105,7 +114,7 @@ class VisionTower:
         """[image tokens, hidden], written over those of a prompt that has no other tokens."""
         config = self._model.config
         ids = torch.full((1, num_tokens), image_token_id(config), device=self.device)
-        blank = torch.zeros((1, num_tokens, config.hidden_size), dtype=self._computed_in, device=self.device)
+        blank = torch.zeros((1, num_tokens, config.hidden_size), dtype=self.computed_in, device=self.device)
         written: Tensor = self._model(ids, blank, **inputs)[0]
         return written.to(self._dtype)
 

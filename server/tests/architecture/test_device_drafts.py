@@ -152,7 +152,7 @@ def test_a_draft_model_drafts_on_the_device_and_changes_no_bit(
     for graph_sizes in ((2, 16), (0,)):
         monkeypatch.setattr(f"{__name__}.LIMITS", replace(LIMITS, graph_sizes=graph_sizes))
         model = load(options)
-        drafter = load_drafter(folder, model, options, load_model, RankGroup(), can_draft=True)
+        drafter = load_drafter(folder, model, options, load_model, RankGroup())
         assert not isinstance(drafter, NgramDrafter)
         engine, recorded = ready(model, drafter), Recorded(drafter)
         monkeypatch.setattr(engine._runner, "_drafter", recorded)

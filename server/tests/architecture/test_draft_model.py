@@ -169,7 +169,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused_with_the_first_differenc
     model, options = load(llama), LoadOptions(target, torch.bfloat16, CPU, BLOCK_TOKENS)
 
     def loaded() -> Any:
-        return load_drafter(drafting, model, options, load_model, RankGroup(), can_draft=True)
+        return load_drafter(drafting, model, options, load_model, RankGroup())
 
     write_tokenizer(target, {"a": 0, "b": 1}, [{"id": 2, "content": "<end>"}])
     write_tokenizer(drafting, {"a": 0, "c": 1}, [])

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,13 +30,14 @@ from penstock_server.models.support import support_of
 from penstock_server.parallel import RankGroup
 from penstock_server.plan import Image, ImageSpan, NewSequence, Sampling
 from penstock_server.vision import encoder as encoder_module
+from penstock_server.vision import tower
 from penstock_server.vision.crops import CropProcessor
 from penstock_server.vision.encoded import EncodedImage
 from penstock_server.vision.encoder import ImageEncoder, PlacedImage
 from penstock_server.vision.family import FAMILIES
 from penstock_server.vision.reader import Arrays, ImageReader
 from penstock_server.vision.tiles import TileProcessor
-from penstock_server.vision.tower import VisionTower
+from penstock_server.vision.tower import VisionTower, tower_dtype
 from plans import Advance, plan, step
 from rank_threads import run_native_ranks
 from tested_device import DEVICE
@@ -556,3 +558,18 @@ def test_a_paligemma_whose_prompts_are_not_seen_as_a_whole_is_refused(made: Made
 def test_other_image_models_are_refused_by_name() -> None:
     config = transformers.Glm4vConfig()
     assert "supported: aya_vision, gemma3, idefics2, idefics3" in support_of(config.model_type, config.to_dict())
+
+
+def test_a_tower_computes_in_16_bits_where_the_chosen_instructions_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this CPU has: with one `--cpu-isa`, all machines compute in one data type."""
+    monkeypatch.setattr(tower, "find_build", lambda device, dtype, isa: SimpleNamespace(isa=SimpleNamespace(name=isa)))
+    cpu, half = torch.device("cpu"), (torch.bfloat16, torch.float16)
+    found = {isa: [tower_dtype(dtype, cpu, isa) for dtype in half] for isa in ("amx", "avx512-bf16", "avx512-vnni")}
+    assert found == {
+        "amx": [*half],
+        "avx512-bf16": [torch.bfloat16, torch.float32],
+        "avx512-vnni": [torch.float32, torch.float32],
+    }
+    assert tower_dtype(torch.float32, cpu, "amx") == torch.float32
+    monkeypatch.setattr(tower, "find_build", None)
+    assert tower_dtype(torch.float16, torch.device("cuda", 0)) == torch.float16, "asks nothing of a CPU"

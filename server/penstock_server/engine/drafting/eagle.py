@@ -19,7 +19,7 @@ from penstock_server.attention.interface import StepBatch
 from penstock_server.engine.drafting.pooled import NUM_PADDING_BLOCKS, Drafted
 from penstock_server.engine.host_batch import HostBatch
 from penstock_server.errors import ConfigError
-from penstock_server.layers.rope import rope_tables
+from penstock_server.layers.rope import limit_tables, rope_tables
 from penstock_server.models.config import Config
 from penstock_server.models.decoder import Decoder
 from penstock_server.models.interface import LoadOptions
@@ -42,11 +42,11 @@ class EagleHead:
         assert model.embedding is not None, "the model is not split into stages"
         hidden, self._embed = model.hidden_size, model.embedding.tokens
         nested = config.values.get("eagle_config")
-        options = {**config.values, **(nested if isinstance(nested, dict) else {})}
+        of_head = {**config.values, **(nested if isinstance(nested, dict) else {})}
         for option in ("norm_before_residual", "norm_before_fc"):
-            if options.get(option):
+            if of_head.get(option):
                 raise config.refuse(f"{option} is not supported in a head")
-        self.layers = _observed_layers(config, options, model.num_layers)
+        self.layers = _observed_layers(config, of_head, model.num_layers)
         self.num_heads = config.require("num_attention_heads", int)
         self.num_kv_heads = config.get("num_key_value_heads", self.num_heads)
         self.head_dim = config.get("head_dim", hidden // max(1, self.num_heads))
@@ -57,7 +57,8 @@ class EagleHead:
             raise config.refuse(f"{self.num_heads} heads of {self.head_dim} do not fit {self.num_kv_heads} KV heads")
         self.vocab_size = config.get("draft_vocab_size", model.vocab_size)
         self.max_position_tokens = model.max_position_tokens
-        self._ropes = rope_tables(read_rope(config, self.head_dim), model.max_position_tokens, self._device)
+        self._rope = read_rope(config, self.head_dim)
+        self._ropes = rope_tables(self._rope, model.max_position_tokens, self._device)
         read = _Reader(folder, dtype, self._device)
         inner = config.require("intermediate_size", int)
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -81,9 +82,9 @@ class EagleHead:
             raise ConfigError(f"{folder}: d2t names token {int(self._tokens.max())} of {model.vocab_size} tokens")
         read.finish()
         weights = [value for value in vars(self).values() if isinstance(value, Tensor)]
-        self.weight_bytes = sum(weight.nbytes for weight in weights)
         self._widths = len(self.layers) * hidden, keys, keys
         self.kv_bytes_per_block = sum(self._widths) * block_tokens * dtype.itemsize
+        self.weight_bytes = sum(weight.nbytes for weight in weights) + NUM_PADDING_BLOCKS * self.kv_bytes_per_block
         self.caches: list[Tensor] = []
         self.allocate_cache(0)
 
@@ -93,7 +94,7 @@ class EagleHead:
         self.caches = [torch.zeros(size, dtype=self._dtype, device=self._device) for size in sizes]
 
     def serve_up_to(self, max_sequence_tokens: int) -> None:
-        pass
+        limit_tables(self._rope, self._ropes, max_sequence_tokens)
 
     def see(self, layer: int, residual: Tensor, slots: Tensor) -> None:
         columns = self.caches[0].view(-1, len(self.layers), residual.shape[1])

@@ -28,8 +28,8 @@ class Drafter(Protocol):
         all earlier steps must be in the table. On a GPU nothing else is in flight, so a drafter may wait for it."""
         ...
 
-    def observe(self, table: SequenceTable, rows: Rows, ends: Rows, outputs: Sequence[Tensor]) -> None:
-        """Takes the model's outputs [rows] of [hidden] from which the tokens in front of `ends` [rows] were sampled:
+    def observe(self, table: SequenceTable, rows: Rows, ends: Rows, outputs: Tensor) -> None:
+        """Takes the model's outputs [rows, hidden] from which the tokens in front of `ends` [rows] were sampled:
         the last known ones of each row, unless a step in flight has sampled more. Called if `reads_outputs`."""
         ...
 
@@ -49,7 +49,7 @@ class SentDrafter:
     def draft(self, table: SequenceTable, rows: Rows, most: Rows) -> Sequence[Tokens]:
         return [np.zeros(0, np.int32) for _ in rows]
 
-    def observe(self, table: SequenceTable, rows: Rows, ends: Rows, outputs: Sequence[Tensor]) -> None:
+    def observe(self, table: SequenceTable, rows: Rows, ends: Rows, outputs: Tensor) -> None:
         raise AssertionError("only the first rank reads outputs")
 
     def clear(self) -> None:

@@ -28,32 +28,45 @@ logger = logging.getLogger(__name__)
 LoadModel = Callable[[LoadOptions, RankGroup], CausalModel]
 
 
+def drafting_refusal(model: CausalModel, group: RankGroup) -> str:
+    """Why steps verify no drafts; empty: they do. Drafts change no bit if rows are independent; otherwise, on a GPU, no
+    more than another sequence in the batch does."""
+    if model.pooler is not None:
+        return f"{model.architecture} generates no tokens; leave the flag out"
+    if group.stage.size > 1:  # only the last stage would know which drafts are right
+        return f"the model has {group.stage.size} pipeline stages; leave the flag out, or --pipeline-parallel-size"
+    if model.is_row_independent or model.is_recordable:
+        return ""
+    if not isinstance(model, Decoder):
+        return f"{model.architecture} runs on transformers; leave the flag out"
+    return (
+        "this needs native kernels on a CPU, or Triton kernels on a GPU, and attention runs on "
+        f"{model.attention_name} here; leave the flag out, or install the kernels"
+    )
+
+
 def load_drafter(
     folder: Path | None,
     model: CausalModel,
     options: LoadOptions,
     load_model: LoadModel,
     group: RankGroup,
-    *,
-    can_draft: bool,
 ) -> Drafter:
     """The drafter of one rank; all ranks call it together. folder: of a draft model, an EAGLE-3 head or Medusa heads;
     None: the model's multi-token prediction layer if it was loaded with one, otherwise n-gram lookup. options: those of
-    the model. can_draft: whether the model verifies drafts. Raises ConfigError for a drafter that does not fit the
-    model, or a folder if the model verifies no drafts."""
+    the model. Raises ConfigError for a drafter that does not fit the model, or a folder if the model verifies no
+    drafts."""
+    refusal = drafting_refusal(model, group)
     if folder is None:
-        if not can_draft or not isinstance(model, Decoder) or model.mtp is None:
+        if refusal or not isinstance(model, Decoder) or model.mtp is None:
             return NgramDrafter()
         logger.info("drafts come from the checkpoint's multi-token prediction layer")
         num_layers = Config.read(options.folder).optional_int("num_nextn_predict_layers") or 1
         if num_layers > 1:
             logger.info("%d further multi-token prediction layers are ignored", num_layers - 1)
         return HeadDrafter(MtpHead(model, model.mtp, options.device), options.device)
-    if not can_draft:
-        raise ConfigError(
-            f"--speculative-model {folder}: drafts are verified by native kernels on a CPU, or Triton kernels on a "
-            f"GPU, and {model.architecture} runs on {model.attention_name} attention here; leave the flag out"
-        )
+    if refusal:
+        raise ConfigError(f"--speculative-model {folder}: no drafts are verified here, because {refusal}")
     config = Config.read(folder)
     if config.values.get("architectures") == [eagle.ARCHITECTURE]:
         return _eagle(folder, model, options)

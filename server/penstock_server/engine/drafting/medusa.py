@@ -23,6 +23,7 @@ from penstock_server.engine.drafting import ngram
 from penstock_server.engine.drafting.interface import Tokens
 from penstock_server.engine.host_batch import Rows
 from penstock_server.engine.sequence import SequenceTable
+from penstock_server.engine.transfer import upload
 from penstock_server.errors import ConfigError
 from penstock_server.kernels.native_build import NativeBuild
 from penstock_server.kernels.native_ops import NativeOps
@@ -207,8 +208,10 @@ class MedusaDrafter:
     def __init__(self, heads: Heads) -> None:
         self._heads = heads
         self.num_bytes = heads.num_bytes
-        # By row: the residency and the known tokens for which an output is the last one, and that output [hidden].
-        self._last: dict[int, tuple[int, int, Tensor]] = {}
+        # By row of the table: the last output [rows, hidden], and for which residency and known tokens it is the last.
+        # The steps that measure memory allocate it for all rows.
+        self._outputs = torch.empty(0, 0)
+        self._residencies, self._ends = np.zeros(0, np.int64), np.zeros(0, np.int64)
 
     def draft(self, table: SequenceTable, rows: Rows, most: Rows) -> Sequence[Tokens]:
         """Empty for a sequence whose last output is unknown, as after preemption, until it has sampled."""
@@ -216,21 +219,30 @@ class MedusaDrafter:
             ngram.continuation(table.known_ids(row), limit)
             for row, limit in zip(rows.tolist(), most.tolist(), strict=True)
         ]
-        places, outputs = [], []
-        for place, row in enumerate(rows.tolist()):
-            residency, end, output = self._last.get(row, (0, 0, None))
-            is_last = (residency, end) == (table.residency[row], table.known[row])
-            if output is not None and is_last and not len(drafts[place]):
-                places.append(place)
-                outputs.append(output)
-        if places:
-            for place, draft in zip(places, self._heads(torch.stack(outputs), most[places]), strict=True):
+        self._reserve(table)
+        is_last = (self._residencies[rows] == table.residency[rows]) & (self._ends[rows] == table.known[rows])
+        places = np.flatnonzero(is_last & np.array([not len(draft) for draft in drafts], bool))
+        if len(places):
+            outputs = self._outputs[upload(rows[places], self._outputs.device)]
+            for place, draft in zip(places.tolist(), self._heads(outputs, most[places]), strict=True):
                 drafts[place] = draft
         return drafts
 
-    def observe(self, table: SequenceTable, rows: Rows, ends: Rows, outputs: Sequence[Tensor]) -> None:
-        for row, end, output in zip(rows.tolist(), ends.tolist(), outputs, strict=True):
-            self._last[row] = (int(table.residency[row]), end, output)
+    @torch.inference_mode()
+    def observe(self, table: SequenceTable, rows: Rows, ends: Rows, outputs: Tensor) -> None:
+        self._reserve(table)
+        if len(self._outputs) < len(self._ends):
+            known, self._outputs = self._outputs, outputs.new_empty(len(self._ends), outputs.shape[1])
+            if len(known):
+                self._outputs[: len(known)] = known
+        self._outputs.index_copy_(0, upload(rows, outputs.device), outputs)
+        self._residencies[rows], self._ends[rows] = table.residency[rows], ends
+
+    def _reserve(self, table: SequenceTable) -> None:
+        """A place for each row of the table, which grows when there are more sequences than expected."""
+        if (num_more := len(table.known) - len(self._ends)) > 0:
+            self._residencies = np.pad(self._residencies, (0, num_more))
+            self._ends = np.pad(self._ends, (0, num_more))
 
     def clear(self) -> None:
-        self._last.clear()
+        self._residencies[:] = 0  # no sequence has it

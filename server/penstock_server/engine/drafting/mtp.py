@@ -17,13 +17,12 @@ class MtpHead:
     """The layer with the model's embedding and head, a KV pool, and a pool of the model's outputs. Each further draft
     applies the layer again, to its own output. Implements `Head`."""
 
-    weight_bytes = 0  # counted with the model's
-
     def __init__(self, model: Decoder, layer: MtpLayer, device: torch.device) -> None:
         self._model, self._layer, self._device = model, layer, device
         self._block_tokens = layer.attention.shape.block_tokens
         self.max_position_tokens = model.max_position_tokens
         output_bytes = self._block_tokens * model.hidden_size * model.dtype.itemsize
+        self.weight_bytes = NUM_PADDING_BLOCKS * output_bytes  # the layer's are counted with the model's
         self.kv_bytes_per_block = output_bytes + layer.attention.bytes_per_block()
         self.caches: list[Tensor] = []
 

@@ -73,7 +73,7 @@ class NgramDrafter:
             continuation(table.known_ids(row), limit) for row, limit in zip(rows.tolist(), most.tolist(), strict=True)
         ]
 
-    def observe(self, table: SequenceTable, rows: Rows, ends: Rows, outputs: Sequence[Tensor]) -> None:
+    def observe(self, table: SequenceTable, rows: Rows, ends: Rows, outputs: Tensor) -> None:
         raise AssertionError("a text is searched without outputs")
 
     def clear(self) -> None:

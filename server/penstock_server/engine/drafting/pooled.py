@@ -44,7 +44,7 @@ class PooledModel(Protocol):
     """What drafts: the parts of `CausalModel` that memory planning needs."""
 
     max_position_tokens: int
-    weight_bytes: int
+    weight_bytes: int  # with its padding blocks
     kv_bytes_per_block: int
     caches: list[Tensor]
 
@@ -103,7 +103,7 @@ class PooledDrafter(ABC):
     def clear(self) -> None:
         self._progress.clear()
 
-    def observe(self, table: SequenceTable, rows: Rows, ends: Rows, outputs: Sequence[Tensor]) -> None:
+    def observe(self, table: SequenceTable, rows: Rows, ends: Rows, outputs: Tensor) -> None:
         raise AssertionError("outputs are read from the pool")
 
     def draft(self, table: SequenceTable, rows: Rows, most: Rows) -> Sequence[Tokens]:
