@@ -81,7 +81,7 @@ class Phi(Reference):
             made = self.processor([self.pictures[image]])
             num_tokens = int(made.pop("num_image_tokens").item())
             assert ids.count(self.model.config.vision_config.image_token_id) == num_tokens
-            inputs = {name: torch.from_numpy(array) for name, array in made.items()}
+            inputs = {name: torch.from_numpy(array).contiguous() for name, array in made.items()}
         found = list(ids)
         with torch.inference_mode():
             for _ in range(NUM_TOKENS):
