@@ -167,7 +167,9 @@ class Decoder:
             num_blocks = images.num_pool_blocks(block_bytes, self.spec.max_image_states, self.block_tokens)
             num_blocks = self._group.minimum_of_all(num_blocks)
             self.image_caches = {place: attention.allocate(num_blocks) for place, attention in attentions.items()}
-            images.pool = ImageKvPool(num_blocks, self.block_tokens, block_bytes, self._project_images)
+            specs = [layer.plain_attention for _, layer in self.spec.image_layers]
+            state_bytes = sum(2 * spec.num_kv_heads * spec.head_dim for spec in specs) * self.dtype.itemsize
+            images.pool = ImageKvPool(num_blocks, self.block_tokens, block_bytes, state_bytes, self._project_images)
             if self._device.type == "cpu":
                 images.max_bytes += images.pool.num_bytes  # its pages are not touched yet
             else:
