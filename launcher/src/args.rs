@@ -231,9 +231,9 @@ pub(crate) struct Args {
 
     /// Maximum number of draft tokens that a step verifies for one sequence; with 0, only those that a grammar forces. Drafts
     /// are what --speculative-model proposes, or else the multi-token prediction (MTP) layer of the checkpoint, or else what
-    /// followed the last tokens of a sequence where they occurred in it before (n-grams), or what its grammar forces; they
-    /// change no token, logprob or stop, or on a GPU without --deterministic no more than other sequences in the batch do. A step
-    /// with prompts or with as many sequences as --max-batch-size has none
+    /// followed the last tokens of a sequence where they occurred in it before (n-grams), or what its grammar forces. They
+    /// change no token, logprob or stop. On a GPU without --deterministic, rounding depends on the batch, with drafts as with
+    /// other sequences. A step with prompts or with as many sequences as --max-batch-size has none
     #[arg(long, env, default_value_t = 0, value_parser = RangedU64ValueParser::<u32>::new().range(0..=16))]
     pub(crate) speculate: u32,
 

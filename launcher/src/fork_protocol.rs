@@ -184,7 +184,13 @@ pub(crate) enum Report {
         name: String,
         status: i32,
     },
-    /// The last one of a node: its fork server has ended.
+    /// The first one of a node: it hosts this server.
+    Accepted {},
+    /// The first and last one of a node: it hosts another server, which may leave.
+    Busy {
+        reason: String,
+    },
+    /// The last one of a node: its fork server has ended, or it does not host this server.
     Lost {
         reason: String,
     },
@@ -227,7 +233,11 @@ impl WorkerTable {
     /// Passes a report on to the worker's events.
     pub(crate) fn dispatch(&mut self, report: Report) {
         match report {
-            Report::Ready {} | Report::Loaded { .. } | Report::Lost { .. } => {}
+            Report::Ready {}
+            | Report::Loaded { .. }
+            | Report::Accepted {}
+            | Report::Busy { .. }
+            | Report::Lost { .. } => {}
             Report::Started { name, pid, ports } => {
                 tracing::debug!(target: "worker", pid, "{name} has started");
                 if let Some(started) = self.by_name.get_mut(&name).and_then(|events| events.started.take()) {

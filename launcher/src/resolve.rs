@@ -222,8 +222,7 @@ impl Settings {
     /// the same bits, or where the KV pool of `limits` is too small for them. `limits`: of the scheduler, with the drafts.
     pub(crate) fn speculation(model: &Description, limits: &Limits) -> (u32, Option<Choice>) {
         let reason = if !model.can_draft {
-            "drafts are verified by native kernels on a CPU, or Triton kernels on a GPU, and not with models that transformers runs"
-                .to_owned()
+            no_drafts(model)
         } else if !limits.has_room_for_drafts() {
             format!(
                 "the KV pool of {} tokens does not hold a sliding window and the drafts of {} steps in flight; raise \
@@ -236,6 +235,19 @@ impl Settings {
         };
         (0, (!limits.drafts_only_forced).then(|| Choice::new("speculate", 0, reason)))
     }
+}
+
+/// Why a model on one pipeline stage verifies no drafts, and what to do.
+fn no_drafts(model: &Description) -> String {
+    if model.pooling.is_some() {
+        return "the model makes vectors or scores, and no tokens; leave out --speculate".to_owned();
+    }
+    let kernels = if model.device.starts_with("cuda") { "Triton" } else { "native" };
+    format!(
+        "{kernels} kernels verify drafts on this device, and {} has {} attention, or is run by transformers; leave out \
+         --attention, or else --speculate",
+        model.architecture, model.attention
+    )
 }
 
 fn check_ranges(args: &Args) -> Result<(), ResolveError> {

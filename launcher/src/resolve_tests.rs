@@ -1,7 +1,7 @@
 //! Resolved settings and limits, and what they refuse.
 
 use clap::Parser;
-use penstock_router::sequence::ImageInput;
+use penstock_router::sequence::{ImageInput, Matryoshka, Pooling, Task};
 
 use super::*;
 
@@ -213,7 +213,20 @@ fn drafts_are_off_where_they_cannot_be_verified_or_the_pool_is_too_small_for_the
                 --max-batch-total-tokens, or lower --speculate";
     assert_eq!(reason(&windowed, 7).as_deref(), Some(pool));
     let no_kernels = Description { can_draft: false, ..model("cpu") };
-    assert!(reason(&no_kernels, 8).is_some_and(|reason| reason.contains("not with models that transformers runs")));
+    let without = "native kernels verify drafts on this device, and llama has reference attention, or is run by transformers; \
+                   leave out --attention, or else --speculate";
+    assert_eq!(reason(&no_kernels, 8).as_deref(), Some(without));
+    let pooling = Pooling {
+        task: Task::Embed,
+        num_dimensions: 8,
+        is_normalized: false,
+        reads_all_outputs: false,
+        is_encoder: false,
+        matryoshka: Matryoshka::No,
+        has_token_types: false,
+    };
+    let pooler = Description { pooling: Some(pooling), ..no_kernels.clone() };
+    assert!(reason(&pooler, 8).is_some_and(|reason| reason.starts_with("the model makes vectors or scores")));
     // Forced tokens have no flag, so the log does not report that there are none.
     let forced = |model: &Description, num_blocks| {
         let limits = Limits { drafts_only_forced: true, ..drafting(model, num_blocks) };

@@ -109,6 +109,9 @@ pub(crate) async fn start(
     })?;
     check_tokenizer(&ours, &first.1)?;
     let limits = limits(args, &described, servers.len())?;
+    let max_image_bytes = described.iter().map(|(_, server)| server.model.max_image_bytes()).min().unwrap_or(0);
+    let mut model = first.1.model.clone();
+    model.image_input.iter_mut().for_each(|input| input.max_bytes = max_image_bytes);
     let step_deadline = described.iter().map(|(_, server)| server.step_deadline).max().unwrap_or_default();
     let options = |remote| RemoteOptions {
         remote,
@@ -117,6 +120,7 @@ pub(crate) async fn start(
             max_input_tokens: limits.max_input_tokens,
             max_total_tokens: limits.max_total_tokens,
             max_new_tokens: limits.max_new_tokens,
+            max_image_bytes,
         },
         timeout: Duration::from_secs(args.replica_timeout),
         step_deadline,
@@ -140,7 +144,7 @@ pub(crate) async fn start(
         prepared,
         folder,
         text,
-        model: first.1.model.clone(),
+        model,
         limits,
         num_blocks,
         phases,
@@ -228,6 +232,7 @@ fn check(args: &Args, tokenizer: &str, server: &ServerDescription) -> Result<(),
         max_input_tokens: args.max_input_tokens.or(args.max_input_length).unwrap_or(0),
         max_total_tokens: args.max_total_tokens.unwrap_or(0),
         max_new_tokens: None,
+        max_image_bytes: 0,
     };
     given.check(server).map_err(|error| error.to_string())
 }

@@ -157,7 +157,7 @@ pub(crate) async fn start(
         max_draft_tokens: if args.speculate > 0 { args.speculate } else { MAX_FORCED_TOKENS },
         drafts_with_model: loaded.model.drafts_with_model,
         drafts_only_forced: args.speculate == 0,
-        max_image_bytes: loaded.model.image_input.as_ref().map_or(0, |input| input.max_bytes),
+        max_image_bytes: loaded.model.max_image_bytes(),
         num_stages: args.pipeline_parallel_size,
     };
     let (max_draft_tokens, choice) = Settings::speculation(&loaded.model, &limits);

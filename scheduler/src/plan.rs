@@ -240,7 +240,7 @@ pub struct SequenceOutput {
 pub struct Drafted {
     /// Draft tokens that the step verified, over all sequences.
     pub num_tokens: u32,
-    /// Time that the worker took to make them. Of a GPU: for which it had nothing to compute, or made them.
+    /// On a GPU: the time in which it waited for drafts or made them. On a CPU: the time that a model took to make them.
     pub duration: Duration,
 }
 

@@ -60,15 +60,15 @@ impl Queue {
         }
     }
 
-    /// Lets a ready sequence wait until `end_wait_for_images`.
+    /// Lets a ready sequence wait until `end_wait_for_images` reaches it.
     pub(crate) fn await_image_room(&mut self, precedence: Precedence, id: SequenceId) {
         self.ready.remove(&precedence);
         self.awaiting_image_room.insert(precedence, id);
     }
 
-    /// Makes the sequences ready that wait for image room.
+    /// Makes the first sequence ready that waits for image room.
     pub(crate) fn end_wait_for_images(&mut self) {
-        self.ready.append(&mut self.awaiting_image_room);
+        self.ready.extend(self.awaiting_image_room.pop_first());
     }
 
     /// The sequences that wait for image room, highest precedence first.

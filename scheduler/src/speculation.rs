@@ -228,6 +228,13 @@ mod tests {
     }
 
     #[test]
+    fn one_long_wait_does_not_end_lookups() {
+        let mut cost = DraftingCost::default();
+        cost.observe(Drafting::Lookup, 0.01, 3, Duration::from_secs(9), false);
+        assert_eq!(cost.lookup_share(), 0.0);
+    }
+
+    #[test]
     fn a_sequence_tries_again_after_a_while() {
         let mut acceptance = after(&[(0, 1); 20]);
         let num_steps = (0..).take_while(|_| {

@@ -235,6 +235,9 @@ IMAGE_CASES: dict[str, ImageCase] = {
         "MllamaImageProcessorPil",
         text={
             "vocab_size": token_id("<|image|>"),
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,  # one on each of two ranks
             "num_hidden_layers": 5,
             "cross_attention_layers": [0, 3],
             "bos_token_id": 1,

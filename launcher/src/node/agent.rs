@@ -2,18 +2,26 @@
 //!
 //! INVARIANT: a connection that has not shown a certificate of the secret's authority starts nothing.
 
+#[cfg(test)]
+mod tests;
+
 use std::collections::HashMap;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
+use std::process::ExitStatus;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
 use clap::Args;
+use nix::errno::Errno;
+use nix::sys::signal::kill;
+use nix::unistd::Pid;
 use tempfile::TempDir;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
+use tokio::process::{Child, ChildStdin, ChildStdout};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls::server::WebPkiClientVerifier;
@@ -30,6 +38,12 @@ use crate::workers::make_pipe;
 
 /// How long a connection may take to show its certificate and its first line.
 const OPENING_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long the fork server may take to exit after its standard input has ended, and to be read to its end.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Between two looks at workers that are being killed.
+const EXIT_INTERVAL: Duration = Duration::from_millis(50);
+/// After which workers that were killed are reported.
+const KILL_TIMEOUT: Duration = Duration::from_secs(30);
 /// Connections at a time that have not shown both. Their own limit, so that strangers take no place of a server.
 const MAX_OPENINGS: usize = 64;
 /// Servers at a time.
@@ -65,6 +79,11 @@ pub(crate) struct NodeArgs {
     #[arg(long)]
     pub(crate) stop_with_stdin: bool,
 }
+
+/// Why a node refuses a server for now.
+#[derive(Debug, thiserror::Error)]
+#[error("the GPUs of this node are used by another server")]
+struct GpusInUse;
 
 /// What every connection needs.
 struct Node {
@@ -147,8 +166,11 @@ impl Node {
         if let Err(reason) = &result {
             // The connection may be what failed. Requests are read to their end, because a socket that is closed with unread
             // bytes takes back what it has sent.
+            let text = format!("{reason:#}");
+            let report =
+                if reason.is::<GpusInUse>() { Report::Busy { reason: text } } else { Report::Lost { reason: text } };
             let farewell = async {
-                send(&mut reports, &Report::Lost { reason: format!("{reason:#}") }).await?;
+                send(&mut reports, &report).await?;
                 reports.shutdown().await?;
                 while requests.next().await.is_some() {}
                 Ok::<_, io::Error>(())
@@ -179,17 +201,15 @@ impl Node {
             None => {
                 anyhow::bail!("this node offers no GPUs; start it with --unencrypted-gpus, on a private network only")
             }
-            Some(gpus) => {
-                if gpus.available_permits() == 0 {
-                    tracing::info!(server = peer.to_string(), "a server waits for the GPUs, which another one uses");
-                }
-                Some(gpus.acquire().await?)
-            }
+            // The server tries again. If it waited here, two servers could each wait for what the other one has on another node.
+            Some(gpus) => Some(gpus.try_acquire().map_err(|_| GpusInUse)?),
         };
+        send(reports, &Report::Accepted {}).await?;
         tracing::info!(server = peer.to_string(), ranks = open.num_ranks, "a server uses this node");
         self.host(requests, reports, &open).await
     }
 
+    /// Returns when the fork server and its workers have exited.
     async fn host<R, W>(&self, requests: &mut Lines<R>, reports: &mut W, open: &Open) -> anyhow::Result<()>
     where
         R: AsyncRead + Unpin,
@@ -199,6 +219,7 @@ impl Node {
         if open.uses_gpus && std::env::var_os(NCCL_INTERFACE).is_none() {
             command.env_remove(NCCL_INTERFACE); // Not the loopback interface: NCCL finds one.
         }
+        let mut workers = Hosted::new(self.address, open.uses_gpus)?;
         let mut child = command.spawn().context("cannot start the fork server")?;
         let (stdin, stdout, stderr) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
         let (Some(mut stdin), Some(stdout), Some(stderr)) = (stdin, stdout, stderr) else {
@@ -207,39 +228,12 @@ impl Node {
         let tail = StderrTail::default();
         let mut following = tokio::spawn(tail.clone().follow(None, stderr));
         let mut lines = Lines::new(stdout);
-        let mut workers = Hosted::new(self.address, open.uses_gpus)?;
-        let ended = loop {
-            tokio::select! {
-                request = requests.next() => {
-                    let Some(request) = request else { break false };
-                    let request = serde_json::from_str(&request).context("a request is not understood")?;
-                    let request = match request {
-                        Request::Start(flags) if workers.ports.len() >= MAX_WORKERS => {
-                            let reason = format!("this node has {MAX_WORKERS} workers of this server already");
-                            send(reports, &Report::Refused { name: flags.name, reason }).await?;
-                            continue;
-                        }
-                        Request::Start(flags) => Request::Start(workers.place(flags)?),
-                        Request::Load { .. } => continue, // Only for one rank on one machine.
-                        signal @ Request::Signal { .. } => signal,
-                    };
-                    send(&mut stdin, &request).await?;
-                }
-                line = lines.next() => match line.as_deref().map(serde_json::from_str) {
-                    Some(Ok(report)) => send(reports, &workers.amended(report)).await?,
-                    // Printed by code that Python runs at startup.
-                    Some(Err(_)) => tracing::info!(target: "worker", "{}", line.unwrap_or_default()),
-                    None => break true,
-                },
-            }
-        };
-        if !ended {
-            child.start_kill()?;
-        }
-        let status = child.wait().await?;
-        if ended {
+        let relayed = workers.relay(requests, reports, &mut stdin, &mut lines).await;
+        drop(stdin);
+        let status = workers.end(child, lines).await;
+        if let End::OfForkServer = relayed? {
             let _ = tokio::time::timeout(OPENING_TIMEOUT, &mut following).await;
-            anyhow::bail!(tail.exit_reason("the fork server", status));
+            anyhow::bail!(tail.exit_reason("the fork server", status?));
         }
         Ok(())
     }
@@ -261,10 +255,18 @@ async fn send(to: &mut (impl AsyncWrite + Unpin), message: &impl serde::Serializ
     to.flush().await
 }
 
+/// What ended first.
+enum End {
+    OfConnection,
+    OfForkServer,
+}
+
 /// The workers of a connection.
 struct Hosted {
     /// By name: the ports for the server and for the other ranks, which stay reserved until the worker has ended.
     ports: HashMap<String, [PortReservation; 2]>,
+    /// By name, of those that have started and not ended.
+    pids: HashMap<String, Pid>,
     address: IpAddr,
     uses_gpus: bool,
     /// Of their pipes. Removed on drop.
@@ -275,7 +277,71 @@ struct Hosted {
 impl Hosted {
     fn new(address: IpAddr, uses_gpus: bool) -> anyhow::Result<Self> {
         let folder = tempfile::Builder::new().prefix("penstock-").tempdir().context("cannot create a folder")?;
-        Ok(Self { ports: HashMap::new(), address, uses_gpus, folder, num_started: 0 })
+        Ok(Self { ports: HashMap::new(), pids: HashMap::new(), address, uses_gpus, folder, num_started: 0 })
+    }
+
+    /// Passes requests and reports on.
+    async fn relay<R, W>(
+        &mut self,
+        requests: &mut Lines<R>,
+        reports: &mut W,
+        stdin: &mut ChildStdin,
+        lines: &mut Lines<ChildStdout>,
+    ) -> anyhow::Result<End>
+    where
+        R: AsyncRead + Unpin,
+        W: AsyncWrite + Unpin,
+    {
+        loop {
+            tokio::select! {
+                request = requests.next() => {
+                    let Some(request) = request else { return Ok(End::OfConnection) };
+                    let request = serde_json::from_str(&request).context("a request is not understood")?;
+                    let request = match request {
+                        Request::Start(flags) if self.ports.len() >= MAX_WORKERS => {
+                            let reason = format!("this node has {MAX_WORKERS} workers of this server already");
+                            send(reports, &Report::Refused { name: flags.name, reason }).await?;
+                            continue;
+                        }
+                        Request::Start(flags) => Request::Start(self.place(flags)?),
+                        Request::Load { .. } => continue, // Only for one rank on one machine.
+                        signal @ Request::Signal { .. } => signal,
+                    };
+                    send(stdin, &request).await?;
+                }
+                line = lines.next() => match line.as_deref().map(serde_json::from_str) {
+                    Some(Ok(report)) => send(reports, &self.amended(report)).await?,
+                    // Printed by code that Python runs at startup.
+                    Some(Err(_)) => tracing::info!(target: "worker", "{}", line.unwrap_or_default()),
+                    None => return Ok(End::OfForkServer),
+                },
+            }
+        }
+    }
+
+    /// Waits until the fork server, whose standard input has ended, has exited, and kills it if it does not. Its workers die with it. Returns
+    /// when their memory and devices are free.
+    async fn end(&mut self, mut child: Child, mut lines: Lines<ChildStdout>) -> io::Result<ExitStatus> {
+        if tokio::time::timeout(EXIT_TIMEOUT, child.wait()).await.is_err() {
+            let _ = child.start_kill();
+        }
+        let status = child.wait().await;
+        let unread = async {
+            while let Some(line) = lines.next().await {
+                let _ = serde_json::from_str(&line).map(|report| self.amended(report));
+            }
+        };
+        let _ = tokio::time::timeout(EXIT_TIMEOUT, unread).await;
+        let mut all_gone = Box::pin(async {
+            while self.pids.values().any(|pid| kill(*pid, None) != Err(Errno::ESRCH)) {
+                tokio::time::sleep(EXIT_INTERVAL).await;
+            }
+        });
+        if tokio::time::timeout(KILL_TIMEOUT, &mut all_gone).await.is_err() {
+            tracing::warn!("a killed worker is still running after {} s", KILL_TIMEOUT.as_secs());
+            all_gone.await;
+        }
+        status
     }
 
     /// Gives a worker its ports and pipes here, and logs what it prints.
@@ -304,6 +370,7 @@ impl Hosted {
     fn amended(&mut self, report: Report) -> Report {
         match report {
             Report::Started { name, pid, .. } => {
+                self.pids.insert(name.clone(), Pid::from_raw(pid));
                 let ports =
                     self.ports.get(&name).map(|[worker, peers]| Ports { worker: worker.port, peers: peers.port });
                 Report::Started { name, pid, ports }
@@ -311,92 +378,10 @@ impl Hosted {
             report => {
                 if let Report::Ended { name, .. } | Report::Refused { name, .. } = &report {
                     self.ports.remove(name);
+                    self.pids.remove(name);
                 }
                 report
             }
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::node::{NodeAddress, NodeOptions, NodePlace};
-
-    const SECRET: &str = "0123456789abcdef0123456789abcdef";
-
-    /// What a server with `secret` gets from a node with `SECRET`, and whether the node has accepted it.
-    async fn meeting(secret: &str) -> (Result<(), String>, bool) {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let port = listener.local_addr().unwrap().port();
-        let acceptor = TlsAcceptor::from(Arc::new(tls(&NodeSecret::new(SECRET).unwrap()).unwrap()));
-        let node = tokio::spawn(async move {
-            let stream = acceptor.accept(listener.accept().await.unwrap().0).await.ok()?;
-            Lines::new(stream).next().await
-        });
-        let address = NodeAddress { host: "127.0.0.1".to_owned(), port };
-        let server = NodeOptions {
-            place: NodePlace::fixed(address),
-            secret: NodeSecret::new(secret).unwrap(),
-            by_ray: false,
-            num_ranks: 3,
-            uses_gpus: true,
-        };
-        let connection = server.connect().await;
-        let first_line = node.await.unwrap();
-        let open = first_line.and_then(|line| serde_json::from_str::<Open>(&line).ok());
-        (connection.map(|_| ()), open.is_some_and(|open| open.check().is_ok() && open.num_ranks == 3 && open.uses_gpus))
-    }
-
-    #[tokio::test]
-    async fn a_server_and_a_node_prove_to_each_other_that_they_know_the_secret() {
-        assert_eq!(meeting(SECRET).await, (Ok(()), true));
-        let (refusal, was_accepted) = meeting(&SECRET.replace('f', "g")).await;
-        assert!(refusal.unwrap_err().contains("does not have the secret of --node-secret-file") && !was_accepted);
-    }
-
-    /// The reason that a node gives for what `open` asks of it, if Python is `/nowhere`.
-    async fn refusal(num_servers: usize, open: Open) -> String {
-        let secret = NodeSecret::new(SECRET).unwrap();
-        let node = Node {
-            python: "/nowhere".into(),
-            address: IpAddr::from([127, 0, 0, 1]),
-            acceptor: TlsAcceptor::from(Arc::new(tls(&secret).unwrap())),
-            servers: Semaphore::new(MAX_SERVERS - num_servers),
-            gpus: None,
-        };
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = NodeAddress { host: "127.0.0.1".to_owned(), port: listener.local_addr().unwrap().port() };
-        let openings = Arc::new(Semaphore::new(1));
-        let permit = openings.clone().acquire_owned().await.unwrap();
-        let server = async {
-            let place = NodePlace::fixed(address);
-            let options = NodeOptions { place, secret, by_ray: false, num_ranks: 1, uses_gpus: open.uses_gpus };
-            let mut connection = options.connect_with(open).await.unwrap();
-            // What a server sends before it reads the refusal does not cost it the refusal.
-            connection.requests.write_all(b"\n\n").await.unwrap();
-            connection.reports.next().await.unwrap()
-        };
-        let accepted = async {
-            let (stream, peer) = listener.accept().await.unwrap();
-            node.serve(stream, peer, permit).await.unwrap_err()
-        };
-        let (report, error) = tokio::join!(server, accepted);
-        assert_eq!(openings.available_permits(), 1);
-        let Report::Lost { reason } = serde_json::from_str(&report).unwrap() else { panic!("{report}") };
-        assert_eq!(reason, format!("{error:#}"));
-        reason
-    }
-
-    #[tokio::test]
-    async fn a_server_learns_why_a_node_does_not_host_it() {
-        let open = |uses_gpus| Open::new(1, uses_gpus);
-        let no_python = refusal(0, open(false)).await;
-        assert!(no_python.starts_with("cannot start the fork server: "), "{no_python}");
-        assert_eq!(refusal(MAX_SERVERS, open(false)).await, "this node hosts 64 servers already");
-        let other_release = refusal(0, Open { release: "0.0.1".to_owned(), ..open(false) }).await;
-        assert!(other_release.starts_with("the server is release 0.0.1, this node is release "), "{other_release}");
-        let no_gpus = refusal(0, open(true)).await;
-        assert!(no_gpus.starts_with("this node offers no GPUs; start it with --unencrypted-gpus"), "{no_gpus}");
     }
 }

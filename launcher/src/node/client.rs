@@ -16,12 +16,14 @@ use tokio_rustls::rustls::{ClientConfig, RootCertStore, version};
 
 use super::authority::{Authority, LAUNCHER_NAME, NODE_NAME};
 use super::{NodeAddress, NodeSecret};
-use crate::fork_protocol::Open;
+use crate::fork_protocol::{Open, Report};
 use crate::output::Lines;
 
-/// How long a node that is away may take to come back. Streams wait meanwhile.
+/// How long a node that is away, or hosts another server, may take to come back. Streams wait meanwhile.
 const PATIENCE: Duration = Duration::from_secs(60);
 const RETRY_INTERVAL: Duration = Duration::from_millis(200);
+/// The same for a node that hosts another server, which logs each attempt.
+const BUSY_RETRY_INTERVAL: Duration = Duration::from_secs(1);
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How soon a machine that vanished without a word counts as lost.
 const SILENCE: Duration = Duration::from_secs(20);
@@ -75,6 +77,10 @@ enum Failure {
     Absent(String),
     /// It does not know the secret.
     Stranger(String),
+    /// It hosts another server, which may leave.
+    Busy(String),
+    /// It does not host this server.
+    Refused(String),
 }
 
 impl NodeOptions {
@@ -97,7 +103,7 @@ impl NodeOptions {
         }
     }
 
-    /// Waits until the agent answers. The error says why it did not.
+    /// Waits until the agent accepts this server. The error says why it did not.
     pub(crate) async fn connect(&self) -> Result<NodeConnection, String> {
         self.connect_with(Open::new(self.num_ranks, self.uses_gpus)).await
     }
@@ -106,15 +112,24 @@ impl NodeOptions {
     pub(super) async fn connect_with(&self, open: Open) -> Result<NodeConnection, String> {
         let config = self.tls().map_err(|error| format!("the secret of the nodes cannot be used: {error}"))?;
         let connector = TlsConnector::from(Arc::new(config));
-        let (mut began, mut before) = (Instant::now(), None);
+        let (mut began, mut before, mut is_busy) = (Instant::now(), None, false);
         loop {
             let address = self.placed().await?;
             if before.replace(address.clone()).is_some_and(|before| before != address) {
                 began = Instant::now();
             }
             let attempt = tokio::time::timeout(HANDSHAKE_TIMEOUT, attempt(&address, &connector, &open)).await;
+            let was_busy = std::mem::take(&mut is_busy);
             let reason = match attempt {
                 Ok(Ok(connection)) => return Ok(connection),
+                Ok(Err(Failure::Refused(reason))) => return Err(format!("{address} has no fork server: {reason}")),
+                Ok(Err(Failure::Busy(reason))) => {
+                    if !was_busy {
+                        tracing::info!("{address}: {reason}; waiting for it");
+                    }
+                    is_busy = true;
+                    reason
+                }
                 Ok(Err(Failure::Stranger(reason))) if !self.by_ray => {
                     return Err(format!("{address} does not have the secret of --node-secret-file: {reason}"));
                 }
@@ -124,11 +139,11 @@ impl NodeOptions {
             };
             if began.elapsed() > PATIENCE {
                 let seconds = PATIENCE.as_secs();
-                return Err(format!(
-                    "{address} was not reached within {seconds} s: {reason}; is `penstock node` running there?"
-                ));
+                let (end, advice) =
+                    if is_busy { ("free", "") } else { ("reached", "; is `penstock node` running there?") };
+                return Err(format!("{address} was not {end} within {seconds} s: {reason}{advice}"));
             }
-            tokio::time::sleep(RETRY_INTERVAL).await;
+            tokio::time::sleep(if is_busy { BUSY_RETRY_INTERVAL } else { RETRY_INTERVAL }).await;
         }
     }
 
@@ -157,7 +172,14 @@ async fn attempt(address: &NodeAddress, connector: &TlsConnector, open: &Open) -
     let (reports, mut requests) = tokio::io::split(stream);
     let line = serde_json::to_string(open).map_err(|error| Failure::Stranger(error.to_string()))?;
     requests.write_all((line + "\n").as_bytes()).await.map_err(absent)?;
-    Ok(NodeConnection { address: address.clone(), requests, reports: Lines::new(reports) })
+    requests.flush().await.map_err(absent)?;
+    let mut reports = Lines::new(reports);
+    match reports.next().await.as_deref().map(serde_json::from_str) {
+        Some(Ok(Report::Accepted {})) => Ok(NodeConnection { address: address.clone(), requests, reports }),
+        Some(Ok(Report::Busy { reason })) => Err(Failure::Busy(reason)),
+        Some(Ok(Report::Lost { reason })) => Err(Failure::Refused(reason)),
+        _ => Err(Failure::Absent("it closed the connection".to_owned())),
+    }
 }
 
 /// Lets the kernel detect a machine that is gone.

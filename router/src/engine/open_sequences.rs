@@ -21,7 +21,9 @@ use super::open_sequence::OpenSequence;
 use super::options::MAX_LOSSES;
 use super::owner::Owner;
 use super::timelines::{Timelines, TracedAdvance};
-use crate::sequence::{Constants, FinishReason, ImageSpan, SequenceEvent, SequenceFailure, SequenceRequest, image_groups};
+use crate::sequence::{
+    Constants, FinishReason, ImageSpan, SequenceEvent, SequenceFailure, SequenceRequest, image_groups,
+};
 use crate::telemetry::metrics;
 use crate::worker::{Fault, Output, OutputError, StepReport};
 

@@ -1,16 +1,18 @@
 //! The images of a request: from what clients send to their places among the tokens of the prompt.
 
+use std::hash::{BuildHasherDefault, DefaultHasher};
 use std::sync::Arc;
 use std::time::Duration;
 
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use futures::stream::{self, StreamExt, TryStreamExt};
+use penstock_scheduler::SubmitError;
 use tokio::time::timeout;
 
 use super::validation::ValidationError;
 use crate::fetch::{Fetcher, Url};
-use crate::sequence::{EncodedImage, Image, ImageInput, ImageSpan};
+use crate::sequence::{EncodedImage, Image, ImageInput, ImageSpan, image_groups};
 use crate::text::TokenSpan;
 
 /// Images of one prompt. More would rarely fit into a context.
@@ -150,6 +152,14 @@ pub(super) fn check_places(
     let is_place = |token_id: &&u32| input.is_some_and(|input| **token_id == input.placeholder_id);
     let num_places = token_ids.iter().filter(is_place).count();
     if num_places == num_images { Ok(()) } else { Err(ValidationError::ImagePlaces { num_places, num_images }) }
+}
+
+/// Fails unless the workers have room for all images of the prompt at once.
+pub(super) fn check_room(spans: &[ImageSpan], input: &ImageInput) -> Result<(), ValidationError> {
+    let groups = image_groups(spans, &BuildHasherDefault::<DefaultHasher>::default());
+    let (num_bytes, max_image_bytes) = (groups.iter().map(|group| group.num_bytes).sum(), input.max_bytes);
+    let too_large = || ValidationError::Image(SubmitError::ImagesTooLarge { num_bytes, max_image_bytes }.to_string());
+    if num_bytes <= max_image_bytes { Ok(()) } else { Err(too_large()) }
 }
 
 /// The text of a rendered chat template, with the model's placeholder for each image.

@@ -301,7 +301,9 @@ impl GenerationService {
             return Err(ValidationError::TruncateImages.into());
         }
         let (images, encoded) = self.encode_images(&token_ids, images, deadlines).await?;
-        Ok(image::expand(&token_ids, input, images, &encoded))
+        let (token_ids, spans) = image::expand(&token_ids, input, images, &encoded);
+        image::check_room(&spans, input)?;
+        Ok((token_ids, spans))
     }
 
     /// How images stand in prompts; `None`: the model reads none.

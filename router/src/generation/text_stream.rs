@@ -18,6 +18,9 @@ use crate::sequence::{self, DraftCount, End, SequenceEvent, SequenceRequest, Tim
 use crate::telemetry::metrics;
 use crate::text::{Detokenizer, Piece, StopMatcher, StopOutcome, TextModel};
 
+/// Why a sequence ends before its first token, as the workers say it where there is a stop token.
+const EMPTY_GRAMMAR: &str = "no token of the model can begin a text of this grammar";
+
 /// What happens to the stop string that ended a text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StopText {
@@ -67,8 +70,8 @@ impl ShownTokens {
 pub(super) struct TextStream {
     events: SequenceStream,
     reservation: QueueReservation,
-    /// An event that was received but not consumed yet.
-    pending: Option<SequenceEvent>,
+    /// An event, or the failure instead of it, that was received but not consumed yet.
+    pending: Option<Result<SequenceEvent, GenerationError>>,
     /// Resolves when the grace period of a shutdown is over. PERF: one for all events, because all streams register at the same token.
     abandoned: Pin<Box<WaitForCancellationFutureOwned>>,
     detokenizer: Detokenizer,
@@ -81,7 +84,7 @@ pub(super) struct TextStream {
     num_alternatives: NumAlternatives,
     /// Empty unless prompt logprobs were requested.
     prompt_tokens: Vec<PromptToken>,
-    /// A grammar may end the sequence without a stop token, of which it has none.
+    /// The request has a grammar and no stop token, so only the event after a token says whether it was the last one.
     may_end_unannounced: bool,
     max_new_tokens: u32,
     num_generated_tokens: u32,
@@ -161,10 +164,10 @@ impl TextStream {
     /// Prompt tokens found in the prefix cache. Returns when the sequence has left the queue. Cancel safe.
     pub(super) async fn started(&mut self) -> Result<usize, GenerationError> {
         if self.started.is_none() && self.pending.is_none() {
-            self.pending = Some(self.receive().await?);
+            self.pending = Some(Ok(self.receive().await?));
         }
         match self.pending {
-            Some(SequenceEvent::Started { num_cached_tokens }) => Ok(num_cached_tokens),
+            Some(Ok(SequenceEvent::Started { num_cached_tokens })) => Ok(num_cached_tokens),
             _ => Ok(self.num_cached_tokens),
         }
     }
@@ -183,6 +186,9 @@ impl TextStream {
                     self.next_draft = Some(Draft { token_index: self.num_generated_tokens, count });
                 }
                 SequenceEvent::Token(token) => return self.accept(token).await,
+                SequenceEvent::Finished(_) if self.num_generated_tokens == 0 && self.may_end_unannounced => {
+                    return Err(GenerationError::Unservable(EMPTY_GRAMMAR.to_owned()));
+                }
                 SequenceEvent::Vector(_) | SequenceEvent::Finished(_) | SequenceEvent::Failed(_) => {
                     return Err(GenerationError::Incomplete);
                 }
@@ -192,7 +198,7 @@ impl TextStream {
 
     async fn next_event(&mut self) -> Result<SequenceEvent, GenerationError> {
         match self.pending.take() {
-            Some(event) => Ok(event),
+            Some(event) => event,
             None => self.receive().await,
         }
     }
@@ -253,7 +259,7 @@ impl TextStream {
 
         let ends_in_engine = is_stop_token
             || self.num_generated_tokens >= self.max_new_tokens
-            || self.may_end_unannounced && stop_string.is_none() && self.is_complete().await?;
+            || self.may_end_unannounced && stop_string.is_none() && self.is_complete().await;
         let reason = match (ends_in_engine, stop_string, self.stop_text) {
             (false, None, _) => None,
             (false, Some(index), _) | (true, Some(index), StopText::Cut | StopText::Included) => {
@@ -311,10 +317,10 @@ impl TextStream {
         }
     }
 
-    /// Whether no token follows. Waits for the next event, which is not consumed.
-    async fn is_complete(&mut self) -> Result<bool, GenerationError> {
-        let event = self.next_event().await?;
-        Ok(matches!(self.pending.insert(event), SequenceEvent::Finished(_)))
+    /// Whether no token follows. Waits for the next event or failure, which is not consumed.
+    async fn is_complete(&mut self) -> bool {
+        let event = self.next_event().await;
+        matches!(self.pending.insert(event), Ok(SequenceEvent::Finished(_)))
     }
 
     /// The engine ends the sequence with this token; the reason is its next event.

@@ -172,8 +172,9 @@ fn content_salt(content: &ContentSalt) -> proto::ContentSalt {
     proto::ContentSalt { offset: content.offset, salt: content.salt }
 }
 
-/// Fails with what is wrong with the sequence. The lengths are checked where it is submitted.
-pub(super) fn request(sequence: proto::Sequence) -> Result<SequenceRequest, String> {
+/// Fails with what is wrong with the sequence. The lengths are checked where it is submitted, and there the sum of its images, each of
+/// which may take `max_image_bytes`.
+pub(super) fn request(sequence: proto::Sequence, max_image_bytes: u64) -> Result<SequenceRequest, String> {
     let mut prompt_token_ids = sequence.token_ids;
     let (num_tokens, num_prompt_tokens) = (prompt_token_ids.len(), sequence.num_prompt_tokens as usize);
     if num_prompt_tokens > num_tokens || sequence.num_source_tokens > sequence.num_prompt_tokens {
@@ -181,6 +182,9 @@ pub(super) fn request(sequence: proto::Sequence) -> Result<SequenceRequest, Stri
             "a sequence of {num_tokens} tokens with a prompt of {num_prompt_tokens} and a source of {}",
             sequence.num_source_tokens
         ));
+    }
+    if let Some(num_bytes) = sequence.images.iter().map(|span| span.num_bytes).find(|num| *num > max_image_bytes) {
+        return Err(format!("an image that takes {num_bytes} bytes, at most {max_image_bytes} are allowed"));
     }
     let salt = |content: proto::ContentSalt| ContentSalt { offset: content.offset, salt: content.salt };
     let span = |proto::ImageSpan { data, offset, num_tokens, is_whole, num_bytes }| ImageSpan {
@@ -342,13 +346,16 @@ mod tests {
             content_salts: [ContentSalt { offset: 1, salt: 7 }].into(),
             timeline: None,
         };
-        assert_eq!(format!("{:?}", request(sequence(&sent)).unwrap()), format!("{sent:?}"));
+        assert_eq!(format!("{:?}", request(sequence(&sent), 9).unwrap()), format!("{sent:?}"));
     }
 
     #[test]
     fn a_sequence_that_cannot_be_is_refused() {
         let sequence = proto::Sequence { token_ids: vec![1], num_prompt_tokens: 2, ..Default::default() };
-        assert!(request(sequence).unwrap_err().contains("1 tokens with a prompt of 2"));
-        assert!(request(proto::Sequence::default()).unwrap_err().contains("without sampling"));
+        assert!(request(sequence, 0).unwrap_err().contains("1 tokens with a prompt of 2"));
+        assert!(request(proto::Sequence::default(), 0).unwrap_err().contains("without sampling"));
+        let images = vec![proto::ImageSpan { num_bytes: u64::MAX, ..Default::default() }];
+        let refusal = request(proto::Sequence { images, ..Default::default() }, 10).unwrap_err();
+        assert_eq!(refusal, "an image that takes 18446744073709551615 bytes, at most 10 are allowed");
     }
 }

@@ -52,17 +52,20 @@ pub struct RequestLimits {
     pub max_total_tokens: u32,
     /// Generated tokens, for an encoder–decoder.
     pub max_new_tokens: Option<u32>,
+    /// What the images of a sequence may take of `ImageInput::max_bytes`.
+    pub max_image_bytes: u64,
 }
 
 impl RequestLimits {
     /// Fails with the limits of the server that are smaller than these.
     pub fn check(&self, server: &ServerDescription) -> Result<(), RemoteError> {
         let limits = [
-            ("--max-input-tokens", Some(self.max_input_tokens), Some(server.max_input_tokens)),
-            ("--max-total-tokens", Some(self.max_total_tokens), Some(server.max_total_tokens)),
-            ("limit of new tokens", self.max_new_tokens, server.max_new_tokens),
+            ("--max-input-tokens", Some(self.max_input_tokens.into()), Some(server.max_input_tokens.into())),
+            ("--max-total-tokens", Some(self.max_total_tokens.into()), Some(server.max_total_tokens.into())),
+            ("limit of new tokens", self.max_new_tokens.map(u64::from), server.max_new_tokens.map(u64::from)),
+            ("limit of image bytes", Some(self.max_image_bytes), Some(server.model.max_image_bytes())),
         ];
-        let is_smaller = |(name, ours, theirs): (&str, Option<u32>, Option<u32>)| {
+        let is_smaller = |(name, ours, theirs): (&str, Option<u64>, Option<u64>)| {
             let (ours, theirs) = (ours?, theirs?);
             (theirs < ours).then(|| format!("its {name} is {theirs}, that of this router is {ours}"))
         };

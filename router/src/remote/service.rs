@@ -58,6 +58,7 @@ pub async fn serve(
     let open = watch::Sender::new(0_usize);
     let service = Service {
         generator,
+        max_image_bytes: description.model.max_image_bytes(),
         description: convert::description(&description),
         draining: shutdown.clone(),
         closing: closing.clone(),
@@ -109,6 +110,7 @@ impl Interceptor for RequireSecret {
 struct Service {
     generator: Arc<dyn Generator>,
     description: proto::Description,
+    max_image_bytes: u64,
     draining: CancellationToken,
     closing: CancellationToken,
     /// Sequences that routers have here.
@@ -170,7 +172,7 @@ impl Engine for Service {
         if self.draining.is_cancelled() {
             return Err(Status::unavailable("the server is being stopped"));
         }
-        let request = convert::request(request.into_inner()).map_err(Status::invalid_argument)?;
+        let request = convert::request(request.into_inner(), self.max_image_bytes).map_err(Status::invalid_argument)?;
         let count = OpenCount::new(&self.open);
         let events = self.generator.submit(request).ready_chunks(MAX_BATCH);
         let batches = events.map(move |events| {

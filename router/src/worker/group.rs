@@ -227,6 +227,11 @@ impl Description {
         u32::from(self.pooling.is_some())
     }
 
+    /// What the images of the sequences that a worker knows may take. 0: it reads none.
+    pub fn max_image_bytes(&self) -> u64 {
+        self.image_input.as_ref().map_or(0, |input| input.max_bytes)
+    }
+
     /// Whether all tokens of a prompt attend to each other.
     pub fn is_prompt_whole(&self) -> bool {
         self.image_input.as_ref().is_some_and(|input| input.is_prompt_whole)

@@ -1,7 +1,7 @@
 //! Failures during generation, and the status that each dialect gives them.
 
 use axum::http::StatusCode;
-use penstock_router::sequence::{SequenceEvent, SequenceFailure};
+use penstock_router::sequence::{FinishReason, SequenceEvent, SequenceFailure};
 use serde_json::{Value, json};
 
 use crate::model::word;
@@ -19,6 +19,45 @@ async fn failing(fault: Fault) -> Server {
         sequence.send(SequenceEvent::Failed(fault(REASON.to_owned())));
     })
     .await
+}
+
+/// A model without stop tokens. Every sequence sends these tokens, and then how it ends.
+async fn without_stop_tokens(token_ids: &'static [u32], end: SequenceEvent) -> Server {
+    let script = move |sequence: Sequence| {
+        sequence.send(SequenceEvent::Started { num_cached_tokens: 0 });
+        token_ids.iter().for_each(|id| sequence.send_token(*id));
+        sequence.send(end.clone());
+    };
+    Server::start(script, |config| {
+        for name in ["tokenizer_config.json", "generation_config.json"] {
+            std::fs::write(config.model_folder.join(name), "{}").unwrap();
+        }
+    })
+    .await
+}
+
+fn constrained(streams: bool) -> Value {
+    json!({"prompt": "Hi", "guided_regex": "a*", "stream": streams})
+}
+
+#[tokio::test]
+async fn a_grammar_that_ends_before_the_first_token_is_the_request_s_fault() {
+    let server = without_stop_tokens(&[], SequenceEvent::Finished(FinishReason::StopToken)).await;
+    let answer = server.post("/v1/completions", constrained(false)).await;
+    assert_eq!(answer.status, StatusCode::BAD_REQUEST, "{}", answer.body);
+    let message = answer.json()["error"]["message"].clone();
+    assert!(message.as_str().unwrap().ends_with("no token of the model can begin a text of this grammar"), "{message}");
+}
+
+#[tokio::test]
+async fn a_failure_behind_a_token_that_may_be_the_last_one_costs_no_token() {
+    let failed = SequenceEvent::Failed(SequenceFailure::Worker(REASON.to_owned()));
+    let server = without_stop_tokens(&[97, 98], failed).await;
+    let events = server.post("/v1/completions", constrained(true)).await.events();
+    let [first, second, failure, done] = &events[..] else { panic!("{events:?}") };
+    let text = |event: &str| serde_json::from_str::<Value>(event).unwrap()["choices"][0]["text"].clone();
+    assert_eq!((text(first), text(second), done.as_str()), (json!("a"), json!("b"), "[DONE]"));
+    assert!(failure.contains(REASON), "{failure}");
 }
 
 fn chat(streams: bool) -> Value {

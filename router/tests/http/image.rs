@@ -128,6 +128,19 @@ async fn an_image_that_cannot_be_fetched_is_named() {
 }
 
 #[tokio::test]
+async fn images_for_which_the_workers_have_no_room_are_refused_before_they_reach_the_engine() {
+    let server = server(|config| config.image_input.as_mut().unwrap().max_bytes = 1).await;
+    let other = "data:image/png;base64,d29ybGQ=";
+    let answer = server.post(TEXT, openai(json!([image_url(HELLO), image_url(other)]))).await;
+    assert!(answer.status.is_client_error(), "{}", answer.body);
+    assert!(answer.body.contains("the images take 2 bytes of the workers' room for images, at most 1 are allowed"));
+    let text = json!({"type": "text", "text": "and again"});
+    let answer = server.post(TEXT, openai(json!([image_url(HELLO), text, image_url(HELLO)]))).await;
+    assert_eq!(answer.status, StatusCode::OK, "{}", answer.body);
+    assert_eq!(server.last_request().images.len(), 2, "the same image takes the room once");
+}
+
+#[tokio::test]
 async fn nothing_is_fetched_for_a_prompt_without_a_place() {
     let server = server(fetches).await;
     // It would be refused otherwise: nothing listens there.

@@ -131,14 +131,20 @@ async fn a_server_with_other_weights_gets_no_sequence() {
 
 #[tokio::test]
 async fn a_server_that_accepts_less_gets_no_sequence() {
-    let small = Setup { max_input_tokens: 100, ..Setup::default() }.start().await;
     let good = Setup::default().start().await;
-    let replicas = route(&[&good, &small], PATIENCE).await;
+    let short = Setup { max_input_tokens: 100, ..Setup::default() }.start().await;
+    let narrow = Setup { max_image_bytes: 60, ..Setup::default() }.start().await;
+    let replicas = route(&[&good, &short, &narrow], PATIENCE).await;
     streams_are_complete(&replicas, prompts(12), 20).await;
-    assert_eq!(small.num_plans().await, 0);
-    let description = Remote::new(&small.url(), &access()).unwrap().describe().await.unwrap();
-    let error = router_limits().check(&description).unwrap_err().to_string();
-    assert!(error.contains("its --max-input-tokens is 100, that of this router is 511"), "{error}");
+    for (small, reason) in [
+        (short, "its --max-input-tokens is 100, that of this router is 511"),
+        (narrow, "its limit of image bytes is 60, that of this router is 100"),
+    ] {
+        assert_eq!(small.num_plans().await, 0);
+        let description = Remote::new(&small.url(), &access()).unwrap().describe().await.unwrap();
+        let error = router_limits().check(&description).unwrap_err().to_string();
+        assert!(error.contains(reason), "{error}");
+    }
 }
 
 #[tokio::test]

@@ -12,8 +12,8 @@ use penstock_router::engine::{
 use penstock_router::remote::{self, Access, EngineListener, Properties, Remote, RequestLimits, ServerDescription};
 use penstock_router::replica::Replicas;
 use penstock_router::sequence::{
-    Adapter, AdapterError, EncodedImage, Grammar, GrammarError, Image, ImageError, SequenceEvent, SequenceRequest,
-    Token,
+    Adapter, AdapterError, EncodedImage, Grammar, GrammarError, Image, ImageError, ImageInput, SequenceEvent,
+    SequenceRequest, Token,
 };
 use penstock_router::worker::{Description, Group, LoadOptions};
 use penstock_scheduler::{Limits, Stats};
@@ -25,6 +25,7 @@ use crate::fake_worker::setting::{PATIENCE, limits, streams_are_complete};
 use crate::fake_worker::{Script, expected_tokens};
 
 pub const SECRET: &str = "0123456789abcdef";
+const MAX_IMAGE_BYTES: u64 = 100;
 
 pub fn access() -> Access {
     Access { secret: SECRET.to_owned(), ..Access::default() }
@@ -49,6 +50,7 @@ pub struct Setup {
     pub access: Access,
     pub weights: &'static str,
     pub max_input_tokens: u32,
+    pub max_image_bytes: u64,
 }
 
 impl Default for Setup {
@@ -59,6 +61,7 @@ impl Default for Setup {
             access: access(),
             weights: "same",
             max_input_tokens: 511,
+            max_image_bytes: MAX_IMAGE_BYTES,
         }
     }
 }
@@ -73,7 +76,8 @@ impl Setup {
         let limits = Limits { max_step_tokens: 16, ..limits() };
         let options = EngineOptions { limits, step_deadline: PATIENCE, max_failures: 5 };
         let mut group = fleet.group().await;
-        let model = described(&mut group).await;
+        let mut model = described(&mut group).await;
+        model.image_input = Some(image_input(self.max_image_bytes));
         let engine = Replicas::start(vec![(group, Arc::new(fleet.clone()) as Arc<dyn RestartGroup>)], options);
         let description =
             ServerDescription { max_input_tokens: self.max_input_tokens, ..description(model, self.weights) };
@@ -205,6 +209,19 @@ pub async fn described(group: &mut Group) -> Description {
     group.load(&options).await.unwrap()
 }
 
+fn image_input(max_bytes: u64) -> ImageInput {
+    ImageInput {
+        placeholder_id: 9,
+        placeholder: "<image>".to_owned(),
+        template_text: String::new(),
+        is_whole: false,
+        is_prompt_whole: false,
+        text_prefix: String::new(),
+        text_suffix: String::new(),
+        max_bytes,
+    }
+}
+
 pub fn description(model: Description, weights: &str) -> ServerDescription {
     ServerDescription {
         properties: properties(weights),
@@ -220,7 +237,12 @@ pub fn description(model: Description, weights: &str) -> ServerDescription {
 }
 
 pub fn router_limits() -> RequestLimits {
-    RequestLimits { max_input_tokens: 511, max_total_tokens: 512, max_new_tokens: None }
+    RequestLimits {
+        max_input_tokens: 511,
+        max_total_tokens: 512,
+        max_new_tokens: None,
+        max_image_bytes: MAX_IMAGE_BYTES,
+    }
 }
 
 /// How a router uses the servers with these URLs. `step_deadline` decides when a server without steps hangs.

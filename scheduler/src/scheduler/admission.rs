@@ -131,6 +131,7 @@ impl Scheduler {
         let sequence = self.sequence(id);
         let overtaking_budget = sequence.prefill_order(draft.now, &self.limits).overtaking_budget;
         self.queue.block(sequence.precedence(), id, node);
+        self.wake_for_images();
         if let Some(pending) = self.cache.pending(node) {
             let until_tokens = num_pending_blocks as u32 * self.limits.block_tokens;
             self.sequence_mut(pending.producer).borrow_budget(overtaking_budget, until_tokens);
@@ -154,6 +155,7 @@ impl Scheduler {
         self.image_room.take(sequence.images());
         let residency = self.residents.start(precedence, id, sequence.max_tokens());
         draft.plan.new_sequences.push(sequence.start(residency, table));
+        self.wake_for_images();
         unwritten_blocks
     }
 }

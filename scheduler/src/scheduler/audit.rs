@@ -19,9 +19,12 @@ impl Scheduler {
         let max_tokens = resident.iter().map(|sequence| u64::from(sequence.max_tokens())).sum();
         self.residents.audit(running().map(|sequence| sequence.precedence()), running().count(), max_tokens);
         self.image_room.audit(resident.iter().map(|sequence| sequence.images()));
-        let first_waiting = self.queue.awaiting_image_room().values().next();
-        let fits = first_waiting.is_some_and(|id| self.image_room.fits(self.sequence(*id).images()));
-        assert!(!fits, "{first_waiting:?} waits for room that is there");
+        if let Some((first, id)) = self.queue.awaiting_image_room().first_key_value() {
+            let mut ready = self.queue.ready().map(|id| self.sequence(id)).filter(|it| !it.images().is_empty());
+            let may_wait =
+                !self.image_room.fits(self.sequence(*id).images()) || ready.any(|it| it.precedence() < *first);
+            assert!(may_wait, "{id:?} waits for room that is there");
+        }
         self.in_flight.audit();
         self.cache.audit(resident.iter().map(|sequence| (sequence.table(), sequence.is_finishing())));
     }

@@ -225,7 +225,7 @@ impl Scheduler {
             self.evict(&mut sequence);
         } else {
             self.queue.remove(sequence.precedence(), id);
-            self.queue.end_wait_for_images(); // It may have been the one that others wait behind.
+            self.wake_for_images();
         }
         Some(sequence)
     }
@@ -251,6 +251,16 @@ impl Scheduler {
         self.residents.evict(sequence.precedence(), id, sequence.max_tokens());
         if !sequence.images().is_empty() {
             self.image_room.release(sequence.images());
+            self.wake_for_images();
+        }
+    }
+
+    /// Makes the first sequence ready that waits for image room, if its images fit. Call it when room is returned, and when a
+    /// sequence is no longer ready: it may be the one that the first waits behind. Those behind the first wait until it has
+    /// started, so each call wakes one at most.
+    fn wake_for_images(&mut self) {
+        let first = self.queue.awaiting_image_room().values().next();
+        if first.is_some_and(|id| self.image_room.fits(self.sequence(*id).images())) {
             self.queue.end_wait_for_images();
         }
     }

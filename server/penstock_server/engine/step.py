@@ -162,13 +162,14 @@ class StepRunner:
         if self._drafter is not None and chosen.max_drafts.any():
             waits_from = waits_from or self._timed_event()
             self._settle_all()  # drafts continue the tokens that are known
-            drafting = time.perf_counter()
+            drafting, drafter = time.perf_counter(), self._drafter
             if plan.drafts_only_forced:
                 chosen = with_forced_tokens(table, chosen, self._grammars, self._group, self._device)
             else:
-                drafter = self._lookup if plan.drafts_by_lookup or self._drafter.is_lookup else self._drafter
+                drafter = self._lookup if plan.drafts_by_lookup or drafter.is_lookup else drafter
                 chosen = with_drafts(table, chosen, drafter, self._grammars, self._group, self._device)
-            draft_s = time.perf_counter() - drafting
+            if not (plan.drafts_only_forced or drafter.is_lookup):
+                draft_s = time.perf_counter() - drafting  # a lookup takes little, beside the wait for the other ranks
         failures = {failure.sequence_id: failure for failure in chosen.failures}
         sampled_rows = chosen.rows[chosen.samples]
         residencies, positions = table.residency[chosen.rows], table.known[sampled_rows] + chosen.offsets()

@@ -171,9 +171,13 @@ class Decoder:
             num_blocks = images.num_pool_blocks(block_bytes, self.spec.max_image_states, self.block_tokens)
             num_blocks = self._group.minimum_of_all(num_blocks)
             self.image_caches = {place: attention.allocate(num_blocks) for place, attention in attentions.items()}
+            specs = [layer.plain_attention for _, layer in self.spec.image_layers]
+            state_bytes = sum(2 * spec.num_kv_heads * spec.head_dim for spec in specs) * self.dtype.itemsize
             num_values = sum(layer.attention.num_kv_values for layer in self.image_layers.values())
-            state_bytes = num_values * self.dtype.itemsize
-            images.pool = ImageKvPool(num_blocks, self.block_tokens, block_bytes, state_bytes, self._project_images)
+            projected_bytes = num_values * self.dtype.itemsize
+            images.pool = ImageKvPool(
+                num_blocks, self.block_tokens, block_bytes, state_bytes, projected_bytes, self._project_images
+            )
             if self._device.type == "cpu":
                 images.max_bytes += images.pool.num_bytes  # its pages are not touched yet
             else:

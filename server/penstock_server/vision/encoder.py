@@ -180,7 +180,7 @@ class ImageEncoder:
     @property
     def room_bytes(self) -> int:
         """What the images of all sequences that the worker knows may take."""
-        return self.kept_bytes if self.pool is None else self.pool.num_bytes
+        return self.kept_bytes if self.pool is None else self.pool.room_bytes
 
     def num_pool_blocks(self, block_bytes: int, max_states: int, block_tokens: int) -> int:
         """Blocks for the states of images: of `_POOL_IMAGES` of the largest ones, if these fit. block_bytes: of a block
@@ -235,12 +235,12 @@ class ImageEncoder:
         if states.kv is None and not self.pool.has_written(image.hash):
             with self._turn(is_urgent=False):
                 self._project(self.pool, states)
-        return ImageSize(found.token_ids, self.pool.bytes_of(len(states)))
+        return ImageSize(found.token_ids, self.pool.room_of(len(states)))
 
     @torch.inference_mode()
     def _project(self, pool: ImageKvPool, states: ImageStates) -> None:
         """Computes the keys and values of an image, if there is room for them: no step has to do it then."""
-        if self._num_bytes() + len(states) * pool.state_bytes <= self.kept_bytes:
+        if self._num_bytes() + len(states) * pool.projected_bytes <= self.kept_bytes:
             kv = pool.project(states.states)
             if states.states.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()  # steps may read them at once
@@ -282,7 +282,7 @@ class ImageEncoder:
         """Forgets the images that were used longest ago, until the others fit: first those that no request waits for,
         because a step encodes what it needs and was forgotten. Requests that have ended leave theirs among those that
         are awaited, so these are forgotten first where they take more than half. Keys and values go before all images,
-        because they are computed from these in a fraction of the time."""
+        because computing them from these takes less time than encoding an image."""
         with self._lock:
             self._alive[hash_] = image
             self._kept.pop(hash_, None)

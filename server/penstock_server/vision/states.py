@@ -58,14 +58,22 @@ class ImageKvPool:
     of the steps changes it."""
 
     def __init__(
-        self, num_blocks: int, block_tokens: int, block_bytes: int, state_bytes: int, project: Project
+        self,
+        num_blocks: int,
+        block_tokens: int,
+        block_bytes: int,
+        state_bytes: int,
+        projected_bytes: int,
+        project: Project,
     ) -> None:
-        """block_bytes: of a block in all caches, which may have a smaller data type than what `project` returns.
-        state_bytes: what it returns for a state."""
+        """block_bytes: of a block in all caches of this rank, which may have a smaller data type than what `project`
+        returns. state_bytes: of the keys and values of a state in all heads, whatever rank has them. projected_bytes:
+        of what `project` returns for a state."""
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self.block_bytes = block_bytes
         self.state_bytes = state_bytes
+        self.projected_bytes = projected_bytes
         self.project = project
         self._free = list(range(num_blocks))
         self._alive: WeakValueDictionary[tuple[bytes, ...], ImageGroup] = WeakValueDictionary()
@@ -73,11 +81,22 @@ class ImageKvPool:
 
     @property
     def num_bytes(self) -> int:
+        """On this rank."""
         return self.num_blocks * self.block_bytes
 
     def bytes_of(self, num_states: int) -> int:
-        """What these states take; together with others, less than the sum."""
+        """What these states take on this rank; together with others, less than the sum."""
         return -(-num_states // self.block_tokens) * self.block_bytes
+
+    @property
+    def room_bytes(self) -> int:
+        """On all ranks together."""
+        return self.room_of(self.num_blocks * self.block_tokens)
+
+    def room_of(self, num_states: int) -> int:
+        """What these states take of `room_bytes`. Servers pass it to each other, so it is the same in every layout of
+        ranks."""
+        return -(-num_states // self.block_tokens) * self.block_tokens * self.state_bytes
 
     def has_written(self, hash_: bytes) -> bool:
         """Whether a written group has the image. Any thread may call it; the answer may change at any time."""

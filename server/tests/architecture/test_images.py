@@ -288,11 +288,13 @@ def test_a_prompt_has_the_same_bits_alone_and_in_a_batch_and_on_two_ranks(made: 
     together = logits_of(model, encoder, batch, 7)
     for prompt, expected in zip(batch, together, strict=True):
         assert torch.equal(logits_of(model, encoder, [prompt], 1 << 20)[0], expected)
+    sizes = [size.num_bytes for size in encoder.encode(IMAGES)]
     encoder.close()
 
     def on_rank(group: RankGroup) -> list[torch.Tensor]:
         model, encoder = made.load(group, torch.bfloat16)
         found = logits_of(model, encoder, prompts_of(encoder), 7)
+        assert [size.num_bytes for size in encoder.encode(IMAGES)] == sizes
         encoder.close()
         return found
 

@@ -65,7 +65,7 @@ def image(num_states: int, value: float = 0.0) -> EncodedImage:
 
 
 def pool_of(num_blocks: int) -> ImageKvPool:
-    return ImageKvPool(num_blocks, 16, 100, 8, lambda states: {0: states[:, None]})
+    return ImageKvPool(num_blocks, 16, 100, 20, 8, lambda states: {0: states[:, None]})
 
 
 def written(pool: ImageKvPool, name: bytes, num_states: int) -> ImageGroup:
@@ -80,6 +80,7 @@ def test_sequences_share_a_group_and_its_blocks_are_used_again_when_none_has_it(
     assert pool.find((b"a",)) is first
     assert pool.has_written(b"a")
     assert pool.num_bytes == pool.bytes_of(33) + pool.bytes_of(16) == 400
+    assert pool.room_bytes == pool.room_of(33) + pool.room_of(16) == 4 * 16 * 20
     written(pool, b"b", 16)
     with pytest.raises(ImageError, match="have 64 states, but only 16 fit"):
         pool.add((b"c",), [image(64)])
@@ -130,7 +131,8 @@ def test_steps_copy_the_keys_and_values_of_images_that_were_encoded_before(
     for number, image in enumerate(images, 1):
         if number == 1:
             (size,) = engine.encode_images([image])
-            assert size.num_bytes % encoder.pool.block_bytes == 0
+            assert encoder.pool.room_of(1) == encoder.pool.bytes_of(1), "on one rank"
+            assert size.num_bytes % encoder.pool.room_of(1) == 0
             assert 0 < size.num_bytes <= encoder.room_bytes
             assert threads == ["images"] * 2, "one for each layer that attends to images"
         token_ids = [5, *size.token_ids.tolist(), 6, 7]
@@ -144,7 +146,7 @@ def test_steps_copy_the_keys_and_values_of_images_that_were_encoded_before(
     engine.encode_images(images)
     assert len(threads) == 4, "nor are they computed again while they are there"
     states = encoder._alive[images[0].hash].states
-    needed = len(states) * encoder.pool.state_bytes
+    needed = len(states) * encoder.pool.projected_bytes
     for missing in (1, 0):
         encoder.kept_bytes = encoder._num_bytes() + needed - missing
         encoder._project(encoder.pool, states)

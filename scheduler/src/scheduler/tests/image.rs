@@ -60,6 +60,24 @@ fn a_sequence_that_leaves_the_queue_lets_those_behind_it_go_on() {
 }
 
 #[test]
+fn of_many_that_wait_only_the_first_becomes_ready() {
+    let mut scheduler = with_room(10);
+    submit_with(&mut scheduler, 1, 9, &[(1, 10)]);
+    (2..100).for_each(|id| submit_with(&mut scheduler, id, 9, &[(id, 10)]));
+    assert_eq!(new_ids(&step(&mut scheduler).0), [1]);
+    let num_ready = |scheduler: &mut Scheduler, aborted| {
+        scheduler.abort(SequenceId(aborted));
+        scheduler.audit();
+        scheduler.queue.num_ready()
+    };
+    assert_eq!(num_ready(&mut scheduler, 50), 0, "it was not the first, and there is no room");
+    assert_eq!(num_ready(&mut scheduler, 1), 1, "there is room for one");
+    assert_eq!(num_ready(&mut scheduler, 2), 1, "the next one is the first");
+    assert_eq!(new_ids(&step(&mut scheduler).0), [3]);
+    assert_eq!(scheduler.queue.num_ready(), 0);
+}
+
+#[test]
 fn a_preempted_sequence_gives_up_its_room_and_waits_for_it() {
     // Both grow to the whole pool.
     let mut scheduler = Scheduler::new(Limits { max_image_bytes: 10, ..limits(4, 1) });

@@ -435,10 +435,3 @@ fn lookups_for_which_a_gpu_waits_end_where_they_find_nothing() {
         assert!(num_lookups > 280, "{num_lookups} of 300 steps");
     }
 }
-
-#[test]
-fn one_long_wait_does_not_end_lookups() {
-    let mut cost = crate::speculation::DraftingCost::default();
-    cost.observe(crate::speculation::Drafting::Lookup, 0.01, 3, Duration::from_secs(9), false);
-    assert_eq!(cost.lookup_share(), 0.0);
-}
