@@ -119,6 +119,7 @@ def test_a_result_counts_the_drafts_of_each_sequence(monkeypatch: pytest.MonkeyP
     propose(monkeypatch, [5, 6])
     result = driver.engine.step(plan(2, advances=[Advance(1, 1, sample=True, num_draft_tokens=3)]))
     assert (result.num_draft_tokens.tolist(), result.sequence_ids.tolist()) == ([2], [1])
+    assert result.timing.draft_s == 0.0, "a CPU reports no time for lookups"
 
 
 def test_a_sequence_fails_at_the_token_at_which_it_fails_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
