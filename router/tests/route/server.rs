@@ -219,6 +219,7 @@ fn image_input(max_bytes: u64) -> ImageInput {
         text_prefix: String::new(),
         text_suffix: String::new(),
         max_bytes,
+        has_adapter: false,
     }
 }
 
