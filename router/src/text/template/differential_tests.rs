@@ -35,6 +35,7 @@ fn inputs(case: &Value) -> ChatInputs {
         add_generation_prompt: Some(case["add_generation_prompt"] == true),
         continue_final_message: Some(case["continue_final_message"] == true),
         kwargs: object(&case["kwargs"]),
+        image_text: None,
     }
 }
 
