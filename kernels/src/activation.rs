@@ -265,6 +265,13 @@ mod tests {
     }
 
     #[test]
+    fn a_sigmoid_of_an_infinite_number_is_its_limit() {
+        let x = [f32::NEG_INFINITY, f32::INFINITY, -3e38, 3e38].map(Element::from_f32);
+        let results = apply(Activation { function: Function::Sigmoid, is_gate: false }, &x, 4, 4, 1);
+        assert_eq!(results, [0.0, 1.0, 0.0, 1.0].map(Element::from_f32));
+    }
+
+    #[test]
     fn a_result_depends_on_its_argument_only() {
         for function in FUNCTIONS {
             let activation = Activation { function, is_gate: false };

@@ -88,10 +88,11 @@ impl F32 {
         near.select(F32::splat(0.0625).greater(square), far)
     }
 
-    /// 1 / (1 + e^-x)
+    /// 1 / (1 + e^-x), also of ± ∞
     #[inline(always)]
     pub(crate) fn sigmoid(self) -> F32 {
-        F32::splat(1.0) / (F32::splat(1.0) + (self * F32::splat(-LOG2_E)).exp2())
+        let power = F32::splat(256.0).min(self * F32::splat(-LOG2_E)); // 2^256 is ∞ already, of which `exp2` knows nothing
+        F32::splat(1.0) / (F32::splat(1.0) + power.exp2())
     }
 
     /// x / (1 + e^-x)
