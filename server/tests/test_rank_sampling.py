@@ -10,8 +10,8 @@ import torch
 from fake_model import POISON, FakeModel, continuation
 from paired_ranks import PairedGroup, paired_engines
 from penstock_server.engine.step import BROKEN_LOGITS
-from penstock_server.grammar.state import Masks
-from penstock_server.plan import Grammar, NewSequence, Plan, Sampling
+from penstock_server.grammar.state import Masks, Refusal
+from penstock_server.plan import Fault, Grammar, NewSequence, Plan, Sampling
 from plans import Advance
 from test_engine import LIMITS, Driver, prompt_of
 
@@ -72,9 +72,10 @@ class FewTokens:
         allowed = np.zeros((len(places), 40 * 32), bool)  # the tokenizer has more tokens than the model
         for row, place in zip(allowed, places, strict=True):
             row[30 * sequence_ids[place] : 30 * sequence_ids[place] + 10] = sequence_ids[place] != 4
-        errors: Future[dict[int, str]] = Future()
-        errors.set_result({place: "no token" for place in places if sequence_ids[place] == 4})
-        return Masks(np.array(places), np.packbits(allowed, axis=1, bitorder="little").view(np.int32), [errors])
+        refusals: Future[dict[int, Refusal]] = Future()
+        refusal = Refusal("no token", Fault.REQUEST)
+        refusals.set_result({place: refusal for place in places if sequence_ids[place] == 4})
+        return Masks(np.array(places), np.packbits(allowed, axis=1, bitorder="little").view(np.int32), [refusals])
 
     def chosen(self, sequence_ids: list[int], token_ids: list[int]) -> None:
         for i, token_id in zip(sequence_ids, token_ids, strict=True):
