@@ -29,7 +29,9 @@ test-kernels: .make/venv ## unit tests of the kernels for every instruction set 
 	$(BIN)/python kernels/backend.py test $(ARGS)
 
 test-python: setup ## pytest with ARGS; without ARGS, every test, in two processes
-	$(BIN)/python -m pytest $(or $(ARGS),--numprocesses 2 --dist loadgroup --durations 15)
+	# Bytecode is written also where PYTHONDONTWRITEBYTECODE is set: tests start hundreds of processes, and each would compile
+	# what it imports of torch and transformers.
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(or $(ARGS),--numprocesses 2 --dist loadgroup --durations 15)
 
 # STEPS=1 runs only the scenario of SEED. Without SEED, the clock chooses one.
 SEED ?= $(shell date +%s)

@@ -94,10 +94,13 @@ def with_flags(isa: Isa, dtype: str, *command: str) -> None:
     subprocess.run(["cargo", command[0], *options, *command[1:]], cwd=CRATE, env=environment, check=True)
 
 
-def unit_tests(arguments: list[str]) -> None:
+def representative(isas: list[Isa]) -> list[tuple[Isa, str]]:
     """Every instruction set in bfloat16; the other data types, whose kernels differ in few lines, with the fastest."""
-    here = [isa for isa in ISAS if isa.is_here and not isa.may_use_amx]
-    for isa, dtype in [*((isa, "bfloat16") for isa in here), (here[-1], "float16"), (here[-1], "float32")]:
+    return [*((isa, "bfloat16") for isa in isas), (isas[-1], "float16"), (isas[-1], "float32")]
+
+
+def unit_tests(arguments: list[str]) -> None:
+    for isa, dtype in representative([isa for isa in ISAS if isa.is_here and not isa.may_use_amx]):
         with_flags(isa, dtype, "test", "--lib", *arguments)
 
 
@@ -105,11 +108,9 @@ def lint() -> None:
     """The flags are those of this crate only, so its dependencies are checked once."""
     folder = str(CRATE.parent / "target" / "lint")
     clippy = ["cargo", "clippy", "--package", "penstock-kernels", "--locked", "--quiet", "--all-targets"]
-    for isa in ISAS:
-        if not isa.may_use_amx:
-            for dtype in DTYPES:
-                options = ["--features", "python", "--target-dir", folder, "--", "-D", "warnings", *flags(isa, dtype)]
-                subprocess.run([*clippy, *options], cwd=CRATE, check=True)
+    for isa, dtype in representative([isa for isa in ISAS if not isa.may_use_amx]):
+        options = ["--features", "python", "--target-dir", folder, "--", "-D", "warnings", *flags(isa, dtype)]
+        subprocess.run([*clippy, *options], cwd=CRATE, check=True)
     installed = subprocess.run(
         ["rustc", "--print", "sysroot"], capture_output=True, text=True, check=True
     ).stdout.strip()

@@ -89,8 +89,14 @@ def test_experts_are_those_of_transformers(name: str, folder: Path) -> None:
 
 
 @pytest.mark.skipif(triton_skip_reason() is not None, reason=str(triton_skip_reason()))
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        pytest.param(name, size, marks=() if size == 1 or name in ("qwen2-moe", "deepseek-v3") else pytest.mark.slow)
+        for name in CASES
+        for size in (1, 3)
+    ],
+)
 def test_grouped_kernels_compute_the_experts_of_transformers(
     name: str, size: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,9 +88,18 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
 }
 # The slow tests have every other format that one architecture is tested with. Its "dynamic" names this one's layers.
 MORE_FORMATS = {name: case for name, case in CHECKPOINTS.items() if name not in {*FORMATS, "gptq dynamic"}}
+# These architectures differ from others in what the formats do not touch: here they have one format of each layout.
+FEW = ("qwen2", "mixtral-cut", "gpt-neox")
+FORMATS_OF_FEW = ("gptq", "nf4", "fp8 in blocks", "Q4_0")
 FLAGS, GGUF, MORE_GGUF = ("eetq", "fp8 at load"), ("Q4_0", "Q5_1"), ("Q4_1", "Q5_0", "Q8_0")
+
+
+def is_slow(name: str, kind: str) -> bool:
+    return kind in {*MORE_FORMATS, *MORE_GGUF} or (name in FEW and kind not in FORMATS_OF_FEW)
+
+
 CASES = [
-    pytest.param(name, kind, marks=pytest.mark.slow if kind in {*MORE_FORMATS, *MORE_GGUF} else ())
+    pytest.param(name, kind, marks=pytest.mark.slow if is_slow(name, kind) else ())
     for name, architecture in ARCHITECTURES.items()
     for kind in (*FORMATS, *MORE_FORMATS, *FLAGS, *((*GGUF, *MORE_GGUF) if architecture.gguf else ()))
     if (name, kind) != ("deepseek-v2", "awq gemv_fast")  # its groups of 64 are wider than the latent
