@@ -11,40 +11,31 @@ from typing import Any
 import pytest
 
 PROGRAM = Path(__file__).parents[1] / "gpu.py"
+QUANTIZED = [f"tiny-{name}" for name in ("w4", "q4k", "fp8", "w8a8")]
 
-pytestmark = pytest.mark.timeout(900)  # the benchmark has the time that other tests leave it
 
+@pytest.mark.timeout(900)  # the benchmark has the time that other tests leave it
+def test_every_load_of_tiny_models_is_measured_and_a_result_is_resumed_where_it_ended(tmp_path: Path) -> None:
+    raw = tmp_path / "gpu.json"
 
-def test_every_load_of_the_tiny_model_is_measured(tmp_path: Path) -> None:
-    quantized = [f"tiny-{name}" for name in ("w4", "q4k", "fp8", "w8a8")]
-    options = ["--model", "tiny", *quantized, "--device", "cpu", "--repeats", "1", "--out", str(tmp_path)]
-    subprocess.run([sys.executable, str(PROGRAM), *options], check=True)
-    (raw,) = tmp_path.glob("*-gpu.json")
-    models = json.loads(raw.read_text())["models"]
-    for name in quantized:
-        (repeat,) = models[name]["repeats"]
+    def models(*names: str) -> dict[str, Any]:
+        options = ["--model", *names, "--device", "cpu", "--repeats", "1", "--resume", str(raw)]
+        subprocess.run([sys.executable, str(PROGRAM), *options], check=True)
+        return json.loads(raw.read_text())["models"]
+
+    first = models("tiny")["tiny"]
+    found = models("tiny", *QUANTIZED)
+    assert found["tiny"] == first
+    for name in QUANTIZED:
+        (repeat,) = found[name]["repeats"]
         assert (set(repeat["streams"]), set(repeat["ttft_s"])) == ({"1", "4"}, {"16", "100"})
-    model = models["tiny"]
-    (repeat,) = model["repeats"]
+    (repeat,) = first["repeats"]
     assert {num: len(found["step_s"]) for num, found in repeat["streams"].items()} == {"1": 50, "4": 50}
     assert {num: len(found["step_s"]) for num, found in repeat["drafts"].items()} == {"0": 50, "1": 50, "3": 50}
     assert set(repeat["ttft_s"]) == {"16", "100"}
     assert set(repeat["batches"]) == {"4 × 16 / 4"}
     assert set(repeat["beside_long_prompt"]) == {"without", "with"}
-    assert model["transformers_tokens_per_s"] > 0
+    assert first["transformers_tokens_per_s"] > 0
     assert set(repeat["streams"]["1"]["phases_s"]) == {"prepare_s", "forward_s", "sample_s", "idle_s", "draft_s"}
     loads = {"decode, 1 streams", "decode, 4 streams", "prompt, 16 tokens", "prompt, 100 tokens"}
-    assert all(set(each["predicted"]) == loads for each in models.values())
-
-
-def test_a_result_is_resumed_where_it_ended(tmp_path: Path) -> None:
-    options = ["--device", "cpu", "--repeats", "1", "--no-peers", "--resume", str(tmp_path / "gpu.json")]
-
-    def models(*names: str) -> dict[str, Any]:
-        subprocess.run([sys.executable, str(PROGRAM), *options, "--model", *names], check=True)
-        return json.loads((tmp_path / "gpu.json").read_text())["models"]
-
-    first = models("tiny")
-    both = models("tiny", "tiny-w4")
-    assert both["tiny"] == first["tiny"]
-    assert both["tiny-w4"]["is_complete"]
+    assert all(set(each["predicted"]) == loads and each["is_complete"] for each in found.values())
