@@ -5,6 +5,7 @@ every batch."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, VOCAB
+from eagle_checkpoint import random_head, save_head
 from fake_cuda import record_eagerly
 from late_device import make_late
+from mtp_checkpoint import Reference
 from penstock_server.config import WarmUpConfig
 from penstock_server.engine import Engine
-from penstock_server.engine.drafting import ngram
+from penstock_server.engine.drafting import medusa, ngram
 from penstock_server.engine.drafting.interface import Drafter
 from penstock_server.engine.drafting.load import load_drafter
 from penstock_server.engine.drafting.ngram import NgramDrafter
@@ -26,9 +29,10 @@ from penstock_server.models import load_model
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
 from penstock_server.plan import Sampling
+from safetensors.torch import save_file
 from tested_device import DEVICE, triton_skip_reason
 from tiny_model import save_case
-from tiny_models import prompts
+from tiny_models import make_model, prompts, save_model
 
 if reason := triton_skip_reason():
     pytest.skip(reason, allow_module_level=True)
@@ -39,14 +43,14 @@ from test_drafts import Drafts, generate
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy's, of the interpreter
 
 SLOW_IN_THE_INTERPRETER = pytest.mark.slow if DEVICE.type == "cpu" else pytest.mark.gpu
-BLOCK_TOKENS, NUM_BLOCKS, NUM_TOKENS, MAX_DRAFTS = 16, 100, 8, 4
+BLOCK_TOKENS, NUM_BLOCKS, NUM_TOKENS, MAX_DRAFTS = 16, 100, 5, 3
 LIMITS = WarmUpConfig(
     max_step_tokens=512,
-    max_step_sequences=16,
+    max_step_sequences=12,
     max_sequence_tokens=128,
     num_blocks=NUM_BLOCKS,
     proven=True,
-    graph_sizes=(2, 16),
+    graph_sizes=(8,),
 )
 SAMPLINGS = [
     Sampling(top_n=2),
@@ -123,6 +127,27 @@ def draft_model(folder: Path) -> tuple[LoadOptions, Path | None]:
     return options, options.folder
 
 
+def eagle(folder: Path) -> tuple[LoadOptions, Path | None]:
+    model = save_model(make_model("llama"), folder / "model")
+    return options_of(model), save_head(folder / "head", random_head(131), eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+
+
+def mtp(folder: Path) -> tuple[LoadOptions, Path | None]:
+    return options_of(Reference.random().save(folder), drafts_with_mtp=True), None
+
+
+def heads(folder: Path) -> tuple[LoadOptions, Path | None]:
+    model, hidden = save_model(make_model("llama"), folder / "model"), 48
+    torch.manual_seed(3)
+    tensors = {f"{i}.0.linear.weight": torch.randn(hidden, hidden) * 0.1 for i in range(3)}
+    tensors |= {f"{i}.0.linear.bias": torch.randn(hidden) * 0.1 for i in range(3)}
+    tensors["token_ids"] = torch.arange(3, 120)
+    (folder / "heads").mkdir()
+    save_file(tensors, folder / "heads" / medusa.WEIGHTS_NAME)
+    (folder / "heads" / "config.json").write_text('{"medusa_num_heads": 3, "medusa_num_layers": 1}')
+    return options_of(model), folder / "heads"
+
+
 class Recorded:
     """Keeps what a drafter drafts behind each text. Implements `Drafter`."""
 
@@ -141,15 +166,20 @@ class Recorded:
 
 
 @SLOW_IN_THE_INTERPRETER
-def test_a_draft_model_drafts_on_the_device_and_changes_no_bit(
-    tmp_path: Path, gpu: Counter[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("write", [draft_model, eagle, mtp, heads])
+def test_every_drafter_drafts_on_the_device_and_changes_no_bit(
+    write: Callable[[Path], tuple[LoadOptions, Path | None]],
+    tmp_path: Path,
+    gpu: Counter[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The same in recorded steps and in steps that run eagerly."""
-    options, folder = draft_model(tmp_path)
+    """Recorded steps keep what a head reads of the model, which steps that run eagerly keep likewise."""
+    monkeypatch.setattr(medusa, "_LEAST_PROBABILITY", 1e-30)
+    options, folder = write(tmp_path)
     texts = prompts(4, [5, 18], 131)
     expected, _ = generate(ready(load(replace(options, drafts_with_mtp=False))), texts, 0, 0)
     found = []
-    for graph_sizes in ((2, 16), (0,)):
+    for graph_sizes in ((8,), (0,)):
         monkeypatch.setattr(f"{__name__}.LIMITS", replace(LIMITS, graph_sizes=graph_sizes))
         model = load(options)
         drafter = load_drafter(folder, model, options, load_model, RankGroup())
@@ -162,4 +192,13 @@ def test_a_draft_model_drafts_on_the_device_and_changes_no_bit(
         assert bool(gpu) == (graph_sizes != (0,))
         found.append(recorded.drafts)
     assert found[0] == found[1]
-    assert sum(map(len, found[0].values())) > NUM_TOKENS
+    assert sum(map(len, found[0].values())) >= NUM_TOKENS
+
+
+def test_rows_of_the_output_matrix_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    reference = make_model("llama")
+    with triton_everywhere():
+        model = load(options_of(save_model(reference, tmp_path)))
+    ids = torch.tensor([7, 0, 130, 7])
+    expected = reference.lm_head.weight[ids].detach()
+    torch.testing.assert_close(model.head_rows(ids).cpu(), expected, atol=1e-3, rtol=1e-3)
