@@ -247,7 +247,10 @@ def test_metadata_of_a_hub_model_s_files_says_how_torchao_quantized_it(hub: Hub,
     assert report["layout"]["quantization"] == "torchao: 21 weights stay in 4 bits, 5.00 each with their scales"
 
 
-def test_a_failing_hub_leaves_the_cached_model_to_describe(hub: Hub, capsys: Any) -> None:
+def test_a_failing_hub_leaves_the_cached_model_to_describe(
+    hub: Hub, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_HUB_RETRIES", "0")
     hub.status = 503
     status, report = run(capsys, "someone/tiny")
     assert status == 1
