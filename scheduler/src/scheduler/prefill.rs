@@ -124,7 +124,7 @@ impl Scheduler {
     /// The ready sequence to admit next.
     ///
     /// It can overtake the first one in the queue only if the pool has room for both: the first one may wait longer,
-    /// but must not lose the blocks that it waits for.
+    /// but must not lose the blocks that it waits for. Nor may the first one with images lose the room for them.
     fn next_candidate(&self, admission: &Admission, draft: &Draft) -> Option<(PrefillOrder, SequenceId)> {
         let limits = &self.limits;
         // Each running sequence needs a token in every step once it decodes.
@@ -139,7 +139,13 @@ impl Scheduler {
         let num_missing_blocks = |id| self.sequence(id).num_missing_blocks();
         let num_left_over = admission.num_available_blocks(self).saturating_sub(num_missing_blocks(first));
         let fits_too = |id: &SequenceId| *id == first || num_missing_blocks(*id) <= num_left_over;
-        let candidates = self.queue.ready().take(MAX_CANDIDATES).filter(fits_too);
+        let images = |id: SequenceId| self.sequence(id).images();
+        let first_with_images = self.queue.ready().take(MAX_CANDIDATES).find(|id| !images(*id).is_empty());
+        let images_fit_too = |id: &SequenceId| {
+            let takes_room_of = |first| *id != first && !self.image_room.fits_both(images(first), images(*id));
+            images(*id).is_empty() || !first_with_images.is_some_and(takes_room_of)
+        };
+        let candidates = self.queue.ready().take(MAX_CANDIDATES).filter(fits_too).filter(images_fit_too);
         candidates.map(|id| self.with_order(id, draft)).min()
     }
 

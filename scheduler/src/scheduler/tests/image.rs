@@ -48,6 +48,21 @@ fn sequences_without_images_pass_one_that_waits_and_those_with_images_do_not() {
 }
 
 #[test]
+fn a_short_prompt_does_not_take_the_room_of_a_longer_one_before_it() {
+    let started_first = |num_bytes| {
+        let mut scheduler =
+            Scheduler::new(Limits { max_image_bytes: 10, max_step_tokens: 16, max_overtaking: 4, ..limits(64, 1) });
+        for (id, num_prompt_tokens, num_bytes) in [(1, 40, 6), (2, 4, num_bytes)] {
+            let images = [ImageGroup { key: id, num_bytes }].into();
+            submit(&mut scheduler, Submission { images, ..submission(id, num_prompt_tokens, 9) });
+        }
+        starts(&mut scheduler)[0][0]
+    };
+    assert_eq!(started_first(4), 2, "there is room for both");
+    assert_eq!(started_first(6), 1);
+}
+
+#[test]
 fn a_sequence_that_leaves_the_queue_lets_those_behind_it_go_on() {
     let mut scheduler = with_room(10);
     submit_with(&mut scheduler, 1, 9, &[(1, 6)]);
