@@ -15,8 +15,6 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::Args;
-use nix::errno::Errno;
-use nix::sys::signal::kill;
 use nix::unistd::Pid;
 use tempfile::TempDir;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
@@ -255,6 +253,13 @@ async fn send(to: &mut (impl AsyncWrite + Unpin), message: &impl serde::Serializ
     to.flush().await
 }
 
+/// Not of a process that has exited and whose parent does not ask for its status: it uses nothing any more.
+fn is_running(pid: Pid) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // The state follows the name in parentheses, which may have some itself.
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
+}
+
 /// What ended first.
 enum End {
     OfConnection,
@@ -333,7 +338,7 @@ impl Hosted {
         };
         let _ = tokio::time::timeout(EXIT_TIMEOUT, unread).await;
         let mut all_gone = Box::pin(async {
-            while self.pids.values().any(|pid| kill(*pid, None) != Err(Errno::ESRCH)) {
+            while self.pids.values().any(|pid| is_running(*pid)) {
                 tokio::time::sleep(EXIT_INTERVAL).await;
             }
         });

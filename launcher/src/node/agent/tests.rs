@@ -101,13 +101,23 @@ fn interpreter(folder: &Path, script: &str) -> PathBuf {
     python
 }
 
+/// A process that is killed on drop.
+struct Killed(std::process::Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
 #[tokio::test]
 async fn a_server_gets_the_gpus_of_a_node_when_the_workers_of_the_one_before_have_exited() {
     let folder = tempfile::tempdir().unwrap();
     // A fork server with a worker that outlives it.
-    let mut worker = std::process::Command::new("sleep").arg("600").spawn().unwrap();
+    let mut worker = Killed(std::process::Command::new("sleep").arg("600").spawn().unwrap());
     let ended = folder.path().join("ended");
-    let started = format!(r#"{{"started": {{"name": "worker-0.0", "pid": {}}}}}"#, worker.id());
+    let started = format!(r#"{{"started": {{"name": "worker-0.0", "pid": {}}}}}"#, worker.0.id());
     let script = format!("#!/bin/sh\necho '{started}'\ncat > /dev/null\ntouch {}\n", ended.display());
     let node = Arc::new(node(&interpreter(folder.path(), &script), Some(Semaphore::new(1)), 0));
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -136,17 +146,20 @@ async fn a_server_gets_the_gpus_of_a_node_when_the_workers_of_the_one_before_hav
             }
         }
     });
-    let in_use = "the GPUs of this node are used by another server";
-    assert_eq!(refusals.recv().await.unwrap(), in_use);
+    let mut assert_in_use = async || {
+        let refusal = tokio::time::timeout(KILL_TIMEOUT, refusals.recv()).await.expect("a refusal").unwrap();
+        assert_eq!(refusal, "the GPUs of this node are used by another server");
+    };
+    assert_in_use().await;
     drop(connection);
     while !ended.exists() {
         tokio::time::sleep(EXIT_INTERVAL).await;
     }
-    // One may have been sent before, but not two.
-    while refusals.try_recv().is_ok() {}
-    assert_eq!((refusals.recv().await.unwrap().as_str(), refusals.recv().await.unwrap().as_str()), (in_use, in_use));
-    worker.kill().unwrap();
-    worker.wait().unwrap();
+    // One may have been sent before, but not three.
+    for _ in 0..3 {
+        assert_in_use().await;
+    }
+    worker.0.kill().unwrap(); // Nobody asks for its status before the test ends.
     drop(waiting.await.unwrap());
     serving.abort();
 }
