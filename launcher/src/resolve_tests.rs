@@ -448,6 +448,7 @@ fn each_node_has_equally_many_ranks_and_nothing_of_this_machine_counts() {
     assert!(!on("--ranks-on node://a:1").unwrap().preloads());
     assert_eq!(on("--ranks-on ray://a:1 --num-shard 3").unwrap().num_ranks, 3);
     assert!(on("--ranks-on node://a:1 --engine-listen 127.0.0.1:0 --cpu-isa avx2").is_ok());
+    assert!(on("--ranks-on node://a:1 --engine-listen 127.0.0.1:0 --unencrypted-gpus").is_ok());
     for (flags, reason) in [
         ("--ranks-on node://a:1,node://b:1 --num-shard 3", "a multiple of the number of nodes"),
         ("--ranks-on node://a:1,node://a:1", "each node once"),

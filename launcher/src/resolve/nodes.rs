@@ -22,7 +22,7 @@ pub(super) fn num_ranks(args: &Args, choices: &mut Vec<Choice>) -> Result<usize,
     if args.ranks_on.iter().enumerate().any(|(index, node)| args.ranks_on[..index].contains(node)) {
         return refused("ranks-on", join(&args.ranks_on), "each node once; raise --num-shard for more ranks on each");
     }
-    if args.engine_listen.is_some() && args.cpu_isa == CpuIsa::Auto {
+    if args.engine_listen.is_some() && args.cpu_isa == CpuIsa::Auto && !args.unencrypted_gpus {
         return refused(
             "cpu-isa",
             "auto".to_owned(),
