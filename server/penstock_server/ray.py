@@ -13,12 +13,14 @@ their nodes end with it. On failure it prints a line to stderr that starts with 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import os
 import subprocess
 import sys
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,11 +113,15 @@ def _url(line: str) -> str | None:
 
 
 def cpus_per_rank(cpus: Sequence[int], num_ranks: int, gpus: Sequence[int] | None = None) -> int:
-    """The most CPUs that each rank can have, on machines with `cpus` of them, and with `gpus`, of which each rank needs
-    one; None: it needs none. Raises ConfigError if there are too few."""
-    most = cpus if gpus is None else gpus  # ranks of each machine
+    """The most CPUs that each rank can have, on machines with `cpus` of them. gpus: of each machine, of which each rank
+    needs one, on as few machines as can be; None: it needs none. Raises ConfigError if there are too few."""
+    most = cpus if gpus is None else list(map(min, cpus, gpus))  # ranks of each machine
+    machines = sorted(zip(most, cpus, strict=True), reverse=True)
+    if gpus is not None:
+        sums = list(itertools.accumulate(limit for limit, _ in machines))
+        machines = machines[: bisect_left(sums, num_ranks) + 1]
     for each in range(max(cpus, default=0), 0, -1):
-        if sum(min(num_cpus // each, limit) for num_cpus, limit in zip(cpus, most, strict=True)) >= num_ranks:
+        if sum(min(num_cpus // each, limit) for limit, num_cpus in machines) >= num_ranks:
             return each
     found, needed = f"{sum(cpus)} CPUs", "one"
     if gpus is not None:

@@ -35,9 +35,17 @@ def test_a_cluster_with_fewer_cpus_than_ranks_is_refused(cpus: list[int]) -> Non
 
 @pytest.mark.parametrize(
     ("cpus", "gpus", "num_ranks", "each"),
-    [([8, 8], [1, 1], 2, 8), ([8, 8], [2, 0], 2, 4), ([16, 16], [1, 3], 4, 5), ([64, 2], [0, 2], 2, 1)],
+    [
+        ([8, 8], [1, 1], 2, 8),
+        ([8, 8], [2, 0], 2, 4),
+        ([16, 16], [1, 3], 4, 5),
+        ([64, 2], [0, 2], 2, 1),
+        ([64, 64], [8, 8], 8, 8),
+    ],
 )
-def test_a_rank_on_a_gpu_is_where_a_gpu_is(cpus: list[int], gpus: list[int], num_ranks: int, each: int) -> None:
+def test_ranks_on_gpus_are_on_as_few_machines_as_have_them(
+    cpus: list[int], gpus: list[int], num_ranks: int, each: int
+) -> None:
     assert cpus_per_rank(cpus, num_ranks, gpus) == each
 
 
