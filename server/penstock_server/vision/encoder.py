@@ -23,6 +23,7 @@ from torch import Tensor
 from penstock_server.background import lower_priority
 from penstock_server.errors import ConfigError, ImageError
 from penstock_server.plan import Image, ImageSpan
+from penstock_server.vision.crops import CropProcessor
 from penstock_server.vision.encoded import EncodedImage, ImageSize, ImageStates
 from penstock_server.vision.family import Arrays, ImageFamily, image_token_id
 from penstock_server.vision.reader import ImageReader
@@ -37,7 +38,7 @@ _KEPT_BYTES = 1 << 30
 _POOL_BYTES = 1 << 30
 _POOL_IMAGES = 64
 _READING_BYTES = 1 << 29  # of the process that reads files; more only for huge ones
-_ACTIVATIONS = 1 << 28  # of the tower
+_ACTIVATIONS = 1 << 28  # elements, of the tower
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,6 +129,16 @@ def text_positions(images: Sequence[PlacedImage], tokens: npt.NDArray[np.int64])
     return tokens - shifts[np.searchsorted(ends, tokens, side="right")]
 
 
+def _num_activations(folder: Path, config: Any) -> int:
+    """Elements that the tower has at most while it encodes an image. A tower that encodes all crops of an image at once
+    has the most in an MLP: its input, the residual, and two of its wider rows for each patch."""
+    if (crops := CropProcessor.of(folder)) is None:
+        return _ACTIVATIONS
+    num_patches = (crops.max_crops + 1) * (crops.side // crops.patch) ** 2
+    tower = config.vision_config
+    return max(_ACTIVATIONS, 2 * num_patches * (tower.hidden_size + tower.intermediate_size))
+
+
 class ImageEncoder:
     """The images of one rank. Thread-safe. A thread of low priority encodes them one by one; a step waits for the one
     that is being encoded at most."""
@@ -170,7 +181,7 @@ class ImageEncoder:
         self._thread = ThreadPoolExecutor(1, "images", initializer=lower_priority)
         self.kept_bytes = _KEPT_BYTES
         """What images that are kept or in use may take."""
-        self.max_bytes = _KEPT_BYTES + _READING_BYTES + _ACTIVATIONS * tower.computed_in.itemsize
+        self.max_bytes = _KEPT_BYTES + _READING_BYTES + _num_activations(folder, config) * tower.computed_in.itemsize
         """What images may take in all."""
 
     @property
