@@ -70,6 +70,7 @@ TEMPLATE = (
 QUESTIONS = ("What is in the picture?", "Which colours are there?", "Where was it taken?")
 ANSWER_TOKENS = 16
 NUM_IMAGES = (1, 4)
+MAX_PICTURES = 256  # while streams run
 ENCODED = re.compile(r"encoded an image of \d+ bytes into (\d+) tokens: read in ([\d.]+) s, encoded in ([\d.]+) s")
 # One event for each token, although the text of random weights is seldom whole characters; and no early end.
 STREAM = Dialect(
@@ -136,9 +137,9 @@ def ttft_s(client: OpenAI, uris: Sequence[str], question: str) -> float:
     raise LoadError("the chat ended without a token")
 
 
-def token_ids(client: OpenAI, uris: Sequence[str], question: str) -> list[int]:
+def token_ids(client: OpenAI, uris: Sequence[str], question: str, cache_salt: str) -> list[int]:
     body = {**chat(uris, question, ANSWER_TOKENS), "stream": False}
-    extra = {"ignore_eos": True, "return_token_ids": True}
+    extra = {"ignore_eos": True, "return_token_ids": True, "cache_salt": cache_salt}
     answer = client.chat.completions.create(**body, extra_body=extra)
     found: list[int] = answer.choices[0].model_extra["token_ids"]
     return found
@@ -152,20 +153,24 @@ def num_different(client: OpenAI, port: int, words: Sequence[str], seed: str) ->
         for question in QUESTIONS
         for num in (0, *NUM_IMAGES)
     ]
-    alone = [token_ids(client, *each) for each in questions]
+    # With a salt of its own: otherwise the batch would find the prompts in the prefix cache.
+    alone = [token_ids(client, *each, "alone") for each in questions]
     with ThreadPoolExecutor(len(questions) + 1) as threads:
         text = threads.submit(run, port, STREAM, Load("text", NUM_STREAMS, 1, STREAM_INPUT_TOKENS, 64), words, seed)
-        together = list(threads.map(lambda each: token_ids(client, *each), questions))
+        together = list(threads.map(lambda each: token_ids(client, *each, "together"), questions))
         text.result()
     return sum(one != other for one, other in zip(alone, together, strict=True)), len(questions)
 
 
 async def _gaps(port: int, load: Load, words: Sequence[str], seed: str, other: Dialect | None) -> dict[str, Any]:
     """The gaps of the streams while the requests of a client with new images are answered one after the other."""
-    uris = (picture(f"{seed}/{number}") for number in range(1 << 30))
+    # Made beforehand: it would block the event loop that takes the times.
+    uris = [picture(f"{seed}/{number}") for number in range(0 if other is None else MAX_PICTURES)]
     streams, num_answered = asyncio.create_task(_run(port, STREAM, load, words, seed)), 0
     while other is not None and not streams.done():
-        exchange = await ask(port, other, next(uris), 1)
+        if num_answered == MAX_PICTURES:
+            raise LoadError(f"more than {MAX_PICTURES} images were encoded before the streams ended")
+        exchange = await ask(port, other, uris[num_answered], 1)
         if exchange.parser.status != 200:
             raise LoadError(f"{other.path} answered {exchange.parser.status}: {bytes(exchange.parser.body[:300])!r}")
         num_answered += 1
