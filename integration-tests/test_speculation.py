@@ -233,19 +233,24 @@ def told(answer: Any) -> tuple[dict[str, int], list[dict[str, int]]]:
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
 def test_every_route_tells_of_its_drafts(speculating: Server, path: str, body: dict[str, Any]) -> None:
-    """How many there are depends on the times of steps."""
+    """How many there are depends on the times of steps; the request is made until there are some."""
     names = "penstock_draft_tokens", "penstock_accepted_draft_tokens"
-    before = [metric(speculating, name) for name in names]
-    answer = events(speculating, path, body) if "stream" in body else ask(speculating, path, body).json
-    verified, accepted = (metric(speculating, name) - old for name, old in zip(names, before, strict=True))
-    counts, drafts = told(answer)
-    assert counts == {"verified": verified, "accepted": accepted}
-    if "return_drafts" in str(body):
-        assert sum(draft["verified"] for draft in drafts) == verified
-        assert sum(draft["accepted"] for draft in drafts) == accepted
-        ends = [draft["token_index"] + draft["accepted"] for draft in drafts]
-        assert all(end < draft["token_index"] for end, draft in zip(ends, drafts[1:], strict=False))
-        assert all(end <= 24 for end in ends)
+
+    def has_drafts() -> bool:
+        before = [metric(speculating, name) for name in names]
+        answer = events(speculating, path, body) if "stream" in body else ask(speculating, path, body).json
+        verified, accepted = (metric(speculating, name) - old for name, old in zip(names, before, strict=True))
+        counts, drafts = told(answer)
+        assert counts == {"verified": verified, "accepted": accepted}
+        if "return_drafts" in str(body):
+            assert sum(draft["verified"] for draft in drafts) == verified
+            assert sum(draft["accepted"] for draft in drafts) == accepted
+            ends = [draft["token_index"] + draft["accepted"] for draft in drafts]
+            assert all(end < draft["token_index"] for end, draft in zip(ends, drafts[1:], strict=False))
+            assert all(end <= 24 for end in ends)
+        return verified > 0
+
+    wait_until(has_drafts, "steps verify drafts")
 
 
 def test_a_worker_s_death_changes_no_token(speculating: Server) -> None:
