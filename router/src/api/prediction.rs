@@ -28,7 +28,8 @@ impl From<DraftCount> for PredictionTokens {
     }
 }
 
-/// A draft that a step verified. Right draft tokens are part of the answer; the step's last token was no draft.
+/// A draft that a step verified. Right draft tokens are part of the answer, except those behind a stop string; the step's
+/// last token was no draft.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ToSchema)]
 pub(crate) struct VerifiedDraft {
     /// Position among the generated tokens, from 0, of the step's first token.

@@ -60,7 +60,7 @@ def load(folder: Path, group: RankGroup | None = None, exact: bool = False, **op
 
 
 def texts() -> list[list[int]]:
-    return prompts(3, [7, 7, 5], VOCAB)
+    return prompts(3, [12, 12, 11], VOCAB)
 
 
 @pytest.mark.parametrize(

@@ -105,8 +105,9 @@ def _eagle(folder: Path, model: CausalModel, options: LoadOptions) -> HeadDrafte
         or model.adapters is not None
     ):
         raise ConfigError(
-            f"--speculative-model {folder}: an EAGLE-3 head reads a decoder on one rank, without adapters, projected "
-            "embeddings, or a sliding window in all layers; leave the flag out, or --num-shard and --lora-adapters"
+            f"--speculative-model {folder}: an EAGLE-3 head reads a decoder on one rank, without adapters (those of "
+            "--lora-adapters and the model's own), projected embeddings, or a sliding window in all layers; leave the "
+            "flag out, or --num-shard and --lora-adapters"
         )
     model.observer = head = EagleHead(folder, model, options)
     return HeadDrafter(head, options.device)
