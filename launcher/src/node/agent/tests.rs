@@ -159,7 +159,7 @@ async fn a_server_gets_the_gpus_of_a_node_when_the_workers_of_the_one_before_hav
     for _ in 0..3 {
         assert_in_use().await;
     }
-    worker.0.kill().unwrap(); // Nobody asks for its status before the test ends.
+    worker.0.kill().unwrap(); // Its status is read when the test ends: until then it is a zombie.
     drop(waiting.await.unwrap());
     serving.abort();
 }
