@@ -290,7 +290,7 @@ def test_a_very_unlikely_token_has_a_finite_model_logprob() -> None:
 )
 @pytest.mark.parametrize("vocab", [20, 200])
 def test_samples_follow_the_distribution(row: Row, vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    draws = 8_000
+    draws = 20_000
     monkeypatch.setitem(sampler_module._CHUNK_ROWS, "cpu", draws)
     logits = random_logits(1, vocab, 1.5, seed=5)
     sampled = sample(
