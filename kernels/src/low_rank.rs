@@ -13,7 +13,7 @@ pub(crate) use pack::{Adapter, PlainPart};
 use crate::element::Element;
 use crate::linear::Rows;
 use crate::pool::{Executor, Pool, Target};
-use crate::product::{self, Operand, WIDTH};
+use crate::product::{self, Factor, Operand, WIDTH, with_factors};
 use crate::simd::{F32, LANES, SUMS, with_constant};
 use pack::{CHUNK, GROUP_RANKS, PANEL, Site, TILE_VECTORS};
 use std::array::from_fn;
@@ -119,12 +119,12 @@ impl Adapted<'_> {
     /// overlap.
     pub(crate) unsafe fn apply(&self, executor: &impl Executor, site: usize, product: Product) {
         // SAFETY: guaranteed by the caller; a row's ranks of a group are one thread's, and so are its columns of a panel.
-        self.for_units(executor, site, Site::num_groups, |adapter, site, group, run| unsafe {
-            self.shrink(adapter, site, group, run, product);
+        self.for_units(executor, site, Site::num_groups, |adapter, site, groups, run| unsafe {
+            self.shrink(adapter, site, groups, run, product);
         });
         // SAFETY: as above.
-        self.for_units(executor, site, Site::num_panels, |adapter, site, panel, run| unsafe {
-            self.expand(adapter, site, panel, run, product);
+        self.for_units(executor, site, Site::num_panels, |adapter, site, panels, run| unsafe {
+            self.expand(adapter, site, panels, run, product);
         });
     }
 
@@ -142,87 +142,103 @@ impl Adapted<'_> {
             let site = &adapter.sites[site];
             // SAFETY: guaranteed by the caller.
             unsafe {
-                (0..site.num_groups()).for_each(|group| self.shrink(adapter, site, group, run, product));
-                (0..site.num_panels()).for_each(|panel| self.expand(adapter, site, panel, run, product));
+                self.shrink(adapter, site, 0..site.num_groups(), run, product);
+                self.expand(adapter, site, 0..site.num_panels(), run, product);
             }
         }
     }
 
-    /// `inner` of a run's rows, for a group of ranks.
+    /// `inner` of a run's rows, for some groups of ranks.
     ///
     /// # Safety
     /// As for `apply`.
-    unsafe fn shrink(&self, adapter: &Adapter, site: &Site, group: usize, run: Run, product: Product) {
+    unsafe fn shrink(&self, adapter: &Adapter, site: &Site, groups: Range<usize>, run: Run, product: Product) {
         let Rows { address, stride, .. } = product.rows;
-        let down = adapter.down(site, group);
-        let scale = |rank| site.scales.get(group * GROUP_RANKS + rank).copied().unwrap_or(0.0);
-        let scales: [f32; GROUP_RANKS] = from_fn(scale);
-        for_tiles(run, |first, height| {
-            let x = Input { address: address.at(first * stride), stride, in_features: site.in_features };
-            let target = self.inner.at(first * self.max_rank + group * GROUP_RANKS);
-            // SAFETY: guaranteed by the caller.
-            unsafe { with_constant!(height, [1, 2, 3; 4], shrink(down, scales, x, target, self.max_rank)) }
-        });
+        // SAFETY: guaranteed by the caller.
+        unsafe {
+            with_factors(address.at(run.first * stride), stride, run.num_rows, site.in_features, |rows, stride| {
+                for group in groups {
+                    let down = adapter.down(site, group);
+                    let scale = |rank| site.scales.get(group * GROUP_RANKS + rank).copied().unwrap_or(0.0);
+                    let scales: [f32; GROUP_RANKS] = from_fn(scale);
+                    for_tiles(run.num_rows, |first, height| {
+                        let x = Input { rows: rows.add(first * stride), stride, in_features: site.in_features };
+                        let target = self.inner.at((run.first + first) * self.max_rank + group * GROUP_RANKS);
+                        with_constant!(height, [1, 2, 3; 4], shrink(down, scales, x, target, self.max_rank));
+                    });
+                }
+            });
+        }
     }
 
-    /// Adds a panel's columns of a run's rows.
+    /// Adds the columns of some panels of a run's rows.
     ///
     /// # Safety
     /// As for `apply`; `inner` of these rows must be complete.
-    unsafe fn expand(&self, adapter: &Adapter, site: &Site, panel: usize, run: Run, product: Product) {
-        let Some((part, panel)) = site.panel(panel) else { return };
-        let first_column = part.columns.start + panel * PANEL;
-        let panel = Panel {
-            up: adapter.up(part, panel),
-            num_ranks: part.ranks.len(),
-            num_columns: PANEL.min(part.columns.end - first_column),
-        };
-        for_tiles(run, |first, height| {
-            let source = self.inner.at(first * self.max_rank + part.ranks.start);
-            let target = product.y.at(first * product.out_columns + first_column);
-            // SAFETY: guaranteed by the caller.
-            unsafe {
-                with_constant!(height, [1, 2, 3; 4], expand(panel, source, self.max_rank, target, product.out_columns));
-            }
-        });
+    unsafe fn expand(&self, adapter: &Adapter, site: &Site, panels: Range<usize>, run: Run, product: Product) {
+        for (part, panel) in panels.filter_map(|panel| site.panel(panel)) {
+            let first_column = part.columns.start + panel * PANEL;
+            let panel = Panel {
+                up: adapter.up(part, panel),
+                num_ranks: part.ranks.len(),
+                num_columns: PANEL.min(part.columns.end - first_column),
+            };
+            for_tiles(run.num_rows, |first, height| {
+                let row = run.first + first;
+                let source = self.inner.at(row * self.max_rank + part.ranks.start);
+                let target = product.y.at(row * product.out_columns + first_column);
+                // SAFETY: guaranteed by the caller.
+                unsafe {
+                    with_constant!(
+                        height,
+                        [1, 2, 3; 4],
+                        expand(panel, source, self.max_rank, target, product.out_columns)
+                    );
+                }
+            });
+        }
     }
 
-    /// Calls `work` for each run and each unit of its adapter's site, of which it has `count`. A thread's units are adjacent in memory.
+    /// Calls `work` for each run and ranges of the units of its adapter's site, of which it has `count`. A thread's units are adjacent
+    /// in memory.
     fn for_units(
         &self,
         executor: &impl Executor,
         site: usize,
         count: impl Fn(&Site) -> usize + Sync,
-        work: impl Fn(&Adapter, &Site, usize, Run) + Sync,
+        work: impl Fn(&Adapter, &Site, Range<usize>, Run) + Sync,
     ) {
         let Adapted { adapters, runs, .. } = *self;
         let most = adapters.iter().map(|adapter| count(&adapter.sites[site])).max().unwrap_or(0);
         executor.for_ranges(runs.len() * most, 1, |range| {
-            for index in range {
-                let (run, unit) = (runs[index / most], index % most);
+            let mut next = range.start;
+            while next < range.end {
+                let (run, first) = (runs[next / most], next % most);
                 let adapter = adapters[run.adapter];
                 let site = &adapter.sites[site];
-                if unit < count(site) {
-                    work(adapter, site, unit, run);
+                let end = count(site).min(first + range.end - next);
+                if first < end {
+                    work(adapter, site, first..end, run);
                 }
+                next += most - first;
             }
         });
     }
 }
 
-/// Calls `work` with the first row and the height of each tile of a run, which are as equal as can be.
-fn for_tiles(run: Run, mut work: impl FnMut(usize, usize)) {
-    let num_tiles = run.num_rows.div_ceil(TILE_ROWS);
+/// Calls `work` with the first row and the height of each tile of some rows, which are as equal as can be.
+fn for_tiles(num_rows: usize, mut work: impl FnMut(usize, usize)) {
+    let num_tiles = num_rows.div_ceil(TILE_ROWS);
     for tile in 0..num_tiles {
-        let [begin, end] = [tile, tile + 1].map(|tile| run.num_rows * tile / num_tiles);
-        work(run.first + begin, end - begin);
+        let [begin, end] = [tile, tile + 1].map(|tile| num_rows * tile / num_tiles);
+        work(begin, end - begin);
     }
 }
 
-/// Rows of `in_features` elements, `stride` elements apart.
+/// Rows of `in_features` factors, `stride` factors apart.
 #[derive(Clone, Copy)]
 struct Input {
-    address: *const Element,
+    rows: *const Factor,
     stride: usize,
     in_features: usize,
 }
@@ -243,14 +259,14 @@ unsafe fn shrink<const R: usize>(
     // SAFETY: guaranteed by the caller; the last chunk of A is whole, and x's is copied.
     unsafe {
         for chunk in 0..whole {
-            let rows = from_fn(|row| x.address.add(row * x.stride + chunk * CHUNK));
+            let rows = from_fn(|row| x.rows.add(row * x.stride + chunk * CHUNK));
             add_chunk(&mut sums, rows, down.add(chunk * GROUP_RANKS * CHUNK));
         }
         let rest = x.in_features % CHUNK;
         if rest > 0 {
-            let mut last = [[Element::default(); CHUNK]; R];
+            let mut last = [[Factor::default(); CHUNK]; R];
             for (row, last) in last.iter_mut().enumerate() {
-                let features = std::slice::from_raw_parts(x.address.add(row * x.stride + whole * CHUNK), rest);
+                let features = std::slice::from_raw_parts(x.rows.add(row * x.stride + whole * CHUNK), rest);
                 last[..rest].copy_from_slice(features);
             }
             add_chunk(&mut sums, from_fn(|row| last[row].as_ptr()), down.add(whole * GROUP_RANKS * CHUNK));
@@ -270,14 +286,15 @@ unsafe fn shrink<const R: usize>(
 #[inline(always)]
 unsafe fn add_chunk<const R: usize>(
     sums: &mut [[F32; GROUP_RANKS]; R],
-    rows: [*const Element; R],
+    rows: [*const Factor; R],
     down: *const Element,
 ) {
     for first in (0..CHUNK).step_by(LANES * WIDTH) {
         // SAFETY: guaranteed by the caller.
-        let operand = |chunk: *const Element| unsafe { product::consecutive(chunk.add(first)) };
-        let weights: [Operand; GROUP_RANKS] = from_fn(|rank| operand(down.wrapping_add(rank * CHUNK)));
-        product::add(sums, weights, |row| operand(rows[row]));
+        unsafe {
+            let weights: [Operand; GROUP_RANKS] = from_fn(|rank| product::consecutive(down.add(rank * CHUNK + first)));
+            product::add(sums, weights, |row| product::consecutive_factors(rows[row].add(first)));
+        }
     }
 }
 

@@ -18,8 +18,8 @@ use std::cell::RefCell;
 mod operand;
 
 pub(crate) use operand::{
-    Factor, Operand, WIDTH, columns, columns_of, consecutive, last_columns, multiply_add, splat, splat_last,
-    store_factors,
+    Factor, Operand, WIDTH, columns, columns_of, consecutive, consecutive_factors, last_columns, multiply_add, splat,
+    splat_last, store_factors,
 };
 
 /// Links of a chain that fill a cache line with 16 columns.

@@ -196,7 +196,9 @@ impl PackedLinear {
                 let first = rows.address.at(range.start * rows.stride);
                 with_factors(first, rows.stride, range.len(), self.in_features(), |rows, stride| {
                     let input = Input { rows, stride, in_features: self.in_features() };
-                    units.for_each(|unit| self.apply_unit(unit, input, range.clone(), output));
+                    for unit in units.clone() {
+                        self.apply_unit(unit, input, range.clone(), output, unit == units.start);
+                    }
                 });
             }
         });
@@ -219,7 +221,9 @@ impl PackedLinear {
         let height = range.len().div_ceil(num_tiles);
         let shape = amx::Shape { stride: rows.stride, in_features: self.in_features() };
         let mut tiles = amx::Tiles::configure(amx, height);
+        let first_unit = units.start;
         for unit in units {
+            let ahead = |tile, panels| Ahead::plan(tile, num_tiles, panels, unit == first_unit);
             for tile in 0..num_tiles {
                 let next = range.start + height * tile;
                 let first = next.min(range.end - height);
@@ -227,11 +231,10 @@ impl PackedLinear {
                 // SAFETY: the panels exist; input has `height` rows, and the target those from `next` on.
                 unsafe {
                     if self.is_gated() {
-                        let panels =
-                            [2 * unit, 2 * unit + 1].map(|panel| self.panel(panel, Ahead::plan(tile, num_tiles, 2)));
+                        let panels = [2 * unit, 2 * unit + 1].map(|panel| self.panel(panel, ahead(tile, 2)));
                         tiles.apply_gated(input, shape, panels, next - first, outcome);
                     } else {
-                        let panel = self.panel(unit, Ahead::plan(tile, num_tiles, 1));
+                        let panel = self.panel(unit, ahead(tile, 1));
                         tiles.apply(input, shape, panel, next - first, outcome);
                     }
                 }
@@ -239,16 +242,16 @@ impl PackedLinear {
         }
     }
 
-    /// Computes one panel (or gate panel and up panel) for the rows of a range, in tiles of equal height.
+    /// Computes one panel (or gate panel and up panel) for the rows of a range, in tiles of equal height. `is_first`: of a part.
     ///
     /// # Safety
     /// `input` must be the range's rows; the rest as for `apply`.
-    unsafe fn apply_unit(&self, unit: usize, input: Input, range: Range<usize>, output: Output) {
+    unsafe fn apply_unit(&self, unit: usize, input: Input, range: Range<usize>, output: Output, is_first: bool) {
         let num_rows = range.len();
         let num_tiles = num_rows.div_ceil(TILE_ROWS);
         let num_passes = tile::num_passes(num_rows.div_ceil(num_tiles));
         let panel = |index: usize, tile: usize, panels: usize| {
-            self.panel(index, Ahead::plan(tile * num_passes, num_tiles * num_passes, panels))
+            self.panel(index, Ahead::plan(tile * num_passes, num_tiles * num_passes, panels, is_first))
         };
         for tile in 0..num_tiles {
             let (first, end) = (num_rows * tile / num_tiles, num_rows * (tile + 1) / num_tiles);

@@ -50,6 +50,16 @@ pub(crate) unsafe fn consecutive(first: *const Element) -> Operand {
     unsafe { I32::load(first.cast()) }
 }
 
+/// As `consecutive`, of factors.
+///
+/// # Safety
+/// `LANES * WIDTH` factors must be readable.
+#[inline(always)]
+pub(crate) unsafe fn consecutive_factors(first: *const Factor) -> Operand {
+    // SAFETY: guaranteed by the caller.
+    unsafe { consecutive(first) }
+}
+
 /// 16 columns of an operation from their numbers, rounded to elements.
 #[inline(always)]
 pub(crate) fn columns_of([first, second]: [F32; WIDTH]) -> Operand {

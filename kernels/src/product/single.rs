@@ -76,6 +76,16 @@ pub(crate) unsafe fn consecutive(first: *const Element) -> Operand {
     unsafe { Element::load(first) }
 }
 
+/// As `consecutive`, of factors.
+///
+/// # Safety
+/// `LANES * WIDTH` factors must be readable.
+#[inline(always)]
+pub(crate) unsafe fn consecutive_factors(first: *const Factor) -> Operand {
+    // SAFETY: guaranteed by the caller.
+    unsafe { F32::load(first) }
+}
+
 /// 16 columns of an operation from their numbers, rounded to elements.
 #[inline(always)]
 pub(crate) fn columns_of([numbers]: [F32; WIDTH]) -> Operand {
