@@ -280,9 +280,10 @@ def test_a_model_without_a_usable_tokenizer_refuses_grammars(tmp_path: Path, sma
         (tmp_path / "tokenizer.json").write_text(following)
 
 
-def test_all_eos_tokens_of_the_folder_are_used(tmp_path: Path) -> None:
+def test_the_eos_tokens_are_those_of_the_router(tmp_path: Path) -> None:
     write_small_tokenizer(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, END, 4000]}))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 4}))  # of another file: not the router's
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<other>"}}))
     assert set(read_vocabulary(tmp_path, 40).tokenizer.eos_tokens) == {3, END, OTHER_END}
 

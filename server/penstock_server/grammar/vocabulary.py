@@ -131,15 +131,15 @@ def _with_end(source: str) -> str:
 
 
 def _eos_ids(folder: Path) -> list[int]:
-    """All EOS ids in generation_config.json and config.json, in that order."""
-    found: list[int] = []
+    """The EOS ids of generation_config.json, or else of config.json: those at which the router ends an output. If a
+    grammar ended with another one, the output would go on behind it."""
     config = _read(folder / "config.json")
     for source in (_read(folder / "generation_config.json"), config, config.get("text_config")):
         named = source.get("eos_token_id") if isinstance(source, dict) else None
-        for token_id in named if isinstance(named, list) else [named]:
-            if isinstance(token_id, int) and token_id >= 0 and token_id not in found:
-                found.append(token_id)
-    return found
+        listed = named if isinstance(named, list) else [named]
+        if found := [token_id for token_id in listed if isinstance(token_id, int) and token_id >= 0]:
+            return list(dict.fromkeys(found))
+    return []
 
 
 def _eos_text(folder: Path) -> str:
