@@ -15,7 +15,10 @@ import byte_model
 import pytest
 from binary import TIMEOUT_S, Server, children, name, paused, start
 from client import ask, events
+from fault.drain import ENVIRONMENT
 from fault.probe import health, wait_until
+from test_nodes import SECRET as NODE_SECRET
+from test_nodes import run_node
 
 ROOT = Path(__file__).parent.parent
 TOKEN = "hf_a_secret_of_this_test"
@@ -83,12 +86,14 @@ def test_vertex_predicts_on_its_own_routes(vertex: Server) -> None:
     assert answer.json == {"predictions": [expected]}
 
 
-def test_the_health_check_finds_the_servers_port(vertex: Server) -> None:
-    def check(pid: int) -> tuple[int, str]:
-        command = [sys.executable, "-m", "penstock_server.health", "--pid", str(pid)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-        return done.returncode, done.stdout
+def check(pid: int) -> tuple[int, str]:
+    """The image's health check: its exit status and what it says."""
+    command = [sys.executable, "-m", "penstock_server.health", "--pid", str(pid)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    return done.returncode, done.stdout
 
+
+def test_the_health_check_finds_the_servers_port(vertex: Server) -> None:
     pid = vertex.process.pid
     # The check waits for an answer for seconds only, which a busy machine may exceed.
     wait_until(lambda: check(pid) == (0, "/health/live answered 200\n"), "the check finds the server")
@@ -97,6 +102,27 @@ def test_the_health_check_finds_the_servers_port(vertex: Server) -> None:
     with subprocess.Popen(["sleep", str(TIMEOUT_S)]) as other:
         assert check(other.pid) == (1, f"error: process {other.pid} does not listen yet\n")
         other.kill()
+
+
+def test_the_health_check_passes_over_the_engines_port(tmp_path: Path) -> None:
+    byte_model.save(tmp_path, 256, None)
+    # Addresses of IPv4 come first in the check, so it asks the engine's before the server's, where there is IPv6.
+    server = start(
+        *("--model-id", str(tmp_path), "--engine-listen", "127.0.0.1:0"),
+        hostname="::1" if Path("/proc/net/if_inet6").exists() else "127.0.0.1",
+        env=dict(ENVIRONMENT),
+    )
+    wait_until(lambda: check(server.process.pid) == (0, "/health/live answered 200\n"), "the check finds the server")
+    assert server.stop() == 0
+
+
+def test_the_health_check_accepts_a_node(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text(NODE_SECRET)
+    node = run_node("127.0.0.2", secret)
+    assert check(node.process.pid) == (0, "the node accepts connections\n")
+    node.process.terminate()
+    assert node.process.wait(TIMEOUT_S) == 0
 
 
 NEW_PIDS = ["unshare", "--pid", "--fork", "--kill-child"]
