@@ -125,6 +125,34 @@ def test_the_health_check_accepts_a_node(tmp_path: Path) -> None:
     assert node.process.wait(TIMEOUT_S) == 0
 
 
+NO_DEV = """
+mount -t tmpfs tmpfs "$0"
+for name in null zero full random urandom; do touch "$0/$name"; mount --bind "/dev/$name" "$0/$name"; done
+mount --move "$0" /dev
+exec "$@"
+"""
+
+
+@pytest.mark.native
+def test_two_ranks_need_no_shared_memory_folder(tmp_path: Path) -> None:
+    """As in a container that has no /dev/shm: /dev has nothing but a few devices."""
+    model, devices = tmp_path / "model", tmp_path / "devices"
+    model.mkdir()
+    devices.mkdir()
+    byte_model.save(model, 256, None)
+    without_shm = ["unshare", "--mount", "sh", "-ec", NO_DEV, str(devices)]
+    if shutil.which("unshare") is None or subprocess.run([*without_shm, "true"], capture_output=True).returncode != 0:
+        pytest.skip("needs the right to mount a file system, as root has it")
+    server = start("--model-id", str(model), "--num-shard", "2", "--standby", "off", through=without_shm)
+    folders = [Path(f"/proc/{pid}/root/dev") for pid in (server.process.pid, *server.worker_pids())]
+    assert all(folder.is_dir() and not (folder / "shm").exists() for folder in folders)
+    assert len(folders) == 3
+    assert any("exchange tensors through shared memory" in line for line in server.lines)
+    answer = ask(server, "/generate", {"inputs": "Hi", "parameters": GREEDY})
+    assert answer.status == 200
+    assert server.stop() == 0
+
+
 NEW_PIDS = ["unshare", "--pid", "--fork", "--kill-child"]
 
 
