@@ -31,7 +31,7 @@ from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from penstock_server.errors import ConfigError
 from penstock_server.hub_disk import check_room, remove_abandoned, write_errors
-from penstock_server.hub_retry import Passing, Retries, as_passing
+from penstock_server.hub_retry import Passing, Retries, as_passing, transfer_errors
 from penstock_server.progress import Progress
 from penstock_server.weights.folder import (
     ADAPTER_CONFIG,
@@ -130,7 +130,9 @@ def online_or_cached(
                 num_files = arrived
                 retries.reset()
             if not retries.wait(failure):
-                return cached(model_id, revision, str(failure))
+                snapshot = cached(model_id, revision, str(failure))
+                print(f"{failure}; the cache has a part of commit {snapshot.sha}", file=sys.stderr, flush=True)
+                return snapshot
 
 
 def _num_blobs(model_id: str) -> int:
@@ -154,7 +156,9 @@ def _download(model_id: str, revision: str | None, choose: Callable[[Collection[
     sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
 
     def read(name: str) -> str:
-        return Path(hf_hub_download(model_id, name, revision=commit, cache_dir=cache)).read_text(encoding="utf-8")
+        with transfer_errors():
+            path = hf_hub_download(model_id, name, revision=commit, cache_dir=cache)
+        return Path(path).read_text(encoding="utf-8")
 
     names = choose(sizes, read)
     repository = cache / repository_name(model_id)
@@ -162,7 +166,7 @@ def _download(model_id: str, revision: str | None, choose: Callable[[Collection[
     if missing := [name for name in names if not (snapshot / name).exists()]:
         remove_abandoned(repository)
         check_room(repository, model_id, sum(sizes[name] for name in missing))
-        with _watched(model_id, repository, sizes, names, missing):
+        with transfer_errors(), _watched(model_id, repository, sizes, names, missing):
             folder = Path(snapshot_download(model_id, revision=commit, allow_patterns=names, cache_dir=cache))
         # When the hub fails in between, the library may return what is there.
         if missing := [name for name in names if not (folder / name).exists()]:

@@ -14,6 +14,8 @@ from penstock_server.errors import ConfigError
 
 # A running download writes to its file all the time; the library gives up on a silent connection after a minute.
 ABANDONED_AFTER_S = 3600.0
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def check_room(folder: Path, model_id: str, required_bytes: int) -> None:
@@ -40,9 +42,9 @@ def write_errors(cache: Path, model_id: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno in FULL:
             raise ConfigError(_full_message(cache, model_id, None, None, error)) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        if error.errno in FORBIDDEN:
             raise ConfigError(_forbidden_message(cache, model_id, error)) from error
         raise
 

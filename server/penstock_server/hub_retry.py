@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError  # type: ignore[attr-defined]
 
 from penstock_server.errors import ConfigError
+from penstock_server.hub_disk import FORBIDDEN, FULL
 
 VARIABLE = "PENSTOCK_HUB_RETRIES"
 DEFAULT_RETRIES = 5
@@ -41,6 +44,24 @@ def as_passing(error: BaseException) -> Passing | None:
     if isinstance(error, (HTTPError, ConnectionError, TimeoutError)):
         return Passing(f"the hub cannot be reached ({error})")
     return None
+
+
+@contextmanager
+def transfer_errors() -> Iterator[None]:
+    """Converts the errors of hf_xet, through which huggingface_hub gets most large files: RuntimeErrors, and OSErrors
+    and ValueErrors without a number. One of writing becomes the system's error; any other may pass."""
+    try:
+        yield
+    except (RuntimeError, OSError, ValueError) as error:
+        kind = type(error)  # huggingface_hub's own errors are subclasses
+        is_of_xet = kind in (RuntimeError, OSError, ValueError) or kind.__module__.partition(".")[0] == "hf_xet"
+        if not is_of_xet or getattr(error, "errno", None) is not None:
+            raise
+        text = " ".join(str(error).split())
+        found = re.search(r"\(os error (\d+)\)", text)
+        if found and (number := int(found[1])) in FULL + FORBIDDEN:
+            raise OSError(number, os.strerror(number)) from error
+        raise Passing(f"the transfer from the hub failed ({text})") from error
 
 
 def _asked_wait(headers: Mapping[str, str]) -> float | None:

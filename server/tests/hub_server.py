@@ -28,6 +28,7 @@ class Hub:
     failures: dict[str, list[int]] = field(default_factory=dict)  # file, or "api" → statuses of the next replies
     holds: dict[str, threading.Event] = field(default_factory=dict)  # file → half of it is sent before the event is set
     gets: list[tuple[str, str | None]] = field(default_factory=list)  # (file, requested range)
+    xet: set[str] = field(default_factory=set)  # files that are in Xet storage
 
     @property
     def environment(self) -> dict[str, str]:
@@ -84,6 +85,8 @@ def running(hub: Hub) -> Iterator[Hub]:
             if data is None:
                 return self.answer(b"", 404, {"X-Error-Code": "EntryNotFound"})
             headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"}
+            if name in hub.xet:
+                headers |= {"X-Xet-Hash": "0" * 64, "X-Xet-Refresh-Route": f"{hub.url}/api/xet"}
             asked = self.headers["Range"]
             if self.command == "GET":
                 hub.gets.append((name, asked))

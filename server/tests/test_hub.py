@@ -19,11 +19,13 @@ from typing import Any
 
 import pytest
 import torch
+from hf_xet import XetAuthenticationError, XetObjectNotFoundError
 from hub_server import SHA, Hub, running
+from huggingface_hub.errors import LocalEntryNotFoundError
 from penstock_server.errors import ConfigError
 from penstock_server.hub import wanted_files
 from penstock_server.hub_disk import check_room, write_errors
-from penstock_server.hub_retry import DEFAULT_RETRIES, Passing, Retries
+from penstock_server.hub_retry import DEFAULT_RETRIES, Passing, Retries, transfer_errors
 from penstock_server.weights.folder import choose_weights
 from safetensors.torch import load_file
 from tiny_models import make_model, save_model
@@ -120,6 +122,7 @@ def test_an_interrupted_download_fetches_only_missing_files(hub: Hub, home: Path
     (folder / SHARD).unlink()
     hub.status = 503
     _, said = prepare(hub, home)
+    assert f"the hub answered 503 Service Unavailable; the cache has a part of commit {SHA}\n" in said
     assert f"weight files that its index names, e.g. {SHARD}" in error(said)
     hub.status = 200
     hub.gets.clear()
@@ -151,6 +154,64 @@ def test_failures_that_pass_are_retried(hub: Hub, home: Path) -> None:
     # The library retries some of them itself.
     assert re.search(r"^the hub answered \d+ [A-Z][A-Za-z ]+; retry 1 of 3 in 0 s$", said, re.MULTILINE), said
     assert len([name for name, _ in hub.gets if name == SHARD]) == 1, "what has arrived is not fetched again"
+
+
+XET = """
+import shutil
+from pathlib import Path
+import huggingface_hub.file_download as library
+
+PLACE = Path(__file__).parent
+
+def xet_get(*, incomplete_path, **others):
+    first, *rest = (PLACE / "errors").read_text().splitlines() or [""]
+    if not first:
+        shutil.copyfile(PLACE / "weights", incomplete_path)
+        return
+    (PLACE / "errors").write_text("\\n".join(rest))
+    raise eval(first)
+
+library.xet_get = xet_get
+"""
+
+
+def test_failures_of_xet_are_retried_and_named(hub: Hub, home: Path, tmp_path: Path) -> None:
+    """Of a repository in Xet storage, with a stand-in for hf_xet that fails as often as it is told to."""
+    hub.xet.add(SHARD)
+    stand_in = tmp_path / "stand_in"
+    stand_in.mkdir()
+    (stand_in / "sitecustomize.py").write_text(XET)
+    (stand_in / "weights").write_bytes(hub.files[SHARD])
+    errors, path = stand_in / "errors", f"{PACKAGES}{os.pathsep}{stand_in}"
+    errors.write_text("RuntimeError('CAS service error: connection reset')")
+    _, said = prepare(hub, home, PYTHONPATH=path)
+    failure = "the transfer from the hub failed (CAS service error: connection reset)"
+    assert error(said) == f"error: someone/tiny is not in the cache, and {failure}"
+    errors.write_text("RuntimeError('write failed: No space left on device (os error 28)')")
+    assert "is full: someone/tiny does not fit, No space left on device; make room" in error(
+        prepare(hub, home, PYTHONPATH=path)[1]
+    )
+    errors.write_text("OSError('CAS service error')")
+    prepared, said = prepare(hub, home, PYTHONPATH=path, PENSTOCK_HUB_RETRIES="1")
+    assert "the transfer from the hub failed (CAS service error); retry 1 of 1 in 1 s\n" in said
+    assert (Path(prepared["folder"]) / SHARD).read_bytes() == hub.files[SHARD]
+    assert not [name for name, _ in hub.gets if name == SHARD]
+
+
+@pytest.mark.parametrize("failure", [RuntimeError, OSError, ValueError, XetAuthenticationError, XetObjectNotFoundError])
+def test_an_error_of_a_transfer_may_pass(failure: type[Exception]) -> None:
+    with pytest.raises(Passing, match=r"the transfer from the hub failed \(two lines\)"), transfer_errors():
+        raise failure("two\nlines")
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [OSError(errno.EIO, "I/O error"), ConfigError("x"), NotImplementedError("x"), LocalEntryNotFoundError("x")],
+)
+def test_an_error_that_is_none_of_a_transfer_is_left_as_it_is(failure: Exception) -> None:
+    with pytest.raises(type(failure)) as caught, transfer_errors():
+        raise failure
+    assert caught.value is failure
 
 
 def test_a_file_that_arrives_allows_new_retries() -> None:
@@ -201,11 +262,10 @@ def test_a_cache_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path,
         raise OSError(number, os.strerror(number))
 
 
-def test_a_killed_download_is_completed_and_its_rest_removed(hub: Hub, home: Path) -> None:
-    hub.holds[SHARD] = threading.Event()
-    process = preparing(hub, home)
+def wait_until_held(hub: Hub, home: Path, process: subprocess.Popen[str], held: str) -> None:
+    """Until all files have arrived but `held`, which has begun."""
     blobs = home / "hub" / "models--someone--tiny" / "blobs"
-    names = [name for name in hub.files if name.startswith("model-") and name != SHARD]
+    names = [name for name in hub.files if name.startswith("model-") and name != held]
     names += ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors.index.json"]
     others = {hashlib.sha1(hub.files[name]).hexdigest() for name in names}
 
@@ -216,6 +276,13 @@ def test_a_killed_download_is_completed_and_its_rest_removed(hub: Hub, home: Pat
     while not is_held():
         assert process.poll() is None, result(process)
         time.sleep(0.02)
+
+
+def test_a_killed_download_is_completed_and_its_rest_removed(hub: Hub, home: Path) -> None:
+    hub.holds[SHARD] = threading.Event()
+    process = preparing(hub, home)
+    blobs = home / "hub" / "models--someone--tiny" / "blobs"
+    wait_until_held(hub, home, process, SHARD)
     process.kill()
     process.communicate()
     (unfinished,) = blobs.glob("*.incomplete")

@@ -7,6 +7,7 @@ from pathlib import Path
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
 from penstock_server.hub import Snapshot, hub_cache, online_or_cached, wanted_files
+from penstock_server.hub_retry import transfer_errors
 from penstock_server.inspection.files import ModelFiles, StoredTensor
 from penstock_server.inspection.local_model import inspect_folder
 from penstock_server.weights.folder import choose_weights
@@ -29,13 +30,16 @@ def _inspect(files: ModelFiles, model_id: str, revision: str | None) -> Snapshot
     sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
 
     def read(name: str) -> str:
-        return Path(hf_hub_download(model_id, name, revision=commit, cache_dir=cache)).read_text(encoding="utf-8")
+        with transfer_errors():
+            path = hf_hub_download(model_id, name, revision=commit, cache_dir=cache)
+        return Path(path).read_text(encoding="utf-8")
 
     names = wanted_files(model_id, sizes, read)
     choice = choose_weights(model_id, [name for name in sizes if "/" not in name], read)
     small = [name for name in names if name not in choice.names]
     if small:
-        folder = Path(snapshot_download(model_id, revision=commit, allow_patterns=small, cache_dir=cache))
+        with transfer_errors():
+            folder = Path(snapshot_download(model_id, revision=commit, allow_patterns=small, cache_dir=cache))
         if all((folder / name).is_file() for name in names):
             return Snapshot(folder, commit, info.pipeline_tag)
         files.folder = folder
