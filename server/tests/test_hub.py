@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,41 @@ def test_a_full_disk_leaves_nothing_half_written(hub: Hub, home: Path) -> None:
     assert "is not in the cache" in error(prepare(hub, home, HF_HUB_OFFLINE="1")[1])
     folder = Path(prepare(hub, home)[0]["folder"])
     assert (folder / "model-00001-of-00005.safetensors").read_bytes() == hub.files["model-00001-of-00005.safetensors"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("needs the right to mount a file system, as root has it")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def test_a_disk_that_fills_up_during_a_download_ends_it(hub: Hub, small_disk: Path) -> None:
+    home, name = small_disk / "home", "model-00001-of-00005.safetensors"
+    hub.files[name] = os.urandom(3 << 20)
+    hub.holds[name] = threading.Event()
+    process = preparing(hub, home)
+    wait_until_held(hub, home, process, name)
+    with (small_disk / "other").open("wb", buffering=0) as other, suppress(OSError):
+        while True:
+            other.write(bytes(4096))
+    hub.holds.pop(name).set()
+    _, said = result(process)
+    assert error(said) == (
+        f"error: the disk of the hub's cache {home}/hub is full: someone/tiny does not fit, No space left on device; "
+        "make room, mount a larger volume there, or set HF_HOME to a folder on a larger disk"
+    )
+    repository = home / "hub" / "models--someone--tiny"
+    arrived = {hashlib.sha1(data).hexdigest() for data in hub.files.values()}
+    assert {path.name for path in (repository / "blobs").iterdir()} < arrived
+    (small_disk / "other").unlink()
+    folder = Path(prepare(hub, home)[0]["folder"])
+    assert (folder / name).read_bytes() == hub.files[name]
 
 
 def test_a_download_without_room_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
