@@ -214,6 +214,22 @@ def test_everything_that_is_asked_for_is_there() -> None:
     assert json.loads(kinds["ConfigMap board"]["data"]["penstock.json"]) == board
 
 
+def test_a_network_policy_lets_the_server_reach_what_is_added() -> None:
+    collector = {
+        "to": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "observability"}}}],
+        "ports": [{"protocol": "TCP", "port": 4317}],
+    }
+    mirror = {"to": [{"ipBlock": {"cidr": "10.1.2.3/32"}}], "ports": [{"protocol": "TCP", "port": 443}]}
+    policies = [
+        render({"networkPolicy": {"enabled": True, "extraEgress": added}})["NetworkPolicy"]
+        for added in ([], [collector, mirror])
+    ]
+    before, after = (policy["spec"]["egress"] for policy in policies)
+    assert after == [*before, collector, mirror]
+    for version in (OLDEST, NEWEST):
+        validate(policies[1], version)
+
+
 @pytest.mark.parametrize(
     ("flags", "num_shard"), [({}, 8), ({"replicas": 2}, 4), ({"replicas": 2, "pipeline-parallel-size": 2}, 2)]
 )
