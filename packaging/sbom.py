@@ -1,9 +1,11 @@
-"""The image's bill of materials, in CycloneDX's form: Debian packages, Python packages and crates, with their licences.
+"""The image's bill of materials, in CycloneDX's form: Debian packages, Python packages, crates and the playground's npm
+packages, with their licences.
 
-    python packaging/sbom.py crates FOLDER    where cargo is: crates.json, and every crate's licence texts
-    python packaging/sbom.py image FOLDER     in the image: prints the bill, with the crates of that folder
+    python packaging/sbom.py crates FOLDER    where cargo is: crates.json, npm.json, and every crate's licence texts
+    python packaging/sbom.py image FOLDER     in the image: prints the bill, with what is in that folder
 
-The licence texts of Debian packages are in /usr/share/doc, those of Python packages in their *.dist-info folders.
+The licence texts of Debian packages are in /usr/share/doc, those of Python packages in their *.dist-info folders, and
+those of npm packages at the beginning of the playground's page.js.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ LICENCE_FILE = re.compile(r"(licen[cs]e|copying|copyright|notice|unlicense)", re
 
 
 def crates(folder: Path) -> None:
-    """Writes crates.json and the licence texts of every crate that the shipped ones are linked with."""
+    """Writes npm.json, crates.json and the licence texts of every crate that the shipped ones are linked with."""
     command = ["cargo", "metadata", "--locked", "--format-version", "1"]
     target = re.search(r"^host: (\S+)$", _output(["rustc", "-vV"]), re.MULTILINE)
     command += ["--filter-platform", target[1]] if target else []
@@ -52,6 +54,17 @@ def crates(folder: Path) -> None:
                 shutil.copy(file, texts)
     kept = [{name: package[name] for name in ("name", "version", "license")} for package in external]
     (folder / "crates.json").write_text(json.dumps(kept, indent=1) + "\n")
+    (folder / "npm.json").write_text(json.dumps(npm_packages(), indent=1) + "\n")
+
+
+def npm_packages() -> list[dict[str, str]]:
+    """What the playground's page.js bundles: the locked packages that are not only for its build and its tests."""
+    locked = json.loads((ROOT / "playground" / "package-lock.json").read_text())["packages"]
+    return [
+        {"name": path.rpartition("node_modules/")[2], "version": package["version"], "license": package["license"]}
+        for path, package in locked.items()
+        if path and not package.get("dev")
+    ]
 
 
 def bill(folder: Path) -> dict[str, Any]:
@@ -59,6 +72,8 @@ def bill(folder: Path) -> dict[str, Any]:
     components = [*debian_packages(), *python_packages()]
     for crate in json.loads((folder / "crates.json").read_text()):
         components.append(component("cargo", crate["name"], crate["version"], crate["license"]))
+    for package in json.loads((folder / "npm.json").read_text()):
+        components.append(component("npm", package["name"], package["version"], package["license"]))
     unique = {each["bom-ref"]: each for each in components}
     version = metadata.version("penstock")
     return {
@@ -72,7 +87,7 @@ def bill(folder: Path) -> dict[str, Any]:
 
 def component(kind: str, name: str, version: str, expression: str | None = None, stated: str = "") -> dict[str, Any]:
     """kind: the type of a package URL. expression: the licence in SPDX's form; stated: in the package's own words."""
-    purl = f"pkg:{kind}/{name}@{version.replace('+', '%2B')}"
+    purl = f"pkg:{kind}/{name.replace('@', '%40')}@{version.replace('+', '%2B')}"
     found: dict[str, Any] = {"type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl}
     if expression:
         found["licenses"] = [{"expression": expression}]
