@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock_server.collectives import computes_alike, connect, is_same_processor, meet, open_store
+from penstock_server.collectives import computes_alike, connect, count_on_host, is_same_processor, meet, open_store
 from penstock_server.collectives.distributed import Distributed
 from penstock_server.collectives.interface import Collectives
 from penstock_server.config import Node
@@ -59,7 +59,7 @@ class RankGroup:
     collectives: Collectives = field(default_factory=Distributed)
     computes_alike: bool = True  # whether all ranks compute the same bits from the same tensors
     stage: Stage = field(default_factory=Stage)
-    local_size: int | None = None  # ranks on this machine; None: all
+    local_size: int | None = None  # ranks that share this machine's memory; None: all
 
     @classmethod
     def join(
@@ -84,12 +84,14 @@ class RankGroup:
             return cls()
         if node is not None:
             network = meet(rank, size, rendezvous, node)
+            # Ray may place ranks on one machine that do not know of each other.
+            local_size = max(node.local_size, count_on_host(network, rank, size))
             if not node.uses_gpu:
-                return cls(rank, size, network, is_same_processor(network, native), local_size=node.local_size)
+                return cls(rank, size, network, is_same_processor(network, native), local_size=local_size)
             store = open_store(network, rank, size, rendezvous, node)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size)
             gpus = connect(rank, size, native) if node.local_size == size else Distributed()
-            return cls(rank, size, gpus, computes_alike(gpus), local_size=node.local_size)
+            return cls(rank, size, gpus, computes_alike(gpus), local_size=local_size)
         dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=size)
         if num_stages == 1:
             collectives = connect(rank, size, native)

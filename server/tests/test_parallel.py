@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from penstock_server import collectives
+from penstock_server.collectives import count_on_host
 from penstock_server.errors import ConfigError
 from penstock_server.parallel import split_evenly, split_heads
+from rank_threads import run_ranks
 
 
 @given(total=st.integers(0, 5000), size=st.integers(1, 9), unit=st.integers(1, 64))
@@ -33,6 +36,15 @@ def test_every_head_is_on_one_rank_with_its_kv_head(kv_heads: int, per_group: in
         assert len(mine) % len(kv) == 0
         # Head i of this rank reads KV head i // (heads per KV head) of this rank, as attention assumes.
         assert [head // per_group for head in mine] == [kv[i // (len(mine) // len(kv))] for i in range(len(mine))]
+
+
+def test_ranks_on_one_host_are_counted_also_if_they_do_not_know_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def counts() -> list[int]:
+        return run_ranks(3, lambda group: count_on_host(group, group.rank, group.size))  # type: ignore[arg-type]
+
+    assert counts() == [3, 3, 3]
+    monkeypatch.setattr(collectives, "_memory_place", lambda rank: "one" if rank < 2 else "other")
+    assert counts() == [2, 2, 1]
 
 
 def test_nine_heads_in_three_groups_over_two_ranks_are_six_and_three() -> None:

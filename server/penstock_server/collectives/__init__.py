@@ -21,9 +21,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["computes_alike", "connect", "is_same_processor", "meet", "open_store"]
+__all__ = ["computes_alike", "connect", "count_on_host", "is_same_processor", "meet", "open_store"]
 
 _CPU_INFO = Path("/proc/cpuinfo")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_CONTROL_GROUP = Path("/sys/fs/cgroup")
+_NO_NUMBER = (1 << 63) - 1
 
 
 def connect(rank: int, size: int, native: NativeBuild | None, group: dist.ProcessGroup | None = None) -> Collectives:
@@ -70,6 +73,27 @@ def is_same_processor(collectives: Collectives, native: NativeBuild | None) -> b
     lines = _CPU_INFO.read_text().splitlines() if _CPU_INFO.exists() else []
     models = {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}
     return _agree_on(collectives, f"{native} {sorted(models)}", "CPUs")
+
+
+def count_on_host(collectives: Collectives, rank: int, size: int) -> int:
+    """How many of the ranks take their memory from where this one does: this machine, or a control group on it that has
+    a limit of its own."""
+    mine = number_of(_memory_place(rank))
+    # Each rank in turn gives its number, which is below that of the others.
+    numbers = [collectives.minimum(mine if rank == giving else _NO_NUMBER) for giving in range(size)]
+    return numbers.count(mine)
+
+
+def _memory_place(rank: int) -> str:
+    try:
+        machine = _BOOT_ID.read_text()
+    except OSError:
+        return f"rank {rank}"  # unknown, so it counts as a machine of its own
+    try:
+        is_limited = (_CONTROL_GROUP / "memory.max").read_text().strip() != "max"
+        return f"{machine} {_CONTROL_GROUP.stat().st_ino}" if is_limited else machine
+    except OSError:
+        return machine
 
 
 def _agree_on(collectives: Collectives, kind: str, processors: str) -> bool:
