@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from binary import TIMEOUT_S, Server, launch, start
@@ -98,6 +99,18 @@ def test_a_replica_that_was_replaced_serves_again(replicas: Server, undisturbed:
     wait_until(lambda: sum(len(stream.events) > 5 for stream in streams) >= 6)
     os.kill(other, signal.SIGKILL)
     assert [stream.result() for stream in streams] == undisturbed
+
+
+def test_offloads_that_do_not_fit_together_are_refused() -> None:
+    """Each alone fits in what is free."""
+    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    gib = int(meminfo["MemAvailable"].split()[0]) / (1 << 20)
+    flags = ["--replicas", "2", "--kv-offload-gib", f"{0.7 * gib:.3f}", "--max-batch-total-tokens", "1024"]
+    process = launch(*flags, "--max-total-tokens", "512")
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode != 0
+    assert "the KV offload of 2 replicas needs" in output
+    assert "lower --replicas or --kv-offload-gib" in output
 
 
 @pytest.mark.parametrize(

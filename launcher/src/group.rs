@@ -60,20 +60,6 @@ impl GroupError {
 }
 
 impl Recipe {
-    /// Loads and warms up a group of spawned workers.
-    pub(crate) async fn start(&self, workers: &mut Workers) -> Result<Group, GroupError> {
-        let loading = self.load(workers, false);
-        let ready = async {
-            let mut group = loading.await?.group;
-            self.warm_up(&mut group).await?;
-            Ok(group)
-        };
-        match while_alive(workers, ready).await.flatten() {
-            Err(error) => Err(error.explained(workers).await),
-            group => group,
-        }
-    }
-
     /// Makes a loaded group ready, with as many blocks as the first one.
     pub(crate) async fn warm_up(&self, group: &mut Group) -> Result<(), GroupError> {
         let pool = group.warm_up(&self.warm_up).await?;
@@ -85,18 +71,23 @@ impl Recipe {
         }
     }
 
-    /// Connects to spawned workers and loads the model; `background` as in `LoadOptions`.
+    /// As `load`.
     pub(crate) fn load(&self, workers: &Workers, background: bool) -> Loading {
-        let connecting = connect(workers);
-        let load = LoadOptions { background, ..self.load.clone() };
-        let loading = async move {
-            let (mut group, Meeting { rendezvous, token, .. }) = connecting.await?;
-            let connected = Instant::now();
-            group.load(&LoadOptions { rendezvous, token, ..load }).await?;
-            Ok(Loaded { group, connected })
-        };
-        loading.boxed()
+        load(&self.load, workers, background)
     }
+}
+
+/// Connects to spawned workers and loads the model; `background` as in `LoadOptions`.
+pub(crate) fn load(options: &LoadOptions, workers: &Workers, background: bool) -> Loading {
+    let connecting = connect(workers);
+    let load = LoadOptions { background, ..options.clone() };
+    let loading = async move {
+        let (mut group, Meeting { rendezvous, token, .. }) = connecting.await?;
+        let connected = Instant::now();
+        group.load(&LoadOptions { rendezvous, token, ..load }).await?;
+        Ok(Loaded { group, connected })
+    };
+    loading.boxed()
 }
 
 /// Waits until the workers listen. Until they are forked, the fork server may load a model of any size.
@@ -105,6 +96,17 @@ pub(crate) fn connect(workers: &Workers) -> impl Future<Output = Result<(Group, 
     async move {
         let meeting = started.await;
         Ok((Group::connect(&meeting.endpoints, CONNECT_TIMEOUT).await?, meeting))
+    }
+}
+
+/// Awaits a task of the workers. A worker's exit ends it, and explains a lost connection.
+pub(crate) async fn run<T>(
+    workers: &mut Workers,
+    task: impl Future<Output = Result<T, GroupError>>,
+) -> Result<T, GroupError> {
+    match while_alive(workers, task).await.flatten() {
+        Err(error) => Err(error.explained(workers).await),
+        result => result,
     }
 }
 

@@ -75,16 +75,19 @@ pub(crate) enum StartError {
     Fingerprint(std::io::Error),
 }
 
-/// The first group before its engine starts.
+/// The first group with its weights.
 struct Loaded {
     group: Group,
     model: Description,
+    phases: Vec<Phase>,
+}
+
+/// What the first group's memory allows, for all groups.
+struct Measured {
     pool: Pool,
-    load: LoadOptions,
     warm_up: WarmUpOptions,
     step_tokens: u32,
     limits: SequenceLimits,
-    phases: Vec<Phase>,
 }
 
 /// Call it on the main thread (see `process::python_module`). Dropping the future kills every process.
@@ -122,7 +125,7 @@ pub(crate) async fn start(
         let import_time = async { Ok(hosts.import_time().await) };
         let (import_time, (group, meeting)) = tokio::try_join!(import_time, connecting)?;
         let Meeting { rendezvous, token, .. } = meeting;
-        let load = LoadOptions { rendezvous, token, ..load };
+        let load = LoadOptions { rendezvous, token, ..load.clone() };
         let preload_time = hosts.preload_time();
         let importing = import_time.saturating_sub(forking_began - began);
         let start_time = forking_began.elapsed().saturating_sub(importing + preload_time.unwrap_or_default());
@@ -132,20 +135,36 @@ pub(crate) async fn start(
             ("start workers", Some(start_time)),
         ];
         phases.extend(spans.into_iter().filter_map(|(name, duration)| Some(phase(name, duration?))));
-        load_first(args, settings, group, load, phases).await
+        load_first(group, &load, phases).await
     };
-    let loaded = match group::while_alive(&mut workers, loading).await? {
+    let mut loaded = group::run(&mut workers, loading).await?;
+    // The scheduler counts in the first group's blocks.
+    let load = LoadOptions { block_tokens: Some(loaded.model.block_tokens), ..load };
+    let since = Instant::now();
+    let others = spawned.into_iter().map(|Spawned { worker_options, hosts, mut workers }| {
+        let loading = group::load(&load, &workers, false);
+        async move {
+            let group = group::run(&mut workers, async { Ok(loading.await?.group) }).await?;
+            Ok::<_, GroupError>((worker_options, hosts, workers, group))
+        }
+    });
+    // Before the first group measures the memory that is left for all.
+    let others = try_join_all(others).await?;
+    if !others.is_empty() {
+        loaded.phases.push(phase("load other replicas", since.elapsed()));
+    }
+    let measured = match group::while_alive(&mut workers, measure(args, settings, &mut loaded)).await? {
         Err(StartError::Group(error)) => return Err(error.explained(&mut workers).await.into()),
         result => result?,
     };
     let (prefix_caching, choice) = Settings::prefix_caching(args, &loaded.model);
     choice.iter().for_each(log_choice);
     let mut limits = Limits {
-        max_step_tokens: loaded.step_tokens,
+        max_step_tokens: measured.step_tokens,
         max_step_sequences: settings.max_step_sequences,
-        max_sequence_tokens: loaded.limits.max_total_tokens + loaded.model.num_prefix_tokens(),
-        num_blocks: loaded.pool.num_blocks,
-        num_slots: loaded.warm_up.num_slots,
+        max_sequence_tokens: measured.limits.max_total_tokens + loaded.model.num_prefix_tokens(),
+        num_blocks: measured.pool.num_blocks,
+        num_slots: measured.warm_up.num_slots,
         block_tokens: loaded.model.block_tokens,
         max_steps_in_flight: args.max_steps_in_flight,
         prefix_caching,
@@ -167,12 +186,12 @@ pub(crate) async fn start(
         limits,
         step_deadline: args
             .step_timeout
-            .map_or_else(|| EngineOptions::step_deadline(loaded.pool.worst_step), Duration::from_secs),
+            .map_or_else(|| EngineOptions::step_deadline(measured.pool.worst_step), Duration::from_secs),
         max_failures: EngineOptions::DEFAULT_MAX_FAILURES,
     };
-    let num_blocks = Some(u64::from(loaded.pool.num_blocks));
-    let warm_up = WarmUpOptions { num_blocks, proven: true, ..loaded.warm_up };
-    let room = loaded.pool.standby_room_bytes;
+    let num_blocks = Some(u64::from(measured.pool.num_blocks));
+    let warm_up = WarmUpOptions { num_blocks, proven: true, ..measured.warm_up };
+    let room = measured.pool.standby_room_bytes;
     // Each worker loads a draft model itself, whose bytes are part of the model's.
     let is_shared = hosts.preload_time().is_some() && args.drafting_model().is_none();
     let unshared_bytes = if is_shared { 0 } else { loaded.model.weight_bytes };
@@ -180,8 +199,6 @@ pub(crate) async fn start(
     if let (Ok(_), Some(room)) = (&standby_bytes, room) {
         tracing::info!("a standby group is kept: the weights fit twice, and {} MiB of each GPU are left", room >> 20);
     }
-    // The scheduler counts in the first group's blocks.
-    let load = LoadOptions { block_tokens: Some(loaded.model.block_tokens), ..loaded.load };
     let recipe = |workers| Recipe {
         workers,
         load: load.clone(),
@@ -190,19 +207,19 @@ pub(crate) async fn start(
     };
     let mut phases = loaded.phases;
     let since = Instant::now();
-    let starting = spawned.into_iter().map(|Spawned { worker_options, hosts, mut workers }| {
+    let starting = others.into_iter().map(|(worker_options, hosts, mut workers, mut group)| {
         let recipe = recipe(worker_options);
         async move {
-            let group = recipe.start(&mut workers).await?;
+            group::run(&mut workers, recipe.warm_up(&mut group)).await?;
             Ok::<_, GroupError>((recipe, hosts, workers, group))
         }
     });
     let mut started = vec![(recipe(worker_options), hosts, workers, loaded.group)];
     started.extend(try_join_all(starting).await?);
     if started.len() > 1 {
-        phases.push(phase("start other replicas", since.elapsed()));
+        phases.push(phase("warm up other replicas", since.elapsed()));
     }
-    let num_blocks = started.len() * loaded.pool.num_blocks as usize;
+    let num_blocks = started.len() * measured.pool.num_blocks as usize;
     let (mut groups, mut supervisors) = (Vec::new(), Vec::new());
     for (recipe, hosts, workers, group) in started {
         let (supervisor, restart) = Supervisor::new(recipe, hosts, workers, group.probe());
@@ -215,10 +232,10 @@ pub(crate) async fn start(
             properties: fingerprint::properties(args, &loaded.model, &folder.path, &prepared.weights)
                 .map_err(StartError::Fingerprint)?,
             model: loaded.model.clone(),
-            max_input_tokens: loaded.limits.max_input_tokens,
-            max_total_tokens: loaded.limits.max_total_tokens,
-            max_new_tokens: loaded.limits.max_new_tokens,
-            max_queued_tokens: loaded.limits.max_queued_tokens,
+            max_input_tokens: measured.limits.max_input_tokens,
+            max_total_tokens: measured.limits.max_total_tokens,
+            max_new_tokens: measured.limits.max_new_tokens,
+            max_queued_tokens: measured.limits.max_queued_tokens,
             num_blocks: num_blocks as u64,
             prefix_caching,
             step_deadline: options.step_deadline,
@@ -233,7 +250,7 @@ pub(crate) async fn start(
         folder,
         text,
         model: loaded.model,
-        limits: loaded.limits,
+        limits: measured.limits,
         num_blocks,
         phases,
     })
@@ -348,16 +365,10 @@ fn load_options(
     }
 }
 
-/// Loads and warms up the first group, whose limits and memory hold for all others.
-async fn load_first(
-    args: &Args,
-    settings: &Settings,
-    mut group: Group,
-    load: LoadOptions,
-    mut phases: Vec<Phase>,
-) -> Result<Loaded, StartError> {
+/// Loads the first group.
+async fn load_first(mut group: Group, load: &LoadOptions, mut phases: Vec<Phase>) -> Result<Loaded, GroupError> {
     let since = Instant::now();
-    let model = group.load(&load).await.map_err(GroupError::from)?;
+    let model = group.load(load).await?;
     phases.push(phase("load", since.elapsed()));
     phases.extend(model.phases.iter().map(|phase| part_of("load", phase)));
     tracing::info!(
@@ -368,14 +379,19 @@ async fn load_first(
         model.attention,
         model.weight_bytes >> 20,
     );
+    Ok(Loaded { group, model, phases })
+}
 
+/// Warms up the first group, whose limits and memory hold for all others.
+async fn measure(args: &Args, settings: &Settings, loaded: &mut Loaded) -> Result<Measured, StartError> {
+    let Loaded { group, model, phases } = loaded;
     let since = Instant::now();
-    let (step_tokens, choice) = settings.step_tokens(args, &model);
+    let (step_tokens, choice) = settings.step_tokens(args, model);
     choice.iter().for_each(log_choice);
     if let Some(given) = args.max_total_tokens.filter(|given| *given > model.max_total_tokens()) {
         return Err(ResolveError::BeyondModel { given, allowed: model.max_total_tokens() }.into());
     }
-    let (num_slots, choice) = Settings::num_slots(args, &model);
+    let (num_slots, choice) = Settings::num_slots(args, model);
     choice.iter().for_each(log_choice);
     let warm_up = WarmUpOptions {
         max_step_tokens: step_tokens,
@@ -383,7 +399,7 @@ async fn load_first(
         max_sequence_tokens: args
             .max_total_tokens
             .map(|tokens| tokens + model.num_prefix_tokens() - model.num_uncomputed_tokens()),
-        num_blocks: Settings::num_blocks(args, &model).map(u64::from),
+        num_blocks: Settings::num_blocks(args, model).map(u64::from),
         memory_fraction: settings.memory_fraction,
         proven: false,
         graph_sizes: args.cuda_graphs.clone(),
@@ -393,6 +409,7 @@ async fn load_first(
             .kv_offload_folder
             .as_ref()
             .map(|folder| std::path::absolute(folder).unwrap_or_else(|_| folder.clone())),
+        num_groups: u32::try_from(args.replicas).unwrap_or(u32::MAX),
     };
     if !args.cuda_graphs.is_empty() && model.device.starts_with("cpu") {
         tracing::info!("--cuda-graphs has no effect: the model runs on a CPU");
@@ -406,9 +423,9 @@ async fn load_first(
         pool.num_blocks,
         (u64::from(pool.num_blocks) * model.kv_bytes_per_block) >> 20,
     );
-    let limits = SequenceLimits::resolve(args, settings, &model, step_tokens, pool.num_blocks)?;
+    let limits = SequenceLimits::resolve(args, settings, model, step_tokens, pool.num_blocks)?;
     limits.choices.iter().for_each(log_choice);
-    Ok(Loaded { group, model, pool, load, warm_up, step_tokens, limits, phases })
+    Ok(Measured { pool, warm_up, step_tokens, limits })
 }
 
 fn phase(name: &str, duration: Duration) -> Phase {

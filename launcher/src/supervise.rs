@@ -195,10 +195,7 @@ impl Supervisor {
             times.warm_up = lap.next();
             Ok::<_, GroupError>(group)
         };
-        let group = match group::while_alive(workers, prepare).await.flatten() {
-            Ok(group) => group,
-            Err(error) => return Err(restart_error(error.explained(workers).await)),
-        };
+        let group = group::run(workers, prepare).await.map_err(restart_error)?;
         self.probe = group.probe();
         self.standby_due = Some(Instant::now() + STANDBY_DELAY);
         Ok(Restarted { group, times })

@@ -362,6 +362,7 @@ async fn loading_and_warming_up_reach_every_rank_and_add_up_their_sizes() {
         reserves_standby: false,
         num_slots: 0,
         offload_folder: None,
+        num_groups: 3,
     };
     assert_eq!(connected.warm_up(&options).await.unwrap().num_blocks, 77);
     for rank in &group.ranks {
@@ -371,7 +372,7 @@ async fn loading_and_warming_up_reach_every_rank_and_add_up_their_sizes() {
             assert_eq!((seen.loads[0].watermark_gamma, seen.loads[0].watermark_delta), (0.25, 0.0));
             assert_eq!((&*seen.loads[0].attention, seen.loads[0].deterministic), ("triton", true));
             assert_eq!(seen.loads[0].recent_answer_tokens, 1000);
-            assert_eq!(seen.warm_ups[0].num_blocks, 77);
+            assert_eq!((seen.warm_ups[0].num_blocks, seen.warm_ups[0].num_groups), (77, 3));
         });
     }
     assert!(connected.probe().progress(PATIENCE).await.iter().all(Option::is_some));
@@ -428,6 +429,7 @@ async fn ranks_that_disagree_are_refused() {
         reserves_standby: false,
         num_slots: 0,
         offload_folder: None,
+        num_groups: 3,
     };
     let error = connected.warm_up(&options).await.unwrap_err();
     assert_eq!(error.to_string(), "the ranks do not agree on the number of KV blocks: [10, 11]");

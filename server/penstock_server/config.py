@@ -136,10 +136,11 @@ class WarmUpConfig:
     num_blocks: int = 0
     memory_fraction: float = 0.9
     graph_sizes: tuple[int, ...] = ()  # sequences of the decode steps that a GPU records; (): chosen by us, (0,): none
-    proven: bool = False  # an earlier group with these limits allocated num_blocks: measure nothing, allocate them
+    proven: bool = False  # another group with these limits measured that num_blocks fit: measure nothing, allocate them
     reserves_standby: bool = False  # on a GPU: leave room for a second copy of the weights
     num_slots: int = 0  # beside the pool, for the content of evicted blocks
     offload_folder: Path | None = None  # of a file with the slots; None: in host memory
+    num_groups: int = 1  # on this machine, with this one, that divide its host memory; all have loaded the model
 
     @property
     def records_graphs(self) -> bool:

@@ -130,6 +130,7 @@ class Worker(rpc.WorkerServicer):
             reserves_standby=request.reserves_standby,
             num_slots=request.num_slots,
             offload_folder=Path(request.offload_folder) if request.offload_folder else None,
+            num_groups=request.num_groups or 1,
         )
         engine = self._engine
         if engine is None:

@@ -442,6 +442,49 @@ def test_a_pool_leaves_room_for_a_standby_group_if_it_is_asked_to(monkeypatch: p
     assert num_blocks == [(50 << 30) >> 24, (32 << 30) >> 24]
 
 
+def cpu_probe(monkeypatch: pytest.MonkeyPatch, free_gib: int) -> CapacityProbe:
+    """Of a machine with 100 GiB. Blocks have 16 MiB."""
+    meter = type("Meter", (), {"measure": lambda self, releasing=0: memory.Memory(100 << 30, free_gib << 30, 0)})
+    monkeypatch.setattr(memory, "MemoryMeter", lambda device: meter())
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free_gib << 30)
+    model = FakeModel()
+    model.kv_bytes_per_block = 1 << 24
+    return CapacityProbe(model, RankGroup(), torch.device("cpu"), BLOCK_TOKENS, has_grammars=False)
+
+
+def test_replicas_on_cpus_divide_the_memory_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 GiB is within the fraction, of which results on their way take a little."""
+    probe = cpu_probe(monkeypatch, 11)
+
+    def num_blocks(**options: int) -> int:
+        config = WarmUpConfig(16, 4, memory_fraction=0.9, **options)
+        return probe.measure(
+            config, lambda model, plan, num_blocks: StepTiming(), 0, lambda: 0, PhaseClock()
+        ).num_blocks
+
+    assert [num_blocks(num_groups=num_groups) for num_groups in (1, 2, 4)] == [63, 31, 15]
+    assert num_blocks(num_blocks=40) == 40
+    message = (
+        r"40 KV blocks were asked for \(640 MiB\), but only 31 \(496 MiB\) fit in each of 2 replicas next to the model "
+        "and the largest step; lower --replicas, --max-batch-total-tokens, or raise --cuda-memory-fraction"
+    )
+    with pytest.raises(ConfigError, match=message):
+        num_blocks(num_blocks=40, num_groups=2)
+    with pytest.raises(ConfigError, match=r"no KV block fits in each of 1000 replicas: .*; lower --replicas, --max"):
+        num_blocks(num_groups=1000)
+
+
+def test_the_offloads_of_all_replicas_fit_beside_their_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe, config = cpu_probe(monkeypatch, 3), WarmUpConfig(16, 4, num_blocks=64, num_slots=64)
+    probe.check_offload(config)
+    message = (
+        "the KV offload of 2 replicas needs 2048 MiB of host memory, but 1024 MiB are free beside the KV cache; "
+        "lower --replicas or --kv-offload-gib, or give --kv-offload-folder"
+    )
+    with pytest.raises(ConfigError, match=message):
+        probe.check_offload(replace(config, num_groups=2))
+
+
 def test_the_default_pool_has_room_for_some_of_the_longest_sequences() -> None:
     gib = 1 << 30
     assert memory.default_cap_bytes(1 << 20) == gib

@@ -171,7 +171,8 @@ pub struct WarmUpOptions {
     pub num_blocks: Option<u64>,
     /// Fraction of the device's memory that may be used in all, in (0, 1].
     pub memory_fraction: f64,
-    /// A group on the same machine with the same model and limits was warmed up before: only allocate `num_blocks` blocks.
+    /// A group on the same machine with the same model and limits was warmed up before, for all `num_groups`: only allocate
+    /// `num_blocks` blocks.
     pub proven: bool,
     /// On a GPU: numbers of sequences for which decode steps are recorded. Empty: the workers choose; only zeros: none.
     pub graph_sizes: Vec<u32>,
@@ -181,6 +182,8 @@ pub struct WarmUpOptions {
     pub num_slots: u32,
     /// Folder of a file with the slots; `None`: they are in host memory.
     pub offload_folder: Option<PathBuf>,
+    /// Groups on the same machine, with this one, that divide its host memory. All have loaded the model.
+    pub num_groups: u32,
 }
 
 /// The KV pool after warm-up.
@@ -295,6 +298,7 @@ impl Group {
             reserves_standby: options.reserves_standby,
             num_slots: options.num_slots,
             offload_folder: text_of(options.offload_folder.as_deref()),
+            num_groups: options.num_groups,
         };
         let answers = try_join_all(self.ranks.iter_mut().map(|rank| rank.warm_up(request.clone()))).await?;
         agree("the number of KV blocks", answers.iter().map(|answer| answer.num_blocks))?;

@@ -68,7 +68,7 @@ class CapacityProbe:
         longest_bytes = self.num_required_blocks(longest) * per_block
         share = memory.Share(
             config.memory_fraction,
-            self.group.num_local if on_cpu else 1,
+            self.num_sharing(config) if on_cpu else 1,
             cap_bytes=memory.default_cap_bytes(longest_bytes) if on_cpu and not config.num_blocks else None,
         )
         hoped_blocks = config.num_blocks
@@ -115,7 +115,11 @@ class CapacityProbe:
             reserved_bytes += self.model.adapters.max_bytes
         if self.model.images is not None:
             reserved_bytes += self.model.images.max_bytes
-        left = replace(left, available=left.available - reserved_bytes, transient=step_bytes + recorded_bytes + unseen)
+        left = replace(
+            left,
+            available=left.available - reserved_bytes * share.num_ranks,
+            transient=step_bytes + recorded_bytes + unseen,
+        )
         num_blocks = self.agree_on_blocks(config, memory.usable_bytes(left, share) // per_block, left)
         return Measured(num_blocks, max(seconds), step_bytes)
 
@@ -175,21 +179,28 @@ class CapacityProbe:
         """The sum of the contexts in tokens that a pool of `num_blocks` can hold, when none exceeds `longest`."""
         return max(num_blocks * self.block_tokens, num_blocks // self.num_required_blocks(longest) * longest)
 
+    def num_sharing(self, config: WarmUpConfig) -> int:
+        """The ranks of all groups that share this host's memory."""
+        return self.group.num_local * config.num_groups
+
     def agree_on_blocks(self, config: WarmUpConfig, fitting: int, left: memory.Memory) -> int:
         """The number of blocks of every rank. Raises the same ConfigError on all ranks when too few fit."""
         fitting = self.group.minimum_of_all(fitting)
+        divides = config.num_groups > 1 and self.device.type == "cpu"
+        each = f" in each of {config.num_groups} replicas" if divides else ""
+        fewer = "lower --replicas, " if divides else "lower "
         if fitting < 1:
             raise ConfigError(
-                f"no KV block fits: {memory.mib(left.available)} are free after loading the model, and the largest "
-                f"step that the limits allow needs {memory.mib(left.transient)}; lower --max-batch-prefill-tokens or "
-                "--max-batch-size, raise --cuda-memory-fraction, or free memory"
+                f"no KV block fits{each}: {memory.mib(left.available)} are free after loading the model, and the "
+                f"largest step that the limits allow needs {memory.mib(left.transient)}; {fewer}"
+                "--max-batch-prefill-tokens or --max-batch-size, raise --cuda-memory-fraction, or free memory"
             )
         if config.num_blocks > fitting:
             per_block = self.kv_bytes_per_block
             raise ConfigError(
                 f"{config.num_blocks} KV blocks were asked for ({memory.mib(config.num_blocks * per_block)}), but only "
-                f"{fitting} ({memory.mib(fitting * per_block)}) fit next to the model and the largest step; "
-                "lower --max-batch-total-tokens, or raise --cuda-memory-fraction"
+                f"{fitting} ({memory.mib(fitting * per_block)}) fit{each} next to the model and the largest step; "
+                f"{fewer}--max-batch-total-tokens, or raise --cuda-memory-fraction"
             )
         num_blocks = config.num_blocks or fitting
         self.check_room(config, num_blocks)
@@ -205,17 +216,19 @@ class CapacityProbe:
             )
 
     def check_offload(self, config: WarmUpConfig) -> None:
-        """Refuse slots beside the pool that host memory cannot hold. The pool of a CPU may not be backed yet."""
+        """Refuse slots beside the pools that host memory cannot hold. Those of a CPU may not be backed yet. The first
+        group decides for all."""
         if config.proven or config.offload_folder is not None:
             return
         on_cpu = self.device.type == "cpu"
-        per_block = -self.group.minimum_of_all(-self.kv_bytes_per_block) * self.group.num_local
+        per_block = -self.group.minimum_of_all(-self.kv_bytes_per_block) * self.num_sharing(config)
         needed, pool = config.num_slots * per_block, config.num_blocks * per_block if on_cpu else 0
         free = memory.free_bytes(torch.device("cpu")) - pool
+        of_all, fewer = (f" of {config.num_groups} replicas", "--replicas or ") if config.num_groups > 1 else ("", "")
         if self.group.minimum_of_all(free) < needed:
             raise ConfigError(
-                f"the KV offload needs {memory.mib(needed)} of host memory, but {memory.mib(max(0, free))} are free "
-                "beside the KV cache; lower --kv-offload-gib, or give --kv-offload-folder"
+                f"the KV offload{of_all} needs {memory.mib(needed)} of host memory, but {memory.mib(max(0, free))} are "
+                f"free beside the KV cache; lower {fewer}--kv-offload-gib, or give --kv-offload-folder"
             )
 
     def check_limits(self, config: WarmUpConfig) -> None:
