@@ -13,6 +13,8 @@ from binary import TIMEOUT_S, Server, launch, start
 from client import ask
 from fault.probe import fork_servers, health, metric, restarts, wait_for_rest, wait_for_restart, wait_until
 from fault.probe import replica_workers as workers
+from test_adapters import PROMPTS, make_adapter
+from test_adapters import request as adapted
 from test_worker_death import REQUESTS, Stream
 
 pytestmark = [pytest.mark.native, pytest.mark.xdist_group("replicas")]
@@ -27,8 +29,11 @@ MIXED = [*REQUESTS, GRAMMAR]
 
 
 @pytest.fixture(scope="module")
-def replicas() -> Iterator[Server]:
-    server = start("--replicas", "2", "--step-timeout", str(2 * TIMEOUT_S))  # a pause makes no replica unhealthy
+def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    adapter = make_adapter(tmp_path_factory.mktemp("adapters") / "one", 1)
+    adapters = ["--lora-adapters", f"one={adapter}", "--max-lora-rank", "8"]
+    # A pause makes no replica unhealthy.
+    server = start("--replicas", "2", "--step-timeout", str(2 * TIMEOUT_S), *adapters)
     yield server
     assert server.stop() == 0, server.last_lines()
 
@@ -83,6 +88,22 @@ def test_a_replicas_death_stops_no_stream_and_changes_no_token(
         watcher.join()
         assert results == undisturbed
         assert set(statuses) == {200}, "the other replica takes requests"
+        wait_for_restart(replicas, before)
+        wait_until(lambda: len(workers(replicas)) == 2)
+    wait_for_rest(replicas)
+
+
+def test_a_replicas_death_takes_no_adapter_from_its_streams(replicas: Server) -> None:
+    requests = [adapted(prompt, adapter) for prompt in PROMPTS for adapter in (None, "one")] * 2
+    wait_until(lambda: len(workers(replicas)) == 2)
+    expected = [stream.result() for stream in [Stream(replicas, request) for request in requests]]
+    assert all(base != other for base, other in zip(expected[::2], expected[1::2], strict=True))
+    for victim in range(2):
+        before = restarts(replicas)
+        streams = [Stream(replicas, request) for request in requests]
+        wait_until(lambda streams=streams: sum(len(stream.events) > 5 for stream in streams) >= 8)
+        os.kill(workers(replicas)[victim], signal.SIGKILL)
+        assert [stream.result() for stream in streams] == expected
         wait_for_restart(replicas, before)
         wait_until(lambda: len(workers(replicas)) == 2)
     wait_for_rest(replicas)
