@@ -17,9 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import byte_model
 import pytest
 import yaml
-from binary import TIMEOUT_S, Server
+from binary import TIMEOUT_S, Server, start
 from client import ask, send
 from fault.probe import wait_for_rest, wait_until
 
@@ -113,10 +114,21 @@ class Prometheus:
 
 
 @pytest.fixture(scope="module")
-def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """Scrapes the server every two seconds, as its only target, and evaluates our rules."""
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two replicas of a tiny model, whose series a server with one replica does not have."""
+    folder = tmp_path_factory.mktemp("model")
+    byte_model.save(folder, 1024, None)
+    server = start("--model-id", str(folder), "--replicas", "2")
+    yield server
+    assert server.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def prometheus(server: Server, pair: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """Scrapes the servers every two seconds, as its only targets, and evaluates our rules."""
     folder = tmp_path_factory.mktemp("prometheus")
-    target = {"targets": [server.url.removeprefix("http://")], "labels": {"container": "penstock"}}
+    addresses = [each.url.removeprefix("http://") for each in (server, pair)]
+    target = {"targets": addresses, "labels": {"container": "penstock"}}
     configuration = {
         "global": {"scrape_interval": "2s", "scrape_timeout": "2s", "evaluation_interval": "500ms"},
         "rule_files": [str(RULES)],
@@ -143,13 +155,18 @@ def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @needs_prometheus
-def test_every_query_of_both_boards_returns_data(prometheus: Prometheus, server: Server) -> None:
-    wait_until(lambda: bool(prometheus.values("tgi_request_success")), "the server was scraped")
+def test_every_query_of_both_boards_returns_data(prometheus: Prometheus, server: Server, pair: Server) -> None:
+    wait_until(
+        lambda: len(prometheus.values("count by (instance) (tgi_request_success)")) == 2, "both servers were scraped"
+    )
     load(server)
-    # The server has one replica, which has no series of its own; the test of metric names covers these queries.
-    own = [query for query in board_queries() if "penstock_replica_" not in query]
-    for query in [*tgi_queries(), *own]:
+    # Both replicas get some of them, because each is longer than the gap between two.
+    body = {"inputs": "Hi", "parameters": {"max_new_tokens": 500, "ignore_eos": True}}
+    with ThreadPoolExecutor(8) as pool:
+        assert all(answer.status == 200 for answer in pool.map(lambda _: ask(pair, "/generate", body), range(8)))
+    for query in [*tgi_queries(), *board_queries()]:
         wait_until(lambda query=query: bool(prometheus.values(query)), f"{query} returns data")
+    wait_until(lambda: len(prometheus.values("penstock_replica_sequences > 0")) == 2, "both replicas were used")
     gaps = "increase(penstock_inter_token_seconds_count[5m])"
     refused = 'increase(tgi_request_failure{err="validation"}[5m])'
     wait_until(lambda: sum(prometheus.values(gaps)) >= 8 * 7, "the gaps of the load were counted")
