@@ -179,7 +179,7 @@ class Decoder:
                 num_blocks, self.block_tokens, block_bytes, state_bytes, projected_bytes, self._project_images
             )
             if self._device.type == "cpu":
-                images.max_bytes += images.pool.num_bytes  # its pages are not touched yet
+                images.later_bytes = images.pool.num_bytes
             else:
                 self.weight_bytes += images.pool.num_bytes  # so that there is room for a standby group's
 
@@ -211,6 +211,8 @@ class Decoder:
     def serve_up_to(self, max_sequence_tokens: int) -> None:
         for spec, tables in self._ropes.items():
             limit_tables(spec, tables, max_sequence_tokens)
+        if self.images is not None:
+            self.images.max_tokens = max_sequence_tokens
 
     def logits(self, outputs: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         assert self.head is not None, "its outputs are pooled"

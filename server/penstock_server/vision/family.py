@@ -39,6 +39,9 @@ class ImageFamily:
     has_adapter: bool = False  # prompts with images have a LoRA adapter, which is beside the weights
     placeholder: str = "{image}"  # in prompts without a chat template, with {image} for the text of the image token
     options: Callable[[Any], Mapping[str, Any]] = lambda config: {}  # configuration → arguments of the image processor
+    # Embeddings that an image becomes, by the configuration and what the image processor made. None: known only when it
+    # is encoded; the image processor makes a bounded number of squares of a fixed size.
+    num_embeddings: Callable[[Any, Arrays], int] | None = None
     # Image tokens have positions of their own: a row and a column (M-RoPE, https://arxiv.org/abs/2409.12191).
     has_grid: bool = False
     is_whole: bool = False  # the image tokens that follow each other attend to each other
@@ -112,6 +115,20 @@ def _canvas(image: str, num_embeddings: int, arrays: Arrays) -> str:
     return f"<|image_start|>{row * rows if num_tiles > 1 else ''}<|image|>{tile}<|image_end|>"
 
 
+def _num_in_lines(config: Any, arrays: Arrays) -> int:
+    """Of Pixtral's tower. 0: another tower, for squares of a fixed size."""
+    if "image_sizes" not in arrays:
+        return 0
+    height, width = (int(pixels) for pixels in arrays["image_sizes"][0])
+    side = config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1)
+    return (height // side) * (width // side)
+
+
+def _num_in_grid(config: Any, arrays: Arrays) -> int:
+    """Of Qwen's towers, which merge squares of patches."""
+    return int(arrays["image_grid_thw"][0].prod()) // config.vision_config.spatial_merge_size**2
+
+
 def _patch_size(config: Any) -> Mapping[str, Any]:
     """Of Pixtral's image processor: the side of what becomes one embedding."""
     if config.vision_config.model_type != "pixtral":
@@ -133,12 +150,14 @@ _LLAVA = ImageFamily(
     inputs=("pixel_values", "image_sizes"),
     options=_patch_size,
 )
+_PIXTRAL = replace(_LLAVA, num_embeddings=_num_in_lines)
 _QWEN_VL = ImageFamily(
     layouts=(TextLayout("model.language_model."), TextLayout("model.")),
     tower=(r"(model\.)?visual\..*",),
     expand=_repeated,
     inputs=("pixel_values", "image_grid_thw"),
     placeholder="<|vision_start|>{image}<|vision_end|>",
+    num_embeddings=_num_in_grid,
     has_grid=True,
 )
 _IDEFICS3 = ImageFamily(
@@ -180,7 +199,7 @@ FAMILIES: dict[str, ImageFamily] = {
         placeholder="<|image|>",
         template_text="<|image|>",
     ),
-    "llava": _LLAVA,
+    "llava": _PIXTRAL,
     "llava_next": replace(_LLAVA, expand=_repeated),
     "llava_onevision": replace(
         _LLAVA,
@@ -188,7 +207,7 @@ FAMILIES: dict[str, ImageFamily] = {
         inputs=("pixel_values", "image_sizes", "batch_num_images"),
         options=lambda config: {},
     ),
-    "mistral3": _LLAVA,
+    "mistral3": _PIXTRAL,
     "mllama": ImageFamily(
         layouts=(TextLayout("language_model.model.", "language_model."), TextLayout("model.language_model.")),
         tower=(r"(model\.)?(vision_model|multi_modal_projector)\..*",),
@@ -212,6 +231,7 @@ FAMILIES: dict[str, ImageFamily] = {
         unused=(r"model\.embed_tokens_extend\.audio_embed\..*",),
         expand=_repeated,
         inputs=("image_pixel_values", "image_sizes", "image_attention_mask"),
+        num_embeddings=lambda config, arrays: int(arrays["num_image_tokens"].item()),
         writer="model.embed_tokens_extend.image_embed",
         has_adapter=True,
     ),

@@ -8,10 +8,26 @@ from typing import Any
 
 from penstock_server.errors import ConfigError
 
+_QWEN_MAX_PIXELS = 28 * 28 * 1280  # of Qwen2VLImageProcessor
+
 
 def stored_settings(folder: Path, types: tuple[str, ...]) -> dict[str, Any] | None:
     """The settings that are not null, if the image processor is of one of these types, else None. Raises
     ConfigError."""
+    settings = _settings(folder)
+    return settings if settings.get("image_processor_type") in types else None
+
+
+def stored_max_pixels(folder: Path) -> int:
+    """The most pixels of an image after Qwen's image processor has resized it. Raises ConfigError."""
+    settings = _settings(folder)
+    size = settings.get("size")
+    found = settings.get("max_pixels", size.get("longest_edge") if isinstance(size, dict) else None)
+    return found if type(found) is int and found > 0 else _QWEN_MAX_PIXELS
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """Those that are not null."""
     settings: dict[str, Any] = {}
     for name in ("processor_config.json", "preprocessor_config.json"):
         if (folder / name).is_file():
@@ -20,8 +36,6 @@ def stored_settings(folder: Path, types: tuple[str, ...]) -> dict[str, Any] | No
                 settings |= stored.get("image_processor", stored)
             except (ValueError, AttributeError, TypeError) as error:
                 raise ConfigError(f"{folder / name} is no object of JSON: {error}") from error
-    if settings.get("image_processor_type") not in types:
-        return None
     return {key: value for key, value in settings.items() if value is not None}
 
 
