@@ -273,7 +273,7 @@ class ImageEncoder:
         if self.pool is None or states is None:
             return ImageSize(found.token_ids, found.num_bytes)
         if states.kv is None and not self.pool.has_written(image.hash):
-            with self._turn(is_urgent=False):
+            with self._turn(is_urgent=False), _naming_image(number, RuntimeError):
                 self._project(self.pool, states)
         return ImageSize(found.token_ids, self.pool.room_of(len(states)))
 
@@ -290,11 +290,12 @@ class ImageEncoder:
         """Image `number` of a request, encoded now unless it is kept. Raises ImageError."""
         found = self._kept_image(image.hash)
         with contextlib.nullcontext() if found else self._turn(is_urgent=is_urgent):
-            try:
+            with _naming_image(number, *errors):
+        # The ranks of a group must agree on the sequences of a step, but one of them may lack memory. What failed in a
+        # step was encoded before, so the image is not at fault.
+        errors: tuple[type[Exception], ...] = (ValueError,) if is_urgent else (RuntimeError, ValueError)
                 # Another request may have had it encoded meanwhile.
                 found = found or self._kept_image(image.hash) or self._encode(image.data)
-            except ImageError as error:
-                raise ImageError(f"image {number} {error}") from error
             self._keep(image.hash, found, is_awaited=not is_urgent)
         return found
 
@@ -378,7 +379,8 @@ class ImageEncoder:
         token_ids = np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
         is_image = token_ids == self.image_token_id
         before = np.concatenate(([0], np.cumsum(is_image)))
-        assert before[-1] == len(embeddings), "an image token for each embedding"
+        if before[-1] != len(embeddings):
+            raise ImageError(f"became {len(embeddings)} embeddings for {before[-1]} tokens")
         ends = _run_ends(is_image) if self.family.is_whole else None
         return EncodedImage(token_ids, before, embeddings, self._grid(len(embeddings), arrays), ends)
 
@@ -416,6 +418,24 @@ class ImageEncoder:
 
 def _run_ends(is_image: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
     """[tokens]: the end of the run of image tokens that a token is in; for other tokens the number of the next one."""
+@contextlib.contextmanager
+def _naming_image(number: int, *kinds: type[Exception]) -> Iterator[None]:
+    """Names the image in ImageErrors. Turns errors of these kinds into ImageErrors: they end the image's request, not
+    the worker."""
+    try:
+        yield
+    except ImageError as error:
+        raise ImageError(f"image {number} {error}") from error
+    except torch.AcceleratorError:
+        raise  # the device is in an unknown state
+    except kinds as error:
+        logger.warning("an image cannot be encoded", exc_info=error)
+        if isinstance(error, torch.OutOfMemoryError):
+            raise ImageError(f"image {number} needs more memory than is free; send a smaller one") from error
+        first_line = str(error).strip().partition("\n")[0]
+        raise ImageError(f"image {number} cannot be encoded: {first_line}") from error
+
+
     ends = np.arange(1, len(is_image) + 1)
     run_ends = ends[is_image & ~np.append(is_image[1:], False)]
     ends[is_image] = run_ends[np.searchsorted(run_ends, ends[is_image])]

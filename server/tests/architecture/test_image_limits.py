@@ -4,10 +4,13 @@ memory."""
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from image_cases import file_of, make_image_model, picture
 from penstock_server.errors import ImageError
 from penstock_server.models import load_model
@@ -73,3 +76,51 @@ def test_the_longest_sequence_and_the_largest_image_bound_the_memory_for_towers(
     # The image processor makes at most 64 × 64 pixels, which are 16 tokens of 2 × 2 patches of 8 × 8 pixels.
     assert num_bytes(16) == num_bytes(1 << 20) > num_bytes(15)
     encoder.close()
+
+
+ERRORS: dict[str, tuple[Exception, str]] = {
+    "full memory": (torch.OutOfMemoryError("CUDA out of memory"), "needs more memory than is free; send a smaller one"),
+    "shape": (RuntimeError("shapes do not fit\nat line 3"), "cannot be encoded: shapes do not fit"),
+    "value": (ValueError("no such size"), "cannot be encoded: no such size"),
+}
+
+
+def failing(error: Exception) -> Callable[..., torch.Tensor]:
+    def tower(arrays: Any) -> torch.Tensor:
+        raise error
+
+    return tower
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_error_of_the_tower_is_the_error_of_its_image(
+    name: str, llava: ImageEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error, message = ERRORS[name]
+    good, bad = image(1, 32, 32), image(20 + list(ERRORS).index(name), 32, 32)  # a new one in each test
+    llava.encode([good])
+    monkeypatch.setattr(llava, "_tower", failing(error))
+    with pytest.raises(ImageError) as caught:
+        llava.encode([good, bad])
+    assert str(caught.value) == f"image 2 {message}"
+    # In a step, one rank alone may lack memory, and ranks must agree on their sequences.
+    with pytest.raises(ImageError if name == "value" else RuntimeError):
+        llava.placed([ImageSpan(bad, 0)])
+    monkeypatch.undo()
+    assert len(llava.encode([bad])) == 1
+
+
+def test_an_error_of_the_device_is_not_one_of_the_image(llava: ImageEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llava, "_tower", failing(torch.AcceleratorError("CUDA error: an illegal memory access")))
+    with pytest.raises(torch.AcceleratorError):
+        llava.encode([image(5, 32, 32)])
+
+
+def test_a_tower_with_other_embeddings_than_tokens_is_the_error_of_the_image(
+    llava: ImageEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expand = llava.family.expand
+    one_more = replace(llava.family, expand=lambda token, count, arrays: expand(token, count + 1, arrays))
+    monkeypatch.setattr(llava, "family", one_more)
+    with pytest.raises(ImageError, match=r"image 1 became 16 embeddings for 17 tokens"):
+        llava.encode([image(6, 32, 32)])
