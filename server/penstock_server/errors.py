@@ -7,6 +7,10 @@ class ConfigError(Exception):
     """The model cannot be served as asked; the message is for the user."""
 
 
+class FullMemoryError(ConfigError):
+    """A device's memory is full now; it may have room later."""
+
+
 class PlanError(Exception):
     """A plan as a whole breaks the protocol. It ends the stream of steps, not the worker."""
 
@@ -17,3 +21,7 @@ class GrammarError(Exception):
 
 class ImageError(Exception):
     """An image cannot be used; the message is for the user."""
+
+
+class ImagesOverloadError(ImageError):
+    """Too many calls wait for their images."""

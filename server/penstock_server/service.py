@@ -29,7 +29,14 @@ from penstock_server.config import Description, LoadConfig, WarmUpConfig, Worker
 from penstock_server.endpoint import Endpoint, Tls, UnixEndpoint
 from penstock_server.engine import Engine
 from penstock_server.engine.load import LoadModel
-from penstock_server.errors import ConfigError, GrammarError, ImageError, PlanError
+from penstock_server.errors import (
+    ConfigError,
+    FullMemoryError,
+    GrammarError,
+    ImageError,
+    ImagesOverloadError,
+    PlanError,
+)
 from penstock_server.message import (
     PROTOCOL_VERSION,
     adapter_of,
@@ -176,7 +183,7 @@ class Worker(rpc.WorkerServicer):
         try:
             engine.load_adapter(adapter, request.unloaded_ids)
         except ConfigError as error:
-            return pb.LoadAdapterResponse(error=str(error))
+            return pb.LoadAdapterResponse(error=str(error), is_memory_full=isinstance(error, FullMemoryError))
         except Exception as error:  # noqa: BLE001 - the service's boundary
             self._abort_with_fault(context, error)
         return pb.LoadAdapterResponse()
@@ -189,9 +196,9 @@ class Worker(rpc.WorkerServicer):
             _refuse(context, "no model is loaded; Load comes before EncodeImages")
         images = [Image(image.hash, image.data) for image in request.images]
         try:
-            encoded = engine.encode_images(images)
+            encoded = engine.encode_images(images, context.is_active)
         except ImageError as error:
-            return pb.EncodeImagesResponse(error=str(error))
+            return pb.EncodeImagesResponse(error=str(error), is_overloaded=isinstance(error, ImagesOverloadError))
         except Exception as error:  # noqa: BLE001 - the service's boundary
             self._abort_with_fault(context, error)
         messages = [pb.EncodedImage(token_ids=each.token_ids.tolist(), num_bytes=each.num_bytes) for each in encoded]

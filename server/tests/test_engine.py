@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -31,7 +34,7 @@ from penstock_server.engine.device import (
     usable_cores,
 )
 from penstock_server.engine.step import BROKEN_LOGITS
-from penstock_server.errors import ConfigError, PlanError
+from penstock_server.errors import ConfigError, FullMemoryError, PlanError
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
 from penstock_server.phase import PhaseClock
@@ -670,8 +673,22 @@ def test_an_adapter_that_does_not_fit_in_memory_is_refused_with_the_sizes(monkey
         "too little memory for the adapter in /adapters/one: of 16384 MiB, this rank used 15360 MiB, other processes "
         "used 0 MiB, and 1024 MiB were free; lower --max-lora-slots, or --cuda-memory-fraction"
     )
-    with pytest.raises(ConfigError, match=expected):
+    with pytest.raises(FullMemoryError, match=expected):
         engine.load_adapter(Adapter(1, Path("/adapters/one")), [])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there do threads have priorities")
+def test_an_adapter_is_loaded_at_a_low_priority() -> None:
+    class Adapters:
+        priorities: ClassVar[list[int]] = []
+
+        def load(self, adapter: Adapter) -> None:
+            self.priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    engine, _ = Engine.load(LoadConfig(Path("nowhere"), BLOCK_TOKENS, dtype="float32"), load_model=load_fake)
+    engine.model.adapters = Adapters()  # type: ignore[attr-defined]
+    engine.load_adapter(Adapter(1, Path("/adapters/one")), [])
+    assert Adapters.priorities[0] > os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
 @pytest.mark.parametrize(("capability", "best"), [((7, 0), "float16"), ((7, 5), "float16"), ((8, 0), "bfloat16")])

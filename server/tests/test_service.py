@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import socket as sockets
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from queue import SimpleQueue
@@ -22,7 +23,7 @@ from penstock_server.endpoint import UnixEndpoint
 from penstock_server.engine import Engine
 from penstock_server.engine.device_progress import DeviceProgress
 from penstock_server.engine.sampling import SAMPLING_FIELDS
-from penstock_server.errors import ConfigError
+from penstock_server.errors import ConfigError, FullMemoryError, ImageError, ImagesOverloadError
 from penstock_server.message import PROTOCOL_VERSION
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
@@ -540,3 +541,37 @@ def test_a_stale_socket_is_replaced_and_a_file_is_not(tmp_path: Path) -> None:
     assert file.read_text() == "precious"
     with pytest.raises(ConfigError, match="at most 107 are allowed"):
         start_server(Worker(WorkerConfig(UnixEndpoint(file))), UnixEndpoint(tmp_path / ("x" * 200)))
+
+
+def test_answers_say_whether_a_later_call_may_succeed(client: Client) -> None:
+    client.make_ready()
+    request = pb.LoadAdapterRequest(adapter=pb.Adapter(id=1, path="/adapters/one"))
+    for error, is_full in ((ConfigError("damaged"), False), (FullMemoryError("full"), True)):
+        client.model.adapters = Mock(**{"load.side_effect": error})
+        answer = client.stub.LoadAdapter(request, timeout=TIMEOUT_S)
+        assert (answer.error, answer.is_memory_full) == (str(error), is_full)
+    for refusal, is_overloaded in ((ImageError("damaged"), False), (ImagesOverloadError("busy"), True)):
+        client.model.images = Mock(**{"encode.side_effect": refusal})
+        images = client.stub.EncodeImages(pb.EncodeImagesRequest(), timeout=TIMEOUT_S)
+        assert (images.error, images.is_overloaded) == (str(refusal), is_overloaded)
+
+
+def test_an_encoder_learns_that_its_caller_has_left(client: Client) -> None:
+    client.make_ready()
+    has_begun, has_left = threading.Event(), threading.Event()
+
+    def encode(images: Any, is_awaited: Callable[[], bool]) -> list[Any]:
+        assert is_awaited()
+        has_begun.set()
+        deadline = time.monotonic() + TIMEOUT_S
+        while is_awaited() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if not is_awaited():
+            has_left.set()
+        return []
+
+    client.model.images = Mock(encode=encode)
+    call = client.stub.EncodeImages.future(pb.EncodeImagesRequest(), timeout=TIMEOUT_S)
+    assert has_begun.wait(TIMEOUT_S)
+    call.cancel()
+    assert has_left.wait(TIMEOUT_S)

@@ -187,6 +187,7 @@ impl ApiError {
                 Bound::Requests => RefusalReason::Requests,
                 Bound::QueuedTokens => RefusalReason::QueuedTokens,
                 Bound::QueueTime => RefusalReason::QueueTimeout,
+                Bound::Images => RefusalReason::Images,
             }),
             Self::Generation(GenerationError::ShuttingDown) => Some(RefusalReason::ShuttingDown),
             _ => None,

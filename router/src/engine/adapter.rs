@@ -12,5 +12,5 @@ pub(super) async fn load(
     unloaded_ids: Vec<u64>,
 ) -> Result<(), AdapterError> {
     let loaded = ask(compiler, |helper| helper.load(adapter.clone(), unloaded_ids.clone())).await;
-    loaded.map_err(AdapterError::Worker)?.map_err(AdapterError::Unusable)
+    loaded.map_err(AdapterError::Worker)?
 }

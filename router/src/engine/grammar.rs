@@ -69,10 +69,10 @@ impl CompilerGate {
 }
 
 /// Asks the group; asks again when it is lost meanwhile, at most `MAX_LOSSES` times in all. The outer error says why no group answered.
-pub(super) async fn ask<T, A: Future<Output = Answer<T>>>(
+pub(super) async fn ask<T, E, A: Future<Output = Answer<T, E>>>(
     mut compiler: watch::Receiver<Compiler>,
     ask: impl Fn(Arc<dyn Helper>) -> A,
-) -> Result<Result<T, String>, String> {
+) -> Result<Result<T, E>, String> {
     let mut num_attempts = 0;
     loop {
         let helper = ready(&mut compiler).await?;

@@ -5,19 +5,19 @@ use std::fmt;
 use futures::future::BoxFuture;
 
 use crate::remote::{Client, RemoteError};
-use crate::sequence::{Adapter, EncodedImage, Grammar, Image};
+use crate::sequence::{Adapter, AdapterError, EncodedImage, Grammar, Image, ImageError};
 use crate::worker::{AdapterLoader, GrammarCompiler, Group, ImageEncoder, WorkerError};
 
 /// The inner error says what is wrong with what was given.
-pub(super) type Answer<T> = Result<Result<T, String>, HelperError>;
+pub(super) type Answer<T, E = String> = Result<Result<T, E>, HelperError>;
 
 /// Prepares what sequences have besides tokens, so that these delay no step.
 pub(super) trait Helper: fmt::Debug + Send + Sync {
     fn compile(&self, grammar: Grammar) -> BoxFuture<'static, Answer<()>>;
     /// Frees the adapters `unloaded_ids` before.
-    fn load(&self, adapter: Adapter, unloaded_ids: Vec<u64>) -> BoxFuture<'static, Answer<()>>;
+    fn load(&self, adapter: Adapter, unloaded_ids: Vec<u64>) -> BoxFuture<'static, Answer<(), AdapterError>>;
     /// What the workers make of each image.
-    fn encode(&self, images: Vec<Image>) -> BoxFuture<'static, Answer<Vec<EncodedImage>>>;
+    fn encode(&self, images: Vec<Image>) -> BoxFuture<'static, Answer<Vec<EncodedImage>, ImageError>>;
 }
 
 /// Why there is no answer.
@@ -48,12 +48,12 @@ impl Helper for GroupHelper {
         Box::pin(async move { Ok(compiler.compile(&grammar).await?) })
     }
 
-    fn load(&self, adapter: Adapter, unloaded_ids: Vec<u64>) -> BoxFuture<'static, Answer<()>> {
+    fn load(&self, adapter: Adapter, unloaded_ids: Vec<u64>) -> BoxFuture<'static, Answer<(), AdapterError>> {
         let loader = self.loader.clone();
         Box::pin(async move { Ok(loader.load(&adapter, &unloaded_ids).await?) })
     }
 
-    fn encode(&self, images: Vec<Image>) -> BoxFuture<'static, Answer<Vec<EncodedImage>>> {
+    fn encode(&self, images: Vec<Image>) -> BoxFuture<'static, Answer<Vec<EncodedImage>, ImageError>> {
         let encoder = self.encoder.clone();
         Box::pin(async move { Ok(encoder.encode(&images).await?) })
     }
@@ -65,11 +65,12 @@ impl Helper for Client {
         Box::pin(async move { Ok(client.compile(&grammar).await?) })
     }
 
-    fn load(&self, _: Adapter, _: Vec<u64>) -> BoxFuture<'static, Answer<()>> {
-        Box::pin(async { Ok(Err("LoRA adapters are not served by other servers".to_owned())) })
+    fn load(&self, _: Adapter, _: Vec<u64>) -> BoxFuture<'static, Answer<(), AdapterError>> {
+        let refusal = AdapterError::Unusable("LoRA adapters are not served by other servers".to_owned());
+        Box::pin(async { Ok(Err(refusal)) })
     }
 
-    fn encode(&self, images: Vec<Image>) -> BoxFuture<'static, Answer<Vec<EncodedImage>>> {
+    fn encode(&self, images: Vec<Image>) -> BoxFuture<'static, Answer<Vec<EncodedImage>, ImageError>> {
         let client = self.clone();
         Box::pin(async move { Ok(client.encode(images).await?) })
     }

@@ -11,5 +11,5 @@ pub(super) async fn encode(
     images: Vec<Image>,
 ) -> Result<Vec<EncodedImage>, ImageError> {
     let encoded = ask(compiler, |helper| helper.encode(images.clone())).await;
-    encoded.map_err(ImageError::Worker)?.map_err(ImageError::Unusable)
+    encoded.map_err(ImageError::Worker)?
 }

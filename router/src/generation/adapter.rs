@@ -119,6 +119,7 @@ impl Adapters {
         // Another request may take the name while this one loads its adapter.
         let _lease = self.lease_of(adapter.clone()).await.map_err(|error| match error {
             AdapterError::Unusable(reason) => AdapterUpdateError::Unusable(reason),
+            AdapterError::NoMemory(reason) => AdapterUpdateError::Unusable(reason),
             AdapterError::Worker(_) => GenerationError::Failed(error.to_string()).into(),
         })?;
         let mut state = self.state();

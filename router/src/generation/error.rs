@@ -53,6 +53,8 @@ pub(crate) enum Bound {
     QueuedTokens,
     /// `--queue-timeout`
     QueueTime,
+    /// Images that wait for the workers.
+    Images,
 }
 
 // COMPAT: TGI's words; the metrics tell which bound was reached.
@@ -61,6 +63,7 @@ impl fmt::Display for Refusal {
         formatter.write_str("Model is overloaded")?;
         match self.bound {
             Bound::Requests | Bound::QueuedTokens => Ok(()),
+            Bound::Images => formatter.write_str(": too many images wait to be encoded"),
             Bound::QueueTime => formatter.write_str(": the request waited for longer than --queue-timeout allows"),
         }
     }
@@ -89,6 +92,9 @@ impl From<ImageError> for GenerationError {
     fn from(error: ImageError) -> Self {
         match error {
             ImageError::Unusable(reason) => Self::Validation(ValidationError::Image(reason)),
+            ImageError::Overloaded(_) => {
+                Self::Overloaded(Refusal { bound: Bound::Images, retry_after_s: MIN_RETRY_AFTER_S })
+            }
             ImageError::Worker(_) => Self::Failed(error.to_string()),
         }
     }

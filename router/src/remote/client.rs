@@ -15,7 +15,7 @@ use tonic::{Request, Status};
 use super::{
     Access, CONNECTION_WINDOW_BYTES, MAX_MESSAGE_BYTES, RemoteError, ServerDescription, ServerState, UrlError, convert,
 };
-use crate::sequence::{EncodedImage, Grammar, Image, SequenceEvent, SequenceRequest};
+use crate::sequence::{EncodedImage, Grammar, Image, ImageError, SequenceEvent, SequenceRequest};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// As the server's own limits for its workers.
@@ -136,16 +136,19 @@ impl Client {
     }
 
     /// What the workers make of each image. The inner error says what is wrong with one of them, for the client.
-    pub(crate) async fn encode(mut self, images: Vec<Image>) -> Result<Result<Vec<EncodedImage>, String>, RemoteError> {
+    pub(crate) async fn encode(
+        mut self,
+        images: Vec<Image>,
+    ) -> Result<Result<Vec<EncodedImage>, ImageError>, RemoteError> {
         if let Err(error) = check_size(images.iter(), 0) {
-            return Ok(Err(error.to_string()));
+            return Ok(Err(ImageError::Unusable(error.to_string())));
         }
         let images = images.iter().map(crate::worker::convert::image).collect();
         let request = penstock_proto::EncodeImagesRequest { images };
         let answer = in_time(IMAGE_TIMEOUT, self.engine.encode_images(request)).await?;
         match answer.error.is_empty() {
             true => Ok(Ok(answer.images.into_iter().map(crate::worker::convert::encoded_image).collect())),
-            false => Ok(Err(answer.error)),
+            false => Ok(Err(crate::worker::convert::image_error(&answer))),
         }
     }
 }

@@ -201,13 +201,18 @@ impl Engine for Service {
         request: Request<worker::EncodeImagesRequest>,
     ) -> Result<Response<worker::EncodeImagesResponse>, Status> {
         let images = request.into_inner().images.into_iter().map(|image| Image::new(image.data)).collect();
+        let mut is_overloaded = false;
         let (error, images) = match self.generator.encode_images(images).await {
             Ok(images) => (String::new(), images),
             Err(ImageError::Unusable(reason)) => (reason, Vec::new()),
+            Err(ImageError::Overloaded(reason)) => {
+                is_overloaded = true;
+                (reason, Vec::new())
+            }
             Err(error @ ImageError::Worker(_)) => return Err(Status::unavailable(error.to_string())),
         };
         let encoded = |EncodedImage { token_ids, num_bytes }| worker::EncodedImage { token_ids, num_bytes };
         let images = images.into_iter().map(encoded).collect();
-        Ok(Response::new(worker::EncodeImagesResponse { error, images }))
+        Ok(Response::new(worker::EncodeImagesResponse { error, images, is_overloaded }))
     }
 }

@@ -18,6 +18,9 @@ pub enum AdapterError {
     /// The adapter itself is unusable with this model.
     #[error("{0}")]
     Unusable(String),
+    /// The workers have no room for it now.
+    #[error("{0}")]
+    NoMemory(String),
     /// The workers stopped, or do not answer.
     #[error("the model workers stopped: {0}")]
     Worker(String),

@@ -93,6 +93,9 @@ pub enum ImageError {
     /// An image, named by its number, cannot be read, or does not fit.
     #[error("{0}")]
     Unusable(String),
+    /// Too many images wait for the workers.
+    #[error("{0}")]
+    Overloaded(String),
     /// The workers stopped, or do not answer.
     #[error("the model workers stopped: {0}")]
     Worker(String),

@@ -87,6 +87,7 @@ label! {
         Requests = "requests",
         QueuedTokens = "queued_tokens",
         QueueTimeout = "queue_timeout",
+        Images = "images",
         ShuttingDown = "shutting_down",
     }
 }

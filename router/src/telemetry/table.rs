@@ -89,7 +89,7 @@ metrics! {
     QUEUE_TOKENS = Metric::gauge("penstock_queue_tokens",
         "Tokens of the queued generations: prompt and most new tokens");
     REQUESTS_REFUSED = Metric::counter("penstock_requests_refused",
-        "Requests refused because of --max-concurrent-requests, --max-queued-tokens, --queue-timeout or a shutdown")
+        "Requests refused because of --max-concurrent-requests, --max-queued-tokens, --queue-timeout, images that wait, or a shutdown")
         .by(("reason", RefusalReason::VALUES));
     CLIENTS_GIVEN_UP = Metric::counter("penstock_clients_given_up",
         "Connections closed because the client read nothing, or did not answer keep-alive probes, for 40 s");

@@ -7,7 +7,7 @@ use penstock_proto as proto;
 
 use super::rank::Rank;
 use super::{WorkerError, convert};
-use crate::sequence::Adapter;
+use crate::sequence::{Adapter, AdapterError};
 
 /// An adapter is at most some hundred MiB, but its file may be on a slow disk.
 const TIMEOUT: Duration = Duration::from_secs(120);
@@ -24,7 +24,11 @@ impl AdapterLoader {
     }
 
     /// Frees the adapters `unloaded_ids`, then loads one. The inner error says what is wrong with it, for people.
-    pub(crate) async fn load(self, adapter: &Adapter, unloaded_ids: &[u64]) -> Result<Result<(), String>, WorkerError> {
+    pub(crate) async fn load(
+        self,
+        adapter: &Adapter,
+        unloaded_ids: &[u64],
+    ) -> Result<Result<(), AdapterError>, WorkerError> {
         let request =
             proto::LoadAdapterRequest { adapter: Some(convert::adapter(adapter)), unloaded_ids: unloaded_ids.to_vec() };
         let load = |mut rank: Rank| {
@@ -37,7 +41,8 @@ impl AdapterLoader {
         };
         let answers = try_join_all(self.ranks.into_iter().map(load)).await?;
         Ok(match answers.into_iter().find(|answer| !answer.error.is_empty()) {
-            Some(answer) => Err(answer.error),
+            Some(answer) if answer.is_memory_full => Err(AdapterError::NoMemory(answer.error)),
+            Some(answer) => Err(AdapterError::Unusable(answer.error)),
             None => Ok(()),
         })
     }

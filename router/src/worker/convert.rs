@@ -8,7 +8,8 @@ use penstock_scheduler::{Advance, NewSequence, Plan, SequenceId, Transfer};
 use super::report::{Fault, Output, OutputError, StepReport, WorkerTiming};
 use super::{Description, Phase, WorkerError};
 use crate::sequence::{
-    Adapter, Constants, EncodedImage, Grammar, Image, ImageInput, ImageSpan, Matryoshka, Pooling, Task, Token, TopToken,
+    Adapter, Constants, EncodedImage, Grammar, Image, ImageError, ImageInput, ImageSpan, Matryoshka, Pooling, Task,
+    Token, TopToken,
 };
 
 pub(super) fn plan<'a>(plan: Plan, constants: impl Fn(SequenceId) -> &'a Constants) -> proto::Plan {
@@ -87,6 +88,12 @@ fn image_input(input: proto::ImageInput) -> ImageInput {
         max_bytes,
         has_adapter,
     }
+}
+
+/// Of an answer that has an error.
+pub(crate) fn image_error(answer: &proto::EncodeImagesResponse) -> ImageError {
+    let error = if answer.is_overloaded { ImageError::Overloaded } else { ImageError::Unusable };
+    error(answer.error.clone())
 }
 
 pub(crate) fn encoded_image(image: proto::EncodedImage) -> EncodedImage {

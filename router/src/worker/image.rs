@@ -9,7 +9,7 @@ use tokio::sync::Semaphore;
 
 use super::rank::Rank;
 use super::{WorkerError, convert};
-use crate::sequence::{EncodedImage, Image};
+use crate::sequence::{EncodedImage, Image, ImageError};
 
 /// Each image has a limit of its own on the worker, which encodes one at a time.
 const TIMEOUT: Duration = Duration::from_secs(300);
@@ -30,7 +30,7 @@ impl ImageEncoder {
     }
 
     /// What the workers make of each image. The inner error says what is wrong with one of them, for the client.
-    pub(crate) async fn encode(self, images: &[Image]) -> Result<Result<Vec<EncodedImage>, String>, WorkerError> {
+    pub(crate) async fn encode(self, images: &[Image]) -> Result<Result<Vec<EncodedImage>, ImageError>, WorkerError> {
         let request = proto::EncodeImagesRequest { images: images.iter().map(convert::image).collect() };
         // An error means that the semaphore was closed, which never happens.
         let _permit = Arc::clone(&self.permits).acquire_owned().await.ok();
@@ -44,7 +44,7 @@ impl ImageEncoder {
         };
         let mut answers = try_join_all(self.ranks.into_iter().map(encode)).await?;
         if let Some(answer) = answers.iter().find(|answer| !answer.error.is_empty()) {
-            return Ok(Err(answer.error.clone()));
+            return Ok(Err(convert::image_error(answer)));
         }
         let first = answers.swap_remove(0);
         Ok(Ok(first.images.into_iter().map(convert::encoded_image).collect()))

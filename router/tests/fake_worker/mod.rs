@@ -335,6 +335,7 @@ impl Worker for Service {
         Ok(Response::new(proto::EncodeImagesResponse {
             error: String::new(),
             images: files.into_iter().map(encode).collect(),
+            is_overloaded: false,
         }))
     }
 

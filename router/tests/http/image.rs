@@ -128,6 +128,15 @@ async fn an_image_that_cannot_be_fetched_is_named() {
 }
 
 #[tokio::test]
+async fn a_request_whose_images_the_workers_cannot_take_now_meets_an_overload() {
+    let server = server(|_| ()).await;
+    let answer = server.post(TEXT, openai(json!([image_url("data:image/png;base64,YnVzeQ==")]))).await;
+    assert_eq!(answer.status, StatusCode::TOO_MANY_REQUESTS, "{}", answer.body);
+    assert_eq!(answer.json()["error"]["code"], "overloaded");
+    assert!(answer.body.contains("too many images wait to be encoded"), "{}", answer.body);
+}
+
+#[tokio::test]
 async fn images_for_which_the_workers_have_no_room_are_refused_before_they_reach_the_engine() {
     let server = server(|config| config.image_input.as_mut().unwrap().max_bytes = 1).await;
     let other = "data:image/png;base64,d29ybGQ=";

@@ -126,19 +126,23 @@ impl Generator for Engine {
         Box::pin(std::future::ready(answer))
     }
 
-    /// An adapter in a folder with "broken" in its path is refused.
+    /// An adapter in a folder with "broken" in its path is refused; for one with "large" there is no memory.
     fn load_adapter(&self, adapter: Adapter, unloaded_ids: Vec<u64>) -> BoxFuture<'static, Result<(), AdapterError>> {
-        let is_broken = adapter.path.to_string_lossy().contains("broken");
         self.loads.lock().unwrap().push((adapter.id, unloaded_ids));
-        let answer = if is_broken { Err(AdapterError::Unusable("it is broken".to_owned())) } else { Ok(()) };
+        let answer = match adapter.path.to_string_lossy() {
+            path if path.contains("broken") => Err(AdapterError::Unusable("it is broken".to_owned())),
+            path if path.contains("large") => Err(AdapterError::NoMemory("it is too large".to_owned())),
+            _ => Ok(()),
+        };
         Box::pin(std::future::ready(answer))
     }
 
-    /// As many tokens as an image has bytes; one that begins with "broken" is refused.
+    /// As many tokens as an image has bytes; one that begins with "broken" is refused, and one with "busy" while others wait.
     fn encode_images(&self, images: Vec<Image>) -> BoxFuture<'static, Result<Vec<EncodedImage>, ImageError>> {
-        let encode = |image: &Image| match image.data().starts_with(b"broken") {
-            true => Err(ImageError::Unusable("image 1 is broken".to_owned())),
-            false => Ok(EncodedImage { token_ids: vec![PLACEHOLDER_ID; image.data().len()], num_bytes: 1 }),
+        let encode = |image: &Image| match image.data() {
+            data if data.starts_with(b"broken") => Err(ImageError::Unusable("image 1 is broken".to_owned())),
+            data if data.starts_with(b"busy") => Err(ImageError::Overloaded("others wait".to_owned())),
+            data => Ok(EncodedImage { token_ids: vec![PLACEHOLDER_ID; data.len()], num_bytes: 1 }),
         };
         Box::pin(std::future::ready(images.iter().map(encode).collect()))
     }

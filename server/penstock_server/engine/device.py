@@ -15,7 +15,7 @@ import torch
 from penstock_server.attention.fp8 import FP8_DTYPES
 from penstock_server.config import LoadConfig, Node
 from penstock_server.engine.memory import mib
-from penstock_server.errors import ConfigError
+from penstock_server.errors import ConfigError, FullMemoryError
 from penstock_server.kernels.native_build import find_build
 from penstock_server.nvidia import DRIVER as NVIDIA_DRIVER
 
@@ -139,7 +139,7 @@ def _runs_on(compiled: str, capability: tuple[int, int]) -> bool:
 
 @contextmanager
 def naming_full_memory(device: torch.device, what: str, advice: str) -> Iterator[None]:
-    """Turns a GPU's lack of memory into a ConfigError: what was being done, what is used and free, what to do."""
+    """Turns a GPU's lack of memory into a FullMemoryError: what was being done, what is used and free, what to do."""
     try:
         yield
     except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
@@ -148,7 +148,7 @@ def naming_full_memory(device: torch.device, what: str, advice: str) -> Iterator
             raise
         free, total = torch.cuda.mem_get_info(device)
         mine = torch.cuda.memory_reserved(device)
-        raise ConfigError(
+        raise FullMemoryError(
             f"{device} has too little memory for {what}: of {mib(total)}, this rank used {mib(mine)}, other processes "
             f"used {mib(max(0, total - free - mine))}, and {mib(free)} were free; {advice}"
         ) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from contextlib import nullcontext
 from dataclasses import replace
@@ -196,14 +196,15 @@ class Engine:
             self.model.adapters.unload(adapter_id)
         advice = "lower --max-lora-slots, or --cuda-memory-fraction, which leaves more memory beside the KV cache"
         with naming_full_memory(self._device, f"the adapter in {adapter.folder}", advice):
-            self.model.adapters.load(adapter)
+            # Steps run meanwhile, and have the processors first.
+            run_in_background(partial(self.model.adapters.load, adapter))
 
-    def encode_images(self, images: Sequence[Image]) -> list[ImageSize]:
-        """Encode images. Any thread may call it while steps run. Raises ImageError for an
-        image that cannot be used."""
+    def encode_images(self, images: Sequence[Image], is_awaited: Callable[[], bool] = lambda: True) -> list[ImageSize]:
+        """Encode images. Any thread may call it while steps run. is_awaited: whether the caller still waits. Raises
+        ImageError for an image that cannot be used."""
         if self.model.images is None:
             raise ImageError("the model reads no images")
-        return self.model.images.encode(images)
+        return self.model.images.encode(images, is_awaited)
 
     def close(self) -> None:
         """End the engine's processes, and leave the other ranks. It must not be used afterwards."""

@@ -7,7 +7,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from penstock_server.background import lower_priority
-from penstock_server.errors import ConfigError, ImageError
+from penstock_server.errors import ConfigError, ImageError, ImagesOverloadError
 from penstock_server.plan import Image, ImageSpan
 from penstock_server.vision.crops import CropProcessor
 from penstock_server.vision.encoded import EncodedImage, ImageSize, ImageStates
@@ -230,19 +230,19 @@ class ImageEncoder:
             num_bytes = max(num_bytes, torch.cuda.get_device_properties(device).total_memory // 8)
         return min(_POOL_IMAGES * -(-max_states // block_tokens), num_bytes // block_bytes)
 
-    def encode(self, images: Sequence[Image]) -> list[ImageSize]:
-        """Encodes the images that are not kept, one after the other. Raises ImageError, which names the image that
-        cannot be encoded by its number."""
+    def encode(self, images: Sequence[Image], is_awaited: Callable[[], bool] = lambda: True) -> list[ImageSize]:
+        """Encodes the images that are not kept, one after the other, while the caller awaits them. Raises ImageError,
+        which names the image that cannot be encoded by its number, or ImagesOverloadError."""
         with self._lock:
             if self._num_waiting >= MAX_WAITING:
-                raise ImageError(
+                raise ImagesOverloadError(
                     f"the images of {self._num_waiting} requests are being encoded already; try again later"
                 )
             self._num_waiting += 1
         try:
             # One image at a time, so that requests take turns.
             submit = self._thread.submit
-            return [submit(self._size, number, image).result() for number, image in enumerate(images, 1)]
+            return [submit(self._size, number, image, is_awaited).result() for number, image in enumerate(images, 1)]
         finally:
             with self._lock:
                 self._num_waiting -= 1
@@ -265,9 +265,11 @@ class ImageEncoder:
         self._thread.shutdown()
         self._reader.close()
 
-    def _size(self, number: int, image: Image) -> ImageSize:
+    def _size(self, number: int, image: Image, is_awaited: Callable[[], bool]) -> ImageSize:
         """What the router learns of image `number` of a request, which is encoded now unless it is kept. Raises
         ImageError."""
+        if not is_awaited():
+            raise ImageError(f"image {number} is not awaited any more")
         found = self._found(number, image)
         states = found.states
         if self.pool is None or states is None:
@@ -289,11 +291,11 @@ class ImageEncoder:
     def _found(self, number: int, image: Image, *, is_urgent: bool = False) -> EncodedImage:
         """Image `number` of a request, encoded now unless it is kept. Raises ImageError."""
         found = self._kept_image(image.hash)
-        with contextlib.nullcontext() if found else self._turn(is_urgent=is_urgent):
-            with _naming_image(number, *errors):
         # The ranks of a group must agree on the sequences of a step, but one of them may lack memory. What failed in a
         # step was encoded before, so the image is not at fault.
         errors: tuple[type[Exception], ...] = (ValueError,) if is_urgent else (RuntimeError, ValueError)
+        with contextlib.nullcontext() if found else self._turn(is_urgent=is_urgent):
+            with _naming_image(number, *errors):
                 # Another request may have had it encoded meanwhile.
                 found = found or self._kept_image(image.hash) or self._encode(image.data)
             self._keep(image.hash, found, is_awaited=not is_urgent)
@@ -346,10 +348,10 @@ class ImageEncoder:
     def _encode(self, data: bytes) -> EncodedImage:
         began = time.perf_counter()
         arrays = self._reader.read(data)
+        self._check_tokens(arrays)
         read = time.perf_counter()
         embeddings = self._tower(arrays)
         if embeddings.device.type == "cuda":
-        self._check_tokens(arrays)
             torch.cuda.current_stream().synchronize()  # steps may read them at once
         ended = time.perf_counter()
         logger.info(
@@ -361,9 +363,6 @@ class ImageEncoder:
         )
         return self._expanded(embeddings, arrays)
 
-    def _expanded(self, embeddings: Tensor, arrays: Arrays) -> EncodedImage:
-        if self.token_embedding is not None:
-            return self._attended_image(ImageStates(embeddings))
     def _check_tokens(self, arrays: Arrays) -> None:
         """Refuses an image that no sequence can hold before it is encoded: its time and memory grow with its tokens.
         Raises ImageError."""
@@ -375,6 +374,9 @@ class ImageEncoder:
                 f"has {num_tokens} tokens, at most {self.max_tokens} are allowed in a sequence; send a smaller one"
             )
 
+    def _expanded(self, embeddings: Tensor, arrays: Arrays) -> EncodedImage:
+        if self.token_embedding is not None:
+            return self._attended_image(ImageStates(embeddings))
         text = self.family.expand(self._image_token, len(embeddings), arrays)
         token_ids = np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
         is_image = token_ids == self.image_token_id
@@ -416,8 +418,6 @@ class ImageEncoder:
         return rows // merged, columns // merged
 
 
-def _run_ends(is_image: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """[tokens]: the end of the run of image tokens that a token is in; for other tokens the number of the next one."""
 @contextlib.contextmanager
 def _naming_image(number: int, *kinds: type[Exception]) -> Iterator[None]:
     """Names the image in ImageErrors. Turns errors of these kinds into ImageErrors: they end the image's request, not
@@ -436,6 +436,8 @@ def _naming_image(number: int, *kinds: type[Exception]) -> Iterator[None]:
         raise ImageError(f"image {number} cannot be encoded: {first_line}") from error
 
 
+def _run_ends(is_image: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """[tokens]: the end of the run of image tokens that a token is in; for other tokens the number of the next one."""
     ends = np.arange(1, len(is_image) + 1)
     run_ends = ends[is_image & ~np.append(is_image[1:], False)]
     ends[is_image] = run_ends[np.searchsorted(run_ends, ends[is_image])]

@@ -124,3 +124,11 @@ def test_a_tower_with_other_embeddings_than_tokens_is_the_error_of_the_image(
     monkeypatch.setattr(llava, "family", one_more)
     with pytest.raises(ImageError, match=r"image 1 became 16 embeddings for 17 tokens"):
         llava.encode([image(6, 32, 32)])
+
+
+def test_images_that_no_caller_awaits_are_not_encoded(llava: ImageEncoder) -> None:
+    images = [image(seed, 32, 32) for seed in (7, 8, 9)]
+    answers = iter([True, False])
+    with pytest.raises(ImageError, match="image 2 is not awaited any more"):
+        llava.encode(images, lambda: next(answers))
+    assert [each.hash in llava._alive for each in images] == [True, False, False]
