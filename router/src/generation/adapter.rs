@@ -3,7 +3,7 @@
 //! An adapter is loaded by its first request, and stays until another one needs its place (`adapter_place`). When every place is in use,
 //! the request waits, like one in the queue.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -34,6 +34,8 @@ struct Inner {
 
 struct State {
     by_name: BTreeMap<Arc<str>, Adapter>,
+    /// By the ids of adapters with a name, why they cannot be used: another attempt would take the place of a usable adapter.
+    unusable: HashMap<u64, String>,
     /// Adapters that have had a name.
     num_registered: u64,
     places: Places,
@@ -66,7 +68,8 @@ pub(crate) enum AdapterUpdateError {
 
 impl Adapters {
     pub(crate) fn new(config: &AdapterConfig, generator: Arc<dyn Generator>) -> Self {
-        let mut state = State { by_name: BTreeMap::new(), num_registered: 0, places: Places::new(config.max_loaded) };
+        let (by_name, unusable) = (BTreeMap::new(), HashMap::new());
+        let mut state = State { by_name, unusable, num_registered: 0, places: Places::new(config.max_loaded) };
         for source in &config.sources {
             let adapter = state.new_adapter(source.path.clone());
             state.by_name.insert(source.name.as_str().into(), adapter);
@@ -78,8 +81,17 @@ impl Adapters {
         self.state().by_name.contains_key(name)
     }
 
-    pub(super) fn expect_known(&self, name: &str) -> Result<(), ValidationError> {
-        if self.contains(name) { Ok(()) } else { Err(self.unknown(name)) }
+    /// Refuses a name that no adapter has, or one that cannot be used.
+    pub(super) fn expect_usable(&self, name: &str) -> Result<(), GenerationError> {
+        let reason = {
+            let state = self.state();
+            state.by_name.get(name).map(|adapter| state.unusable.get(&adapter.id).cloned())
+        };
+        match reason {
+            None => Err(self.unknown(name).into()),
+            Some(Some(reason)) => Err(unusable(name, &reason)),
+            Some(None) => Ok(()),
+        }
     }
 
     /// In alphabetical order.
@@ -93,7 +105,7 @@ impl Adapters {
         let adapter = known.ok_or_else(|| self.unknown(name))?;
         self.lease_of(adapter).await.map_err(|error| {
             tracing::error!("the adapter {name} cannot be loaded: {error}");
-            GenerationError::Failed(format!("the adapter `{name}` cannot be loaded: {error}"))
+            unusable(name, &error.to_string())
         })
     }
 
@@ -125,7 +137,7 @@ impl Adapters {
         let mut state = self.state();
         let named = expect_free(&state).map(|()| state.by_name.insert(name.into(), adapter.clone()));
         if let Some(unused) = named.as_ref().map_or(Some(&adapter), Option::as_ref) {
-            state.places.retire(unused.id);
+            state.retire(unused.id);
         }
         named.map(|_| ())
     }
@@ -134,7 +146,7 @@ impl Adapters {
     pub(super) fn remove(&self, name: &str) -> Result<(), AdapterUpdateError> {
         let mut state = self.state();
         let adapter = state.by_name.remove(name).ok_or_else(|| AdapterUpdateError::Unknown(name.to_owned()))?;
-        state.places.retire(adapter.id);
+        state.retire(adapter.id);
         Ok(())
     }
 
@@ -151,7 +163,13 @@ impl Adapters {
         loop {
             let mut changed = std::pin::pin!(self.inner.changed.notified());
             changed.as_mut().enable();
-            let step = self.state().places.step(waiting.ticket, adapter.id);
+            let step = {
+                let mut state = self.state();
+                if let Some(reason) = state.unusable.get(&adapter.id) {
+                    return Err(AdapterError::Unusable(reason.clone()));
+                }
+                state.places.step(waiting.ticket, adapter.id)
+            };
             match step {
                 Step::Leased => return Ok(AdapterLease { adapters: self.clone(), adapter }),
                 Step::Wait => changed.await,
@@ -165,9 +183,9 @@ impl Adapters {
         let adapters = self.clone();
         let loading = tokio::spawn(async move {
             let result = adapters.inner.generator.load_adapter(adapter.clone(), unloaded_ids).await;
-            match result {
+            match &result {
                 Ok(()) => adapters.state().places.loaded(adapter.id),
-                Err(_) => adapters.state().places.failed(adapter.id),
+                Err(error) => adapters.state().failed(&adapter, error),
             }
             adapters.inner.changed.notify_waiters();
             result.map(|()| AdapterLease { adapters, adapter })
@@ -185,6 +203,26 @@ impl State {
         self.num_registered += 1;
         Adapter { id: self.num_registered, path: path.as_path().into() }
     }
+
+    /// An adapter could not be loaded.
+    fn failed(&mut self, adapter: &Adapter, error: &AdapterError) {
+        self.places.failed(adapter.id);
+        if let AdapterError::Unusable(reason) = error
+            && self.by_name.values().any(|named| named.id == adapter.id)
+        {
+            self.unusable.insert(adapter.id, reason.clone());
+        }
+    }
+
+    /// An adapter has no name any more.
+    fn retire(&mut self, adapter_id: u64) {
+        self.places.retire(adapter_id);
+        self.unusable.remove(&adapter_id);
+    }
+}
+
+fn unusable(name: &str, reason: &str) -> GenerationError {
+    GenerationError::Failed(format!("the adapter `{name}` cannot be loaded: {reason}"))
 }
 
 impl AdapterLease {

@@ -161,7 +161,7 @@ impl GenerationService {
         let checked = parameters.check(&config.limits, num_per_prompt)?;
         let deadlines = Deadlines::new(record.received(), checked.timeout, config.queue.timeout);
         if let Some(name) = &checked.adapter_id {
-            self.adapters().expect_known(name)?;
+            self.adapters().expect_usable(name)?;
         }
         let mut prepared = Vec::with_capacity(prompts.len());
         for prompt in prompts {

@@ -139,6 +139,28 @@ async fn an_adapter_that_cannot_be_loaded_fails_its_requests_only() {
 }
 
 #[tokio::test]
+async fn an_adapter_that_cannot_be_used_takes_the_place_of_another_one_only_once() {
+    let server = server(&["a", "b", "broken", "large"]).await;
+    for model in ["a", "b", "broken", "broken", "broken", "a", "b", "large", "large"] {
+        let status = server.post(CHAT, chat(model)).await.status;
+        assert_eq!(status == StatusCode::OK, ["a", "b"].contains(&model), "{model}: {status}");
+    }
+    // Memory may be free again, so a large one is asked for each time.
+    let expected = [(1, vec![]), (2, vec![]), (3, vec![1]), (1, vec![]), (4, vec![1]), (4, vec![])];
+    assert_eq!(*server.engine.loads.lock().unwrap(), expected);
+}
+
+#[tokio::test]
+async fn an_adapter_that_replaces_an_unusable_one_is_used() {
+    let server = Server::start(|sequence| sequence.answer(&[IM_END]), changing(&["broken"])).await;
+    assert_eq!(server.post(CHAT, chat("broken")).await.status, StatusCode::INTERNAL_SERVER_ERROR);
+    let mut request = added("broken", "/of/another");
+    request["load_inplace"] = json!(true);
+    assert_eq!(server.post(LOAD, request).await.status, StatusCode::OK);
+    assert_eq!(server.post(CHAT, chat("broken")).await.status, StatusCode::OK);
+}
+
+#[tokio::test]
 async fn prefixes_are_shared_with_requests_of_the_same_adapter_only() {
     let server = server(&["a", "b"]).await;
     let mut salts = Vec::new();
