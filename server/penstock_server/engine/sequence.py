@@ -24,7 +24,7 @@ from penstock_server.engine.sampling import (
     record,
     refusal,
 )
-from penstock_server.errors import ImageError
+from penstock_server.errors import ConfigError, ImageError
 from penstock_server.models.adapter import Adapters
 from penstock_server.plan import Adapter, Failure, ImageSpan, NewSequence, Sampling
 from penstock_server.vision.encoder import ImageEncoder, PlacedImage
@@ -124,12 +124,18 @@ class SequenceTable:
         if sequence_id in self._failures:
             return
         images: list[PlacedImage] = []
+        adapter, loaded = self._adapter(new), None
         reason = self._refusal(new)
         if not reason and new.images:
             try:
                 images, reason = self._place(new)
             except ImageError as error:  # they were encoded before, and the scheduler has kept room for them
                 reason = str(error)
+        if not reason and adapter is not None and self.adapters is not None:
+            try:
+                loaded = self.adapters.get(adapter)
+            except ConfigError as error:  # an earlier worker has loaded it, but its folder has changed since
+                reason = f"its adapter cannot be loaded: {error}"
         if reason:
             self._failures[sequence_id] = Failure(sequence_id, reason)
             return
@@ -146,10 +152,9 @@ class SequenceTable:
         self.prompt[row] = new.num_prompt_tokens
         self.source[row] = new.num_source_tokens
         self.first_text[row] = len(new.token_ids) - new.num_second_text_tokens
-        adapter = self._adapter(new)
-        if adapter is not None and self.adapters is not None:
+        if adapter is not None and loaded is not None:
             self.adapter[row] = adapter.id
-            self._adapter_of[row] = self.adapters.get(adapter)
+            self._adapter_of[row] = loaded
         if images:
             self._images_of[row] = images
             self.images_end[row] = images[-1].end

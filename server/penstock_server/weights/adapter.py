@@ -135,7 +135,10 @@ def read_adapter(folder: Path, modules: Mapping[str, Module], max_rank: int, dty
     if not path.is_file():
         hint = "; convert adapter_model.bin with peft" if (folder / "adapter_model.bin").is_file() else ""
         raise ConfigError(f"{folder} holds no {WEIGHTS_NAME}{hint}")
-    checkpoint = SafetensorsCheckpoint((path,))
+    try:
+        checkpoint = SafetensorsCheckpoint((path,))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     try:
         prefix = PREFIX if any(name.startswith(PREFIX) for name in checkpoint.names()) else ""
         names = _changed_modules(checkpoint, path, prefix, modules)
@@ -149,6 +152,8 @@ def read_adapter(folder: Path, modules: Mapping[str, Module], max_rank: int, dty
     finally:
         checkpoint.close()
 
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
 
 def _changed_modules(
     checkpoint: SafetensorsCheckpoint, path: Path, prefix: str, modules: Mapping[str, Module]

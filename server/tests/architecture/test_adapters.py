@@ -3,7 +3,9 @@ whose bits they leave alone, on one rank and on two. `test_quantized_adapters.py
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,15 @@ import torch
 import transformers
 from cases import CASES, VOCAB, Case
 from model_driver import ModelDriver
+from penstock_server.config import WarmUpConfig
+from penstock_server.engine import Engine
 from penstock_server.errors import ConfigError
 from penstock_server.models import load_model
 from penstock_server.models.decoder import Decoder
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import Adapter
+from penstock_server.plan import Adapter, NewSequence
+from plans import Advance, plan, step
 from rank_threads import run_native_ranks
 from safetensors.torch import load_file, save_file
 from test_native_stack import BLOCK_TOKENS, PADDED, SUPPORTED, sized, widened
@@ -305,3 +310,40 @@ def test_a_model_without_a_native_stack_says_why_it_has_no_adapters(tmp_path: Pa
     folder = save("t5", CASES["t5"], tmp_path)
     with pytest.raises(ConfigError, match=r"not supported for this model on this device: .*only decoders"):
         load(folder)
+@pytest.mark.parametrize("pattern", [r"(\w+\.?)+!", r".*.*.*.*.*.*.*!", "x" * 5000])
+def test_a_pattern_that_may_take_long_is_not_searched_for(
+    pattern: str, served: tuple[Path, Path, Decoder], tmp_path: Path
+) -> None:
+    _, adapter, model = served
+    folder = shutil.copytree(adapter, tmp_path / "slow")
+    damage(folder, {"target_modules": pattern})
+    assert len(loaded(model, [folder])) == 1
+
+
+def test_weights_that_cannot_be_read_are_refused(
+    served: tuple[Path, Path, Decoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, adapter, model = served
+
+    def no_access(*_: Any) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "open", no_access)
+    with pytest.raises(ConfigError, match=r"cannot read .*adapter_model\.safetensors: Permission denied"):
+        loaded(model, [adapter])
+
+
+def test_an_adapter_whose_folder_is_gone_fails_its_sequences_only(
+    served: tuple[Path, Path, Decoder], tmp_path: Path
+) -> None:
+    _, adapter, model = served
+    engine = Engine(model, RankGroup(), CPU, BLOCK_TOKENS)
+    engine.warm_up(WarmUpConfig(max_step_tokens=64, max_step_sequences=8, num_blocks=20, proven=True))
+    named = [Adapter(21, tmp_path / "gone"), None, Adapter(22, adapter)]
+    new = [NewSequence(number, [1, 2, 3], 3, adapter=each) for number, each in enumerate(named)]
+    advances = [Advance(number, 3, [number], sample=True) for number in range(3)]
+    gone, *others = sorted(step(engine, plan(1, (), new, advances)), key=lambda output: output.sequence_id)
+    assert gone.error.startswith(f"its adapter cannot be loaded: {tmp_path}/gone is not a LoRA adapter")
+    assert [(output.error, len(output.tokens)) for output in others] == [("", 1), ("", 1)]
+
+
