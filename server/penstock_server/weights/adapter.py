@@ -71,6 +71,9 @@ _READ = frozenset(
         "use_rslora",
     }
 )
+# Of a regular expression in `target_modules`, in characters and in repetitions.
+_MAX_PATTERN = 4096
+_MAX_REPETITIONS = 6
 # What an adapter can hold that is no product of A and B of a module.
 _NOT_LOW_RANK = {
     "modules_to_save": "whole modules",
@@ -149,11 +152,11 @@ def read_adapter(folder: Path, modules: Mapping[str, Module], max_rank: int, dty
             modules[name].name: _change(checkpoint, config, path, prefix, name, modules[name], max_rank, dtype)
             for name in names
         }
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     finally:
         checkpoint.close()
 
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
 
 def _changed_modules(
     checkpoint: SafetensorsCheckpoint, path: Path, prefix: str, modules: Mapping[str, Module]
@@ -300,15 +303,26 @@ class _Config:
 
     def check_complete(self, found: list[str], modules: Mapping[str, Module]) -> None:
         """Refuses an adapter that lacks a module which its config names."""
-        targets, layers = self._values.get("target_modules"), self._values.get("layers_to_transform")
-        if not isinstance(targets, list) or layers not in (None, []) or self._values.get("exclude_modules"):
-            return  # a pattern, or a part of the layers: the tensors tell
-        named = {modules[name].name for name in modules if any(_ends_with(name, str(target)) for target in targets)}
+        if self._values.get("layers_to_transform") not in (None, []) or self._values.get("exclude_modules"):
+            return  # a part of the layers or modules: the tensors tell
+        named = {modules[name].name for name in modules if self._is_target(name)}
         if missing := named - {modules[name].name for name in found}:
             raise ConfigError(
                 f"{self._path.parent / WEIGHTS_NAME} lacks the tensors of {len(missing)} modules that {CONFIG_NAME} "
                 f"names: {shortened(missing)}"
             )
+
+    def _is_target(self, module: str) -> bool:
+        """Whether the config names a module: by the end of its name, or by a regular expression for all of it."""
+        targets = self._values.get("target_modules")
+        if isinstance(targets, list):
+            return any(_ends_with(module, str(target)) for target in targets)
+        if not isinstance(targets, str) or _may_be_slow(targets):
+            return False  # the tensors tell
+        try:
+            return re.fullmatch(targets, module) is not None
+        except (re.error, RecursionError) as error:
+            raise self._refuse(f"target_modules is {targets!r}, which is no regular expression: {error}") from error
 
     def _pattern(self, key: str) -> Iterator[tuple[str, Any]]:
         values = self._values.get(key) or {}
@@ -332,6 +346,16 @@ class _Config:
 
     def _refuse(self, what: str) -> ConfigError:
         return ConfigError(f"{self._path}: {what}")
+
+
+def _may_be_slow(pattern: str) -> bool:
+    """Whether a match could take long, during which the worker's other threads stand still: a repeated group takes
+    exponential time, and each other repetition as many steps as a name has characters, for each step of those before.
+    The patterns that trainers write have up to five repetitions."""
+    num_repetitions = sum(pattern.count(sign) for sign in "*+{")
+    return (
+        len(pattern) > _MAX_PATTERN or num_repetitions > _MAX_REPETITIONS or re.search(r"\)[*+{]", pattern) is not None
+    )
 
 
 def _ends_with(module: str, name: str) -> bool:

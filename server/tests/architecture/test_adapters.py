@@ -31,6 +31,7 @@ from tiny_model import make_model, save_model
 from tiny_models import prompts
 
 peft = pytest.importorskip("peft")
+conversion = pytest.importorskip("peft.utils.transformers_weight_conversion")
 pytestmark = pytest.mark.native
 
 CPU = torch.device("cpu")
@@ -51,13 +52,29 @@ OFTEN = (
     "qwen2-moe",
     "qwen3",
 )
-EXPERTS_WITH_ADAPTERS = ("deepseek-v2", "deepseek-v2-lite", "granitemoeshared", "mixtral", "qwen2-moe")
+EXPERTS_WITH_ADAPTERS = (
+    "dbrx",
+    "deepseek-v2",
+    "deepseek-v2-lite",
+    "deepseek-v3",
+    "gpt-oss",
+    "granitemoe",
+    "granitemoeshared",
+    "mixtral",
+    "olmoe",
+    "phimoe",
+    "qwen2-moe",
+    "qwen3-moe",
+)
 BY_PEFT = [
     pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow)
     for name in (*SUPPORTED, *PADDED, *EXPERTS_WITH_ADAPTERS)
     if CASES[name].published is None  # transformers does not have these layouts, so peft has no adapters for them
 ]
-DENSE_PARTS = r".*(self_attn\.\w+_proj(_with_mqa)?|shared_mlp\.\w+_linear)"
+# Attention, dense layers, and experts that all tokens share.
+DENSE_PARTS = (
+    r".*(self_attn\.\w+_proj(_with_mqa)?|attn\.(Wqkv|out_proj)|shared_mlp\.\w+_linear|(mlp|shared_experts?)\.\w+_proj)"
+)
 ACCURATE = {"rtol": 2e-4, "atol": 2e-4}
 
 
@@ -68,7 +85,10 @@ def make_adapter(
     model = kind.from_pretrained(base, dtype=torch.float32)
     torch.manual_seed(seed)
     config = {"r": 8, "lora_alpha": 12, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **config}
-    adapted = peft.get_peft_model(model, peft.LoraConfig(**config)).eval()
+    with pytest.MonkeyPatch.context() as patch:
+        # It would take the names of shared experts' projections, and of dense layers', for those of all experts.
+        patch.setattr(conversion, "_MOE_TARGET_MODULE_MAPPING", {})
+        adapted = peft.get_peft_model(model, peft.LoraConfig(**config)).eval()
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_" in name:
@@ -78,11 +98,11 @@ def make_adapter(
 
 
 def targets(name: str) -> dict[str, Any]:
-    """What adapters can change in mixtures, in latent attention, and in layers between projections. Of mixtures, peft
-    means the experts by the names of all other projections."""
+    """What adapters can change in mixtures, which is all but their experts, in latent attention, and in layers between
+    projections."""
     if name == "opt-350m":
         return {"target_modules": r".*layers.*(_proj|fc1|fc2)"}
-    is_mixture = "moe" in name or name.startswith(("deepseek", "mixtral"))
+    is_mixture = "moe" in name or name.startswith(("dbrx", "deepseek", "gpt-oss", "mixtral"))
     return {"target_modules": DENSE_PARTS} if is_mixture else {}
 
 
@@ -207,6 +227,8 @@ def damage(folder: Path, values: dict[str, Any] | None = None, **tensors: torch.
 
 
 FIRST_QUERY = "layers__0__self_attn__q_proj__lora_A"
+WITHOUT_FIRST_QUERY: dict[str, torch.Tensor | None] = {FIRST_QUERY: None, FIRST_QUERY.replace("lora_A", "lora_B"): None}
+LACKS_FIRST_QUERY = "lacks the tensors of 1 modules that adapter_config.json names"
 DAMAGES: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor | None], str]] = {
     "type": ({"peft_type": "IA3"}, {}, "peft_type is 'IA3', must be 'LORA'"),
     "dora": ({"use_dora": True}, {}, "DoRA adapters are not supported"),
@@ -230,6 +252,9 @@ DAMAGES: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor | None], str]] =
     "high rank": ({"r": 17}, {}, "is 17, at most 16 is allowed; raise --max-lora-rank"),
     "another rank": ({"r": 4}, {}, "was the adapter trained on another base?"),
     "missing A": ({}, {FIRST_QUERY: None}, "lacks the tensor base_model.model.model.layers.0.self_attn.q_proj.lora_A"),
+    "missing module": ({}, WITHOUT_FIRST_QUERY, LACKS_FIRST_QUERY),
+    "missing module of a pattern": ({"target_modules": r".*\.(q|k)_proj"}, WITHOUT_FIRST_QUERY, LACKS_FIRST_QUERY),
+    "broken pattern": ({"target_modules": r".*\.(q|k_proj"}, {}, "which is no regular expression: missing )"),
     "shape": ({}, {FIRST_QUERY: torch.zeros(8, 95)}, "has shape [8, 95], but base model"),
     "nan": ({}, {FIRST_QUERY: torch.full((8, 96), float("nan"))}, "holds NaN"),
 }
@@ -294,22 +319,6 @@ def test_a_module_that_adapters_cannot_change_is_refused_by_name(
     assert module in str(caught.value)
 
 
-def test_only_the_last_adapters_stay_loaded(served: tuple[Path, Path, Decoder]) -> None:
-    _, folder, model = served
-    adapters = model.adapters
-    assert adapters is not None
-    first, second = (Adapter(index, folder) for index in (11, 12))
-    loaded_first = adapters.load(first)
-    assert adapters.get(first) is loaded_first
-    adapters.load(second)
-    adapters.load(Adapter(13, folder))
-    assert adapters.get(first) is not loaded_first  # read again: two are loaded at most
-
-
-def test_a_model_without_a_native_stack_says_why_it_has_no_adapters(tmp_path: Path) -> None:
-    folder = save("t5", CASES["t5"], tmp_path)
-    with pytest.raises(ConfigError, match=r"not supported for this model on this device: .*only decoders"):
-        load(folder)
 @pytest.mark.parametrize("pattern", [r"(\w+\.?)+!", r".*.*.*.*.*.*.*!", "x" * 5000])
 def test_a_pattern_that_may_take_long_is_not_searched_for(
     pattern: str, served: tuple[Path, Path, Decoder], tmp_path: Path
@@ -347,3 +356,19 @@ def test_an_adapter_whose_folder_is_gone_fails_its_sequences_only(
     assert [(output.error, len(output.tokens)) for output in others] == [("", 1), ("", 1)]
 
 
+def test_only_the_last_adapters_stay_loaded(served: tuple[Path, Path, Decoder]) -> None:
+    _, folder, model = served
+    adapters = model.adapters
+    assert adapters is not None
+    first, second = (Adapter(index, folder) for index in (11, 12))
+    loaded_first = adapters.load(first)
+    assert adapters.get(first) is loaded_first
+    adapters.load(second)
+    adapters.load(Adapter(13, folder))
+    assert adapters.get(first) is not loaded_first  # read again: two are loaded at most
+
+
+def test_a_model_without_a_native_stack_says_why_it_has_no_adapters(tmp_path: Path) -> None:
+    folder = save("t5", CASES["t5"], tmp_path)
+    with pytest.raises(ConfigError, match=r"not supported for this model on this device: .*only decoders"):
+        load(folder)
