@@ -22,6 +22,9 @@ from typing import IO, Any
 _START_LIMIT_S = 60.0  # of CPU time, until the process takes jobs
 _READY = {"ready": True}
 _NUM_BYTES = "num_bytes"
+# What the process gets of the worker's environment: how programs are found and run. Tokens of the hub are not among it.
+_ENVIRONMENT = ("HOME", "LANG", "PATH", "TMPDIR", "TZ", "VIRTUAL_ENV")
+_ENVIRONMENT_PREFIXES = ("DYLD_", "LC_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON")
 
 Job = tuple[dict[str, Any], bytes]
 
@@ -49,11 +52,12 @@ class LimitedProcess:
         """Starts the process if it is not running. Does not wait until it takes jobs."""
         if self._process is None:
             paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+            inherited = {name: value for name, value in os.environ.items() if _is_inherited(name)}
             self._process = subprocess.Popen(  # noqa: S603 - this program itself
                 self._command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                env={**inherited, "PYTHONPATH": os.pathsep.join(paths)},
             )
 
     def ask(self, values: dict[str, Any], data: bytes = b"") -> Job:
@@ -128,6 +132,10 @@ def serve(limits: Limits, prepare: Callable[[], Callable[[dict[str, Any], bytes]
         answer = work(*job)
         signal.setitimer(signal.ITIMER_PROF, 0)
         _write(target, *answer)
+
+
+def _is_inherited(variable: str) -> bool:
+    return variable in _ENVIRONMENT or variable.startswith(_ENVIRONMENT_PREFIXES)
 
 
 def _mapped_bytes() -> int:

@@ -7,6 +7,7 @@ import struct
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -111,6 +112,17 @@ def test_an_image_that_kills_the_process_is_refused_and_the_next_one_is_read(rea
     with pytest.raises(ImageError, match="cannot be read within"):
         reader.read(good)
     assert reader.read(good)["pixel_values"].size
+
+
+def test_the_process_has_no_secrets_of_the_worker(reader: ImageReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader.close()
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("API_KEY", "secret")
+    reader.read(file_of(picture(5, 40, 40)))
+    assert reader._process is not None
+    environment = Path(f"/proc/{reader._process.pid}/environ").read_bytes()
+    assert b"PATH=" in environment
+    assert b"secret" not in environment
 
 
 def hostile_file(draw: random.Random) -> bytes:
