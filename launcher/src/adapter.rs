@@ -20,6 +20,8 @@ pub(crate) enum AdapterFlagError {
     NotAnAdapter { folder: PathBuf },
     #[error("--lora-adapters has two adapters with the name {0:?}; give one of them another: NAME=FOLDER")]
     TwoOfOneName(String),
+    #[error("--lora-adapters has an adapter with the name {0:?}, which is the model's; give it another: NAME=FOLDER")]
+    NameOfModel(String),
 }
 
 /// The values of `--lora-adapters`, and what goes with them.
@@ -38,6 +40,11 @@ impl AdapterFlags {
         let mut names = HashSet::new();
         if let Some((twice, _)) = named.iter().find(|(name, _)| !names.insert(name)) {
             return Err(AdapterFlagError::TwoOfOneName(twice.clone()));
+        }
+        let served = if args.served_model_name.is_empty() { args.model_id.as_slice() } else { &args.served_model_name };
+        // No request could name the model.
+        if let Some((name, _)) = named.iter().find(|(name, _)| served.contains(name)) {
+            return Err(AdapterFlagError::NameOfModel(name.clone()));
         }
         let max_slots = args.max_lora_slots as usize;
         let max_loaded = if args.enable_lora_updates { max_slots } else { named.len().min(max_slots) };
@@ -135,6 +142,12 @@ mod tests {
         }
         let twice = format!("x={0},x={0}", folder.display());
         assert!(refused(&twice).contains("two adapters with the name \"x\""));
+        let of_model = Err(AdapterFlagError::NameOfModel("owner/name".to_owned()));
+        let arguments = ["--lora-adapters", "owner/name", "--model-id", "owner/name"];
+        assert_eq!(read(&arguments), of_model);
+        let served = ["--served-model-name", "base,owner/name"];
+        assert_eq!(read(&[&arguments[..2], &served[..]].concat()), of_model);
+        assert!(read(&[&arguments[..], &["--served-model-name", "base"]].concat()).is_ok());
     }
 
     #[test]
