@@ -85,7 +85,7 @@ const UNFETCHED: &str = "this server does not fetch images from URLs; its --allo
 fn read_one(source: &ImageSource, fetches: bool) -> Result<GivenImage, ValidationError> {
     let fail = |problem: String| ValidationError::Item { path: source.path.clone(), problem };
     let Some(rest) = source.url.strip_prefix("data:") else {
-        let shown: String = source.url.chars().take(MAX_SHOWN).collect();
+        let shown = shown(&source.url);
         let forms = "an image must be a data URI, as in data:image/png;base64,iVBOR…";
         if !fetches {
             return Err(fail(format!("{forms}: {UNFETCHED}. Given: {shown:?}")));
@@ -99,7 +99,8 @@ fn read_one(source: &ImageSource, fetches: bool) -> Result<GivenImage, Validatio
     };
     if !head.ends_with(";base64") {
         return Err(fail(format!(
-            "the data of a data URI must be base64, as in data:image/png;base64,… Given: data:{head},…"
+            "the data of a data URI must be base64, as in data:image/png;base64,… Given: {:?}",
+            shown(&source.url)
         )));
     }
     let data =
@@ -108,6 +109,10 @@ fn read_one(source: &ImageSource, fetches: bool) -> Result<GivenImage, Validatio
         return Err(fail("the image is empty".to_owned()));
     }
     Ok(GivenImage::File(Image::new(data)))
+}
+
+fn shown(url: &str) -> String {
+    url.chars().take(MAX_SHOWN).collect()
 }
 
 /// Replaces each placeholder by the tokens of its image.
@@ -244,7 +249,9 @@ mod tests {
             let message = refusal(url);
             assert!(message.starts_with("messages[0].content[1]: ") && message.contains(problem), "{message}");
         }
-        assert!(refusal(&"x".repeat(1_000_000)).len() < 300);
+        for long in ["x".repeat(1_000_000), format!("data:{},", "x".repeat(1_000_000))] {
+            assert!(refusal(&long).len() < 300);
+        }
     }
 
     #[test]
