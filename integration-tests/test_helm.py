@@ -165,6 +165,13 @@ def test_every_object_is_valid_and_they_belong_together(name: str) -> None:
     # Clients reach the router if there is one, and each budget is that of one workload.
     front = kinds.get("Deployment router") or kinds.get("Deployment") or kinds["LeaderWorkerSet engines"]
     assert selected(kinds["Service"]["spec"]["selector"], pods) == templates(front)[:1]
+    # Prometheus finds the servers, whose queues the autoscaler reads, with a router and without.
+    servers = [
+        pod for pod in pods if pod["metadata"]["labels"].get("app.kubernetes.io/component", "server") == "server"
+    ]
+    scraped = [service["spec"]["selector"] for service in kinds_of(kinds, "Service")]
+    assert servers
+    assert all(any(pod in selected(labels, pods) for labels in scraped) for pod in servers)
     budgets = kinds_of(kinds, "PodDisruptionBudget")
     chosen = [selected(budget["spec"]["selector"]["matchLabels"], pods) for budget in budgets]
     assert len(chosen) == len(pods)

@@ -60,7 +60,7 @@ use futures::future::{join_all, select_all};
 use nix::sys::signal::Signal;
 use penstock_router::config::ApiKeys;
 use penstock_router::limits::{ConnectionLimits, QueueLimits, RequestLimits};
-use penstock_router::remote::{self, Access, EngineListener, Remote, ServerDescription};
+use penstock_router::remote::{self, Access, EngineListener, Remote, RoutedQueue, ServerDescription};
 use penstock_router::replica::Replicas;
 use penstock_router::telemetry::metrics::{self, Exporter};
 use penstock_router::text::{RENDERER_ARGUMENT, run_chat_renderer};
@@ -335,12 +335,15 @@ async fn serve(setup: Setup<'_>, listener: Reserved, stop: CancellationToken) ->
     let place = listener.place();
     // The socket's file is removed when serving ends.
     let (listener, _socket_file) = listener.open()?;
-    let engine = open_engine(engine_listener, access, description, settings.graceful_termination_timeout)?;
+    let routed_queue = RoutedQueue::default();
+    let (grace, queue) = (settings.graceful_termination_timeout, routed_queue.clone());
+    let engine = open_engine(engine_listener, access, description, grace, queue)?;
     report_ready(&phases, began.elapsed(), &place, has_keys);
     // After a failure of the workers every open request has failed, so draining takes no time.
     let drain = stop.child_token();
     let (adapter_downloads, asked) = mpsc::channel(1);
-    let services = Services { engine: Arc::new(replicas.clone()), text, metrics: exporter, adapter_downloads };
+    let services =
+        Services { engine: Arc::new(replicas.clone()), text, metrics: exporter, adapter_downloads, routed_queue };
     let watch = async {
         let reason = tokio::select! {
             reason = failure(&replicas, &mut supervisors) => reason,
@@ -382,11 +385,12 @@ fn open_engine(
     access: Option<Access>,
     description: Option<ServerDescription>,
     grace: Duration,
+    queue: RoutedQueue,
 ) -> anyhow::Result<Option<EngineListener>> {
     let (Some(reserved), Some(access), Some(description)) = (reserved, access, description) else { return Ok(None) };
     let scheme = if access.identity.is_some() { "https" } else { "http" };
     tracing::info!(engine = format!("{scheme}://{}", reserved.address), "routers can use this server's engine");
-    Ok(Some(EngineListener { listener: reserved.open()?, access, description, grace }))
+    Ok(Some(EngineListener { listener: reserved.open()?, access, description, grace, queue }))
 }
 
 /// Awaits `served`. Also returns the reason if the workers failed before that.

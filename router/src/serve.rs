@@ -11,6 +11,7 @@ use crate::engine::Generator;
 use crate::generation::{AdapterDownload, GenerationService};
 use crate::http::connection::{self, App};
 use crate::http::{self, Listener, OriginError, Service};
+use crate::remote::RoutedQueue;
 use crate::telemetry::metrics::Exporter;
 use crate::telemetry::{Traces, TracesError};
 use crate::text::TextModel;
@@ -30,6 +31,8 @@ pub struct Services {
     pub metrics: Exporter,
     /// Takes the downloads of adapters that clients name by their ids on the hub.
     pub adapter_downloads: mpsc::Sender<AdapterDownload>,
+    /// What routers elsewhere have queued here; empty without an engine listener.
+    pub routed_queue: RoutedQueue,
 }
 
 /// Why the server cannot start.
@@ -55,12 +58,13 @@ pub async fn serve(
     let abandoned = CancellationToken::new();
     let closing = CancellationToken::new();
     let (vertex_routes, limits) = (config.vertex_routes.clone(), config.connections);
-    let Services { engine, text, metrics, adapter_downloads } = services;
+    let Services { engine, text, metrics, adapter_downloads, routed_queue } = services;
     let traces = config.traces.as_ref().map(|traces| Traces::start(traces, config.model_name())).transpose()?;
     let config = Arc::new(config);
     let (draining, failing) = (shutdown.clone(), abandoned.clone());
     let generation = GenerationService::new(Arc::clone(&config), engine, text, adapter_downloads, draining, failing);
-    let router = http::router(Service::new(config, generation.clone(), metrics.clone(), traces.clone()))?;
+    let service = Service::new(config, generation.clone(), metrics.clone(), routed_queue, traces.clone());
+    let router = http::router(service)?;
     let app = App { router, vertex_routes, limits };
     let upkeep = tokio::spawn(run_upkeep(metrics, closing.clone()));
     let served = connection::serve(listener, app, closing.clone());

@@ -128,7 +128,7 @@ impl GenerationService {
         self.inner.generator.replicas()
     }
 
-    /// Tokens, prompt and new ones, of all generations that wait for their first step.
+    /// Tokens, prompt and new ones, of all admitted generations that wait for their first step.
     pub(crate) fn queued_tokens(&self) -> u64 {
         self.inner.admission.queued_tokens()
     }

@@ -7,6 +7,7 @@ use super::response_store::ResponseStore;
 use crate::api::error::ApiError;
 use crate::config::Config;
 use crate::generation::GenerationService;
+use crate::remote::RoutedQueue;
 use crate::telemetry::Traces;
 use crate::telemetry::metrics::Exporter;
 
@@ -16,6 +17,7 @@ pub(crate) struct Service {
     config: Arc<Config>,
     generation: GenerationService,
     metrics: Exporter,
+    routed_queue: RoutedQueue,
     traces: Option<Traces>,
     responses: ResponseStore,
     /// Unix time in seconds.
@@ -27,10 +29,11 @@ impl Service {
         config: Arc<Config>,
         generation: GenerationService,
         metrics: Exporter,
+        routed_queue: RoutedQueue,
         traces: Option<Traces>,
     ) -> Self {
         let responses = ResponseStore::new(config.max_stored_responses);
-        Self { config, generation, metrics, traces, responses, started: envelope::unix_seconds() }
+        Self { config, generation, metrics, routed_queue, traces, responses, started: envelope::unix_seconds() }
     }
 
     pub(super) fn config(&self) -> &Config {
@@ -75,6 +78,11 @@ impl Service {
     /// Where spans go, if the server records any.
     pub(super) fn traces(&self) -> Option<&Traces> {
         self.traces.as_ref()
+    }
+
+    /// Tokens, prompt and new ones, of all generations that wait for their first step, those of routers included.
+    pub(super) fn queued_tokens(&self) -> u64 {
+        self.generation.queued_tokens() + self.routed_queue.num_tokens()
     }
 
     pub(super) fn metrics(&self) -> &Exporter {

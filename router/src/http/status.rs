@@ -24,7 +24,7 @@ const ROUTER: &str = "text-generation-router";
     responses((status = 200, description = "Metrics in Prometheus's text format.", content_type = "text/plain", body = String))
 )]
 pub(super) async fn metrics(State(service): State<Service>) -> Response {
-    metrics::load(&service.generation().stats(), service.generation().queued_tokens());
+    metrics::load(&service.generation().stats(), service.queued_tokens());
     metrics::replicas(&service.generation().replicas());
     ([(header::CONTENT_TYPE, "text/plain; charset=utf-8")], service.metrics().render()).into_response()
 }

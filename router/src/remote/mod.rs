@@ -7,6 +7,7 @@ mod client;
 mod convert;
 mod description;
 mod error;
+mod queue;
 mod service;
 mod totals;
 
@@ -16,6 +17,7 @@ pub(crate) use client::{Client, SequenceUpdate};
 pub(crate) use description::ServerState;
 pub use description::{Properties, RequestLimits, ServerDescription};
 pub use error::RemoteError;
+pub use queue::RoutedQueue;
 pub use service::{EngineListener, serve};
 pub(crate) use totals::Totals;
 

@@ -19,7 +19,9 @@ use tonic::transport::Server;
 use tonic::transport::server::TcpIncoming;
 use tonic::{Request, Response, Status};
 
-use super::{Access, CONNECTION_WINDOW_BYTES, MAX_MESSAGE_BYTES, STATUS_INTERVAL, ServerDescription, convert};
+use super::{
+    Access, CONNECTION_WINDOW_BYTES, MAX_MESSAGE_BYTES, RoutedQueue, STATUS_INTERVAL, ServerDescription, convert,
+};
 use crate::config::ApiKeys;
 use crate::engine::Generator;
 use crate::sequence::{EncodedImage, GrammarError, Image, ImageError};
@@ -45,6 +47,8 @@ pub struct EngineListener {
     pub description: ServerDescription,
     /// How long sequences may take to finish or to move after the shutdown.
     pub grace: Duration,
+    /// Counts the sequences that wait for their first step.
+    pub queue: RoutedQueue,
 }
 
 /// Serves until `shutdown` is cancelled, and then until no sequence is left or the grace period is over.
@@ -53,7 +57,7 @@ pub async fn serve(
     generator: Arc<dyn Generator>,
     shutdown: CancellationToken,
 ) -> Result<(), tonic::transport::Error> {
-    let EngineListener { listener, access, description, grace } = options;
+    let EngineListener { listener, access, description, grace, queue } = options;
     let closing = CancellationToken::new();
     let open = watch::Sender::new(0_usize);
     let service = Service {
@@ -63,6 +67,7 @@ pub async fn serve(
         draining: shutdown.clone(),
         closing: closing.clone(),
         open: open.clone(),
+        queue,
     };
     let engine = EngineServer::new(service)
         .max_decoding_message_size(MAX_MESSAGE_BYTES)
@@ -115,6 +120,7 @@ struct Service {
     closing: CancellationToken,
     /// Sequences that routers have here.
     open: watch::Sender<usize>,
+    queue: RoutedQueue,
 }
 
 /// Counts a sequence as open until it is dropped.
@@ -174,9 +180,12 @@ impl Engine for Service {
         }
         let request = convert::request(request.into_inner(), self.max_image_bytes).map_err(Status::invalid_argument)?;
         let count = OpenCount::new(&self.open);
+        let mut queued = Some(self.queue.add(&request));
         let events = self.generator.submit(request).ready_chunks(MAX_BATCH);
         let batches = events.map(move |events| {
             let _is_open = &count;
+            // The first event tells of the first step, or of the end.
+            drop(queued.take());
             Ok(proto::Events { events: events.into_iter().map(convert::event).collect() })
         });
         Ok(Response::new(batches.boxed()))

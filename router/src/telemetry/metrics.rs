@@ -167,7 +167,7 @@ pub(crate) fn next_tokens(gaps: &[Duration]) {
     }
 }
 
-/// The load at this moment: the scheduler's statistics, and the tokens of queued generations.
+/// The load at this moment: the scheduler's statistics, and the tokens of all queued generations.
 pub(crate) fn load(stats: &Stats, queued_tokens: u64) {
     QUEUE_TOKENS.set(queued_tokens as f64);
     QUEUE_SIZE.set(stats.num_queued as f64);

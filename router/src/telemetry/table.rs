@@ -87,7 +87,7 @@ metrics! {
     INTER_TOKEN = Metric::histogram("penstock_inter_token_seconds", Latency,
         "Seconds between two tokens of a sequence, pauses by preemption and worker restarts included");
     QUEUE_TOKENS = Metric::gauge("penstock_queue_tokens",
-        "Tokens of the queued generations: prompt and most new tokens");
+        "Tokens of the queued generations, those of routers included: prompt and most new tokens");
     REQUESTS_REFUSED = Metric::counter("penstock_requests_refused",
         "Requests refused because of --max-concurrent-requests, --max-queued-tokens, --queue-timeout, images that wait, or a shutdown")
         .by(("reason", RefusalReason::VALUES));

@@ -14,6 +14,7 @@ use hyper_util::rt::TokioExecutor;
 use penstock_router::config::{AdapterConfig, ApiKeys, PriorityOrder, VertexRoutes};
 use penstock_router::engine::{EventSender, Generator, Health, SequenceStream, event_channel};
 use penstock_router::limits::{ConnectionLimits, QueueLimits, RequestLimits};
+use penstock_router::remote::RoutedQueue;
 use penstock_router::sequence::{
     Adapter, AdapterError, EncodedImage, FinishReason, Grammar, GrammarError, Image, ImageError, SequenceEvent,
     SequenceRequest, Token,
@@ -245,6 +246,11 @@ impl Server {
 impl<E: Generator + 'static> Server<E> {
     /// Serves the test model with this engine.
     pub async fn serve(engine: E, adjust: impl FnOnce(&mut Config)) -> Self {
+        Self::serve_with_routers(engine, RoutedQueue::default(), adjust).await
+    }
+
+    /// Routers have queued `routed_queue` on this server.
+    pub async fn serve_with_routers(engine: E, routed_queue: RoutedQueue, adjust: impl FnOnce(&mut Config)) -> Self {
         let folder = tempfile::tempdir().unwrap();
         model::write(folder.path());
         let mut config = config(folder.path());
@@ -254,7 +260,8 @@ impl<E: Generator + 'static> Server<E> {
             TextModel::load(&config.model_folder, 1, None, Path::new(env!("CARGO_BIN_EXE_chat-renderer"))).unwrap();
         let (adapter_downloads, downloads) = mpsc::channel(1);
         let engine_of_router = Arc::clone(&engine) as Arc<dyn Generator>;
-        let services = Services { engine: engine_of_router, text, metrics: exporter(), adapter_downloads };
+        let services =
+            Services { engine: engine_of_router, text, metrics: exporter(), adapter_downloads, routed_queue };
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let shutdown = CancellationToken::new();

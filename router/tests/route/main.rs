@@ -5,7 +5,13 @@ mod change;
 #[allow(dead_code, reason = "shared with tests/engine.rs")]
 #[path = "../fake_worker/mod.rs"]
 mod fake_worker;
+#[allow(dead_code, reason = "shared with tests/http")]
+#[path = "../http/server.rs"]
+mod http_server;
 mod kill;
+#[allow(dead_code, reason = "shared with tests/http")]
+#[path = "../http/model.rs"]
+mod model;
 mod server;
 
 use std::sync::Arc;
@@ -119,6 +125,28 @@ async fn a_server_that_returns_is_used_again_and_continues_what_waited_for_it() 
     wait_until(|| matches!(replicas.health(), Health::Unreachable(_))).await;
     let _again = Setup { address: lost.address, ..Setup::default() }.start().await;
     streams.await.unwrap();
+}
+
+#[tokio::test]
+async fn what_routers_have_queued_is_part_of_the_load_that_a_server_reports() {
+    let (gate, script) = Script::gated(0);
+    let server = Setup::of(script).start().await;
+    let http = http_server::Server::serve_with_routers(Endless, server.queue.clone(), |_| ()).await;
+    let replicas = route(&[&server], PATIENCE).await;
+    // Its prompt fills all steps in flight.
+    let first = replicas.submit(request(&[7; 200], 20));
+    server.wait_for_plans(1).await;
+    let mut waiting: Vec<_> = (1..=3).map(|token| replicas.submit(request(&[token; 5], 20))).collect();
+    wait_until(|| server.queue.num_tokens() == 3 * 25).await;
+    assert!(http.get("/metrics").await.body.contains("\npenstock_queue_tokens 75\n"));
+    drop(waiting.pop());
+    wait_until(|| server.queue.num_tokens() == 2 * 25).await;
+    gate.send_replace(u64::MAX);
+    for stream in waiting.into_iter().chain([first]) {
+        assert_eq!(collect(stream).await.1, FINISHED);
+    }
+    assert_eq!(server.queue.num_tokens(), 0);
+    assert!(http.get("/metrics").await.body.contains("\npenstock_queue_tokens 0\n"));
 }
 
 #[tokio::test]

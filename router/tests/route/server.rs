@@ -9,7 +9,9 @@ use futures::future::{BoxFuture, ready};
 use penstock_router::engine::{
     EngineOptions, Generator, Health, RemoteOptions, RestartGroup, SequenceStream, event_channel,
 };
-use penstock_router::remote::{self, Access, EngineListener, Properties, Remote, RequestLimits, ServerDescription};
+use penstock_router::remote::{
+    self, Access, EngineListener, Properties, Remote, RequestLimits, RoutedQueue, ServerDescription,
+};
 use penstock_router::replica::Replicas;
 use penstock_router::sequence::{
     Adapter, AdapterError, EncodedImage, Grammar, GrammarError, Image, ImageError, ImageInput, SequenceEvent,
@@ -35,12 +37,14 @@ pub fn properties(weights: &str) -> Properties {
     Properties(vec![("weights".to_owned(), weights.to_owned())])
 }
 
-/// A server without HTTP. It has threads of its own, so that it can be killed.
+/// A server without HTTP of its own. It has threads of its own, so that it can be killed.
 pub struct Server {
     runtime: Option<Runtime>,
     pub address: SocketAddr,
     pub fleet: Fleet,
     pub shutdown: CancellationToken,
+    /// What routers have queued here.
+    pub queue: RoutedQueue,
 }
 
 /// What a server is started with.
@@ -125,12 +129,12 @@ pub async fn serve(
     let listener = bind(address).await;
     listener.set_nonblocking(true).unwrap();
     let address = listener.local_addr().unwrap();
-    let (shutdown, context) = (CancellationToken::new(), runtime.enter());
+    let (shutdown, queue, context) = (CancellationToken::new(), RoutedQueue::default(), runtime.enter());
     let listener = tokio::net::TcpListener::from_std(listener).unwrap();
-    let listener = EngineListener { listener, access, description, grace: PATIENCE };
+    let listener = EngineListener { listener, access, description, grace: PATIENCE, queue: queue.clone() };
     runtime.spawn(remote::serve(listener, generator, shutdown.clone()));
     drop(context);
-    Server { runtime: Some(runtime), address, fleet, shutdown }
+    Server { runtime: Some(runtime), address, fleet, shutdown, queue }
 }
 
 /// Sends all tokens of a sequence, and no end.
