@@ -32,23 +32,29 @@ const CPU_FEATURES: [&str; 11] = [
 pub(crate) const VERSION: &str = "penstock version";
 pub(crate) const TOKENIZER: &str = "tokenizer";
 
-/// `folder` is the folder that is served.
+/// `folder` is the folder that is served. `num_shards` ranks share each layer.
 pub(crate) fn properties(
     args: &Args,
     model: &Description,
+    num_shards: usize,
     folder: &Path,
     weights: &[PathBuf],
 ) -> io::Result<Properties> {
     let or = |value: Option<String>, default: &str| value.unwrap_or_else(|| default.to_owned());
     let device = model.device.split(':').next().unwrap_or_default();
+    let is_cpu = device == "cpu";
     let properties = [
         (VERSION, env!("CARGO_PKG_VERSION").to_owned()),
         ("architecture", model.architecture.clone()),
         ("dtype", model.dtype.clone()),
         ("KV cache dtype", or(args.kv_cache_dtype.name().map(str::to_owned), "auto")),
         ("device", device.to_owned()),
+        ("GPU model", model.device_name.clone()),
+        ("software", model.libraries.clone()),
+        // On CPUs, any number of ranks adds in the order of one.
+        ("number of shards", if is_cpu { String::new() } else { num_shards.to_string() }),
         ("attention", model.attention.clone()),
-        ("instruction set", if device == "cpu" { instruction_set(args)? } else { String::new() }),
+        ("instruction set", if is_cpu { instruction_set(args)? } else { String::new() }),
         ("quantization", or(args.quantize.map(Quantize::name), "that of the checkpoint")),
         ("dequantization", args.dequantize.to_string()),
         ("activation bits", or(args.activation_bits.map(|bits| bits.to_string()), "the default")),
@@ -110,7 +116,54 @@ fn short(hash: Sha256) -> String {
 
 #[cfg(test)]
 mod tests {
+    use clap::Parser;
+
     use super::*;
+
+    fn model(device: &str, device_name: &str) -> Description {
+        Description {
+            architecture: "llama".to_owned(),
+            dtype: "bfloat16".to_owned(),
+            device: device.to_owned(),
+            device_name: device_name.to_owned(),
+            libraries: "torch 2.9.1".to_owned(),
+            attention: "triton".to_owned(),
+            block_tokens: 16,
+            max_position_tokens: 8192,
+            window_tokens: None,
+            decoder_prefix: [].into(),
+            pooling: None,
+            image_input: None,
+            max_source_tokens: 0,
+            can_draft: true,
+            drafts_with_model: false,
+            weight_bytes: 0,
+            kv_bytes_per_block: 0,
+            phases: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn servers_on_unlike_gpus_are_told_apart_and_cpus_give_the_same_bits_on_any_number_of_ranks() {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["config.json", "tokenizer.json"] {
+            std::fs::write(folder.path().join(name), "{}").unwrap();
+        }
+        let args = Args::try_parse_from(["penstock"]).unwrap();
+        let of = |model: &Description, num_shards| properties(&args, model, num_shards, folder.path(), &[]).unwrap();
+        let refusal = |one: &Properties, other: &Properties| one.check(other).unwrap_err().to_string();
+        let h100 = model("cuda:0", "NVIDIA H100 80GB HBM3");
+        let ours = of(&h100, 4);
+        assert_eq!(ours.check(&of(&model("cuda:1", "NVIDIA H100 80GB HBM3"), 4)), Ok(()));
+        assert_eq!(
+            refusal(&ours, &of(&model("cuda:0", "NVIDIA A100-SXM4-80GB"), 2)),
+            "it differs: its GPU model is NVIDIA A100-SXM4-80GB, that of the other servers is NVIDIA H100 80GB HBM3; \
+             its number of shards is 2, that of the other servers is 4"
+        );
+        let newer = Description { libraries: "torch 2.10.0".to_owned(), ..h100 };
+        assert!(refusal(&ours, &of(&newer, 4)).contains("its software is torch 2.10.0"));
+        assert_eq!(of(&model("cpu", ""), 1).check(&of(&model("cpu", ""), 2)), Ok(()));
+    }
 
     #[test]
     fn weights_are_told_apart_by_name_length_and_ends() {

@@ -24,6 +24,8 @@ fn model(device: &str) -> Description {
         architecture: "llama".to_owned(),
         dtype: "bfloat16".to_owned(),
         device: device.to_owned(),
+        device_name: String::new(),
+        libraries: "torch 2.9.1".to_owned(),
         attention: "reference".to_owned(),
         block_tokens: 16,
         max_position_tokens: 8192,

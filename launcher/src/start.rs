@@ -226,10 +226,11 @@ pub(crate) async fn start(
         supervisors.push(supervisor);
         groups.push((group, Arc::new(restart) as Arc<dyn RestartGroup>));
     }
+    let num_shards = settings.num_ranks / args.pipeline_parallel_size as usize;
     let description = match args.engine_listen {
         None => None,
         Some(_) => Some(ServerDescription {
-            properties: fingerprint::properties(args, &loaded.model, &folder.path, &prepared.weights)
+            properties: fingerprint::properties(args, &loaded.model, num_shards, &folder.path, &prepared.weights)
                 .map_err(StartError::Fingerprint)?,
             model: loaded.model.clone(),
             max_input_tokens: measured.limits.max_input_tokens,

@@ -124,6 +124,8 @@ class Description:
     can_draft: bool = False  # plans may allow draft tokens
     drafts_with_model: bool = False  # drafts come from a model or heads, and not only by lookup
     image_input: ImageInput | None = None  # None: the model reads no images
+    device_name: str = ""  # the GPU's model; empty: the model runs on CPUs
+    libraries: str = ""  # versions of what computes
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,6 +123,8 @@ class Worker(rpc.WorkerServicer):
             can_draft=description.can_draft,
             drafts_with_model=description.drafts_with_model,
             image_input=image_input_message(description.image_input),
+            device_name=description.device_name,
+            libraries=description.libraries,
         )
 
     def WarmUp(self, request: pb.WarmUpRequest, context: grpc.ServicerContext) -> pb.WarmUpResponse:  # noqa: N802

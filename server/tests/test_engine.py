@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import math
 import os
@@ -29,6 +30,8 @@ from penstock_server.engine.device import (
     check_device_on_node,
     choose_device,
     choose_dtype,
+    device_name,
+    libraries,
     naming_full_memory,
     open_device,
     usable_cores,
@@ -548,6 +551,22 @@ def test_each_rank_needs_a_gpu_of_its_own() -> None:
         choose_device("", 2)
     with pytest.raises(ConfigError, match=r'device is "cuda:2", but torch sees 2 GPUs here'):
         choose_device("cuda:2", 0)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_router_learns_what_decides_the_bits_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
+    versions = {"triton": "3.5.1"}
+
+    def version(package: str) -> str:
+        if package not in versions:
+            raise importlib.metadata.PackageNotFoundError
+        return versions[package]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    gpu, cpu = torch.device("cuda", 1), torch.device("cpu")
+    assert (device_name(gpu), libraries(gpu)) == ("GPU 1", f"torch {torch.__version__}, triton 3.5.1")
+    assert (device_name(cpu), libraries(cpu)) == ("", f"torch {torch.__version__}")
 
 
 @pytest.mark.parametrize("uses_gpu", [False, True])

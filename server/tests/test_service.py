@@ -16,6 +16,7 @@ from unittest.mock import Mock
 import grpc
 import numpy as np
 import pytest
+import torch
 from fake_model import BLOCK_TOKENS, CRASH, FakeModel, continuation
 from grammar_walk import END, WORDS, write_small_tokenizer
 from penstock_server.config import WorkerConfig
@@ -302,6 +303,7 @@ def test_the_load_and_warm_up_responses_describe_the_model(client: Client) -> No
     description = client.stub.Load(LOAD, timeout=TIMEOUT_S)
     assert description.protocol_version == PROTOCOL_VERSION
     assert (description.architecture, description.dtype, description.device) == ("fake", "float32", "cpu")
+    assert (description.device_name, description.libraries) == ("", f"torch {torch.__version__}")
     assert (description.vocab_size, description.max_position_tokens) == (997, 64)
     assert description.block_tokens == BLOCK_TOKENS
     assert [phase.name for phase in description.phases] == ["meet ranks", "load model"]

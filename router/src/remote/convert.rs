@@ -59,6 +59,8 @@ fn model(model: &Description) -> penstock_proto::LoadResponse {
         architecture: model.architecture.clone(),
         dtype: model.dtype.clone(),
         device: model.device.clone(),
+        device_name: model.device_name.clone(),
+        libraries: model.libraries.clone(),
         attention: model.attention.clone(),
         block_tokens: model.block_tokens,
         max_position_tokens: model.max_position_tokens,

@@ -137,6 +137,8 @@ pub(crate) fn description(answer: proto::LoadResponse) -> Description {
         architecture: answer.architecture,
         dtype: answer.dtype,
         device: answer.device,
+        device_name: answer.device_name,
+        libraries: answer.libraries,
         attention: answer.attention,
         block_tokens: answer.block_tokens,
         max_position_tokens: answer.max_position_tokens,

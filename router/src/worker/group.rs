@@ -121,6 +121,10 @@ pub struct Description {
     pub dtype: String,
     /// Device of rank 0, as `cpu` or `cuda:0`.
     pub device: String,
+    /// Model of rank 0's GPU; empty: the model runs on CPUs.
+    pub device_name: String,
+    /// Versions of the libraries that compute.
+    pub libraries: String,
     /// The attention implementation, as `native`.
     pub attention: String,
     /// Tokens per KV block.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import math
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -53,6 +54,21 @@ def choose_device(name: str, rank: int) -> torch.device:
             _check_no_gpu_is_meant()
         raise ConfigError(f'device is "{name}", but torch sees {num_gpus} GPUs here')
     return device
+
+
+def device_name(device: torch.device) -> str:
+    """The model of a GPU; empty for another device, and for a GPU that is not there."""
+    has_one = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_name(device) if has_one else ""
+
+
+def libraries(device: torch.device) -> str:
+    """The libraries that compute on the device, with their versions: another version may give other bits."""
+    found = [f"torch {torch.__version__}"]
+    for package in ("triton", "flash-attn") if device.type == "cuda" else ():
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{package} {importlib.metadata.version(package)}")
+    return ", ".join(found)
 
 
 def check_device_on_node(device: torch.device, node: Node | None) -> None:
