@@ -41,8 +41,8 @@ impl MovingSequence {
         Self { id, token_ids, sequence: OpenSequence::new(terms, constants, owner, events), timeline }
     }
 
-    /// What another server needs to continue the sequence.
-    pub(super) fn request(&self) -> SequenceRequest {
+    /// What another engine needs to continue the sequence.
+    pub(crate) fn request(&self) -> SequenceRequest {
         let (terms, constants) = (self.sequence.terms(), self.sequence.constants().clone());
         let (prompt, generated) = self.token_ids.split_at(terms.num_prompt_tokens);
         SequenceRequest {

@@ -10,7 +10,7 @@ mod routing;
 mod simulation;
 mod slowness;
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use futures::future::{BoxFuture, join_all, select_all, try_join_all};
@@ -308,13 +308,16 @@ impl Generator for Replicas {
 impl Shared {
     fn submit(self: &Arc<Self>, request: SequenceRequest) -> SequenceStream {
         let id = SequenceId(self.next_id.fetch_add(1, Ordering::Relaxed));
-        let mut work = Work { shared: Arc::downgrade(self), id, num_tokens: 0, is_complete: false };
+        let shared = Arc::downgrade(self);
+        let mut work = Work { shared, id, is_waiting: Arc::default(), num_tokens: 0, is_complete: false };
         let list = self.list.borrow();
         let candidates = list.candidates();
         let engine = (!candidates.is_empty()).then(|| {
             let mut routing = self.routing();
             routing.observe_speed(&list.speeds(&candidates));
-            routing.place(id, &request, &candidates)
+            let engine = routing.place(id, &request, &candidates);
+            work.is_waiting = routing.is_waiting(id);
+            engine
         });
         let Some(replica) = engine.and_then(|engine| list.get(engine)) else {
             return SequenceStream::failed(SequenceFailure::Worker("there is no replica".to_owned()));
@@ -338,7 +341,8 @@ impl Handover for ToOthers {
         let is_open = |number: &usize| *number != self.engine && list.takes_steps(*number);
         let adopt = |sequence: MovingSequence| {
             let open: Vec<_> = list.candidates().into_iter().filter(is_open).collect();
-            let engine = shared.routing().replace(sequence.id(), &open);
+            let request = sequence.request();
+            let engine = shared.routing().replace(sequence.id(), &request, &open);
             let Some(replica) = engine.and_then(|engine| list.get(engine)) else { return Some(sequence) };
             replica.engine.adopt(sequence);
             None
@@ -351,6 +355,8 @@ impl Handover for ToOthers {
 struct Work {
     shared: Weak<Shared>,
     id: SequenceId,
+    /// For the first token from its engine. True again when the sequence has moved.
+    is_waiting: Arc<AtomicBool>,
     num_tokens: u64,
     is_complete: bool,
 }
@@ -360,7 +366,7 @@ impl Work {
         match event {
             SequenceEvent::Token(_) => {
                 self.num_tokens += 1;
-                if self.num_tokens == 1
+                if self.is_waiting.load(Ordering::Relaxed)
                     && let Some(shared) = self.shared.upgrade()
                 {
                     shared.routing().prompt_computed(self.id);

@@ -11,7 +11,10 @@
 #[cfg(test)]
 pub(super) mod tests;
 
+use std::borrow::Cow;
 use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use penstock_scheduler::SequenceId;
 
@@ -65,7 +68,7 @@ pub(super) struct Routing {
     routed: Vec<Routed>,
     slowness: Slowness,
     places: HashMap<SequenceId, Place>,
-    /// Sequences that wait for their first token.
+    /// Sequences that wait for the first token from their engine.
     num_waiting: usize,
     prefixes: PrefixIndex,
     /// Each image is a prefix of its own.
@@ -79,12 +82,23 @@ pub(super) struct Routing {
 #[derive(Debug)]
 struct Place {
     engine: usize,
-    /// For its first token.
-    is_waiting: bool,
+    /// For the first token from this engine.
+    is_waiting: Arc<AtomicBool>,
     /// 0 once they are computed.
     num_prompt_tokens: u64,
     /// Expected.
     num_new_tokens: u64,
+}
+
+/// An engine for a sequence.
+struct Choice {
+    engine: usize,
+    /// The sequence's blocks, for the prefix index.
+    blocks: Vec<u64>,
+    /// Tokens that the engine has to have in its cache before the next token: the prompt, and what was generated elsewhere.
+    num_tokens: u64,
+    /// Those of them that it has.
+    num_cached_tokens: u64,
 }
 
 impl Routing {
@@ -143,37 +157,69 @@ impl Routing {
     /// Chooses among the engines that are open. Engines that have the sequence's images go first: another one would encode them
     /// within a step.
     pub(super) fn place(&mut self, id: SequenceId, request: &SequenceRequest, open: &[usize]) -> usize {
-        let prompt = &request.prompt_token_ids;
+        let choice = self.choose(request, open);
+        let routed = &mut self.routed[choice.engine];
+        routed.num_sequences += 1;
+        routed.num_prompt_tokens += choice.num_tokens;
+        routed.num_cached_tokens += choice.num_cached_tokens;
+        let num_new_tokens = u64::from(request.max_new_tokens).min(self.mean_new_tokens as u64);
+        self.add(id, request, choice, num_new_tokens, Arc::default())
+    }
+
+    /// Whether the sequence waits for the first token from its engine. Clones stay up to date.
+    pub(super) fn is_waiting(&self, id: SequenceId) -> Arc<AtomicBool> {
+        self.places.get(&id).map(|place| Arc::clone(&place.is_waiting)).unwrap_or_default()
+    }
+
+    fn choose(&self, request: &SequenceRequest, open: &[usize]) -> Choice {
+        let tokens: Cow<'_, [u32]> = match &request.generated_token_ids[..] {
+            [] => Cow::Borrowed(&request.prompt_token_ids),
+            generated => [&request.prompt_token_ids, generated].concat().into(),
+        };
         let blocks = match self.cache.prefix_caching {
-            true => self.prefixes.blocks(prompt, request.cache_salt, &request.content_salts),
+            true => self.prefixes.blocks(&tokens, request.cache_salt, &request.content_salts),
             false => Vec::new(),
         };
+        let num_tokens = tokens.len() as u64;
         let num_cached = self.prefixes.num_tokens(&blocks);
         let num_missing = self.num_missing_images(request.images.iter().map(|span| &span.image));
         let most_cached = open.iter().map(|engine| num_cached[*engine]).max().unwrap_or(0);
         let copy_weight = self.copy_weight(open.len());
         let engine = self.cheapest(open, |engine| {
             let num_copied = most_cached - num_cached[engine];
-            let num_new = prompt.len() as u64 - most_cached;
+            let num_new = num_tokens - most_cached;
             (num_missing[engine], num_new as f64 + copy_weight * num_copied as f64)
         });
+        Choice { engine, blocks, num_tokens, num_cached_tokens: num_cached[engine] }
+    }
+
+    /// The sequence is on its way to the chosen engine, which computes all its tokens.
+    fn add(
+        &mut self,
+        id: SequenceId,
+        request: &SequenceRequest,
+        choice: Choice,
+        num_new_tokens: u64,
+        is_waiting: Arc<AtomicBool>,
+    ) -> usize {
+        let Choice { engine, blocks, num_tokens, num_cached_tokens } = choice;
         self.prefixes.insert(&blocks, engine);
         let images: Vec<_> = request.images.iter().map(|span| image_key(&span.image)).collect();
         self.images.insert(&images, engine);
-        let place = Place {
-            engine,
-            is_waiting: true,
-            num_prompt_tokens: prompt.len() as u64 - num_cached[engine],
-            num_new_tokens: u64::from(request.max_new_tokens).min(self.mean_new_tokens as u64),
-        };
-        let routed = &mut self.routed[engine];
-        routed.num_work_tokens += place.num_tokens();
-        routed.num_sequences += 1;
-        routed.num_prompt_tokens += prompt.len() as u64;
-        routed.num_cached_tokens += num_cached[engine];
+        is_waiting.store(true, Ordering::Relaxed);
+        let place = Place { engine, is_waiting, num_prompt_tokens: num_tokens - num_cached_tokens, num_new_tokens };
+        self.routed[engine].num_work_tokens += place.num_tokens();
         self.num_waiting += 1;
         self.places.insert(id, place);
         engine
+    }
+
+    /// Takes a sequence from the work of its engine.
+    fn remove(&mut self, id: SequenceId) -> Option<Place> {
+        let place = self.places.remove(&id)?;
+        self.num_waiting -= usize::from(place.is_waiting.load(Ordering::Relaxed));
+        self.routed[place.engine].num_work_tokens -= place.num_tokens();
+        Some(place)
     }
 
     /// What a prompt token counts that another engine has cached: the more sequences wait, the more of them it delays.
@@ -228,35 +274,33 @@ impl Routing {
         self.images.forget(engine);
     }
 
-    /// Chooses another engine for a sequence. `None`: none is open.
-    pub(super) fn replace(&mut self, id: SequenceId, open: &[usize]) -> Option<usize> {
-        let engine = (!open.is_empty()).then(|| self.cheapest(open, |_| (0, 0.0)))?;
-        // It is missing if its stream has just been dropped.
-        if let Some(place) = self.places.get_mut(&id) {
-            self.routed[place.engine].num_work_tokens -= place.num_tokens();
-            self.routed[place.engine].num_handovers += 1;
-            self.routed[engine].num_work_tokens += place.num_tokens();
-            place.engine = engine;
+    /// Chooses another engine for a sequence, which computes its tokens again. `None`: none is open.
+    pub(super) fn replace(&mut self, id: SequenceId, request: &SequenceRequest, open: &[usize]) -> Option<usize> {
+        if open.is_empty() {
+            return None;
         }
-        Some(engine)
+        let left = self.remove(id);
+        let choice = self.choose(request, open);
+        // It is missing if its stream has just been dropped.
+        let Some(left) = left else { return Some(choice.engine) };
+        self.routed[left.engine].num_handovers += 1;
+        Some(self.add(id, request, choice, left.num_new_tokens, left.is_waiting))
     }
 
-    /// The first token of a sequence has arrived.
+    /// The first token of a sequence from its engine has arrived.
     pub(super) fn prompt_computed(&mut self, id: SequenceId) {
         if let Some(place) = self.places.get_mut(&id) {
-            self.num_waiting -= usize::from(std::mem::take(&mut place.is_waiting));
+            self.num_waiting -= usize::from(place.is_waiting.swap(false, Ordering::Relaxed));
             self.routed[place.engine].num_work_tokens -= std::mem::take(&mut place.num_prompt_tokens);
         }
     }
 
     /// A sequence has ended, with this many tokens; `None`: it was aborted or failed, which says nothing about the length of others.
     pub(super) fn end(&mut self, id: SequenceId, num_new_tokens: Option<u64>) {
-        if let Some(place) = self.places.remove(&id) {
-            self.num_waiting -= usize::from(place.is_waiting);
-            self.routed[place.engine].num_work_tokens -= place.num_tokens();
-            if let Some(num) = num_new_tokens {
-                self.mean_new_tokens += MEAN_WEIGHT * (num as f64 - self.mean_new_tokens);
-            }
+        if self.remove(id).is_some()
+            && let Some(num) = num_new_tokens
+        {
+            self.mean_new_tokens += MEAN_WEIGHT * (num as f64 - self.mean_new_tokens);
         }
     }
 }

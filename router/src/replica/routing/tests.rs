@@ -44,6 +44,10 @@ fn place(routing: &mut Routing, number: u32, num_shared: u32) -> usize {
     routing.place(SequenceId(u64::from(number)), &request(number, num_shared), &all)
 }
 
+fn replace(routing: &mut Routing, number: u32, num_shared: u32, open: &[usize]) -> Option<usize> {
+    routing.replace(SequenceId(u64::from(number)), &request(number, num_shared), open)
+}
+
 fn with_image(request: SequenceRequest, image: &Image) -> SequenceRequest {
     let span = ImageSpan { image: image.clone(), offset: 0, num_tokens: 1, is_whole: false, num_bytes: 1 };
     SequenceRequest { images: [span].into(), ..request }
@@ -172,19 +176,19 @@ fn counts_tell_where_sequences_went() {
     place(&mut routing, 0, 60);
     routing.prompt_computed(SequenceId(0));
     place(&mut routing, 1, 60);
-    assert_eq!(routing.replace(SequenceId(1), &[1]), Some(1));
+    assert_eq!(replace(&mut routing, 1, 60, &[1]), Some(1));
     let [first, second] = routing.routed() else { panic!() };
     let prompt_tokens = u64::from(64 * BLOCK_TOKENS);
     assert_eq!((first.num_sequences, first.num_handovers, second.num_sequences), (2, 1, 0));
     assert_eq!((first.num_prompt_tokens, first.num_cached_tokens), (2 * prompt_tokens, 60 * u64::from(BLOCK_TOKENS)));
-    assert_eq!((first.num_work_tokens, second.num_work_tokens), (100, 100 + 4 * u64::from(BLOCK_TOKENS)));
+    assert_eq!((first.num_work_tokens, second.num_work_tokens), (100, 100 + prompt_tokens), "the other engine computes the whole prompt");
 }
 
 #[test]
 fn the_number_of_an_engine_that_left_can_be_used_again() {
     let mut routing = routing(2);
     place(&mut routing, 0, 60);
-    routing.replace(SequenceId(0), &[1]);
+    replace(&mut routing, 0, 60, &[1]);
     routing.remove_engine(0);
     routing.add_engine(0);
     let blocks = routing.prefixes.blocks(&request(0, 60).prompt_token_ids, None, &[]);
@@ -203,7 +207,7 @@ fn an_ended_sequence_is_no_work_and_teaches_the_mean() {
             routing.prompt_computed(id);
         }
         if number % 3 == 0 {
-            routing.replace(id, &[1 - engine]);
+            replace(&mut routing, number, 0, &[1 - engine]);
         }
         routing.end(id, Some(7));
         routing.end(id, Some(7));
@@ -220,12 +224,32 @@ fn a_sequence_moves_to_the_open_engine_with_the_least_work_and_the_lost_prefix_i
     for number in 0..4 {
         place(&mut routing, number, 0);
     }
-    assert_eq!(routing.replace(SequenceId(0), &[1, 2]), Some(1));
-    assert_eq!(routing.replace(SequenceId(3), &[1, 2]), Some(2));
-    assert_eq!(routing.replace(SequenceId(3), &[]), None);
+    assert_eq!(replace(&mut routing, 0, 0, &[1, 2]), Some(1));
+    assert_eq!(replace(&mut routing, 3, 0, &[1, 2]), Some(2));
+    assert_eq!(replace(&mut routing, 3, 0, &[]), None);
     routing.forget_prefixes(0);
     let again = routing.prefixes.blocks(&request(0, 0).prompt_token_ids, None, &[]);
     assert_eq!(routing.prefixes.num_tokens(&again)[0], 0);
+}
+
+#[test]
+fn an_engine_that_continues_a_sequence_computes_its_tokens_and_has_them_for_the_next_turn() {
+    let mut routing = routing(3);
+    assert_eq!(place(&mut routing, 0, 0), 0);
+    routing.prompt_computed(SequenceId(0));
+    let generated_token_ids: Vec<u32> = (0..2 * BLOCK_TOKENS).collect();
+    let moving = SequenceRequest { generated_token_ids, ..request(0, 0) };
+    routing.forget_prefixes(0);
+    assert_eq!(routing.replace(SequenceId(0), &moving, &[1, 2]), Some(1));
+    let num_tokens = u64::from(66 * BLOCK_TOKENS);
+    assert_eq!((routing.num_waiting, routing.routed[1].num_work_tokens), (1, 100 + num_tokens));
+    assert_eq!(place(&mut routing, 1, 0), 0, "the second engine computes the prompt again");
+    routing.end(SequenceId(1), None);
+    routing.prompt_computed(SequenceId(0));
+    assert_eq!((routing.num_waiting, routing.routed[1].num_work_tokens), (0, 100));
+    let next_turn = plain_request([&moving.prompt_token_ids[..], &moving.generated_token_ids, &[7; 20]].concat());
+    assert_eq!(routing.place(SequenceId(2), &next_turn, &[0, 1, 2]), 1);
+    assert_eq!(routing.routed[1].num_cached_tokens, num_tokens);
 }
 
 #[test]
