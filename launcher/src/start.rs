@@ -220,6 +220,7 @@ pub(crate) async fn start(
         phases.push(phase("warm up other replicas", since.elapsed()));
     }
     let num_blocks = started.len() * measured.pool.num_blocks as usize;
+    let num_slots = started.len() * limits.num_slots as usize;
     let (mut groups, mut supervisors) = (Vec::new(), Vec::new());
     for (recipe, hosts, workers, group) in started {
         let (supervisor, restart) = Supervisor::new(recipe, hosts, workers, group.probe());
@@ -238,6 +239,7 @@ pub(crate) async fn start(
             max_new_tokens: measured.limits.max_new_tokens,
             max_queued_tokens: measured.limits.max_queued_tokens,
             num_blocks: num_blocks as u64,
+            num_slots: num_slots as u64,
             prefix_caching,
             step_deadline: options.step_deadline,
         }),

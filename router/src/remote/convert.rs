@@ -25,6 +25,7 @@ pub(super) fn description(description: &ServerDescription) -> proto::Description
         max_new_tokens: description.max_new_tokens,
         max_queued_tokens: description.max_queued_tokens,
         num_blocks: description.num_blocks,
+        num_slots: description.num_slots,
         prefix_caching: description.prefix_caching,
         step_deadline_seconds: description.step_deadline.as_secs_f64(),
         status_interval_seconds: STATUS_INTERVAL.as_secs_f64(),
@@ -49,6 +50,7 @@ pub(super) fn described(description: proto::Description) -> Result<ServerDescrip
         max_new_tokens: description.max_new_tokens,
         max_queued_tokens: description.max_queued_tokens,
         num_blocks: description.num_blocks,
+        num_slots: description.num_slots,
         prefix_caching: description.prefix_caching,
         step_deadline: step_deadline.map_err(|_| garbled("a step deadline that is no duration"))?,
     })

@@ -28,6 +28,8 @@ pub struct ServerDescription {
     pub max_queued_tokens: u64,
     /// KV blocks of all replicas of the server.
     pub num_blocks: u64,
+    /// Slots for evicted blocks beside the pools of all replicas of the server.
+    pub num_slots: u64,
     /// Whether prompts with a common prefix share blocks.
     pub prefix_caching: bool,
     /// With work and without a finished step for this long, the server counts as hung.

@@ -64,7 +64,7 @@ impl Replicas {
         let limits = &options.limits;
         let cache = CacheShape {
             block_tokens: limits.block_tokens as usize,
-            num_blocks: limits.num_blocks as usize,
+            num_blocks: limits.num_blocks as usize + limits.num_slots as usize,
             prefix_caching: limits.prefix_caching,
         };
         let is_alone = groups.len() == 1;
@@ -82,7 +82,7 @@ impl Replicas {
     pub fn connect(servers: Vec<RemoteOptions>, description: &ServerDescription) -> Self {
         let cache = CacheShape {
             block_tokens: description.model.block_tokens as usize,
-            num_blocks: description.num_blocks as usize,
+            num_blocks: (description.num_blocks + description.num_slots) as usize,
             prefix_caching: description.prefix_caching,
         };
         let replicas = Self::empty(cache, false);

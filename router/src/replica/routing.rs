@@ -44,6 +44,7 @@ const MEAN_WEIGHT: f64 = 0.02;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct CacheShape {
     pub(super) block_tokens: usize,
+    /// Blocks of the pool, and slots beside it.
     pub(super) num_blocks: usize,
     pub(super) prefix_caching: bool,
 }

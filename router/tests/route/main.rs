@@ -21,7 +21,7 @@ use fake_worker::setting::{FINISHED, collect, request, streams_are_complete};
 use fake_worker::{Script, expected_tokens};
 use futures::StreamExt;
 use penstock_router::engine::{Generator, Health};
-use penstock_router::remote::{Access, Identity, Remote, RemoteError};
+use penstock_router::remote::{Access, Identity, Remote, RemoteError, ServerDescription};
 use penstock_router::replica::Replicas;
 use penstock_router::sequence::{Grammar, SequenceEvent, SequenceFailure, SequenceRequest, greedy};
 use tokio::sync::watch;
@@ -125,6 +125,16 @@ async fn a_server_that_returns_is_used_again_and_continues_what_waited_for_it() 
     wait_until(|| matches!(replicas.health(), Health::Unreachable(_))).await;
     let _again = Setup { address: lost.address, ..Setup::default() }.start().await;
     streams.await.unwrap();
+}
+
+#[tokio::test]
+async fn a_router_learns_what_a_server_says_of_itself() {
+    let first = Setup::default().start().await;
+    let described = Remote::new(&first.url(), &access()).unwrap().describe().await.unwrap();
+    let described = ServerDescription { num_slots: 7, ..described };
+    let fleet = first.fleet.clone();
+    let second = serve(([127, 0, 0, 1], 0).into(), access(), described.clone(), fleet, Arc::new(Endless)).await;
+    assert_eq!(Remote::new(&second.url(), &access()).unwrap().describe().await, Ok(described));
 }
 
 #[tokio::test]

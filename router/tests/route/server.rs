@@ -236,6 +236,7 @@ pub fn description(model: Description, weights: &str) -> ServerDescription {
         max_new_tokens: None,
         max_queued_tokens: 1 << 20,
         num_blocks: 256,
+        num_slots: 0,
         prefix_caching: false,
         step_deadline: PATIENCE,
     }
