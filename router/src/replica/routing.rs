@@ -3,10 +3,10 @@
 //! Work is counted in tokens to compute, and an engine that is slower than the others has more of it in effect (`slowness`). Cached prompt
 //! tokens cost nothing. One that another engine has cached counts two to four times: for this sequence, and for those that wait behind it. So
 //! requests follow their prefix until another engine has less to do, with that added. Then that engine computes the prefix too, so that no
-//! prefix makes one engine a hot spot.
+//! prefix makes one engine a hot spot. The same goes for images, each of which counts as `IMAGE_TOKENS`.
 //!
-//! INVARIANT: the chosen engine has at most as much work as any other open one with four times the whole prompt added, both times their
-//! slowness.
+//! INVARIANT: the chosen engine has at most as much work as any other open one with four times the whole prompt and its images added, both
+//! times their slowness.
 
 #[cfg(test)]
 pub(super) mod tests;
@@ -155,8 +155,7 @@ impl Routing {
         self.slowness.observe(seconds_per_token);
     }
 
-    /// Chooses among the engines that are open. Engines that have the sequence's images go first: another one would encode them
-    /// within a step.
+    /// Chooses among the engines that are open. One that lacks an image of the sequence would encode it within a step.
     pub(super) fn place(&mut self, id: SequenceId, request: &SequenceRequest, open: &[usize]) -> usize {
         let choice = self.choose(request, open);
         let routed = &mut self.routed[choice.engine];
@@ -185,11 +184,13 @@ impl Routing {
         let num_cached = self.prefixes.num_tokens(&blocks);
         let num_missing = self.num_missing_images(request.images.iter().map(|span| &span.image));
         let most_cached = open.iter().map(|engine| num_cached[*engine]).max().unwrap_or(0);
+        let fewest_missing = open.iter().map(|engine| num_missing[*engine]).min().unwrap_or(0);
+        let num_new = num_tokens - most_cached + IMAGE_TOKENS * fewest_missing;
         let copy_weight = self.copy_weight(open.len());
         let engine = self.cheapest(open, |engine| {
-            let num_copied = most_cached - num_cached[engine];
-            let num_new = num_tokens - most_cached;
-            (num_missing[engine], num_new as f64 + copy_weight * num_copied as f64)
+            let num_images = num_missing[engine] - fewest_missing;
+            let num_copied = most_cached - num_cached[engine] + IMAGE_TOKENS * num_images;
+            num_new as f64 + copy_weight * num_copied as f64
         });
         Choice { engine, blocks, num_tokens, num_cached_tokens: num_cached[engine] }
     }
@@ -223,32 +224,25 @@ impl Routing {
         Some(place)
     }
 
-    /// What a prompt token counts that another engine has cached: the more sequences wait, the more of them it delays.
+    /// What a prompt token counts that another engine has cached, as does each of the `IMAGE_TOKENS` of an image that it has encoded: the more
+    /// sequences wait, the more of them it delays.
     fn copy_weight(&self, num_open: usize) -> f64 {
         let num_waiting_per_engine = self.num_waiting as f64 / num_open.max(1) as f64;
         (MIN_COPY_WEIGHT + WEIGHT_PER_WAITING * num_waiting_per_engine).min(MAX_COPY_WEIGHT)
     }
 
-    /// The engine of `open` with the least to do. `cost` is what goes before any work, and the tokens that are added to the work.
-    fn cheapest(&self, open: &[usize], cost: impl Fn(usize) -> (u64, f64)) -> usize {
-        let seconds = |engine: usize, num_tokens: f64| {
-            (self.routed[engine].num_work_tokens as f64 + num_tokens) * self.slowness.of(engine)
-        };
-        let rank = |engine: &usize| {
-            let (first, num_tokens) = cost(*engine);
-            (first, seconds(*engine, num_tokens))
-        };
-        let by_rank = |one: &usize, other: &usize| {
-            let (one, other) = (rank(one), rank(other));
-            one.0.cmp(&other.0).then(one.1.total_cmp(&other.1))
-        };
-        open.iter().copied().min_by(by_rank).unwrap_or(0)
+    /// The engine of `open` with the least to do. `num_more` is the tokens that are added to its work.
+    fn cheapest(&self, open: &[usize], num_more: impl Fn(usize) -> f64) -> usize {
+        let seconds =
+            |engine: usize| (self.routed[engine].num_work_tokens as f64 + num_more(engine)) * self.slowness.of(engine);
+        let by_seconds = |one: &usize, other: &usize| seconds(*one).total_cmp(&seconds(*other));
+        open.iter().copied().min_by(by_seconds).unwrap_or(0)
     }
 
     /// Chooses an engine to encode images. Returns it with the work that this adds to it until `end_encoding`.
     pub(super) fn begin_encoding(&mut self, images: &[Image], open: &[usize]) -> (usize, u64) {
         let num_missing = self.num_missing_images(images.iter());
-        let engine = self.cheapest(open, |engine| (0, (IMAGE_TOKENS * num_missing[engine]) as f64));
+        let engine = self.cheapest(open, |engine| (IMAGE_TOKENS * num_missing[engine]) as f64);
         self.images.insert(&images.iter().map(image_key).collect::<Vec<_>>(), engine);
         let num_tokens = IMAGE_TOKENS * num_missing[engine];
         self.routed[engine].num_work_tokens += num_tokens;

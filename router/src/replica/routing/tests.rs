@@ -1,5 +1,7 @@
 //! Where sequences and images go.
 
+use proptest::prelude::*;
+
 use super::*;
 use crate::sequence::{ImageSpan, greedy};
 
@@ -80,9 +82,78 @@ fn images_are_encoded_by_all_engines_when_one_has_much_to_do() {
         images.iter().map(|image| routing.begin_encoding(std::slice::from_ref(image), &[0, 1])).collect();
     assert_eq!(began.iter().map(|(engine, _)| *engine).collect::<Vec<_>>(), [0, 1, 0, 1]);
     for number in 0..8 {
-        routing.place(SequenceId(number.into()), &with_image(request(number, 0), &images[0]), &[0, 1]);
+        routing.place(SequenceId(number.into()), &with_image(request(number, 0), &images[0]), &[0]);
     }
     assert_eq!(routing.begin_encoding(&images[..1], &[0, 1]), (1, IMAGE_TOKENS), "a second home");
+}
+
+#[test]
+fn a_hot_image_does_not_make_a_hot_spot() {
+    let mut routing = routing(4);
+    let mut counts = [0; 4];
+    for number in 0..400 {
+        let request = with_image(request(number, 0), &Image::new(vec![1]));
+        counts[routing.place(SequenceId(number.into()), &request, &[0, 1, 2, 3])] += 1;
+    }
+    let (least, most) = (counts.iter().min().unwrap(), counts.iter().max().unwrap());
+    assert!(most - least <= 10, "{counts:?}");
+}
+
+/// What happens, the sequence or engine that it happens to, and blocks and image of a new request.
+type Action = (u8, prop::sample::Index, u32, Option<u8>);
+
+proptest! {
+    #[test]
+    fn the_invariant_holds_for_new_and_for_moved_sequences(actions in prop::collection::vec(any::<Action>(), 1..150)) {
+        check_bound(actions);
+    }
+}
+
+fn check_bound(actions: Vec<Action>) {
+    let (mut routing, all) = (routing(4), [0, 1, 2, 3]);
+    let mut requests: Vec<SequenceRequest> = Vec::new();
+    for (action, index, number, image) in actions {
+        let new_id = requests.len() as u32;
+        let old_id = index.index(requests.len().max(1));
+        let id = SequenceId(old_id as u64);
+        match action % 8 {
+            0 => routing.prompt_computed(id),
+            1 => routing.end(id, Some(u64::from(number % 200))),
+            2 => routing.observe_speed(&[
+                (0, Some(0.01)),
+                (1, Some(0.01)),
+                (2, Some(0.001 * f64::from(1 + number % 90))),
+            ]),
+            3 => routing.forget_prefixes(index.index(4)),
+            4 => {
+                let Some(place) = routing.places.get(&id) else { continue };
+                let (engine, num_tokens) = (place.engine, place.num_tokens());
+                let mut work: Vec<_> = routing.routed.iter().map(|routed| routed.num_work_tokens).collect();
+                work[engine] -= num_tokens;
+                let chosen = routing.replace(id, &requests[old_id], &all).unwrap();
+                assert_bound(&routing, &work, chosen, &requests[old_id]);
+            }
+            _ => {
+                let mut request = request(new_id, number % 65);
+                if let Some(image) = image {
+                    request = with_image(request, &Image::new(vec![image % 3]));
+                }
+                let work: Vec<_> = routing.routed.iter().map(|routed| routed.num_work_tokens).collect();
+                let chosen = routing.place(SequenceId(new_id.into()), &request, &all);
+                assert_bound(&routing, &work, chosen, &request);
+                requests.push(request);
+            }
+        }
+    }
+}
+
+/// `work`: that of each engine before the choice.
+fn assert_bound(routing: &Routing, work: &[u64], chosen: usize, request: &SequenceRequest) {
+    let num_more = 4 * (request.prompt_token_ids.len() as u64 + IMAGE_TOKENS * request.images.len() as u64);
+    let seconds = |engine: usize, num_tokens: u64| num_tokens as f64 * routing.slowness.of(engine);
+    for (other, num_tokens) in work.iter().enumerate() {
+        assert!(seconds(chosen, work[chosen]) <= seconds(other, num_tokens + num_more) + 1e-6, "{work:?} {chosen}");
+    }
 }
 
 #[test]
@@ -181,7 +252,11 @@ fn counts_tell_where_sequences_went() {
     let prompt_tokens = u64::from(64 * BLOCK_TOKENS);
     assert_eq!((first.num_sequences, first.num_handovers, second.num_sequences), (2, 1, 0));
     assert_eq!((first.num_prompt_tokens, first.num_cached_tokens), (2 * prompt_tokens, 60 * u64::from(BLOCK_TOKENS)));
-    assert_eq!((first.num_work_tokens, second.num_work_tokens), (100, 100 + prompt_tokens), "the other engine computes the whole prompt");
+    assert_eq!(
+        (first.num_work_tokens, second.num_work_tokens),
+        (100, 100 + prompt_tokens),
+        "the other engine computes the whole prompt"
+    );
 }
 
 #[test]
