@@ -3,18 +3,23 @@
 use std::path::Path;
 
 const MEMINFO: &str = "/proc/meminfo";
-/// The container's own control group (version 2).
+/// The container's own control group.
 const CGROUP: &str = "/sys/fs/cgroup";
+/// Limit and usage of a control group, of version 2 and of version 1.
+const CGROUP_FILES: [(&str, &str); 2] =
+    [("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")];
 
 /// The smaller of what the machine and the control group have left; `None` if the machine does not say.
 pub(crate) fn available_bytes() -> Option<u64> {
     let machine = parse_meminfo(&std::fs::read_to_string(MEMINFO).ok()?)?;
-    let cgroup = |name: &str| std::fs::read_to_string(Path::new(CGROUP).join(name)).ok()?.trim().parse::<u64>().ok();
-    // A group without a limit says "max", which is not a number.
-    match (cgroup("memory.max"), cgroup("memory.current")) {
-        (Some(max), Some(current)) => Some(machine.min(max.saturating_sub(current))),
-        _ => Some(machine),
-    }
+    Some(cgroup_bytes(Path::new(CGROUP)).map_or(machine, |cgroup| machine.min(cgroup)))
+}
+
+/// What the control group has left; `None`: it has no limit.
+fn cgroup_bytes(folder: &Path) -> Option<u64> {
+    // A group of version 2 without a limit says "max", which is not a number; one of version 1 says a number beyond any memory.
+    let read = |name: &str| std::fs::read_to_string(folder.join(name)).ok()?.trim().parse::<u64>().ok();
+    CGROUP_FILES.iter().find_map(|(limit, usage)| Some(read(limit)?.saturating_sub(read(usage)?)))
 }
 
 fn parse_meminfo(meminfo: &str) -> Option<u64> {
@@ -31,5 +36,21 @@ mod tests {
     fn available_memory_is_in_bytes() {
         assert_eq!(parse_meminfo("MemTotal: 9 kB\nMemAvailable:    2048 kB\n"), Some(2 << 20));
         assert_eq!(parse_meminfo("MemTotal: 9 kB\n"), None);
+    }
+
+    #[test]
+    fn a_control_group_of_either_version_limits_the_memory() {
+        let left = |files: [(&str, &str); 2]| {
+            let folder = tempfile::tempdir().unwrap();
+            std::fs::create_dir(folder.path().join("memory")).unwrap();
+            files.iter().for_each(|(name, content)| std::fs::write(folder.path().join(name), content).unwrap());
+            cgroup_bytes(folder.path())
+        };
+        let version_1 = |limit| [(CGROUP_FILES[1].0, limit), (CGROUP_FILES[1].1, "300\n")];
+        let version_2 = |limit| [(CGROUP_FILES[0].0, limit), (CGROUP_FILES[0].1, "300\n")];
+        assert_eq!((left(version_1("1000\n")), left(version_2("1000\n"))), (Some(700), Some(700)));
+        assert_eq!((left(version_1("200\n")), left(version_2("max\n"))), (Some(0), None));
+        assert!(left(version_1("9223372036854771712\n")) > Some(1 << 60), "no limit");
+        assert_eq!(cgroup_bytes(Path::new("/nowhere")), None);
     }
 }
