@@ -330,7 +330,7 @@ async fn serve(setup: Setup<'_>, listener: Reserved, stop: CancellationToken) ->
     };
     let has_keys = !config.api_keys.is_empty();
     let exporter = Exporter::install(&config.limits)?;
-    metrics::batch_total_tokens(num_blocks * model.block_tokens as usize);
+    metrics::kv_pool(num_blocks, model.block_tokens);
     metrics::standby_groups(0);
     let place = listener.place();
     // The socket's file is removed when serving ends.

@@ -47,6 +47,14 @@ pub(crate) struct AdapterLease {
     adapter: Adapter,
 }
 
+/// The adapters at one moment, in alphabetical order.
+pub(crate) struct AdapterReport {
+    pub(crate) max_loaded: usize,
+    pub(crate) loaded: Vec<Arc<str>>,
+    /// Those of requests without a lease.
+    pub(crate) waiting: Vec<Arc<str>>,
+}
+
 /// A request that has no lease yet.
 struct Waiting<'a> {
     adapters: &'a Adapters,
@@ -97,6 +105,18 @@ impl Adapters {
     /// In alphabetical order.
     pub(crate) fn names(&self) -> Vec<Arc<str>> {
         self.state().by_name.keys().cloned().collect()
+    }
+
+    /// `None`: the server loads no adapters.
+    pub(crate) fn report(&self) -> Option<AdapterReport> {
+        let state = self.state();
+        let (max_loaded, awaited) = (state.places.max_loaded(), state.places.awaited());
+        let names = |is_one: &dyn Fn(u64) -> bool| {
+            let named = state.by_name.iter().filter(|(_, adapter)| is_one(adapter.id));
+            named.map(|(name, _)| Arc::clone(name)).collect()
+        };
+        let (loaded, waiting) = (names(&|id| state.places.is_loaded(id)), names(&|id| awaited.contains(&id)));
+        (max_loaded > 0).then_some(AdapterReport { max_loaded, loaded, waiting })
     }
 
     /// Waits until the adapter that has this name now is loaded. Cancel safe.

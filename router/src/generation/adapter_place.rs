@@ -110,6 +110,19 @@ impl Places {
         }
     }
 
+    pub(super) fn max_loaded(&self) -> usize {
+        self.max_loaded
+    }
+
+    pub(super) fn is_loaded(&self, adapter_id: u64) -> bool {
+        self.places.get(&adapter_id).is_some_and(|place| place.is_loaded)
+    }
+
+    /// The adapters of the requests without a lease.
+    pub(super) fn awaited(&self) -> HashSet<u64> {
+        self.waiting.values().copied().collect()
+    }
+
     fn lease(&mut self, adapter_id: u64) {
         let now = self.tick();
         if let Some(place) = self.places.get_mut(&adapter_id) {

@@ -27,7 +27,7 @@ mod text_stream;
 mod tokenization;
 mod validation;
 
-pub(crate) use adapter::AdapterUpdateError;
+pub(crate) use adapter::{AdapterReport, AdapterUpdateError};
 pub use adapter_download::{AdapterDownload, AdapterPlace, is_hub_id};
 pub(crate) use chat::{Chat, ToolCallIds, ToolSet};
 pub(crate) use delta::{Draft, FinishReason, PromptToken, TextToken, TopToken};

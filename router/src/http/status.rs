@@ -7,10 +7,12 @@ use axum::http::header;
 use axum::response::{IntoResponse, Response};
 
 use super::dialect::OpenAiError;
+use super::envelope;
 use super::service::Service;
 use crate::api::error::{ApiError, OpenAiErrorBody};
 use crate::api::openai::{Model, ModelList, Version};
 use crate::api::tgi::Info;
+use crate::generation::AdapterReport;
 use crate::telemetry::metrics;
 
 /// COMPAT: TGI's name for its router, which scripts look for.
@@ -26,7 +28,11 @@ const ROUTER: &str = "text-generation-router";
 pub(super) async fn metrics(State(service): State<Service>) -> Response {
     metrics::load(&service.generation().stats(), service.queued_tokens());
     metrics::replicas(&service.generation().replicas());
-    ([(header::CONTENT_TYPE, "text/plain; charset=utf-8")], service.metrics().render()).into_response()
+    let mut text = service.metrics().render();
+    if let Some(AdapterReport { max_loaded, loaded, waiting }) = service.generation().adapters().report() {
+        text += &metrics::adapters(max_loaded, &loaded, &waiting, envelope::unix_seconds());
+    }
+    ([(header::CONTENT_TYPE, "text/plain; charset=utf-8")], text).into_response()
 }
 
 /// The served model and the limits of requests.

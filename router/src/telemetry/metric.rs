@@ -23,6 +23,8 @@ pub(super) struct Metric {
 pub(super) enum Kind {
     Counter,
     Gauge,
+    /// A gauge that tells something by the values of these labels, which may be any text.
+    Info(&'static [&'static str]),
     Histogram(Buckets),
 }
 
@@ -48,6 +50,10 @@ impl Metric {
 
     pub(super) const fn gauge(name: &'static str, help: &'static str) -> Self {
         Self::new(name, Kind::Gauge, help)
+    }
+
+    pub(super) const fn info(name: &'static str, labels: &'static [&'static str], help: &'static str) -> Self {
+        Self::new(name, Kind::Info(labels), help)
     }
 
     pub(super) const fn histogram(name: &'static str, buckets: Buckets, help: &'static str) -> Self {
@@ -87,6 +93,13 @@ impl Metric {
         gauge!(self.name, self.pairs()).set(value);
     }
 
+    /// Sets the series of an info whose labels have these values. Earlier series stay.
+    pub(super) fn set_info<const N: usize>(self, values: [String; N], number: impl IntoF64) {
+        let Kind::Info(labels) = self.kind else { return };
+        let pairs = labels.iter().zip(values).map(|(label, value)| Pair::new(*label, value));
+        gauge!(self.name, pairs.collect::<Vec<_>>()).set(number);
+    }
+
     /// Adds a sample to a histogram.
     pub(super) fn record(self, sample: impl IntoF64) {
         histogram!(self.name, self.pairs()).record(sample);
@@ -102,7 +115,7 @@ impl Metric {
     pub(super) fn begin(&self) {
         match self.kind {
             Kind::Counter => describe_counter!(self.name, self.help),
-            Kind::Gauge => describe_gauge!(self.name, self.help),
+            Kind::Gauge | Kind::Info(_) => describe_gauge!(self.name, self.help),
             Kind::Histogram(_) => describe_histogram!(self.name, self.help),
         }
         if self.label.is_some_and(|label| label == REPLICA) {
@@ -112,7 +125,7 @@ impl Metric {
         for series in values.into_iter().map(|value| Self { value, ..*self }) {
             match self.kind {
                 Kind::Counter => counter!(self.name, series.pairs()).absolute(0),
-                Kind::Gauge => {}
+                Kind::Gauge | Kind::Info(_) => {}
                 Kind::Histogram(_) => drop(histogram!(self.name, series.pairs())),
             }
         }
@@ -129,7 +142,7 @@ impl Kind {
     pub(super) fn describe(self) -> &'static str {
         match self {
             Self::Counter => "counter",
-            Self::Gauge => "gauge",
+            Self::Gauge | Self::Info(_) => "gauge",
             Self::Histogram(Buckets::Duration) => "histogram, 35 geometric bounds from 0.15 ms to 146 s",
             Self::Histogram(Buckets::InputTokens) => "histogram, 100 linear bounds up to max-input-tokens",
             Self::Histogram(Buckets::TotalTokens) => "histogram, 100 linear bounds up to max-total-tokens",

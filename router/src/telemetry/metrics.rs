@@ -1,6 +1,7 @@
 //! Records what happens, in the metrics of `table.rs`, and renders it for Prometheus.
 
 use std::fmt::Write;
+use std::sync::Arc;
 use std::time::Duration;
 
 use metrics_exporter_prometheus::{BuildError, Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
@@ -80,9 +81,13 @@ Extension reads, by its default names, and those of speculation.
 pub fn reference() -> String {
     let mut page = INTRODUCTION.to_owned();
     for Metric { name, kind, label, help, difference, .. } in METRICS {
-        let kind = kind.describe();
         let label = match label {
-            None => String::new(),
+            None => match kind {
+                Kind::Info(labels) => {
+                    labels.iter().map(|label| format!("`{label}`: any")).collect::<Vec<_>>().join(", ")
+                }
+                _ => String::new(),
+            },
             Some((label, [first, .., last])) if *label == REPLICA.0 => format!("`{label}`: {first} to {last}"),
             Some((label, values)) => format!("`{label}`: {}", values.join(", ")),
         };
@@ -91,6 +96,7 @@ pub fn reference() -> String {
             Some(("vllm", _)) => "vLLM's",
             _ => "ours",
         };
+        let kind = kind.describe();
         let _ = writeln!(page, "| `{name}` | {kind} | {label} | {help} | {difference} |");
     }
     page
@@ -203,10 +209,23 @@ pub(crate) fn replicas(reports: &[ReplicaReport]) {
     }
 }
 
-/// Tokens that the KV pool can hold; known after warm-up.
-pub fn batch_total_tokens(num_tokens: usize) {
+/// The LoRA adapters at this moment, in Prometheus text format. They have a recorder of their own: in that of the process, the series of
+/// every earlier moment would stay.
+pub(crate) fn adapters(max_loaded: usize, loaded: &[Arc<str>], waiting: &[Arc<str>], unix_seconds: u64) -> String {
+    let recorder = PrometheusBuilder::new().build_recorder();
+    metrics::with_local_recorder(&recorder, || {
+        VLLM_LORA.begin();
+        VLLM_LORA.set_info([max_loaded.to_string(), loaded.join(","), waiting.join(",")], unix_seconds as f64);
+    });
+    recorder.handle().render()
+}
+
+/// The KV pool; known after warm-up.
+pub fn kv_pool(num_blocks: usize, block_tokens: u32) {
+    let num_tokens = num_blocks * block_tokens as usize;
     BATCH_MAX_TOTAL_TOKENS.set(num_tokens as f64);
     BATCH_TOTAL_TOKENS.set(num_tokens as f64);
+    VLLM_CACHE_CONFIG.set_info([block_tokens.to_string(), num_blocks.to_string()], 1.0);
 }
 
 /// A step gave each of its sequences this many tokens; those after the first were speculated.
@@ -400,6 +419,27 @@ mod tests {
         for line in ["vllm:num_requests_waiting 3", "vllm:num_requests_running 2", "vllm:kv_cache_usage_perc 0.25"] {
             assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
         }
+    }
+
+    #[test]
+    fn an_endpoint_picker_finds_the_kv_pool_and_the_adapters_of_this_moment_only() {
+        let text = rendered(|| kv_pool(8, 16));
+        assert!(text.contains("\nvllm:cache_config_info{block_size=\"16\",num_gpu_blocks=\"8\"} 1\n"), "{text}");
+        let lora = |loaded: &[&str], waiting: &[&str]| {
+            let [loaded, waiting] =
+                [loaded, waiting].map(|names| names.iter().map(|name| Arc::from(*name)).collect::<Vec<_>>());
+            let text = adapters(4, &loaded, &waiting, 1_764_000_000);
+            text.lines()
+                .filter(|line| !line.is_empty() && !line.starts_with('#'))
+                .map(str::to_owned)
+                .collect::<Vec<_>>()
+        };
+        let line = |labels| vec![format!("vllm:lora_requests_info{{max_lora=\"4\",{labels}}} 1764000000")];
+        assert_eq!(
+            lora(&["poet", "sql"], &["a\"b"]),
+            line("running_lora_adapters=\"poet,sql\",waiting_lora_adapters=\"a\\\"b\"")
+        );
+        assert_eq!(lora(&[], &[]), line("running_lora_adapters=\"\",waiting_lora_adapters=\"\""));
     }
 
     #[test]

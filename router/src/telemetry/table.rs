@@ -117,6 +117,11 @@ metrics! {
     VLLM_RUNNING = Metric::gauge("vllm:num_requests_running", "The same as `tgi_batch_current_size`");
     VLLM_KV_USAGE = Metric::gauge("vllm:kv_cache_usage_perc",
         "Fraction of the KV pool that running sequences hold, from 0 to 1");
+    VLLM_CACHE_CONFIG = Metric::info("vllm:cache_config_info", &["block_size", "num_gpu_blocks"],
+        "Tokens of a block, and blocks of the KV pool, on CPUs too. Always 1");
+    VLLM_LORA = Metric::info("vllm:lora_requests_info",
+        &["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+        "The most LoRA adapters that are loaded at a time, those that are, and those that requests wait for, separated by commas. Its value is the Unix time of the scrape. Present with LoRA adapters");
     VLLM_DRAFTS = Metric::counter("vllm:spec_decode_num_drafts_total",
         "Drafts verified by steps: sequences with at least one draft token, in each step");
     VLLM_DRAFT_TOKENS = Metric::counter("vllm:spec_decode_num_draft_tokens_total", "The same as `penstock_draft_tokens`");

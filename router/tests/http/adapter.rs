@@ -8,7 +8,7 @@ use penstock_router::{AdapterDownload, Config};
 use serde_json::{Value, json};
 
 use crate::model::{IM_END, word};
-use crate::server::Server;
+use crate::server::{Server, within};
 
 const CHAT: &str = "/v1/chat/completions";
 
@@ -112,6 +112,10 @@ async fn a_request_without_a_place_runs_when_another_has_ended() {
     let script = async {
         let running = [sequences.recv().await.unwrap(), sequences.recv().await.unwrap()];
         let end = async {
+            let line =
+                r#"vllm:lora_requests_info{max_lora="2",running_lora_adapters="a,b",waiting_lora_adapters="c"} "#;
+            let told = async { while !server.get("/metrics").await.body.contains(line) {} };
+            within("metrics that tell an endpoint picker", told).await;
             for sequence in running {
                 sequence.answer(&[IM_END]);
             }
