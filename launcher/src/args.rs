@@ -239,7 +239,8 @@ pub(crate) struct Args {
 
     /// Number of tokens of recent answers in which --speculate looks up drafts, as well as in a sequence's own text; 0 is off.
     /// Answers of other clients count, so the time of an answer can tell a client that another one got a similar answer;
-    /// `cache_salt` and adapters separate them. Does not apply to requests with a grammar
+    /// `cache_salt` and adapters separate them. Does not apply to requests with a grammar, nor to steps that draft with a draft
+    /// model, an EAGLE-3 head or an MTP layer
     #[arg(long, env, default_value_t = 0, value_parser = RangedU64ValueParser::<u32>::new().range(0..=1 << 17))]
     pub(crate) speculate_recent_tokens: u32,
 

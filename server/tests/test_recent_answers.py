@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -10,11 +11,14 @@ import torch
 from fake_model import BLOCK_TOKENS, FakeModel, continuation
 from paired_ranks import CPU, PairedGroup
 from penstock_server.engine import Engine
+from penstock_server.engine.drafting.interface import Drafter, SentDrafter
+from penstock_server.engine.drafting.medusa import MedusaDrafter
 from penstock_server.engine.drafting.recent import RecentAnswers, RecentDrafter
 from penstock_server.engine.sequence import SequenceTable, TableLimits
 from penstock_server.plan import NewSequence, StepResult
 from plans import Advance, plan
 from test_engine import LIMITS, prompt_of
+from test_medusa import knowing
 
 TEXT = np.arange(100, 150, dtype=np.int32)
 
@@ -88,11 +92,19 @@ def test_the_oldest_tokens_give_way_those_of_idle_salts_first() -> None:
 class Ranks:
     """Two ranks with the same plans, whose tokens must be the same."""
 
-    def __init__(self, recent_answer_tokens: int) -> None:
+    def __init__(self, recent_answer_tokens: int, drafters: Sequence[Drafter | None] = (None, None)) -> None:
         sent: deque[torch.Tensor] = deque()
-        groups = [PairedGroup(rank, 2, sent=sent) for rank in (0, 1)]
-        size = recent_answer_tokens
-        self.engines = [Engine(FakeModel(), group, CPU, BLOCK_TOKENS, recent_answer_tokens=size) for group in groups]
+        self.engines = [
+            Engine(
+                FakeModel(),
+                PairedGroup(rank, 2, sent=sent),
+                CPU,
+                BLOCK_TOKENS,
+                drafter=drafter,
+                recent_answer_tokens=recent_answer_tokens,
+            )
+            for rank, drafter in enumerate(drafters)
+        ]
         for engine in self.engines:
             engine.warm_up(LIMITS)
         self.num_steps = 0
@@ -131,6 +143,14 @@ def test_an_answer_that_was_given_before_takes_fewer_steps(recent_answer_tokens:
     assert ranks.answer(1, PROMPT, 12) == (expected, 12)
     # The first token comes with the prompt, then 4 a step: the end of the prompt is part of the match.
     assert ranks.answer(2, PROMPT, 12) == (expected, num_steps)
+
+
+def test_heads_draft_only_where_recent_answers_do_not() -> None:
+    expected = continuation(PROMPT, 12)
+    heads = MedusaDrafter(knowing(expected[::-1], 3))  # always wrong
+    ranks = Ranks(100, [heads, SentDrafter()])
+    assert ranks.answer(1, PROMPT, 12) == (expected, 12)
+    assert ranks.answer(2, PROMPT, 12) == (expected, 4)
 
 
 def test_other_salts_and_other_streams_start_without_answers() -> None:

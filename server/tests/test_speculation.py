@@ -18,10 +18,11 @@ from penstock_server.config import WarmUpConfig
 from penstock_server.engine import Engine, speculation
 from penstock_server.engine.batch import select
 from penstock_server.engine.drafting import ngram
-from penstock_server.engine.drafting.interface import Drafter
+from penstock_server.engine.drafting.interface import Drafter, Tokens
 from penstock_server.engine.drafting.load import load_drafter
 from penstock_server.engine.drafting.ngram import NgramDrafter
 from penstock_server.engine.drafting.ngram import continuation as draft_of
+from penstock_server.engine.host_batch import Rows
 from penstock_server.engine.sequence import SequenceTable, TableLimits
 from penstock_server.engine.step import BROKEN_LOGITS
 from penstock_server.errors import ConfigError, PlanError
@@ -195,6 +196,33 @@ class Sending(Reading):
     is_sent = True
 
 
+class Repeating(Sending):
+    """Stands for heads that repeat the last token."""
+
+    def draft(self, table: SequenceTable, rows: Rows, most: Rows) -> list[Tokens]:
+        return [table.known_ids(row)[-1:] for row in rows.tolist()]
+
+
+class Forbidding:
+    """Stands for the grammars of the first rank, which force a token of the first sequence only."""
+
+    def draft(self, sequence_id: int, history: np.ndarray, most: int, guess: object, expected: list[int]) -> list[int]:
+        return [7] if sequence_id == 0 else expected
+
+
+def test_heads_draft_where_neither_a_grammar_nor_a_text_does() -> None:
+    table = SequenceTable(
+        TableLimits(vocab_size=100, block_tokens=16, num_blocks=4, max_sequence_tokens=30, num_rows=4)
+    )
+    for i, grammar in enumerate((Grammar("regex", "a"), Grammar("regex", "a"), None, None)):
+        text = [1, 2, 3, 1, 2] if i == 2 else [1, 2, 3, 4, 5]
+        table.add(NewSequence(i, text, 5, 4, [i], Sampling(grammar=grammar)))
+    selected = select(table, columns([Advance(i, 1, sample=True, num_draft_tokens=3) for i in range(4)]))
+    drafters, grammars = [NgramDrafter(), Repeating()], cast(Any, Forbidding())
+    chosen = speculation.with_drafts(table, selected, drafters, grammars, RankGroup(), CPU)
+    assert speculation.drafts_of(table, chosen) == [[7], [5], [3, 1, 2], [5]]
+
+
 @pytest.mark.parametrize(
     ("drafter", "expected"), [(NgramDrafter(), []), (Reading(), [3, 1, 2]), (Sending(), [3, 1, 2])]
 )
@@ -210,7 +238,7 @@ def test_the_first_rank_sends_the_drafts_that_grammars_allow(drafter: Drafter, e
         advances = [Advance(i, 1, sample=True, num_draft_tokens=3) for i in range(2)]
         group = PairedGroup(rank, 2, sent=sent)
         selected = select(table, columns(advances))
-        chosen = speculation.with_drafts(table, selected, drafter, cast(Any, grammars), group, CPU)
+        chosen = speculation.with_drafts(table, selected, [drafter], cast(Any, grammars), group, CPU)
         assert chosen.num_drafts.tolist() == [2, 3]
         assert (chosen.num_tokens.tolist(), chosen.samples.tolist()) == ([3, 4], [0, 0, 0, 1, 1, 1, 1])
         assert speculation.drafts_of(table, chosen) == [[7, 8], [3, 1, 2]]
@@ -225,7 +253,7 @@ def test_ranks_whose_heads_may_compute_other_bits_take_the_drafts_of_the_first()
         table.add(NewSequence(0, texts, 5, 4, [0]))
         selected = select(table, columns([Advance(0, 1, sample=True, num_draft_tokens=1)]))
         group = PairedGroup(rank, 2, computes_alike=False, sent=sent)
-        chosen = speculation.with_drafts(table, selected, Reading(), None, group, CPU)
+        chosen = speculation.with_drafts(table, selected, [Reading()], None, group, CPU)
         found.append(speculation.drafts_of(table, chosen))
     assert found == [[[3]]] * 2
 

@@ -8,6 +8,7 @@ come from there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -29,30 +30,32 @@ _NO_TOKEN = -1
 def with_drafts(
     table: SequenceTable,
     chosen: Selection,
-    drafter: Drafter,
+    drafters: Sequence[Drafter],
     grammars: GrammarStates | None,
     group: RankGroup,
     device: torch.device,
 ) -> Selection:
-    """Writes drafts behind the known tokens, as far as the plan allows and the drafter or grammars suggest them. The
-    step computes them, and samples after each. The tokens of all earlier steps must be in the table. grammars: those
-    of the first rank, which sends the drafts that they allow to the other ranks. device: of the model."""
+    """Writes drafts behind the known tokens, as far as the plan allows and a drafter or grammars suggest them. The
+    step computes them, and samples after each. The tokens of all earlier steps must be in the table. drafters: each
+    drafts for the sequences that have no draft yet. grammars: those of the first rank, which sends the drafts that
+    they allow to the other ranks. device: of the model."""
     drafts = np.full((len(chosen.rows), int(chosen.max_drafts.max())), _NO_TOKEN, np.int32)
     has_grammar, may_draft = table.sampling["has_grammar"][chosen.rows], chosen.max_drafts > 0
-    is_constrained = has_grammar & may_draft
-    asked = np.flatnonzero(may_draft & ~(has_grammar & drafter.is_lookup))
-    proposed = drafter.draft(table, chosen.rows[asked], chosen.max_drafts[asked])
-    for place, draft in zip(asked.tolist(), proposed, strict=True):
-        drafts[place, : len(draft)] = draft
-    if grammars is not None:
-        for place in np.flatnonzero(is_constrained).tolist():
-            history, most = table.known_ids(int(chosen.rows[place])), int(chosen.max_drafts[place])
-            expected = drafts[place][drafts[place] != _NO_TOKEN].tolist()
-            allowed = grammars.draft(int(chosen.sequence_ids[place]), history, most, ngram.continuation, expected)
-            drafts[place] = _NO_TOKEN
-            drafts[place, : len(allowed)] = allowed
-    differs = not (drafter.is_lookup or group.computes_alike)  # between ranks that all draft
-    if is_constrained.any() or drafter.is_sent or differs:
+    for drafter in drafters:
+        is_missing = may_draft & (drafts[:, 0] == _NO_TOKEN)
+        asked = np.flatnonzero(is_missing & ~(has_grammar & drafter.is_lookup))
+        found = drafter.draft(table, chosen.rows[asked], chosen.max_drafts[asked])
+        proposed = {place: draft.tolist() for place, draft in zip(asked.tolist(), found, strict=True)}
+        if grammars is not None:
+            for place in np.flatnonzero(is_missing & has_grammar).tolist():
+                sequence_id, most = int(chosen.sequence_ids[place]), int(chosen.max_drafts[place])
+                history, expected = table.known_ids(int(chosen.rows[place])), proposed.get(place, [])
+                proposed[place] = grammars.draft(sequence_id, history, most, ngram.continuation, expected)
+        for place, draft in proposed.items():
+            drafts[place, : len(draft)] = draft
+    is_sent = any(drafter.is_sent for drafter in drafters)
+    differs = not (group.computes_alike or drafters[-1].is_lookup)  # between ranks that all draft
+    if (has_grammar & may_draft).any() or is_sent or differs:
         drafts = _sent(drafts, group, device)
     return _with_rows(table, chosen, drafts)
 

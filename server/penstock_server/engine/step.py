@@ -163,12 +163,14 @@ class StepRunner:
             waits_from = waits_from or self._timed_event()
             self._settle_all()  # drafts continue the tokens that are known
             drafting, drafter = time.perf_counter(), self._drafter
+            by_lookup = plan.drafts_by_lookup or drafter.is_lookup
             if plan.drafts_only_forced:
                 chosen = with_forced_tokens(table, chosen, self._grammars, self._group, self._device)
             else:
-                drafter = self._lookup if plan.drafts_by_lookup or drafter.is_lookup else drafter
-                chosen = with_drafts(table, chosen, drafter, self._grammars, self._group, self._device)
-            if not (plan.drafts_only_forced or drafter.is_lookup):
+                drafters: list[Drafter] = [self._lookup] if by_lookup or drafter.extends_lookup else []
+                drafters += [] if by_lookup else [drafter]
+                chosen = with_drafts(table, chosen, drafters, self._grammars, self._group, self._device)
+            if not (plan.drafts_only_forced or by_lookup):
                 draft_s = time.perf_counter() - drafting  # a lookup takes little, beside the wait for the other ranks
         failures = {failure.sequence_id: failure for failure in chosen.failures}
         sampled_rows = chosen.rows[chosen.samples]

@@ -20,6 +20,7 @@ class Drafter(Protocol):
 
     is_sent: bool  # the first rank sends its drafts to the others; otherwise all ranks make the same
     is_lookup: bool  # in the sequence's text, which grammars look up themselves
+    extends_lookup: bool  # is asked only where lookup finds nothing, and reads no text before it drafts
     reads_outputs: bool
     num_bytes: int  # of weights
 
@@ -43,6 +44,7 @@ class SentDrafter:
 
     is_sent = True
     is_lookup = False
+    extends_lookup = False
     reads_outputs = False
     num_bytes = 0
 

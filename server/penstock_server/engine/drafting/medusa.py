@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from penstock_server.engine.drafting import ngram
 from penstock_server.engine.drafting.interface import Tokens
 from penstock_server.engine.host_batch import Rows
 from penstock_server.engine.sequence import SequenceTable
@@ -198,11 +197,11 @@ def read_heads(folder: Path, model: CausalModel, kernels: HeadKernels, group: Ra
 
 
 class MedusaDrafter:
-    """Drafts of the first rank, which sends them to the others: of the text where it repeats itself, else of the
-    heads. Implements `Drafter`."""
+    """Drafts of the first rank, which sends them to the others. Implements `Drafter`."""
 
     is_sent = True
     is_lookup = False
+    extends_lookup = True
     reads_outputs = True
 
     def __init__(self, heads: Heads) -> None:
@@ -215,13 +214,10 @@ class MedusaDrafter:
 
     def draft(self, table: SequenceTable, rows: Rows, most: Rows) -> Sequence[Tokens]:
         """Empty for a sequence whose last output is unknown, as after preemption, until it has sampled."""
-        drafts = [
-            ngram.continuation(table.known_ids(row), limit)
-            for row, limit in zip(rows.tolist(), most.tolist(), strict=True)
-        ]
+        drafts = [np.zeros(0, np.int32) for _ in rows]
         self._reserve(table)
         is_last = (self._residencies[rows] == table.residency[rows]) & (self._ends[rows] == table.known[rows])
-        places = np.flatnonzero(is_last & np.array([not len(draft) for draft in drafts], bool))
+        places = np.flatnonzero(is_last)
         if len(places):
             outputs = self._outputs[upload(rows[places], self._outputs.device)]
             for place, draft in zip(places.tolist(), self._heads(outputs, most[places]), strict=True):

@@ -65,6 +65,7 @@ class NgramDrafter:
 
     is_sent = False
     is_lookup = True
+    extends_lookup = False
     reads_outputs = False
     num_bytes = 0
 

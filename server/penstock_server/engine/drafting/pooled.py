@@ -72,6 +72,7 @@ class PooledDrafter(ABC):
 
     is_sent = True
     is_lookup = False
+    extends_lookup = False
     reads_outputs = False
     num_unread = 0  # last known tokens that are not computed yet when a draft begins
     keeps_drafts = True  # what was computed of a draft holds when it has become a token
