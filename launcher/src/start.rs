@@ -175,6 +175,7 @@ pub(crate) async fn start(
         whole_prompts: loaded.model.is_prompt_whole(),
         max_draft_tokens: if args.speculate > 0 { args.speculate } else { MAX_FORCED_TOKENS },
         drafts_with_model: loaded.model.drafts_with_model,
+        drafts_extend_lookup: loaded.model.drafts_extend_lookup,
         drafts_only_forced: args.speculate == 0,
         max_image_bytes: loaded.model.max_image_bytes(),
         num_stages: args.pipeline_parallel_size,

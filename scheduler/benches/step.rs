@@ -89,6 +89,7 @@ impl Run {
             whole_prompts: false,
             max_draft_tokens: 0,
             drafts_with_model: false,
+            drafts_extend_lookup: false,
             drafts_only_forced: false,
             max_image_bytes: 0,
             num_stages: 1,

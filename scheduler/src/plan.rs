@@ -61,6 +61,9 @@ pub struct Limits {
     pub max_draft_tokens: u32,
     /// Whether the worker can draft with a model or heads, which takes time, as well as by lookup, which takes none.
     pub drafts_with_model: bool,
+    /// Whether they are heads that draft only where lookup finds nothing, and read no text before: a step that drafts with
+    /// them looks up first, and a sequence without a draft in it is not catching up.
+    pub drafts_extend_lookup: bool,
     /// Whether the only drafts are tokens that grammars force (without `--speculate`).
     pub drafts_only_forced: bool,
     /// Bytes that the images of the sequences that the worker knows may take.

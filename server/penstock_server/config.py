@@ -123,6 +123,7 @@ class Description:
     num_dimensions: int = 0  # of a pooled vector
     can_draft: bool = False  # plans may allow draft tokens
     drafts_with_model: bool = False  # drafts come from a model or heads, and not only by lookup
+    drafts_extend_lookup: bool = False  # as of `Drafter.extends_lookup`
     image_input: ImageInput | None = None  # None: the model reads no images
     device_name: str = ""  # the GPU's model; empty: the model runs on CPUs
     libraries: str = ""  # versions of what computes

@@ -122,6 +122,7 @@ class Worker(rpc.WorkerServicer):
             pooling=pooling_message(description),
             can_draft=description.can_draft,
             drafts_with_model=description.drafts_with_model,
+            drafts_extend_lookup=description.drafts_extend_lookup,
             image_input=image_input_message(description.image_input),
             device_name=description.device_name,
             libraries=description.libraries,

@@ -71,6 +71,7 @@ fn model(model: &Description) -> penstock_proto::LoadResponse {
         max_source_tokens: model.max_source_tokens,
         can_draft: model.can_draft,
         drafts_with_model: model.drafts_with_model,
+        drafts_extend_lookup: model.drafts_extend_lookup,
         weight_bytes: model.weight_bytes,
         kv_bytes_per_block: model.kv_bytes_per_block,
         image_input: model.image_input.as_ref().map(|input| penstock_proto::ImageInput {

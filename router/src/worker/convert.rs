@@ -147,6 +147,7 @@ pub(crate) fn description(answer: proto::LoadResponse) -> Description {
         max_source_tokens: answer.max_source_tokens,
         can_draft: answer.can_draft,
         drafts_with_model: answer.drafts_with_model,
+        drafts_extend_lookup: answer.drafts_extend_lookup,
         weight_bytes: answer.weight_bytes,
         kv_bytes_per_block: answer.kv_bytes_per_block,
         phases: phases(answer.phases),

@@ -141,6 +141,8 @@ pub struct Description {
     pub can_draft: bool,
     /// Whether drafts come from a model or heads, and not only by lookup.
     pub drafts_with_model: bool,
+    /// Whether they are heads that draft only where lookup finds nothing, and read no text before.
+    pub drafts_extend_lookup: bool,
     /// Size of the weights on all ranks together.
     pub weight_bytes: u64,
     /// Size of one KV block on all ranks together.

@@ -32,6 +32,7 @@ pub const fn limits() -> Limits {
         whole_prompts: false,
         max_draft_tokens: 0,
         drafts_with_model: false,
+        drafts_extend_lookup: false,
         drafts_only_forced: false,
         max_image_bytes: 100,
         num_stages: 1,

@@ -89,13 +89,14 @@ impl Scheduler {
             self.end(id);
             return Event::Failed { id, output_index };
         };
+        let may_catch_up = drafting.uses_model() && !self.limits.drafts_extend_lookup;
         let sequence = self.sequence_mut(id);
         let was_finishing = sequence.is_finishing();
         let (num_tokens, finish_reason) = sequence.accept(token_ids, num_planned_drafts);
         if num_planned_drafts > 0 {
             let acceptance = sequence.acceptance(drafting);
             match output.num_draft_tokens {
-                0 if drafting.uses_model() => acceptance.miss(),
+                0 if may_catch_up => acceptance.miss(),
                 num_drafts => acceptance.observe(token_ids.len() as u32 - 1, num_drafts),
             }
         }

@@ -27,7 +27,8 @@ impl Scheduler {
             let seconds = if estimate.seconds > 0.0 { estimate.seconds } else { duration.as_secs_f64() };
             let planned = in_flight.advances.iter().map(|advance| advance.num_draft_tokens).filter(|num| *num > 0);
             let (num_sequences, num_passes) = (planned.clone().count(), planned.max().unwrap_or(0));
-            let is_catching_up = (drafted.num_tokens as usize) < num_sequences;
+            let reads_texts = !self.limits.drafts_extend_lookup;
+            let is_catching_up = reads_texts && (drafted.num_tokens as usize) < num_sequences;
             self.drafting_cost.observe(in_flight.drafting, seconds, num_passes, drafted.duration, is_catching_up);
         }
         if drafted.num_tokens > 0 {

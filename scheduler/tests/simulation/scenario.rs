@@ -138,6 +138,7 @@ fn limits() -> impl Strategy<Value = Limits> {
                 whole_prompts: false,
                 max_draft_tokens: drafts,
                 drafts_with_model: drafts % 2 == 1,
+                drafts_extend_lookup: drafts == 3,
                 drafts_only_forced: drafts == 4,
                 max_image_bytes,
                 num_stages,

@@ -176,6 +176,7 @@ class Engine:
             num_dimensions=0 if model.pooler is None else model.pooler.num_dimensions,
             can_draft=not drafting_refusal(model, group),
             drafts_with_model=not drafter.is_lookup,
+            drafts_extend_lookup=drafter.extends_lookup,
             image_input=_image_input(
                 model.images, has_adapter=model.adapters is not None and model.adapters.own is not None
             ),

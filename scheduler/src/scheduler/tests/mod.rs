@@ -43,6 +43,7 @@ fn limits(num_blocks: u32, max_steps_in_flight: u32) -> Limits {
         whole_prompts: false,
         max_draft_tokens: 0,
         drafts_with_model: false,
+        drafts_extend_lookup: false,
         drafts_only_forced: false,
         max_image_bytes: 0,
         num_stages: 1,

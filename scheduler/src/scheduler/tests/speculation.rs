@@ -393,6 +393,59 @@ fn lookups_draft_where_they_are_right_more_often_than_the_model() {
     assert!(num_lookups > 290, "{num_lookups} of 300 steps");
 }
 
+/// Runs `num_steps` decode steps of `num_sequences` sequences with heads that extend lookup. A step takes 10 ms and 1 ms a
+/// row, and the heads 1 ms. `right`: for a sequence, a step, and whether heads draft, how many of the drafts are right;
+/// `None`: there is none. Returns the scheduler, and how many steps drafted with the heads.
+fn drafting_with_heads(
+    num_sequences: u64,
+    num_steps: u64,
+    right: impl Fn(u64, u64, bool) -> Option<u32>,
+) -> (Scheduler, u64) {
+    let wide = Limits { max_step_tokens: 512, max_step_sequences: 256, max_sequence_tokens: 10_000, ..limits(9000, 1) };
+    let heads = Limits { drafts_with_model: true, drafts_extend_lookup: true, ..drafting(4, wide) };
+    let sequences: Vec<_> = (0..num_sequences).map(|id| (id, 4, 9000 / num_sequences as u32)).collect();
+    let mut scheduler = scheduler(heads, &sequences);
+    step(&mut scheduler);
+    let mut num_model_steps = 0;
+    for index in 0..num_steps {
+        let plan = plan(&mut scheduler);
+        let uses_heads = !plan.drafts_by_lookup && drafts(&plan).iter().any(|most| *most > 0);
+        num_model_steps += u64::from(uses_heads);
+        let output = |advance: &crate::Advance| {
+            let (id, most) = (advance.id, advance.num_draft_tokens);
+            let found = right(id.0, index, uses_heads).filter(|_| most > 0);
+            let num_sampled = 1 + found.unwrap_or(0).min(most);
+            let num_draft_tokens = if found.is_some() { most } else { 0 };
+            SequenceOutput { id, token_ids: Some(vec![TOKEN; num_sampled as usize]), num_draft_tokens }
+        };
+        let outputs: Vec<_> = plan.advances.iter().map(output).collect();
+        let num_tokens = outputs.iter().map(|output| output.num_draft_tokens).sum();
+        let making = Duration::from_millis(u64::from(uses_heads));
+        let duration = making + Duration::from_millis(10 + num_sequences + u64::from(num_tokens));
+        scheduler.observe(plan.step, duration, Drafted { num_tokens, duration: making });
+        scheduler.apply(&StepResult { step: plan.step, outputs }).unwrap();
+    }
+    (scheduler, num_model_steps)
+}
+
+#[test]
+fn heads_that_often_find_no_draft_are_measured_in_few_steps() {
+    let right = |id, index, uses_heads| (uses_heads && (id + 2 * index) % 5 < 3).then_some(0);
+    let (scheduler, num_model_steps) = drafting_with_heads(32, 250, right);
+    let share = scheduler.drafting_cost.share();
+    assert!((0.01..0.03).contains(&share), "{share}: 1 of 42 ms, or of 61 with the rows of drafts");
+    assert!((2..=10).contains(&num_model_steps), "{num_model_steps} of 250 steps");
+}
+
+#[test]
+fn heads_that_find_nothing_cost_time_and_are_worth_less() {
+    let (mut scheduler, num_model_steps) = drafting_with_heads(1, 2, |_, _, _| None);
+    assert_eq!(num_model_steps, 2, "a probe");
+    assert!(scheduler.drafting_cost.share() > 0.05, "1 of 11 ms");
+    let acceptance = *scheduler.sequence_mut(SequenceId(0)).acceptance(crate::speculation::Drafting::Model);
+    assert!(acceptance.worth(1, 0.0, 0.0) < 0.8 * 0.7, "{acceptance:?}");
+}
+
 /// Seconds in virtual time for each token of a GPU whose steps take 10 ms and 1 ms a row, if the host has the tokens of the
 /// step before; it waits 3 ms for that before it looks drafts up. From step `first_found` on it finds 3, all right. And how
 /// many of the last 300 of 1000 steps looked drafts up.
