@@ -65,7 +65,10 @@ impl Scheduler {
             if num == 0 && recovers {
                 sequence.acceptance(drafting).recover();
             }
-            sequence.acceptance(unused).recover();
+            // Drafts that extend lookup try it as well, so what lookup was worth alone needs no second try.
+            if !(limits.drafts_extend_lookup && drafting.uses_model()) {
+                sequence.acceptance(unused).recover();
+            }
             num_drafts.push(num);
         }
         (drafting, num_drafts)

@@ -446,6 +446,13 @@ fn heads_that_find_nothing_cost_time_and_are_worth_less() {
     assert!(acceptance.worth(1, 0.0, 0.0) < 0.8 * 0.7, "{acceptance:?}");
 }
 
+#[test]
+fn heads_draft_where_lookups_find_less() {
+    let right = |_, index, uses_heads| (uses_heads || index % 5 < 2).then_some(1);
+    let (_, num_model_steps) = drafting_with_heads(1, 300, right);
+    assert!(num_model_steps > 280, "{num_model_steps} of 300 steps");
+}
+
 /// Seconds in virtual time for each token of a GPU whose steps take 10 ms and 1 ms a row, if the host has the tokens of the
 /// step before; it waits 3 ms for that before it looks drafts up. From step `first_found` on it finds 3, all right. And how
 /// many of the last 300 of 1000 steps looked drafts up.
