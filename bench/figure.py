@@ -372,7 +372,12 @@ def fair_share(num_cores: int, num_neighbours: int) -> float:
 
 def speculation(record: Record) -> Iterator[Figure]:
     """Servers of another model than the embedded one have its name in theirs."""
-    kinds = {"on": "drafts", "heads": "drafts of Medusa heads", "draft": "drafts of a draft model"}
+    kinds = {
+        "forced": "drafts of forced tokens",
+        "on": "drafts",
+        "heads": "drafts of Medusa heads",
+        "draft": "drafts of a draft model",
+    }
     targets = {"copying": "≥ 2.5", "JSON form": "≥ 1.7", "32 streams": "≥ 0.98"}
     for server, of_server in record["repeats"][0].items():
         ours = server.startswith("penstock")
@@ -381,7 +386,7 @@ def speculation(record: Record) -> Iterator[Figure]:
             for mode in (mode for mode in kinds if mode in modes):
                 ratios = [cell[mode]["tokens_per_s"] / cell["off"]["tokens_per_s"] for cell in cells]
                 target = "≥ 1.3" if (load, mode) == ("free chat", "heads") else targets.get(load, "")
-                if not ours or mode == "draft":
+                if not ours or mode in ("draft", "forced"):
                     target = ""
                 yield Figure(f"{server}, {load}: throughput with {kinds[mode]}, to without", target, ratios)
                 drafting = [cell[mode] for cell in cells if cell[mode].get("drafted")]

@@ -1,10 +1,14 @@
-"""Measures what draft tokens give: servers with the real model, without `--speculate`, with it, and with Medusa heads,
-loaded alternately. The heads are those of `train_medusa.py`, which trains them if they are missing.
+"""Measures what draft tokens give: servers with the real model, without drafts, with forced tokens only, with
+`--speculate`, and with Medusa heads, loaded alternately. The heads are those of `train_medusa.py`, which trains them if
+they are missing.
 
 Three loads of one stream: copying a text, filling in a form under a JSON schema, and free chat; and 32 streams of
-random words, where drafts must not cost throughput. The answers of all servers are compared token by token, and so are
-those to requests with every kind of sampling. llama.cpp gets the loads of one stream, without drafts, with its own
-n-grams and with a draft model. Both draft with the same model in 4 bits: it is nearly always right, and not cheap.
+random words, where drafts must not cost throughput. Without `--speculate`, a server still drafts the tokens that
+grammars force, so what the loads of one stream are compared with has `--max-batch-size 1`, which leaves no row for a
+draft. The 32 streams, which have no grammar, are compared with a server without `--speculate`. The answers of all
+servers are compared token by token, and so are those to requests with every kind of sampling. llama.cpp gets the loads
+of one stream, without drafts, with its own n-grams and with a draft model. Both draft with the same model in 4 bits: it
+is nearly always right, and not cheap.
 
 The second model, Gemma 3 270M, has n-grams only, and no chat: it was not trained for answers. Each model's servers run
 at the same time, those of the models one after another.
@@ -59,8 +63,16 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"repetition_penalty": 1.2, "frequency_penalty": 0.3},
     {"do_sample": True, "presence_penalty": 0.5, "min_tokens": 8},
     {"logit_bias": {"28": 2.0}, "stop": ["\n\n"]},
+    {"do_sample": True, "temperature": 0.8, "stop_token_ids": [28, 30]},
+    {"do_sample": True, "temperature": 0.8, "n": 2},
     {"grammar": {"type": "regex", "value": "[a-z]+( [a-z]+)*[.]"}},
     {"do_sample": True, "grammar": {"type": "json", "value": FORM}},
+]
+# What only the routes of OpenAI have.
+COMPLETION_SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0, "bad_words": ["the", "of the", "and"]},
+    {"temperature": 0.8, "allowed_token_ids": list(range(0, 20_000, 2))},
+    {"temperature": 0.8, "best_of": 2},
 ]
 
 
@@ -101,9 +113,13 @@ Answer = tuple[list[Any], Any]
 
 
 def answer(port: int, request: dict[str, Any]) -> Answer:
-    """With logprobs and alternatives."""
+    """With logprobs and alternatives, of all generations."""
+    if "prompt" in request:
+        (choice,) = post(port, "/v1/completions", request)["choices"]
+        return choice["logprobs"]["tokens"], (choice["text"], choice["logprobs"])
     details = post(port, "/generate", {**request, "parameters": {**request["parameters"], "details": True}})["details"]
-    return details["tokens"], details.get("top_tokens")
+    generations = [details, *details.get("best_of_sequences", [])]
+    return details["tokens"], [(each["tokens"], each.get("top_tokens")) for each in generations]
 
 
 def answer_of_llama(port: int, request: dict[str, Any]) -> Answer:
@@ -165,14 +181,15 @@ def measure(
 def sampled_requests(words: Sequence[str], count: int) -> list[dict[str, Any]]:
     """Texts that repeat themselves, with every kind of sampling in turn."""
     draw = random.Random("sampled")
-    samplings = itertools.islice(itertools.cycle(SAMPLINGS), count)
-    return [
-        {
-            "inputs": (prompt_of(words, 12, draw).strip() + "\n") * 3,
-            "parameters": {"max_new_tokens": 20, "seed": seed, **sampling},
-        }
-        for seed, sampling in enumerate(samplings, 1)
-    ]
+    requests: list[dict[str, Any]] = []
+    samplings = itertools.islice(itertools.cycle([*SAMPLINGS, *COMPLETION_SAMPLINGS]), count)
+    for seed, sampling in enumerate(samplings, 1):
+        text = (prompt_of(words, 12, draw).strip() + "\n") * 3
+        if sampling in COMPLETION_SAMPLINGS:
+            requests.append({"prompt": text, "max_tokens": 20, "seed": seed, "logprobs": 2, **sampling})
+        else:
+            requests.append({"inputs": text, "parameters": {"max_new_tokens": 20, "seed": seed, **sampling}})
+    return requests
 
 
 def num_different(some: Sequence[Any], others: Sequence[Any]) -> int:
@@ -180,9 +197,12 @@ def num_different(some: Sequence[Any], others: Sequence[Any]) -> int:
 
 
 def modes_of(name: str, model: Model, options: argparse.Namespace) -> dict[str, Server]:
-    """The servers of one name by what drafts: nothing, n-grams, and for the embedded model heads and a draft model."""
+    """The servers of one name by what drafts: nothing, in Penstock only grammars, n-grams, and for the embedded model
+    heads and a draft model."""
     ngrams, _ = SERVERS[name]
     flags = {"off": [], "on": ngrams}
+    if name == "penstock":
+        flags = {"off": ["--max-batch-size", "1"], "forced": [], "on": ngrams}
     is_embedded = model is MODELS["smollm2"]
     if is_embedded:
         # llama.cpp makes the draft model.
@@ -213,7 +233,8 @@ def measure_server(name: str, ports: dict[str, int], model: Model, repeat: int, 
     for load in model.loads:
         draw = random.Random(f"{load}/{repeat}")
         requests = [LOADS[load](words, draw) for _ in range(num_requests)]
-        measured = {mode: measure(ports[mode], ask, requests) for mode in order}
+        has_grammar = "grammar" in requests[0]["parameters"]
+        measured = {mode: measure(ports[mode], ask, requests) for mode in order if has_grammar or mode != "forced"}
         without = measured["off"][1]
         cells[load] = {
             mode: {**cell, "requests": num_requests, "different": num_different(without, answers)}
@@ -222,7 +243,8 @@ def measure_server(name: str, ports: dict[str, int], model: Model, repeat: int, 
     num_differences = sum(cell["different"] for modes in cells.values() for cell in modes.values())
     if name == "penstock":
         many = stream_load(NUM_STREAMS)
-        rates = {mode: run(ports[mode], model.dialect(), many, words, str(repeat)) for mode in order}
+        rates = {mode: run(ports[mode], model.dialect(), many, words, str(repeat)) for mode in order if mode != "off"}
+        rates["off"] = rates.pop("forced")  # without a grammar
         cells[many.name] = {mode: {"tokens_per_s": rate.tokens_per_s} for mode, rate in rates.items()}
     ratios = (
         f"{load} {mode} {cell[mode]['tokens_per_s'] / cell['off']['tokens_per_s']:.2f}"
@@ -244,8 +266,9 @@ def measure_model(model: Model, record: dict[str, Any], options: argparse.Namesp
                 port = ports[name][mode] = free_port()
                 stack.enter_context(running(server, port))
                 SERVERS[name][1](port, form(words, random.Random("warm-up")))
-        for port in ports.get("penstock", {}).values():
-            run(port, model.dialect(), stream_load(NUM_STREAMS, 1), words, "warm-up")
+        for mode, port in ports.get("penstock", {}).items():
+            if mode != "off":
+                run(port, model.dialect(), stream_load(NUM_STREAMS, 1), words, "warm-up")
         for number, repeat in enumerate(record["repeats"]):
             for name in ports:
                 repeat[name + model.suffix] = measure_server(

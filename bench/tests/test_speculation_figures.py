@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from figure import speculation
-from speculation import SAMPLINGS, num_different, sampled_requests
+from speculation import COMPLETION_SAMPLINGS, SAMPLINGS, num_different, sampled_requests
 
 
 def test_a_figure_compares_each_load_with_and_without_drafts() -> None:
@@ -36,6 +36,15 @@ def test_medusa_heads_have_figures_of_their_own() -> None:
     assert figures["penstock, free chat: throughput with drafts, to without"].target == ""
 
 
+def test_forced_tokens_have_a_figure_without_a_target() -> None:
+    modes = {"off": {"tokens_per_s": 10}, "forced": {"tokens_per_s": 12}, "on": {"tokens_per_s": 18}}
+    repeat = {"penstock": {"loads": {"JSON form": modes}, "different": 0}}
+    figures = {figure.name: figure for figure in speculation({"repeats": [repeat]})}
+    forced = figures["penstock, JSON form: throughput with drafts of forced tokens, to without"]
+    assert (forced.values, forced.target) == ([1.2], "")
+    assert figures["penstock, JSON form: throughput with drafts, to without"].target == "≥ 1.7"
+
+
 def test_a_second_model_has_figures_by_its_name_and_changed_answers_are_counted_by_what_drafts() -> None:
     def modes(**different: int) -> dict[str, Any]:
         return {mode: {"tokens_per_s": 10, "requests": 4, "different": num} for mode, num in different.items()}
@@ -57,13 +66,13 @@ def test_a_second_model_has_figures_by_its_name_and_changed_answers_are_counted_
 
 
 def test_requests_have_every_kind_of_sampling_in_turn() -> None:
-    requests = sampled_requests(["a", "b"], 2 * len(SAMPLINGS))
-    assert len({request["parameters"]["seed"] for request in requests}) == len(requests)
-    kinds = [
-        {key: request["parameters"].get(key) for key in kind}
-        for request, kind in zip(requests, 2 * SAMPLINGS, strict=True)
-    ]
-    assert kinds == 2 * SAMPLINGS
+    every = [*SAMPLINGS, *COMPLETION_SAMPLINGS]
+    requests = sampled_requests(["a", "b"], 2 * len(every))
+    asked = [request.get("parameters", request) for request in requests]
+    assert len({parameters["seed"] for parameters in asked}) == len(requests)
+    kinds = [{key: given.get(key) for key in kind} for given, kind in zip(asked, 2 * every, strict=True)]
+    assert kinds == 2 * every
+    assert sum("prompt" in request for request in requests) == 2 * len(COMPLETION_SAMPLINGS)
 
 
 def test_answers_differ_in_a_token_or_in_what_comes_with_it() -> None:
