@@ -22,7 +22,7 @@ from penstock_server.grammar.compiler import GrammarCompiler
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import Adapter, Grammar, NewSequence, Sampling
+from penstock_server.plan import Adapter, Grammar, ImageSpan, NewSequence, Sampling
 from plans import Advance, Token, listed, plan
 from rank_threads import run_native_ranks
 from safetensors import safe_open
@@ -78,15 +78,16 @@ class Drafts:
     """Stands for the search of a text: continuations of known texts, each token wrong with a probability. The same text
     has the same draft on every rank."""
 
-    def __init__(self, texts: list[list[int]]) -> None:
+    def __init__(self, texts: list[list[int]], vocab_size: int = VOCAB) -> None:
         self.texts = texts
+        self.vocab_size = vocab_size
 
     def __call__(self, history: np.ndarray, most: int, least_match: int = 2) -> np.ndarray:
         # A grammar's draft may have gone on with a token that was not generated.
         text = next((text for text in self.texts if text[: len(history)] == history.tolist()), [])
         draw = random.Random(history.tobytes())
         draft = text[len(history) :][: draw.randrange(most + 1)]
-        return np.array([(i + (draw.random() < 0.2)) % VOCAB for i in draft], np.int32)
+        return np.array([(i + (draw.random() < 0.2)) % self.vocab_size for i in draft], np.int32)
 
 
 def generate(
@@ -95,9 +96,10 @@ def generate(
     num_source: int,
     max_drafts: int,
     adapters: Sequence[Adapter | None] = (None,),
+    images: Sequence[Sequence[ImageSpan]] = ((),),
 ) -> tuple[list[list[Token]], int]:
     """The tokens of each text under its sampling, and the number of steps. Texts start one after the other, and take
-    the adapters in turn."""
+    the adapters and images in turn."""
     engine.reset()
     draw = random.Random(max_drafts)
     outputs: list[list[Token]] = [[] for _ in texts]
@@ -108,8 +110,15 @@ def generate(
         new, advances = [], []
         for i, text in enumerate(texts[:step]):
             if not num_computed[i]:
-                sampling, adapter = SAMPLINGS[i % len(SAMPLINGS)], adapters[i % len(adapters)]
-                told = NewSequence(i, text, len(text), sampling=sampling, num_source_tokens=num_source, adapter=adapter)
+                told = NewSequence(
+                    i,
+                    text,
+                    len(text),
+                    sampling=SAMPLINGS[i % len(SAMPLINGS)],
+                    num_source_tokens=num_source,
+                    images=images[i % len(images)],
+                    adapter=adapters[i % len(adapters)],
+                )
                 new.append(told)
             pending = len(text) + len(outputs[i]) - num_computed[i]
             left = NUM_TOKENS - len(outputs[i])
