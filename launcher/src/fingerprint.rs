@@ -137,6 +137,7 @@ mod tests {
             max_source_tokens: 0,
             can_draft: true,
             drafts_with_model: false,
+            drafts_extend_lookup: false,
             weight_bytes: 0,
             kv_bytes_per_block: 0,
             phases: Vec::new(),
