@@ -1,4 +1,4 @@
-"""Greedy tokens of the served model equal those of transformers with the same bf16 weights."""
+"""Greedy tokens of the served model equal those of transformers with the same bf16 weights, but for ties."""
 
 from __future__ import annotations
 
