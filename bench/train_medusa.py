@@ -1,9 +1,9 @@
-"""Trains Medusa heads for the embedded model on its own answers, and writes them in TGI's second layout.
+"""Trains Medusa heads for the embedded model on its own answers: a chain, or TGI's second layout (`--layout tgi`).
 
 The model answers questions about pairs of words and about sentences of Python's documentation. Heads are residual
-blocks in front of the model's own output matrix, which stays as it is. They choose among the tokens that the answers
-have most often, because a product with the whole matrix would cost a fifth of a step. One question in ten is held out,
-and the accuracy of each head is that on their answers.
+blocks in front of the model's own output matrix, which stays as it is; those of a chain also read the matrix's row of
+the last token. They choose among the tokens that the answers have most often, because a product with the whole matrix
+would cost a fifth of a step. One question in ten is held out, and the accuracy of each head is that on their answers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ QUESTIONS = (
     "List the steps to make{}.",
 )
 # More tokens would not be right more often (ADR 115), and the product with their rows takes longer.
-NUM_HEADS, NUM_BLOCKS, NUM_TOKENS = 4, 1, 2048
+NUM_HEADS, NUM_TOKENS = 4, 2048
 ANSWER_TOKENS, CHAT_TOKENS = 120, 512
 CHATS_PER_STEP = 16
 BATCH_ROWS = 512
@@ -116,54 +116,66 @@ def outputs_of(model: CausalModel, chats: Sequence[Chat]) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Rows:
-    """outputs [rows, hidden]: from each, the model sampled a token; targets [rows, heads]: places in `token_ids` of the
-    tokens after that one, -100 after the end of an answer and for other tokens."""
+    """outputs [rows, hidden]: from each, the model sampled a token; tokens [rows, 1 + heads]: places in `token_ids` of
+    that one and those after it, -100 after the end of an answer and for other tokens."""
 
     outputs: Tensor
-    targets: Tensor
+    tokens: Tensor
 
 
 def rows_of(outputs: Iterable[Tensor], chats: Sequence[Chat], token_ids: Tensor) -> Rows:
     """outputs: of each chat, as of `outputs_of`."""
     place_of = torch.full((int(max(token_ids.max(), *(max(ids) for ids, _ in chats))) + 1,), -100)
     place_of[token_ids] = torch.arange(len(token_ids))
-    targets = []
+    tokens = []
     for ids, num_asked in chats:
         padded = functional.pad(place_of[ids[num_asked:]], (0, NUM_HEADS), value=-100)
-        targets.append(padded.unfold(0, NUM_HEADS, 1)[1:])
-    return Rows(torch.cat(list(outputs)), torch.cat(targets))
+        tokens.append(padded.unfold(0, NUM_HEADS + 1, 1))
+    return Rows(torch.cat(list(outputs)), torch.cat(tokens))
 
 
-class Head(nn.Module):
-    """Starts as the identity: the prediction of the token before."""
+class Heads(nn.Module):
+    """Start as the identity: the prediction of the token before."""
 
-    def __init__(self, hidden_size: int) -> None:
+    def __init__(self, matrix: Tensor, is_chain: bool) -> None:
+        """matrix: [tokens, hidden]"""
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(hidden_size, hidden_size) for _ in range(NUM_BLOCKS))
+        # PERF: AMX multiplies bf16 several times as fast as float32, other CPUs a fraction as fast.
+        dtype = torch.bfloat16 if torch.cpu._is_amx_tile_supported() else torch.float32
+        self.matrix, self.is_chain = matrix.to(dtype), is_chain
+        self.token_rows = functional.pad(matrix.float(), (0, 0, 0, 1))
+        hidden_size = matrix.shape[1]
+        self.layers = nn.ModuleList(nn.Linear((1 + is_chain) * hidden_size, hidden_size) for _ in range(NUM_HEADS))
         for layer in self.layers:
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + functional.silu(layer(x))
-        return x
+    def forward(self, outputs: Tensor, tokens: Tensor) -> Iterator[Tensor]:
+        """The logits [rows, tokens] of each head. tokens [rows, heads or more]: of a row, in front of the predicted one
+        of each head."""
+        x = outputs
+        for index, layer in enumerate(self.layers):
+            if self.is_chain:
+                # -100 is no token: the last row, of zeros.
+                known = self.token_rows[tokens[:, index].clamp(min=-1)]
+                x = x + functional.silu(layer(torch.cat((x, known), 1)))
+            else:
+                x = outputs + functional.silu(layer(outputs))
+            yield functional.linear(x.to(self.matrix.dtype), self.matrix).float()
 
 
-def train(heads: nn.ModuleList, matrix: Tensor, rows: Rows, num_epochs: int) -> None:
-    """Adam, with a learning rate that falls to 0 like a cosine. matrix [tokens, hidden]"""
+def train(heads: Heads, rows: Rows, num_epochs: int) -> None:
+    """Adam, with a learning rate that falls to 0 like a cosine."""
     optimizer = torch.optim.Adam(heads.parameters(), LEARNING_RATE)
     num_steps = num_epochs * len(rows.outputs) // BATCH_ROWS
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
     batches = (part for _ in range(num_epochs) for part in torch.randperm(len(rows.outputs)).split(BATCH_ROWS))
     for step, batch in zip(range(num_steps), batches, strict=False):
-        outputs, targets = rows.outputs[batch].float(), rows.targets[batch]
-        losses = []
-        for index, head in enumerate(heads):
-            known = targets[:, index] >= 0
-            # PERF: a product in bf16 takes a fraction of the time of one in float32.
-            logits = functional.linear(head(outputs[known]).bfloat16(), matrix)
-            losses.append(functional.cross_entropy(logits.float(), targets[known, index]))
+        tokens = rows.tokens[batch]
+        losses = [
+            functional.cross_entropy(logits, tokens[:, 1 + index])
+            for index, logits in enumerate(heads(rows.outputs[batch].float(), tokens))
+        ]
         optimizer.zero_grad()
         torch.stack(losses).sum().backward()
         optimizer.step()
@@ -173,28 +185,30 @@ def train(heads: nn.ModuleList, matrix: Tensor, rows: Rows, num_epochs: int) -> 
 
 
 @torch.inference_mode()
-def accuracies(heads: nn.ModuleList, matrix: Tensor, rows: Rows) -> list[float]:
-    """The share of right first choices of each head, of all tokens within answers."""
-    found = []
-    for index, head in enumerate(heads):
-        logits = torch.cat([head(part.float()).bfloat16() @ matrix.T for part in rows.outputs.split(BATCH_ROWS)])
-        found.append((logits.argmax(-1) == rows.targets[:, index]).float().mean().item())
-    return found
+def accuracies(heads: Heads, rows: Rows) -> list[float]:
+    """The share of right first choices of each head where those before are right, of all tokens within answers."""
+    num_right, num_rows = [0] * NUM_HEADS, 0
+    for outputs, tokens in zip(rows.outputs.split(BATCH_ROWS), rows.tokens.split(BATCH_ROWS), strict=True):
+        is_right = torch.ones(len(tokens), dtype=torch.bool)
+        for index, logits in enumerate(heads(outputs.float(), tokens)):
+            is_right &= logits.argmax(-1) == tokens[:, 1 + index]
+            num_right[index] += int(is_right.sum())
+        num_rows += len(tokens)
+    return [right / max(1, before) for before, right in itertools.pairwise([num_rows, *num_right])]
 
 
-def save(folder: Path, heads: nn.ModuleList, token_ids: Tensor) -> None:
+def save(folder: Path, heads: Heads, token_ids: Tensor) -> None:
     tensors = {
-        f"{index}.{block}.linear.{name}": value.detach().bfloat16().contiguous()
-        for index, head in enumerate(heads)
-        for block, layer in enumerate(head.layers)
+        f"{index}.0.linear.{name}": value.detach().bfloat16().contiguous()
+        for index, layer in enumerate(heads.layers)
         for name, value in layer.named_parameters()
     }
     save_file({**tensors, "token_ids": token_ids}, folder / "medusa_lm_head.safetensors")
-    config = {"medusa_num_heads": NUM_HEADS, "medusa_num_layers": NUM_BLOCKS}
+    config = {"medusa_num_heads": NUM_HEADS, "medusa_num_layers": 1}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
-def make_heads(folder: Path = FOLDER, num_questions: int = 1600, num_epochs: int = 6) -> Path:
+def make_heads(folder: Path = FOLDER, num_questions: int = 1600, num_epochs: int = 6, *, is_chain: bool = True) -> Path:
     """The folder of heads, which are trained if they are missing."""
     if (folder / "config.json").exists():
         return folder
@@ -211,10 +225,9 @@ def make_heads(folder: Path = FOLDER, num_questions: int = 1600, num_epochs: int
     num_held_out = len(chats) // 10
     parts = chats[:num_held_out], chats[num_held_out:]
     held_out, rows = (rows_of(outputs_of(model, part), part, token_ids) for part in parts)
-    matrix = model.head_rows(token_ids)
-    heads = nn.ModuleList(Head(model.hidden_size) for _ in range(NUM_HEADS))
-    train(heads, matrix, rows, num_epochs)
-    shares = ", ".join(f"{100 * share:.0f} %" for share in accuracies(heads, matrix, held_out))
+    heads = Heads(model.head_rows(token_ids), is_chain)
+    train(heads, rows, num_epochs)
+    shares = ", ".join(f"{100 * share:.0f} %" for share in accuracies(heads, held_out))
     print(f"accuracy on held-out answers by head: {shares}; {time.perf_counter() - started:.0f} s", flush=True)
     save(folder, heads, token_ids)
     return folder
@@ -225,8 +238,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=FOLDER)
     parser.add_argument("--questions", type=int, default=1600)
     parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--layout", choices=("chain", "tgi"), default="chain")
     options = parser.parse_args()
-    make_heads(options.out, options.questions, options.epochs)
+    make_heads(options.out, options.questions, options.epochs, is_chain=options.layout == "chain")
 
 
 if __name__ == "__main__":

@@ -53,30 +53,41 @@ def test_head_number_n_predicts_the_token_n_places_after_the_sampled_one() -> No
     rows = train_medusa.rows_of(train_medusa.outputs_of(Repeating(), chats), chats, token_ids)  # type: ignore[arg-type]
     assert rows.outputs[:, 0].tolist() == [8, 11, 12, 13, 14]
     # Places in token_ids; 14 is not among them.
-    assert rows.targets.tolist() == [
-        [1, 2, -100, 3],
-        [2, -100, 3, -100],
-        [-100, 3, -100, -100],
-        [3, -100, -100, -100],
-        [-100] * 4,
+    assert rows.tokens.tolist() == [
+        [0, 1, 2, -100, 3],
+        [1, 2, -100, 3, -100],
+        [2, -100, 3, -100, -100],
+        [-100, 3, -100, -100, -100],
+        [3, -100, -100, -100, -100],
     ]
 
 
-def test_trained_heads_are_right_more_often_and_are_written_in_the_second_layout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_chain", [False, True])
+def test_trained_heads_are_right_more_often_and_are_written(
+    is_chain: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(train_medusa, "LEARNING_RATE", 0.05)
     torch.manual_seed(0)
-    matrix = torch.eye(8, dtype=torch.bfloat16)
     outputs = torch.eye(8, dtype=torch.bfloat16).repeat(100, 1)
     following = torch.arange(8).repeat(100)
-    targets = torch.stack([(following + distance) % 8 for distance in range(1, 5)], 1)
-    rows = train_medusa.Rows(outputs, targets)
-    heads = torch.nn.ModuleList(train_medusa.Head(8) for _ in range(train_medusa.NUM_HEADS))
-    assert max(train_medusa.accuracies(heads, matrix, rows)) == 0
-    train_medusa.train(heads, matrix, rows, num_epochs=40)
-    assert min(train_medusa.accuracies(heads, matrix, rows)) == 1
+    rows = train_medusa.Rows(outputs, torch.stack([(following + distance) % 8 for distance in range(5)], 1))
+    heads = train_medusa.Heads(torch.eye(8, dtype=torch.bfloat16), is_chain)
+    assert train_medusa.accuracies(heads, rows)[0] == 0
+    train_medusa.train(heads, rows, num_epochs=40)
+    assert min(train_medusa.accuracies(heads, rows)) == 1
     train_medusa.save(tmp_path, heads, torch.arange(8))
     tensors = load_file(tmp_path / "medusa_lm_head.safetensors")
     assert {name.split(".", 1)[1] for name in tensors if "." in name} == {"0.linear.weight", "0.linear.bias"}
+    assert tensors["0.0.linear.weight"].shape == (8, 16 if is_chain else 8)
     assert tensors["token_ids"].tolist() == list(range(8))
+
+
+def test_a_chain_learns_what_depends_on_the_token_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_medusa, "LEARNING_RATE", 0.05)
+    torch.manual_seed(0)
+    outputs = torch.zeros(800, 8, dtype=torch.bfloat16)  # tells nothing
+    tokens = torch.randint(8, (800, 1))
+    rows = train_medusa.Rows(outputs, torch.cat([(tokens + distance) % 8 for distance in range(5)], 1))
+    heads = train_medusa.Heads(torch.eye(8, dtype=torch.bfloat16), is_chain=True)
+    train_medusa.train(heads, rows, num_epochs=40)
+    assert min(train_medusa.accuracies(heads, rows)) == 1

@@ -16,7 +16,14 @@ from penstock_server.attention.interface import StepAdapters
 from penstock_server.engine import Engine
 from penstock_server.engine.drafting import medusa
 from penstock_server.engine.drafting.interface import SentDrafter
-from penstock_server.engine.drafting.medusa import WEIGHTS_NAME, HeadKernels, Heads, MedusaDrafter, read_heads
+from penstock_server.engine.drafting.medusa import (
+    WEIGHTS_NAME,
+    ChainedHeads,
+    HeadKernels,
+    Heads,
+    MedusaDrafter,
+    read_heads,
+)
 from penstock_server.engine.sequence import SequenceTable, TableLimits
 from penstock_server.errors import ConfigError
 from penstock_server.kernels.native_build import find_build
@@ -163,7 +170,7 @@ class Sized(FakeModel):
         return self.matrix[token_ids]
 
 
-def read(folder: Path, model: FakeModel, group: RankGroup | None = None) -> Heads | None:
+def read(folder: Path, model: FakeModel, group: RankGroup | None = None) -> Heads | ChainedHeads | None:
     native = find_build(CPU, torch.float32)
     assert native is not None
     return read_heads(folder, model, HeadKernels.of(CPU, torch.float32, native), group or RankGroup())
@@ -185,7 +192,7 @@ def every_draft_is_likely(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_heads_are_read_in_the_first_layout_of_tgi(tmp_path: Path) -> None:
     tensors, outputs = save_heads(tmp_path), torch.randn(4, 6)
     heads = read(tmp_path, Sized(6, 11))
-    assert heads is not None
+    assert isinstance(heads, Heads)
     expected = [
         (entered(tensors, head, outputs) @ tensors[f"{head}.1.weight"].T).argmax(1).tolist() for head in range(2)
     ]
@@ -208,12 +215,58 @@ def test_heads_of_the_second_layout_choose_by_the_model_s_matrix(
     write_heads(tmp_path, shared if token_ids is None else {**shared, "token_ids": torch.tensor(token_ids)})
     model = Sized(6, 11)
     heads = read(tmp_path, model, PairedGroup(0, size))
-    assert heads is not None
+    assert isinstance(heads, Heads)
     for head in range(2):
         logits = (entered(tensors, head, outputs) @ model.matrix.T)[:, allowed]
         best = [allowed[place] for place in logits.argmax(1).tolist()]
         assert [int(draft[head]) for draft in heads(outputs, np.array([2] * 4))] == best
     assert read(tmp_path, model, PairedGroup(1, 2)) is None
+
+
+@pytest.mark.native
+@pytest.mark.usefixtures("every_draft_is_likely")
+@pytest.mark.parametrize("size", [1, 2])
+def test_heads_of_a_chain_read_the_last_token_and_the_head_before(size: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    allowed, model = [2, 3, 5, 7], Sized(6, 11)
+    weights = {f"{i}.0.linear.weight": torch.randn(6, 12) for i in range(2)}
+    biases = {f"{i}.0.linear.bias": torch.randn(6) for i in range(2)}
+    write_heads(tmp_path, {**weights, **biases, "token_ids": torch.tensor(allowed)})
+    heads = read(tmp_path, model, PairedGroup(0, size))
+    assert isinstance(heads, ChainedHeads)
+    outputs, last_tokens, most = torch.randn(5, 6), np.array([3, 7, 4, 10, 2]), np.array([2, 1, 2, 2, 2])
+    expected = []
+    for output, last, limit in zip(outputs, last_tokens.tolist(), most.tolist(), strict=True):
+        x, token, draft = output, last, list[int]()
+        for i in range(limit):
+            row = model.matrix[token] if token in allowed else torch.zeros(6)
+            linear = weights[f"{i}.0.linear.weight"] @ torch.cat((x, row)) + biases[f"{i}.0.linear.bias"]
+            x = x + linear * torch.sigmoid(linear)
+            token = allowed[int((model.matrix[allowed] @ x).argmax())]
+            draft.append(token)
+        expected.append(draft)
+    assert [draft.tolist() for draft in heads(outputs, most, last_tokens)] == expected
+    assert heads.num_bytes == 4 * (2 * 6 * 12 + 4 * 6 + 5 * 6)
+    assert read(tmp_path, model, PairedGroup(1, 2)) is None
+
+
+def test_a_chain_ends_where_its_tokens_are_too_unlikely() -> None:
+    rows = []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        rows.append(len(x))
+        return torch.zeros(len(x), VOCAB)
+
+    # A token is followed by itself, with a probability of 0.3 from output 5, else of nearly 1.
+    def matrix(x: torch.Tensor) -> torch.Tensor:
+        certainty = torch.where(x[:, :1] == 5, float(np.log(0.3 / 0.7 * (VOCAB - 1))), 100.0)
+        return torch.eye(VOCAB)[x[:, 0].long()] * certainty
+
+    heads = ChainedHeads([layer] * 4, matrix, choose, torch.arange(VOCAB), torch.zeros(VOCAB + 1, VOCAB))
+    outputs = torch.tensor([[5.0], [6.0], [7.0]]).expand(3, VOCAB)
+    drafts = heads(outputs, np.array([4, 4, 2]), np.array([1, 2, 3]))
+    assert [draft.tolist() for draft in drafts] == [[5], [6] * 4, [7] * 2]
+    assert rows == [3, 3, 1, 1]
 
 
 @pytest.mark.native
@@ -235,10 +288,11 @@ def test_heads_of_another_model_are_refused(
 
 
 @pytest.mark.parametrize(
-    "token_ids", [torch.tensor([1.0]), torch.tensor([[1]]), torch.tensor([11]), torch.tensor([-1])]
+    "token_ids",
+    [torch.tensor([1.0]), torch.tensor([[1]]), torch.tensor([11]), torch.tensor([-1]), torch.tensor([2, 2])],
 )
 def test_tokens_that_the_model_lacks_are_refused(token_ids: torch.Tensor, tmp_path: Path) -> None:
     shared = {name: tensor for name, tensor in save_heads(tmp_path).items() if "linear" in name}
     write_heads(tmp_path, {**shared, "token_ids": token_ids})
-    with pytest.raises(ConfigError, match="tensor token_ids must be a list of int64 from 0 to 10"):
+    with pytest.raises(ConfigError, match="tensor token_ids must be an ascending list of int64 from 0 to 10"):
         read(tmp_path, Sized(6, 11))

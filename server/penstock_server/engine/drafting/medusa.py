@@ -5,6 +5,10 @@ Heads have one of TGI's two layouts: `config.json` with `medusa_num_heads` and `
 `medusa_lm_head.safetensors` with the residual blocks of each head. In the first layout, each head also has a matrix of
 the vocabulary. In the second one, all heads share the model's own output matrix, or, if the file has a tensor
 `token_ids` (ours; other servers ignore it), the rows of these tokens.
+
+With `token_ids`, heads may also be a chain (Hydra: Ankner et al. 2024, arXiv 2402.05109), a layout of ours: each head
+reads what the head before has made, and the row of the token in front of the one that it predicts. So the first head
+knows the token that was sampled, and the others know the draft so far.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear, pad, silu
 
 from penstock_server.engine.drafting.interface import Tokens
 from penstock_server.engine.host_batch import Rows
@@ -52,9 +56,9 @@ class Heads:
     token_ids: Tensor | None = None  # on the host
     num_bytes: int = 0
 
-    def __call__(self, outputs: Tensor, most: Rows) -> list[Tokens]:
+    def __call__(self, outputs: Tensor, most: Rows, last_tokens: Rows | None = None) -> list[Tokens]:
         """The draft of each row. outputs: [rows, hidden]; most: [rows], at least 1. No more rows are multiplied by a
-        matrix than the drafts may have tokens."""
+        matrix than the drafts may have tokens. last_tokens: has no effect."""
         num_heads = min(int(most.max()), len(self.blocks))
         rows = [np.flatnonzero(most > head) for head in range(num_heads)]
         inputs = [
@@ -73,6 +77,41 @@ class Heads:
         tokens[places], likely[places] = ids.numpy(), np.nan_to_num(logprobs.float().numpy(), nan=-np.inf)
         counts = (likely.cumsum(1) >= np.log(_LEAST_PROBABILITY)).sum(1)
         return [draft[:count] for draft, count in zip(tokens, counts.tolist(), strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class ChainedHeads:
+    """Head k makes x + silu(layers[k]([x, r])) of x, and the matrix makes logits of that. x: the model's output, or
+    what the head before has made; r: the row of the last token so far, or zeros if it is none of `token_ids`."""
+
+    layers: Sequence[Layer]  # [rows, 2 hidden] → [rows, hidden]
+    matrix: Layer  # [rows, hidden] → [rows, tokens]
+    choose: Choose
+    token_ids: Tensor  # [tokens] int64, ascending, on the host
+    token_rows: Tensor  # [tokens + 1, hidden]: those of the output matrix, and zeros
+    num_bytes: int = 0
+
+    def __call__(self, outputs: Tensor, most: Rows, last_tokens: Rows) -> list[Tokens]:
+        """The draft of each row. outputs: [rows, hidden]; most: [rows], at least 1; last_tokens: [rows], which were
+        sampled from the outputs. A head reads only rows whose drafts have not ended."""
+        drafts: list[list[int]] = [[] for _ in most]
+        rows, likely, x = np.arange(len(most)), np.zeros(len(most)), outputs
+        tokens = torch.from_numpy(last_tokens).long()
+        places = torch.searchsorted(self.token_ids, tokens)
+        places = torch.where(pad(self.token_ids, (0, 1), value=-1)[places] == tokens, places, len(self.token_ids))
+        for head, layer in enumerate(self.layers):
+            x = x + silu(layer(torch.cat((x, self.token_rows[places.to(x.device)]), 1)))
+            chosen, logprobs = (part.cpu() for part in self.choose(self.matrix(x)))
+            likely = likely + np.nan_to_num(logprobs.float().numpy(), nan=-np.inf)
+            is_likely = likely >= np.log(_LEAST_PROBABILITY)
+            for row, token in zip(rows[is_likely], self.token_ids[chosen].numpy()[is_likely].tolist(), strict=True):
+                drafts[row].append(token)
+            going_on = np.flatnonzero(is_likely & (most[rows] > head + 1))
+            if not len(going_on):
+                break
+            rows, likely, picked = rows[going_on], likely[going_on], torch.from_numpy(going_on)
+            places, x = chosen[picked], x[picked.to(x.device)]
+        return [np.array(draft, np.int32) for draft in drafts]
 
 
 def _enter(blocks: Sequence[Layer], x: Tensor) -> Tensor:
@@ -115,14 +154,22 @@ class _File:
         self._checkpoint.read(name, None, tensor)
         return tensor
 
+    def is_chain(self, hidden_size: int) -> bool:
+        """Whether heads read the last token too."""
+        name = "0.0.linear.weight"
+        return (
+            self.num_blocks == 1 and self.has(name) and self._checkpoint.shape(name) == (hidden_size, 2 * hidden_size)
+        )
+
     def token_ids(self, vocab_size: int) -> Tensor | None:
         if not self.has("token_ids"):
             return None
         ids = self._checkpoint.raw("token_ids")
-        if ids.dtype != torch.int64 or ids.dim() != 1 or not len(ids) or ids.min() < 0 or ids.max() >= vocab_size:
+        is_list = ids.dtype == torch.int64 and ids.dim() == 1 and len(ids) > 0
+        if not is_list or ids[0] < 0 or ids[-1] >= vocab_size or (ids[1:] <= ids[:-1]).any():
             raise ConfigError(
-                f"{self.path}: tensor token_ids must be a list of int64 from 0 to {vocab_size - 1}, it is of type "
-                f"{ids.dtype} and shape {list(ids.shape)}; use heads that were made for this model"
+                f"{self.path}: tensor token_ids must be an ascending list of int64 from 0 to {vocab_size - 1}, it is "
+                f"of type {ids.dtype} and shape {list(ids.shape)}; use heads that were made for this model"
             )
         return ids
 
@@ -160,7 +207,7 @@ def _most_probable(logits: Tensor) -> tuple[Tensor, Tensor]:
     return ids, logprobs
 
 
-def read_heads(folder: Path, model: CausalModel, kernels: HeadKernels, group: RankGroup) -> Heads | None:
+def read_heads(folder: Path, model: CausalModel, kernels: HeadKernels, group: RankGroup) -> Heads | ChainedHeads | None:
     """The heads in a folder; None on ranks after the first. All ranks call it together. Raises ConfigError if the
     heads are damaged, were made for another model, or are no heads."""
     file, dtype, num_bytes = _File(folder), kernels.dtype, 0
@@ -170,12 +217,12 @@ def read_heads(folder: Path, model: CausalModel, kernels: HeadKernels, group: Ra
         num_bytes += weight.nbytes
         return kernels.pack(weight, bias)
 
-    def block(name: str) -> Layer:
-        weight = file.read(f"{name}.weight", dtype, model.hidden_size, model.hidden_size)
+    def block(name: str, in_features: int = model.hidden_size) -> Layer:
+        weight = file.read(f"{name}.weight", dtype, model.hidden_size, in_features)
         return pack(weight, file.read(f"{name}.bias", dtype, model.hidden_size))
 
     heads, last = range(file.num_heads), file.num_blocks
-    token_ids, matrices = None, list[Layer]()
+    token_ids, token_rows, matrices = None, None, list[Layer]()
     try:
         is_shared = not any(file.has(f"{i}.{last}.weight") for i in heads)
         if is_shared:
@@ -185,8 +232,15 @@ def read_heads(folder: Path, model: CausalModel, kernels: HeadKernels, group: Ra
             else:
                 rows = model.head_rows(torch.arange(model.vocab_size) if token_ids is None else token_ids)
                 matrices = [pack(rows)]
+                if token_ids is not None and file.is_chain(model.hidden_size):
+                    token_rows = pad(rows, (0, 0, 0, 1))
         if group.rank:
             return None
+        if token_ids is not None and token_rows is not None:
+            layers = [block(f"{i}.0.linear", 2 * model.hidden_size) for i in heads]
+            return ChainedHeads(
+                layers, matrices[0], kernels.choose, token_ids, token_rows, num_bytes + token_rows.nbytes
+            )
         blocks = [[block(f"{i}.{j}.linear") for j in range(file.num_blocks)] for i in heads]
         if not is_shared:
             shape = model.vocab_size, model.hidden_size
@@ -204,7 +258,7 @@ class MedusaDrafter:
     extends_lookup = True
     reads_outputs = True
 
-    def __init__(self, heads: Heads) -> None:
+    def __init__(self, heads: Heads | ChainedHeads) -> None:
         self._heads = heads
         self.num_bytes = heads.num_bytes
         # By row of the table: the last output [rows, hidden], and for which residency and known tokens it is the last.
@@ -220,7 +274,9 @@ class MedusaDrafter:
         places = np.flatnonzero(is_last)
         if len(places):
             outputs = self._outputs[upload(rows[places], self._outputs.device)]
-            for place, draft in zip(places.tolist(), self._heads(outputs, most[places]), strict=True):
+            last_tokens = np.array([table.known_ids(row)[-1] for row in rows[places].tolist()])
+            found = self._heads(outputs, most[places], last_tokens)
+            for place, draft in zip(places.tolist(), found, strict=True):
                 drafts[place] = draft
         return drafts
 
