@@ -3,7 +3,6 @@ thousand that nothing uses. It verifies drafts; the expected answers come from a
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -12,51 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from binary import Server, start
 from client import ask
 from fault.probe import health, memory_bytes, restarts, wait_for_restart, wait_until
-from safetensors.torch import save_file
+from random_adapter import make_adapter, request
 from test_worker_death import TOKENS, Stream, ranks
 
 pytestmark = pytest.mark.native
 
-LAYERS, HIDDEN, KV, INNER = 30, 576, 192, 1536  # of the embedded model
-SIZES = {
-    "self_attn.q_proj": (HIDDEN, HIDDEN),
-    "self_attn.v_proj": (KV, HIDDEN),
-    "self_attn.o_proj": (HIDDEN, HIDDEN),
-    "mlp.gate_proj": (INNER, HIDDEN),
-    "mlp.down_proj": (HIDDEN, INNER),
-}
 PROMPTS = ["A long story:", "The capital of France is", "def fibonacci(n):"]
 ADAPTERS = (None, "one", "two")
 TOKEN = "hf_secret"
 NUM_SPARE = 1000  # registered, and never used
-
-
-def make_adapter(folder: Path, seed: int, rank: int = 8, hidden: int = HIDDEN) -> Path:
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for layer in range(LAYERS):
-        for module, (out_features, in_features) in SIZES.items():
-            name = f"base_model.model.model.layers.{layer}.{module}"
-            in_features += hidden - HIDDEN
-            shapes = {"lora_A": (rank, in_features), "lora_B": (out_features, rank)}
-            for matrix, shape in shapes.items():
-                tensors[f"{name}.{matrix}.weight"] = torch.randn(shape, generator=generator) / shape[1] ** 0.5
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    modules = [module.rpartition(".")[2] for module in SIZES]
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank / 4, "target_modules": modules}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
-
-
-def request(prompt: str, adapter: str | None) -> dict[str, Any]:
-    return {"inputs": prompt, "parameters": {"max_new_tokens": TOKENS, "adapter_id": adapter}}
-
-
 REQUESTS = [request(prompt, adapter) for prompt in PROMPTS for adapter in ADAPTERS]
 
 

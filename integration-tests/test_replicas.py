@@ -13,8 +13,8 @@ from binary import TIMEOUT_S, Server, launch, start
 from client import ask
 from fault.probe import fork_servers, health, metric, restarts, wait_for_rest, wait_for_restart, wait_until
 from fault.probe import replica_workers as workers
-from test_adapters import PROMPTS, make_adapter
-from test_adapters import request as adapted
+from random_adapter import make_adapter
+from random_adapter import request as adapted
 from test_worker_death import REQUESTS, Stream
 
 pytestmark = [pytest.mark.native, pytest.mark.xdist_group("replicas")]
@@ -94,7 +94,8 @@ def test_a_replicas_death_stops_no_stream_and_changes_no_token(
 
 
 def test_a_replicas_death_takes_no_adapter_from_its_streams(replicas: Server) -> None:
-    requests = [adapted(prompt, adapter) for prompt in PROMPTS for adapter in (None, "one")] * 2
+    prompts = ("A long story:", "The capital of France is", "def fibonacci(n):")
+    requests = [adapted(prompt, adapter) for prompt in prompts for adapter in (None, "one")] * 2
     wait_until(lambda: len(workers(replicas)) == 2)
     expected = [stream.result() for stream in [Stream(replicas, request) for request in requests]]
     assert all(base != other for base, other in zip(expected[::2], expected[1::2], strict=True))
