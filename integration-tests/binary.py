@@ -137,6 +137,7 @@ def start(
     env: dict[str, str] | None = None,
     through: Sequence[str] = (),
     command: Sequence[str] = (),
+    timeout_s: float = START_TIMEOUT_S,
 ) -> Server:
     """Start on a free port and wait for the log line with the URL. port: None if a variable of `env` sets it."""
     place = [] if port is None else ["--port", port]
@@ -157,7 +158,7 @@ def start(
         ready.put(None)
 
     threading.Thread(target=follow, daemon=True).start()
-    url = ready.get(timeout=START_TIMEOUT_S)
+    url = ready.get(timeout=timeout_s)
     if url is None:
         pytest.fail("the server did not become ready:\n" + "\n".join(server.lines[-30:]))
     server.url = url

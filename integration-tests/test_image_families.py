@@ -4,6 +4,8 @@ layers that attend to images."""
 from __future__ import annotations
 
 import base64
+import gc
+import os
 import sys
 from pathlib import Path
 
@@ -15,13 +17,37 @@ from client import ask
 from test_worker_death import Stream, answers_across_a_kill
 
 sys.path.append(str(Path(__file__).parent.parent / "server" / "tests"))
-from image_cases import IMAGE_CASES, file_of, make_image_model, picture
+from image_cases import IMAGE_CASES, file_of, make_image_model, picture, token_id
 from penstock_server.vision.tiles import TileProcessor
 from tokenizers import Tokenizer
 
 pytestmark = [pytest.mark.native, pytest.mark.xdist_group("images")]
 
 NUM_TOKENS = 12
+# The shape of Qwen2.5-VL 3B: 3.8 billion weights, whose images have as many as 16,384 tokens.
+QWEN_TEXT = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+    "tie_word_embeddings": True,
+}
+QWEN_VISION = {
+    "hidden_size": 1280,
+    "out_hidden_size": 2048,
+    "depth": 32,
+    "num_heads": 16,
+    "intermediate_size": 3420,
+    "patch_size": 14,
+    "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
+# Of a logprob: activations have 8 bits of mantissa, in the server only.
+LOGPROB_TOLERANCE = 0.1
 # What an image and "What?" become; {} is the image's tokens. The second is how many these are.
 PROMPTS = {
     "qwen3-vl": ("<|vision_start|>{}<|vision_end|>What?", 4),
@@ -84,6 +110,57 @@ def test_a_prompt_with_an_image_has_the_tokens_of_transformers(name: str, tmp_pa
         details = found.json["details"]
         assert int(found.headers["x-prompt-tokens"]) == len(prompt)
         assert [token["id"] for token in details["tokens"]] == greedy(model, tmp_path, prompt)
+    finally:
+        assert server.stop() == 0, server.last_lines()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(
+    os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 20e9, reason="the reference in float32 takes 15 GB"
+)
+def test_a_published_shape_predicts_what_transformers_predicts(tmp_path: Path) -> None:
+    """No package has the weights of a small model that reads images, so these are random ones."""
+    case = IMAGE_CASES["qwen2.5-vl"]
+    make_image_model("qwen2.5-vl", tmp_path)  # its tokenizer and image processor
+    values = {**case.values, "image_token_id": token_id(case.image_token), "tie_word_embeddings": True}
+    config = transformers.Qwen2_5_VLConfig(text_config=QWEN_TEXT, vision_config=QWEN_VISION, **values)
+    processor = transformers.Qwen2VLImageProcessorPil(
+        patch_size=14, size={"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
+    )
+    processor.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=0.8 / parameter[0].numel() ** 0.5)
+    model.save_pretrained(tmp_path)
+    seen = picture(1, 448, 336)
+    inputs = dict(processor(images=[seen], return_tensors="pt"))
+    text = "<|vision_start|>" + case.image_token * (16 * 12) + "<|vision_end|>What?"
+    prompt = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(text).ids
+    tokens = torch.tensor([prompt])
+    inputs["mm_token_type_ids"] = (tokens == config.image_token_id).int()
+    with torch.inference_mode():
+        expected = model.float()(input_ids=tokens, use_cache=False, **inputs).logits[0, -1].log_softmax(-1)
+    del model
+    gc.collect()
+
+    uri = "data:image/png;base64," + base64.b64encode(file_of(seen)).decode()
+    parameters = {"max_new_tokens": NUM_TOKENS, "details": True, "top_n_tokens": 5, "ignore_eos": True}
+    request = {"inputs": f"![]({uri})What?", "parameters": parameters}
+    server = start("--model-id", str(tmp_path), "--standby", "off", timeout_s=600)
+    try:
+        found = ask(server, "/generate", request)
+        assert found.status == 200, found.text
+        assert int(found.headers["x-prompt-tokens"]) == len(prompt)
+        details = found.json["details"]
+        for token in details["top_tokens"][0]:
+            assert token["logprob"] == pytest.approx(expected[token["id"]].item(), abs=LOGPROB_TOLERANCE)
+        assert expected[details["tokens"][0]["id"]] >= expected.max() - 2 * LOGPROB_TOLERANCE
+        alone = [(token["id"], token["logprob"]) for token in details["tokens"]]
+        for tokens, _ in [stream.result() for stream in [Stream(server, request) for _ in range(2)]]:
+            assert [(id_, logprob) for id_, logprob, _ in tokens] == alone
     finally:
         assert server.stop() == 0, server.last_lines()
 
