@@ -55,6 +55,7 @@ MODEL_TESTS = (
     "architecture/test_device_drafts.py",
     "architecture/test_pooling.py",
     "architecture/test_images.py",
+    "architecture/test_image_limits.py",
 )
 PARITY_TESTS = ("architecture/test_parity.py",)
 # The models of the benchmark, the most valuable first.
