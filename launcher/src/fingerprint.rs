@@ -119,29 +119,10 @@ mod tests {
     use clap::Parser;
 
     use super::*;
+    use crate::resolve;
 
     fn model(device: &str, device_name: &str) -> Description {
-        Description {
-            architecture: "llama".to_owned(),
-            dtype: "bfloat16".to_owned(),
-            device: device.to_owned(),
-            device_name: device_name.to_owned(),
-            libraries: "torch 2.9.1".to_owned(),
-            attention: "triton".to_owned(),
-            block_tokens: 16,
-            max_position_tokens: 8192,
-            window_tokens: None,
-            decoder_prefix: [].into(),
-            pooling: None,
-            image_input: None,
-            max_source_tokens: 0,
-            can_draft: true,
-            drafts_with_model: false,
-            drafts_extend_lookup: false,
-            weight_bytes: 0,
-            kv_bytes_per_block: 0,
-            phases: Vec::new(),
-        }
+        Description { device_name: device_name.to_owned(), ..resolve::tests::model(device) }
     }
 
     #[test]

@@ -471,4 +471,4 @@ pub(crate) fn listed_devices(list: &str) -> usize {
 
 #[cfg(test)]
 #[path = "resolve_tests.rs"]
-mod tests;
+pub(crate) mod tests;

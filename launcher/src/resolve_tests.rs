@@ -19,7 +19,7 @@ fn refusal(flags: &str) -> String {
     settings(flags).unwrap_err().to_string()
 }
 
-fn model(device: &str) -> Description {
+pub(crate) fn model(device: &str) -> Description {
     Description {
         architecture: "llama".to_owned(),
         dtype: "bfloat16".to_owned(),

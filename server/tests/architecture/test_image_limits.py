@@ -1,5 +1,5 @@
-"""Images that are too large, towers that fail, and callers that leave cost a request an error, and nobody else time or
-memory."""
+"""What fails a request with images, and nothing else: an image that is too large, an error of the tower, a caller that
+has left."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Heads:
     token_ids: Tensor | None = None  # on the host
     num_bytes: int = 0
 
-    def __call__(self, outputs: Tensor, most: Rows, last_tokens: Rows | None = None) -> list[Tokens]:
+    def __call__(self, outputs: Tensor, most: Rows, last_tokens: Tokens | None = None) -> list[Tokens]:
         """The draft of each row. outputs: [rows, hidden]; most: [rows], at least 1. No more rows are multiplied by a
         matrix than the drafts may have tokens. last_tokens: has no effect."""
         num_heads = min(int(most.max()), len(self.blocks))
@@ -91,7 +91,7 @@ class ChainedHeads:
     token_rows: Tensor  # [tokens + 1, hidden]: those of the output matrix, and zeros
     num_bytes: int = 0
 
-    def __call__(self, outputs: Tensor, most: Rows, last_tokens: Rows) -> list[Tokens]:
+    def __call__(self, outputs: Tensor, most: Rows, last_tokens: Tokens) -> list[Tokens]:
         """The draft of each row. outputs: [rows, hidden]; most: [rows], at least 1; last_tokens: [rows], which were
         sampled from the outputs. A head reads only rows whose drafts have not ended."""
         drafts: list[list[int]] = [[] for _ in most]
@@ -222,7 +222,7 @@ def read_heads(folder: Path, model: CausalModel, kernels: HeadKernels, group: Ra
         return pack(weight, file.read(f"{name}.bias", dtype, model.hidden_size))
 
     heads, last = range(file.num_heads), file.num_blocks
-    token_ids, token_rows, matrices = None, None, list[Layer]()
+    token_ids, rows, matrices = None, None, list[Layer]()
     try:
         is_shared = not any(file.has(f"{i}.{last}.weight") for i in heads)
         if is_shared:
@@ -232,15 +232,13 @@ def read_heads(folder: Path, model: CausalModel, kernels: HeadKernels, group: Ra
             else:
                 rows = model.head_rows(torch.arange(model.vocab_size) if token_ids is None else token_ids)
                 matrices = [pack(rows)]
-                if token_ids is not None and file.is_chain(model.hidden_size):
-                    token_rows = pad(rows, (0, 0, 0, 1))
         if group.rank:
             return None
-        if token_ids is not None and token_rows is not None:
+        if token_ids is not None and rows is not None and file.is_chain(model.hidden_size):
             layers = [block(f"{i}.0.linear", 2 * model.hidden_size) for i in heads]
-            return ChainedHeads(
-                layers, matrices[0], kernels.choose, token_ids, token_rows, num_bytes + token_rows.nbytes
-            )
+            token_rows = pad(rows, (0, 0, 0, 1))
+            num_bytes += token_rows.nbytes
+            return ChainedHeads(layers, matrices[0], kernels.choose, token_ids, token_rows, num_bytes)
         blocks = [[block(f"{i}.{j}.linear") for j in range(file.num_blocks)] for i in heads]
         if not is_shared:
             shape = model.vocab_size, model.hidden_size
@@ -273,9 +271,9 @@ class MedusaDrafter:
         is_last = (self._residencies[rows] == table.residency[rows]) & (self._ends[rows] == table.known[rows])
         places = np.flatnonzero(is_last)
         if len(places):
-            outputs = self._outputs[upload(rows[places], self._outputs.device)]
-            last_tokens = np.array([table.known_ids(row)[-1] for row in rows[places].tolist()])
-            found = self._heads(outputs, most[places], last_tokens)
+            asked = rows[places]
+            outputs = self._outputs[upload(asked, self._outputs.device)]
+            found = self._heads(outputs, most[places], table.token_ids[asked, table.known[asked] - 1])
             for place, draft in zip(places.tolist(), found, strict=True):
                 drafts[place] = draft
         return drafts
