@@ -289,12 +289,16 @@ pub(crate) struct Args {
     #[arg(long, env, default_value_t = true, action = ArgAction::Set, value_parser = BoolishValueParser::new())]
     pub(crate) prefix_caching: bool,
 
-    /// GiB of host memory, or of --kv-offload-folder, in which prefixes stay cached that the KV cache has no room for. They come back
-    /// much faster than they are computed. Of each replica, all ranks together
+    /// GiB of host memory in which prefixes stay cached that the KV cache has no room for. They come back much faster than they are
+    /// computed. Of each replica, all ranks together
     #[arg(long, env, default_value_t = 0.0, value_name = "GIB")]
     pub(crate) kv_offload_gib: f64,
 
-    /// Folder on a disk for --kv-offload-gib, instead of host memory. Its space is reserved at the start, in a file without a name
+    /// GiB of --kv-offload-folder, for prefixes that --kv-offload-gib has no room for. Of each replica, all ranks together
+    #[arg(long, env, default_value_t = 0.0, value_name = "GIB")]
+    pub(crate) kv_offload_disk_gib: f64,
+
+    /// Folder on a disk for --kv-offload-disk-gib, which is reserved at the start, in a file without a name
     #[arg(long, env, value_name = "FOLDER")]
     pub(crate) kv_offload_folder: Option<PathBuf>,
 

@@ -49,7 +49,7 @@ pub(crate) fn command() -> clap::Command {
 const ROUTE: &str = "route";
 
 /// Flags of servers with a model, which have no effect with `penstock route`.
-const OF_MODELS: [&str; 33] = [
+const OF_MODELS: [&str; 34] = [
     "activation_bits",
     "attention",
     "cpu_isa",
@@ -61,6 +61,7 @@ const OF_MODELS: [&str; 33] = [
     "enable_lora_updates",
     "engine_listen",
     "kv_cache_dtype",
+    "kv_offload_disk_gib",
     "kv_offload_folder",
     "kv_offload_gib",
     "lora_adapters",

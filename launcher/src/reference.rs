@@ -53,6 +53,7 @@ const OURS: &[&str] = &[
     "engine-tls-cert",
     "engine-tls-key",
     "engine-without-tls",
+    "kv-offload-disk-gib",
     "kv-offload-folder",
     "kv-offload-gib",
     "max-inter-token-ms",

@@ -209,13 +209,16 @@ impl Settings {
         (false, Some(Choice::new("prefix-caching", false, reason)))
     }
 
-    /// Slots beside the KV pool, each with one block of every rank.
-    pub(crate) fn num_slots(args: &Args, model: &Description) -> (u32, Option<Choice>) {
-        if args.kv_offload_gib > 0.0 && !Self::prefix_caching(args, model).0 {
-            return (0, Some(Choice::new("kv-offload-gib", 0, "no prefix is cached, so there is nothing to offload")));
+    /// Slots beside the KV pool, each with one block of every rank: in host memory, and on disk.
+    pub(crate) fn num_slots(args: &Args, model: &Description) -> ([u32; 2], Option<Choice>) {
+        let gib = [("kv-offload-gib", args.kv_offload_gib), ("kv-offload-disk-gib", args.kv_offload_disk_gib)];
+        if let (false, _) = Self::prefix_caching(args, model) {
+            let given = gib.iter().find(|(_, gib)| *gib > 0.0);
+            let reason = "no prefix is cached, so there is nothing to offload";
+            return ([0, 0], given.map(|(name, _)| Choice::new(name, 0, reason)));
         }
-        let num_slots = args.kv_offload_gib * f64::from(1 << 30) / model.kv_bytes_per_block.max(1) as f64;
-        (num_slots as u32, None)
+        let num_slots = |(_, gib)| (gib * f64::from(1 << 30) / model.kv_bytes_per_block.max(1) as f64) as u32;
+        (gib.map(num_slots), None)
     }
 
     /// Draft tokens per sequence and step, of `--speculate` or forced by grammars. 0 where drafts cannot be verified with
@@ -292,10 +295,13 @@ fn check_ranges(args: &Args) -> Result<(), ResolveError> {
     in_range("queue-timeout", seconds, (1..=MAX_QUEUE_TIMEOUT_S).contains(&seconds), "from 1 to 86400")?;
     let fraction = args.cuda_memory_fraction;
     in_range("cuda-memory-fraction", fraction, fraction > 0.0 && fraction <= 1.0, "above 0 and at most 1")?;
-    let gib = args.kv_offload_gib;
-    in_range("kv-offload-gib", gib, gib >= 0.0 && gib.is_finite(), "at least 0")?;
-    let has_slots = args.kv_offload_folder.is_none() || gib > 0.0;
-    in_range("kv-offload-gib", gib, has_slots, "above 0 with --kv-offload-folder, which holds them")?;
+    for (name, gib) in [("kv-offload-gib", args.kv_offload_gib), ("kv-offload-disk-gib", args.kv_offload_disk_gib)] {
+        in_range(name, gib, gib >= 0.0 && gib.is_finite(), "at least 0")?;
+    }
+    let (disk_gib, has_folder) = (args.kv_offload_disk_gib, args.kv_offload_folder.is_some());
+    let allowed = "above 0 with --kv-offload-folder: the size of the file in it, while --kv-offload-gib is host memory";
+    in_range("kv-offload-disk-gib", disk_gib, disk_gib > 0.0 || !has_folder, allowed)?;
+    in_range("kv-offload-disk-gib", disk_gib, disk_gib == 0.0 || has_folder, "0 without --kv-offload-folder")?;
     let gamma = args.watermark_gamma.unwrap_or(0.5);
     in_range("watermark-gamma", gamma, gamma > 0.0 && gamma < 1.0, "between 0 and 1, exclusive")?;
     let delta = args.watermark_delta.unwrap_or(2.0);

@@ -164,7 +164,8 @@ pub(crate) async fn start(
         max_step_sequences: settings.max_step_sequences,
         max_sequence_tokens: measured.limits.max_total_tokens + loaded.model.num_prefix_tokens(),
         num_blocks: measured.pool.num_blocks,
-        num_slots: measured.warm_up.num_slots,
+        num_memory_slots: measured.warm_up.num_memory_slots,
+        num_disk_slots: measured.warm_up.num_disk_slots,
         block_tokens: loaded.model.block_tokens,
         max_steps_in_flight: args.max_steps_in_flight,
         prefix_caching,
@@ -221,7 +222,7 @@ pub(crate) async fn start(
         phases.push(phase("warm up other replicas", since.elapsed()));
     }
     let num_blocks = started.len() * measured.pool.num_blocks as usize;
-    let num_slots = started.len() * limits.num_slots as usize;
+    let num_slots = started.len() * limits.num_slots();
     let (mut groups, mut supervisors) = (Vec::new(), Vec::new());
     for (recipe, hosts, workers, group) in started {
         let (supervisor, restart) = Supervisor::new(recipe, hosts, workers, group.probe());
@@ -395,7 +396,7 @@ async fn measure(args: &Args, settings: &Settings, loaded: &mut Loaded) -> Resul
     if let Some(given) = args.max_total_tokens.filter(|given| *given > model.max_total_tokens()) {
         return Err(ResolveError::BeyondModel { given, allowed: model.max_total_tokens() }.into());
     }
-    let (num_slots, choice) = Settings::num_slots(args, model);
+    let ([num_memory_slots, num_disk_slots], choice) = Settings::num_slots(args, model);
     choice.iter().for_each(log_choice);
     let warm_up = WarmUpOptions {
         max_step_tokens: step_tokens,
@@ -408,7 +409,8 @@ async fn measure(args: &Args, settings: &Settings, loaded: &mut Loaded) -> Resul
         proven: false,
         graph_sizes: args.cuda_graphs.clone(),
         reserves_standby: settings.standby == Standby::Reserve,
-        num_slots,
+        num_memory_slots,
+        num_disk_slots,
         offload_folder: args
             .kv_offload_folder
             .as_ref()

@@ -360,7 +360,8 @@ async fn loading_and_warming_up_reach_every_rank_and_add_up_their_sizes() {
         proven: false,
         graph_sizes: Vec::new(),
         reserves_standby: false,
-        num_slots: 0,
+        num_memory_slots: 0,
+        num_disk_slots: 0,
         offload_folder: None,
         num_groups: 3,
     };
@@ -427,7 +428,8 @@ async fn ranks_that_disagree_are_refused() {
         proven: false,
         graph_sizes: Vec::new(),
         reserves_standby: false,
-        num_slots: 0,
+        num_memory_slots: 0,
+        num_disk_slots: 0,
         offload_folder: None,
         num_groups: 3,
     };

@@ -11,7 +11,7 @@ use std::collections::HashMap;
 
 use crate::layout::BlockLayout;
 use crate::offload::Offload;
-use crate::plan::{BlockHash, BlockId, SequenceId, Transfer};
+use crate::plan::{BlockHash, BlockId, Limits, SequenceId, Transfer};
 use crate::pool::BlockPool;
 use crate::precedence::Precedence;
 use crate::prefix::{Content, NodeId, Parent, PendingPrefix, PrefixTree};
@@ -86,19 +86,26 @@ impl BlockTable {
 }
 
 impl Cache {
-    pub(crate) fn new(num_blocks: u32, num_slots: u32, layout: BlockLayout, hash: BlockHash) -> Self {
-        let (pool, tree) = (BlockPool::new(num_blocks), PrefixTree::new(hash));
-        Self { pool, tree, offload: Offload::new(num_slots), layout, num_queried_tokens: 0, num_hit_tokens: 0 }
+    pub(crate) fn new(limits: &Limits, layout: BlockLayout, hash: BlockHash) -> Self {
+        Self {
+            pool: BlockPool::new(limits.num_blocks),
+            tree: PrefixTree::new(hash),
+            offload: Offload::new(limits.num_memory_slots, limits.num_disk_slots),
+            layout,
+            num_queried_tokens: 0,
+            num_hit_tokens: 0,
+        }
     }
 
     /// Frees all blocks and forgets their contents.
     pub(crate) fn clear(&mut self) {
         self.pool = BlockPool::new(self.pool.num_blocks());
         self.tree.clear();
-        self.offload = Offload::new(self.offload.num_slots());
+        self.offload.clear();
     }
 
-    pub(crate) fn num_offloaded(&self) -> usize {
+    /// Slots with content: in memory, and on disk.
+    pub(crate) fn num_full_slots(&self) -> [usize; 2] {
         self.offload.num_full()
     }
 
@@ -245,13 +252,7 @@ impl Cache {
     pub(crate) fn allocate(&mut self) -> Option<BlockId> {
         let (block_id, evicted) = self.pool.allocate()?;
         if let Some(node) = evicted {
-            match self.offload.store(block_id, node) {
-                Some((slot, loser)) => {
-                    self.tree.offload(node, slot);
-                    loser.into_iter().for_each(|loser| self.tree.clear_slot(loser));
-                }
-                None => self.tree.clear_block_id(node),
-            }
+            self.offload.store(block_id, node, |node, slot| self.tree.move_out(node, slot));
         }
         Some(block_id)
     }

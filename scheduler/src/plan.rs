@@ -16,7 +16,7 @@ pub type TokenId = u32;
 /// A block of the KV pool, in `0..num_blocks`.
 pub type BlockId = u32;
 
-/// A place for the content of one block beside the KV pool, in `0..num_slots`.
+/// A place for the content of one block beside the KV pool: `0..num_memory_slots` are in host memory, the next `num_disk_slots` on a disk.
 pub type SlotId = u32;
 
 /// Hashes a full block of token ids together with the hash of the prefix before it. Must be deterministic. Collisions
@@ -34,8 +34,10 @@ pub struct Limits {
     pub max_sequence_tokens: u32,
     /// Size of the KV pool.
     pub num_blocks: u32,
-    /// Places beside the pool to which the content of evicted blocks moves (`--kv-offload-gib`). 0: it is lost.
-    pub num_slots: u32,
+    /// Slots in host memory, to which the content of evicted blocks moves (`--kv-offload-gib`).
+    pub num_memory_slots: u32,
+    /// Slots on a disk, for what has no room in those in memory (`--kv-offload-disk-gib`).
+    pub num_disk_slots: u32,
     /// Tokens in one block.
     pub block_tokens: u32,
     /// Plans that can be waiting for their results at the same time (run-ahead depth), at least 1.
@@ -74,6 +76,11 @@ pub struct Limits {
 }
 
 impl Limits {
+    /// Slots beside the pool, wherever they are.
+    pub fn num_slots(&self) -> usize {
+        self.num_memory_slots as usize + self.num_disk_slots as usize
+    }
+
     /// Whether a sequence that is alone in the pool can always advance, although it may verify `max_draft_tokens` in each
     /// step in flight.
     ///
@@ -151,7 +158,7 @@ pub struct Plan {
     pub step: u64,
     /// Sequences that the worker forgets before this step.
     pub freed_sequence_ids: Vec<SequenceId>,
-    /// What moves between the pool and the slots before the advances. The order counts.
+    /// What moves between the pool and the slots, and from slot to slot, before the advances. The order counts.
     pub transfers: Vec<Transfer>,
     /// Sequences that are new to the worker; each of them also advances in this step.
     pub new_sequences: Vec<NewSequence>,
@@ -179,6 +186,13 @@ pub enum Transfer {
         slot: SlotId,
         /// Where it moves to.
         block_id: BlockId,
+    },
+    /// To a slower tier.
+    Demote {
+        /// Where it is: in memory.
+        from: SlotId,
+        /// Where it moves to: on disk.
+        to: SlotId,
     },
 }
 
@@ -304,8 +318,10 @@ pub struct Stats {
     pub num_retiring_blocks: usize,
     /// Blocks in the prefix cache, in use or not.
     pub num_cached_blocks: usize,
-    /// Slots beside the pool that have the content of a block.
-    pub num_offloaded_blocks: usize,
+    /// Slots in host memory that have the content of a block.
+    pub num_full_memory_slots: usize,
+    /// Slots on disk that have the content of a block.
+    pub num_full_disk_slots: usize,
     /// Tokens looked up in the prefix cache by all admissions so far.
     pub num_queried_tokens: u64,
     /// Looked-up tokens that were found in the prefix cache.
@@ -329,7 +345,8 @@ impl Sum for Stats {
             num_allocatable_blocks: sum.num_allocatable_blocks + one.num_allocatable_blocks,
             num_retiring_blocks: sum.num_retiring_blocks + one.num_retiring_blocks,
             num_cached_blocks: sum.num_cached_blocks + one.num_cached_blocks,
-            num_offloaded_blocks: sum.num_offloaded_blocks + one.num_offloaded_blocks,
+            num_full_memory_slots: sum.num_full_memory_slots + one.num_full_memory_slots,
+            num_full_disk_slots: sum.num_full_disk_slots + one.num_full_disk_slots,
             num_queried_tokens: sum.num_queried_tokens + one.num_queried_tokens,
             num_hit_tokens: sum.num_hit_tokens + one.num_hit_tokens,
             num_preemptions: sum.num_preemptions + one.num_preemptions,

@@ -199,14 +199,10 @@ impl PrefixTree {
         self.node(id).slot
     }
 
-    /// The content has moved from the node's block to a slot.
-    pub(crate) fn offload(&mut self, id: NodeId, slot: SlotId) {
+    /// The content has moved to a slot, from the node's block or from another slot. `None`: it is lost.
+    pub(crate) fn move_out(&mut self, id: NodeId, slot: Option<SlotId>) {
         let node = self.node_mut(id);
-        (node.block_id, node.slot) = (None, Some(slot));
-    }
-
-    pub(crate) fn clear_slot(&mut self, id: NodeId) {
-        self.node_mut(id).slot = None;
+        (node.block_id, node.slot) = (None, slot);
         self.remove_unneeded(id);
     }
 

@@ -141,8 +141,9 @@ class WarmUpConfig:
     graph_sizes: tuple[int, ...] = ()  # sequences of the decode steps that a GPU records; (): chosen by us, (0,): none
     proven: bool = False  # another group with these limits measured that num_blocks fit: measure nothing, allocate them
     reserves_standby: bool = False  # on a GPU: leave room for a second copy of the weights
-    num_slots: int = 0  # beside the pool, for the content of evicted blocks
-    offload_folder: Path | None = None  # of a file with the slots; None: in host memory
+    num_memory_slots: int = 0  # beside the pool, for the content of evicted blocks
+    num_disk_slots: int = 0  # in a file, for what has no room in memory
+    offload_folder: Path | None = None  # of that file
     num_groups: int = 1  # on this machine, with this one, that divide its host memory; all have loaded the model
 
     @property

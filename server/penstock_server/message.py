@@ -28,6 +28,7 @@ from penstock_server.plan import (
     Tokens,
     Top,
     Transfer,
+    TransferKind,
 )
 
 PROTOCOL_VERSION: int = pb.PROTOCOL_VERSION_CURRENT
@@ -114,10 +115,11 @@ def plan_of(message: pb.Plan) -> Plan:
 
 
 def _transfers(message: pb.Transfers) -> Sequence[Transfer]:
-    columns = (_column(message.block_ids, "<u4"), _column(message.slots, "<u4"), _column(message.is_load, "u1") != 0)
+    columns = (_column(message.kinds, "u1"), _column(message.sources, "<u4"), _column(message.targets, "<u4"))
     if len({len(column) for column in columns}) > 1:
         raise PlanError("the columns of the transfers do not have the same length")
-    return [Transfer(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    return [Transfer(TransferKind(kind), source, target) for kind, source, target in rows]
 
 
 def _advances(message: pb.Advances) -> Advances:

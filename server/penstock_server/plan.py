@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum, IntEnum, auto
 from pathlib import Path
 
 import numpy as np
@@ -141,13 +141,21 @@ class Advances:
 NO_ADVANCES = Advances.of((), (), ())
 
 
+class TransferKind(IntEnum):
+    """From where to where a block's content moves. The values are those of `Transfers.kinds`."""
+
+    STORE = 0  # from a block to a slot
+    LOAD = 1  # from a slot to a block
+    DEMOTE = 2  # from a slot to a slot
+
+
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One block's content that moves between the pool and a slot beside it."""
+    """One block's content that moves between the pool and the slots beside it."""
 
-    block_id: int
-    slot: int
-    is_load: bool  # into the pool
+    kind: TransferKind
+    source: int  # a block id or a slot
+    target: int
 
 
 @dataclass(frozen=True, slots=True)

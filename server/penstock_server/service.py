@@ -138,7 +138,8 @@ class Worker(rpc.WorkerServicer):
             proven=request.proven,
             graph_sizes=tuple(request.graph_sizes),
             reserves_standby=request.reserves_standby,
-            num_slots=request.num_slots,
+            num_memory_slots=request.num_memory_slots,
+            num_disk_slots=request.num_disk_slots,
             offload_folder=Path(request.offload_folder) if request.offload_folder else None,
             num_groups=request.num_groups or 1,
         )

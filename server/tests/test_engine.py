@@ -481,14 +481,15 @@ def test_replicas_on_cpus_divide_the_memory_that_is_left(monkeypatch: pytest.Mon
 
 
 def test_the_offloads_of_all_replicas_fit_beside_their_pools(monkeypatch: pytest.MonkeyPatch) -> None:
-    probe, config = cpu_probe(monkeypatch, 3), WarmUpConfig(16, 4, num_blocks=64, num_slots=64)
+    probe, config = cpu_probe(monkeypatch, 3), WarmUpConfig(16, 4, num_blocks=64, num_memory_slots=64)
     probe.check_offload(config)
     message = (
         "the KV offload of 2 replicas needs 2048 MiB of host memory, but 1024 MiB are free beside the KV cache; "
-        "lower --replicas or --kv-offload-gib, or give --kv-offload-folder"
+        "lower --replicas or --kv-offload-gib; --kv-offload-disk-gib uses a disk"
     )
     with pytest.raises(ConfigError, match=message):
         probe.check_offload(replace(config, num_groups=2))
+    probe.check_offload(replace(config, num_groups=2, num_memory_slots=0, num_disk_slots=64))
 
 
 def test_the_default_pool_has_room_for_some_of_the_longest_sequences() -> None:

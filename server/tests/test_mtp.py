@@ -17,12 +17,13 @@ from penstock_server.engine.drafting.load import load_drafter
 from penstock_server.engine.drafting.mtp import MtpHead
 from penstock_server.engine.drafting.ngram import NgramDrafter
 from penstock_server.engine.offload import Offload
+from penstock_server.engine.pool_blocks import pool_blocks
 from penstock_server.errors import ConfigError
 from penstock_server.models import load_model
 from penstock_server.models.decoder import Decoder
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import NewSequence, Plan, Transfer
+from penstock_server.plan import NewSequence, Plan, Transfer, TransferKind
 from plans import Advance, listed, plan
 from quantized_checkpoints import float8, save_quantized
 from rank_threads import run_native_ranks
@@ -185,8 +186,14 @@ def test_a_shared_or_returning_prefix_is_read_from_its_blocks(reference: Referen
     step(4, Advance(2, 1, (), True, 2))
     assert counts == [36, 1, 2, 1]
     # Blocks that were moved out of the pool and into other ones bring what the model computed.
-    offload = Offload([*engine.model.caches, *drafter.model.caches], 2)
-    offload.move([Transfer(0, 0, False), Transfer(1, 1, False), Transfer(20, 0, True), Transfer(21, 1, True)])
+    offload = Offload(pool_blocks([*engine.model.caches, *drafter.model.caches]), 2)
+    moves = [
+        (TransferKind.STORE, 0, 0),
+        (TransferKind.STORE, 1, 1),
+        (TransferKind.LOAD, 0, 20),
+        (TransferKind.LOAD, 1, 21),
+    ]
+    offload.move([Transfer(*move) for move in moves])
     step(5, Advance(3, 2, [22], True), NewSequence(3, [*text[:33], 8], 34, 32, [20, 21]), freed=(2,))
     step(6, Advance(3, 1, (), True, 2))
     assert counts == [36, 1, 2, 1, 34, 1]

@@ -64,7 +64,7 @@ impl Replicas {
         let limits = &options.limits;
         let cache = CacheShape {
             block_tokens: limits.block_tokens as usize,
-            num_blocks: limits.num_blocks as usize + limits.num_slots as usize,
+            num_blocks: limits.num_blocks as usize + limits.num_slots(),
             prefix_caching: limits.prefix_caching,
         };
         let is_alone = groups.len() == 1;

@@ -182,7 +182,8 @@ pub(crate) fn load(stats: &Stats, queued_tokens: u64) {
     KV_BLOCKS.set(stats.num_blocks as f64);
     KV_FREE_BLOCKS.set(stats.num_allocatable_blocks as f64);
     KV_CACHED_BLOCKS.set(stats.num_cached_blocks as f64);
-    KV_OFFLOADED_BLOCKS.set(stats.num_offloaded_blocks as f64);
+    KV_OFFLOADED_BLOCKS.with("memory").set(stats.num_full_memory_slots as f64);
+    KV_OFFLOADED_BLOCKS.with("disk").set(stats.num_full_disk_slots as f64);
     VLLM_WAITING.set(stats.num_queued as f64);
     VLLM_RUNNING.set(stats.num_running as f64);
     let num_held = stats.num_blocks - stats.num_allocatable_blocks;

@@ -105,7 +105,8 @@ metrics! {
     KV_BLOCKS = Metric::gauge("penstock_kv_blocks", "Blocks of the KV pool");
     KV_FREE_BLOCKS = Metric::gauge("penstock_kv_free_blocks",
         "Blocks of the KV pool that can be allocated now, including cached blocks that no sequence uses");
-    KV_OFFLOADED_BLOCKS = Metric::gauge("penstock_kv_offloaded_blocks", "Evicted blocks that are kept beside the KV pool (`--kv-offload-gib`)");
+    KV_OFFLOADED_BLOCKS = Metric::gauge("penstock_kv_offloaded_blocks",
+        "Evicted blocks that are kept beside the KV pool (`--kv-offload-gib`, `--kv-offload-disk-gib`)").by(("tier", &["memory", "disk"]));
     KV_CACHED_BLOCKS = Metric::gauge("penstock_kv_cached_blocks", "Blocks of the KV pool in the prefix cache");
     PREFIX_QUERIED = Metric::counter("penstock_prefix_queried_tokens", "Tokens looked up in the prefix cache");
     PREFIX_HIT = Metric::counter("penstock_prefix_hit_tokens", "Tokens found in the prefix cache");

@@ -27,10 +27,14 @@ pub(super) fn plan<'a>(plan: Plan, constants: impl Fn(SequenceId) -> &'a Constan
 fn transfers(transfers: &[Transfer]) -> proto::Transfers {
     let mut columns = proto::Transfers::default();
     for transfer in transfers {
-        let (Transfer::Store { block_id, slot } | Transfer::Load { slot, block_id }) = transfer;
-        columns.block_ids.extend(block_id.to_le_bytes());
-        columns.slots.extend(slot.to_le_bytes());
-        columns.is_load.push(u8::from(matches!(transfer, Transfer::Load { .. })));
+        let (kind, source, target) = match transfer {
+            Transfer::Store { block_id, slot } => (0, block_id, slot),
+            Transfer::Load { slot, block_id } => (1, slot, block_id),
+            Transfer::Demote { from, to } => (2, from, to),
+        };
+        columns.sources.extend(source.to_le_bytes());
+        columns.targets.extend(target.to_le_bytes());
+        columns.kinds.push(kind);
     }
     columns
 }

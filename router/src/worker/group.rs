@@ -184,9 +184,11 @@ pub struct WarmUpOptions {
     pub graph_sizes: Vec<u32>,
     /// On a GPU: leave room for a second copy of the weights.
     pub reserves_standby: bool,
-    /// Slots beside the pool for the content of evicted blocks, on each rank.
-    pub num_slots: u32,
-    /// Folder of a file with the slots; `None`: they are in host memory.
+    /// Slots in host memory for the content of evicted blocks, on each rank.
+    pub num_memory_slots: u32,
+    /// Slots on disk, behind those in memory, on each rank.
+    pub num_disk_slots: u32,
+    /// Folder of a file with the slots on disk.
     pub offload_folder: Option<PathBuf>,
     /// Groups on the same machine, with this one, that divide its host memory. All have loaded the model.
     pub num_groups: u32,
@@ -302,7 +304,8 @@ impl Group {
             proven: options.proven,
             graph_sizes: options.graph_sizes.clone(),
             reserves_standby: options.reserves_standby,
-            num_slots: options.num_slots,
+            num_memory_slots: options.num_memory_slots,
+            num_disk_slots: options.num_disk_slots,
             offload_folder: text_of(options.offload_folder.as_deref()),
             num_groups: options.num_groups,
         };

@@ -86,7 +86,7 @@ impl Scheduler {
             queue: Queue::default(),
             residents: Residents::default(),
             in_flight: InFlightSteps::default(),
-            cache: Cache::new(limits.num_blocks, limits.num_slots, layout, hash),
+            cache: Cache::new(&limits, layout, hash),
             image_room: ImageRoom::new(limits.max_image_bytes),
             cost: CostModel::default(),
             drafting_cost: DraftingCost::default(),
@@ -200,6 +200,7 @@ impl Scheduler {
     pub fn stats(&self) -> Stats {
         let pool = self.cache.pool();
         let (num_queried_tokens, num_hit_tokens) = self.cache.num_queried_and_hit_tokens();
+        let [num_full_memory_slots, num_full_disk_slots] = self.cache.num_full_slots();
         Stats {
             num_queued: self.queue.len(),
             num_running: self.sequences.len() - self.queue.len(),
@@ -207,7 +208,8 @@ impl Scheduler {
             num_allocatable_blocks: pool.num_allocatable(),
             num_retiring_blocks: pool.num_retiring(),
             num_cached_blocks: pool.num_cached(),
-            num_offloaded_blocks: self.cache.num_offloaded(),
+            num_full_memory_slots,
+            num_full_disk_slots,
             num_queried_tokens,
             num_hit_tokens,
             num_preemptions: self.num_preemptions,

@@ -256,25 +256,40 @@ impl Ledger {
         }
     }
 
-    /// Checks one transfer: no sequence holds its block, and no step in flight writes it.
+    /// Checks one transfer: no sequence holds its block, no step in flight writes it, and slots are between their tiers.
     fn transfer(&mut self, transfer: Transfer) {
-        let (Transfer::Store { block_id, slot } | Transfer::Load { slot, block_id }) = transfer;
-        assert!(block_id < self.limits.num_blocks && slot < self.limits.num_slots);
-        assert!(!self.num_owners.contains_key(&block_id), "block {block_id} is moved while it is held");
-        let is_written = self.written.iter().any(|written| written.contains(&block_id));
-        assert!(!is_written, "block {block_id} is moved while a step in flight writes it");
+        let Limits { num_memory_slots, num_disk_slots, .. } = self.limits;
+        let num_slots = num_memory_slots + num_disk_slots;
         match transfer {
-            Transfer::Store { .. } => {
+            Transfer::Store { block_id, slot } => {
+                self.check_movable(block_id);
+                assert!(slot < num_slots);
                 self.slot_scopes.insert(slot, self.scopes[&block_id]);
                 self.tally.add("blocks offloaded", 1);
             }
-            Transfer::Load { .. } => {
+            Transfer::Load { slot, block_id } => {
+                self.check_movable(block_id);
                 let scope = self.slot_scopes.remove(&slot).expect("a slot with content");
                 self.scopes.insert(block_id, scope);
                 self.written.back_mut().expect("this step").insert(block_id);
-                self.tally.add("blocks brought back", 1);
+                let from_memory = slot < num_memory_slots;
+                self.tally.add("blocks brought back from memory", u64::from(from_memory));
+                self.tally.add("blocks brought back from disk", u64::from(!from_memory));
+            }
+            Transfer::Demote { from, to } => {
+                assert!(from < num_memory_slots && (num_memory_slots..num_slots).contains(&to));
+                let scope = self.slot_scopes.remove(&from).expect("a slot with content");
+                self.slot_scopes.insert(to, scope);
+                self.tally.add("blocks moved from memory to disk", 1);
             }
         }
+    }
+
+    fn check_movable(&self, block_id: BlockId) {
+        assert!(block_id < self.limits.num_blocks);
+        assert!(!self.num_owners.contains_key(&block_id), "block {block_id} is moved while it is held");
+        let is_written = self.written.iter().any(|written| written.contains(&block_id));
+        assert!(!is_written, "block {block_id} is moved while a step in flight writes it");
     }
 
     fn remove_owner(&mut self, block_id: BlockId) {
@@ -479,7 +494,7 @@ impl Ledger {
         }
     }
 
-    /// No block leaks: each is allocatable, retiring, or held by a running sequence.
+    /// No block leaks: each is allocatable, retiring, or held by a running sequence. Each full slot was filled.
     fn check_stats(&self, stats: Stats, live: &Live) {
         let running = self.entries.values().filter(|entry| !entry.is_finishing());
         let owned: HashSet<_> = running.flat_map(|entry| entry.held()).collect();
@@ -494,5 +509,8 @@ impl Ledger {
         assert_eq!(stats.max_running_tokens, max_running_tokens);
         assert_eq!(stats.num_hit_tokens, self.num_hit_tokens);
         assert_eq!(stats.num_queried_tokens, self.num_queried_tokens);
+        let in_memory = self.slot_scopes.keys().filter(|slot| **slot < self.limits.num_memory_slots).count();
+        assert!(stats.num_full_memory_slots <= in_memory);
+        assert!(stats.num_full_disk_slots <= self.slot_scopes.len() - in_memory);
     }
 }

@@ -109,10 +109,18 @@ fn arrival(last_tick: u64) -> impl Strategy<Value = Arrival> {
 fn limits() -> impl Strategy<Value = Limits> {
     let sizes = (1..32u32, 1..8u32, 1..80u32, 1..24u32, 1..6u32, 1..6u32);
     let turns = (prop_oneof![Just(0), 1..6u32], weighted(0.3, 0..20u64), weighted(0.35, 1..40u32));
-    let drafts_and_slots = (prop_oneof![Just(0), 1..6u32], prop_oneof![Just(0), 1..6u32, 6..40u32]);
+    let slots = || prop_oneof![Just(0), 1..6u32, 6..40u32];
+    let drafts_and_slots = (prop_oneof![Just(0), 1..6u32], slots(), slots());
     let stages_and_images = (prop_oneof![3 => Just(1), 1 => 2..4u32], 4..8u64);
     (sizes, 0..5u32, weighted(0.5, 0..60u64), turns, drafts_and_slots, stages_and_images).prop_map(
-        |(sizes, caching, ageing_ticks, turns, (drafts, num_slots), (num_stages, max_image_bytes))| {
+        |(
+            sizes,
+            caching,
+            ageing_ticks,
+            turns,
+            (drafts, num_memory_slots, num_disk_slots),
+            (num_stages, max_image_bytes),
+        )| {
             let drafts = if num_stages == 1 { drafts } else { 0 };
             let (
                 max_step_tokens,
@@ -127,7 +135,8 @@ fn limits() -> impl Strategy<Value = Limits> {
                 max_step_sequences,
                 max_sequence_tokens,
                 num_blocks,
-                num_slots,
+                num_memory_slots,
+                num_disk_slots,
                 block_tokens,
                 max_steps_in_flight,
                 prefix_caching: caching != 0,

@@ -9,7 +9,7 @@ pub const FULL_STEPS: u64 = 1_000_000;
 
 /// The hard cases, and how often each must happen in `FULL_STEPS`: at most a tenth of what is usual. A simulation that
 /// does not reach these states proves little.
-const REQUIRED: [(&str, u64); 50] = [
+const REQUIRED: [(&str, u64); 52] = [
     ("sequences", 20_000),
     ("sequences of one token", 1_000),
     ("all of a sequence is source", 500),
@@ -31,7 +31,9 @@ const REQUIRED: [(&str, u64); 50] = [
     ("blocks shared before they were written", 1_000),
     ("blocks evicted", 5_000),
     ("blocks offloaded", 5_000),
-    ("blocks brought back", 500),
+    ("blocks brought back from memory", 1_000),
+    ("blocks brought back from disk", 1_000),
+    ("blocks moved from memory to disk", 5_000),
     ("overtaken while blocked on a prefix", 200),
     ("overtaken while waiting for image room", 100),
     ("images rejected", 100),

@@ -17,7 +17,7 @@ use crate::submitted::Visibility;
 pub struct Worker {
     block_tokens: usize,
     kv: Vec<Slot>,
-    /// The contents beside the pool.
+    /// The contents of the slots beside the pool.
     offloaded: Vec<Vec<Slot>>,
     sequences: HashMap<SequenceId, WorkerSequence>,
     max_image_bytes: u64,
@@ -64,7 +64,8 @@ impl WorkerSequence {
 
 impl Worker {
     pub fn new(limits: &Limits, repeats_failures: bool) -> Self {
-        let Limits { num_blocks, num_slots, block_tokens, .. } = *limits;
+        let Limits { num_blocks, num_memory_slots, num_disk_slots, block_tokens, .. } = *limits;
+        let num_slots = num_memory_slots + num_disk_slots;
         Self {
             block_tokens: block_tokens as usize,
             kv: vec![Slot::Empty; (num_blocks * block_tokens) as usize],
@@ -106,12 +107,16 @@ impl Worker {
     }
 
     fn transfer(&mut self, transfer: Transfer) {
-        let (Transfer::Store { block_id, slot } | Transfer::Load { slot, block_id }) = transfer;
-        let first = block_id as usize * self.block_tokens;
-        let (block, slot) = (&mut self.kv[first..first + self.block_tokens], &mut self.offloaded[slot as usize]);
+        let slots_of =
+            |block_id: BlockId| block_id as usize * self.block_tokens..(block_id as usize + 1) * self.block_tokens;
         match transfer {
-            Transfer::Store { .. } => slot.copy_from_slice(block),
-            Transfer::Load { .. } => block.copy_from_slice(slot),
+            Transfer::Store { block_id, slot } => {
+                self.offloaded[slot as usize].copy_from_slice(&self.kv[slots_of(block_id)]);
+            }
+            Transfer::Load { slot, block_id } => {
+                self.kv[slots_of(block_id)].copy_from_slice(&self.offloaded[slot as usize]);
+            }
+            Transfer::Demote { from, to } => self.offloaded[to as usize] = self.offloaded[from as usize].clone(),
         }
     }
 

@@ -216,19 +216,19 @@ class CapacityProbe:
             )
 
     def check_offload(self, config: WarmUpConfig) -> None:
-        """Refuse slots beside the pools that host memory cannot hold. Those of a CPU may not be backed yet. The first
-        group decides for all."""
-        if config.proven or config.offload_folder is not None:
+        """Refuse slots in host memory that it cannot hold beside the pools, whose pages may not be backed yet on a CPU.
+        The first group decides for all."""
+        if config.proven or not config.num_memory_slots:
             return
         on_cpu = self.device.type == "cpu"
         per_block = -self.group.minimum_of_all(-self.kv_bytes_per_block) * self.num_sharing(config)
-        needed, pool = config.num_slots * per_block, config.num_blocks * per_block if on_cpu else 0
+        needed, pool = config.num_memory_slots * per_block, config.num_blocks * per_block if on_cpu else 0
         free = memory.free_bytes(torch.device("cpu")) - pool
         of_all, fewer = (f" of {config.num_groups} replicas", "--replicas or ") if config.num_groups > 1 else ("", "")
         if self.group.minimum_of_all(free) < needed:
             raise ConfigError(
                 f"the KV offload{of_all} needs {memory.mib(needed)} of host memory, but {memory.mib(max(0, free))} are "
-                f"free beside the KV cache; lower {fewer}--kv-offload-gib, or give --kv-offload-folder"
+                f"free beside the KV cache; lower {fewer}--kv-offload-gib; --kv-offload-disk-gib uses a disk"
             )
 
     def check_limits(self, config: WarmUpConfig) -> None:

@@ -36,6 +36,7 @@ from penstock_server.engine.drafting.pooled import PooledDrafter
 from penstock_server.engine.graphs import Bucket, CudaRecorder, StepGraphs, buckets, needed_bytes
 from penstock_server.engine.load import LoadModel, load_model, load_options
 from penstock_server.engine.offload import Offload
+from penstock_server.engine.pool_blocks import pool_blocks
 from penstock_server.engine.pooling import PoolingRunner
 from penstock_server.engine.relay import RelayRunner
 from penstock_server.engine.sampler import SampledTime, Sampler
@@ -322,9 +323,10 @@ class Engine:
             probe.allocate_cache(num_blocks)
             # The memory is there: it was measured. Requests wait for their first token, not for the last page.
             slots = []
-            if config.num_slots:
+            if config.num_memory_slots or config.num_disk_slots:
                 probe.check_offload(replace(config, num_blocks=num_blocks))
-                self._offload = Offload(probe.caches, config.num_slots, config.offload_folder)
+                blocks = pool_blocks(probe.caches)
+                self._offload = Offload(blocks, config.num_memory_slots, config.num_disk_slots, config.offload_folder)
                 slots = self._offload.pages
             self._backing = memory.touch_pages_in_background([*probe.caches, *slots])
             return_free_pages()

@@ -1,15 +1,14 @@
-"""The slots beside the KV pool, to which the scheduler moves the content of evicted blocks: host memory, or a file.
+"""The slots beside the KV pool, to which the scheduler moves the content of evicted blocks: in memory, and in a file.
 
-A slot has one block of every layer, byte for byte, so a block that comes back has the bits that it had.
+A slot has one block of every layer, byte for byte, so a block that comes back has the bits that it had. Each slot has a
+checksum, which is made when its content leaves the pool and compared when it comes back.
 """
 
 from __future__ import annotations
 
-import itertools
 import mmap
 import os
 import tempfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
@@ -17,77 +16,84 @@ from typing import IO
 import torch
 from torch import Tensor
 
+from penstock_server.engine import transfer
+from penstock_server.engine.pool_blocks import DeviceBlocks, HostBlocks
 from penstock_server.errors import ConfigError, PlanError
-from penstock_server.plan import Transfer
+from penstock_server.plan import Transfer, TransferKind
 
 
 class Offload:
-    """The slots of one rank. `caches`: those of the layers, each with the blocks as its first dimension.
+    """The slots of one rank: first those in memory, then those in a file in `folder`, which has no name.
 
-    With a folder, the slots are a file in it that has no name, and a checksum of each is kept in memory: what a disk
-    gives back is not trusted. Raises ConfigError if the file cannot be made.
+    Raises ConfigError if the file cannot be made.
     """
 
-    def __init__(self, caches: Sequence[Tensor], num_slots: int, folder: Path | None = None) -> None:
-        self._blocks = [cache.view(len(cache), -1).view(torch.uint8) for cache in caches]
-        self._widths = [blocks.shape[1] for blocks in self._blocks]
-        self._device = self._blocks[0].device
-        if self._device.type == "cpu":
-            ends = itertools.accumulate(self._widths)
-            self._parts = [(b.numpy(), end - b.shape[1], end) for b, end in zip(self._blocks, ends, strict=True)]
-        self._checksums: dict[int, int] | None = None if folder is None else {}
-        shape, on_gpu = (num_slots, sum(self._widths)), self._device.type != "cpu"
-        if folder is None:
-            # On a CPU, a page takes no memory until it is written; see `pages`.
-            self._slots = torch.empty(shape, dtype=torch.uint8, pin_memory=on_gpu)
-        else:
-            self._file = _reserve(folder, shape[0] * shape[1])
-            self._slots = torch.frombuffer(mmap.mmap(self._file.fileno(), 0), dtype=torch.uint8).view(shape)
+    def __init__(
+        self,
+        blocks: HostBlocks | DeviceBlocks,
+        num_memory_slots: int,
+        num_disk_slots: int = 0,
+        folder: Path | None = None,
+    ) -> None:
+        self._blocks = blocks
+        # On a CPU, a page takes no memory until it is written; see `pages`.
+        is_copied = transfer.is_needed(blocks.device)
+        self._memory = torch.empty((num_memory_slots, blocks.width), dtype=torch.uint8, pin_memory=is_copied)
+        self._disk = self._memory[:0]
+        if num_disk_slots:
+            if folder is None:
+                raise ConfigError(f"{num_disk_slots} slots on disk need --kv-offload-folder")
+            self._file = _reserve(folder, num_disk_slots * blocks.width)
+            content = torch.frombuffer(mmap.mmap(self._file.fileno(), 0), dtype=torch.uint8)
+            self._disk = content.view(num_disk_slots, blocks.width)
+        self._checksums = torch.zeros(num_memory_slots + num_disk_slots, dtype=torch.int64, device=blocks.device)
+        self._stored: dict[int, torch.cuda.Event] | None = {} if is_copied and num_disk_slots else None
 
     @property
     def pages(self) -> list[Tensor]:
         """The tensors whose pages have to be backed before they are needed: those of slots in host memory."""
-        return [self._slots] if self._checksums is None else []
+        return [self._memory] if len(self._memory) else []
 
     @torch.inference_mode()
     def move(self, transfers: Sequence[Transfer]) -> None:
         """Make the transfers in their order; on a GPU, in the order of its stream. Raises PlanError for a place that
-        does not exist, and RuntimeError for content that has changed in a file."""
-        for transfer in transfers:
-            if transfer.block_id >= len(self._blocks[0]) or transfer.slot >= len(self._slots):
-                raise PlanError(f"{transfer} is beyond {len(self._blocks[0])} blocks and {len(self._slots)} slots")
-        for transfer in transfers:
-            if transfer.is_load:
-                self._load(transfer.slot, transfer.block_id)
-            else:
-                self._store(transfer.block_id, transfer.slot)
+        does not exist, and RuntimeError for content that has changed in its slot: on a GPU later, but before the step
+        has a result."""
+        num_blocks, num_slots = len(self._blocks), len(self._memory) + len(self._disk)
+        for move in transfers:
+            num_sources = num_blocks if move.kind is TransferKind.STORE else num_slots
+            num_targets = num_blocks if move.kind is TransferKind.LOAD else num_slots
+            if move.source >= num_sources or move.target >= num_targets:
+                raise PlanError(f"{move} is beyond {num_blocks} blocks and {num_slots} slots")
+        for move in transfers:
+            match move.kind:
+                case TransferKind.STORE:
+                    self._store(move.source, move.target)
+                case TransferKind.LOAD:
+                    self._load(move.source, move.target)
+                case TransferKind.DEMOTE:
+                    self._demote(move.source, move.target)
 
     def _store(self, block_id: int, slot: int) -> None:
-        if self._device.type == "cpu":
-            # PERF: not torch's copies: their threads wait for each other, on a busy machine for long.
-            row = self._slots[slot].numpy()
-            for array, begin, end in self._parts:
-                row[begin:end] = array[block_id]
-        else:
-            joined = torch.cat([blocks[block_id] for blocks in self._blocks])  # so that one copy crosses the bus
-            self._slots[slot].copy_(joined, non_blocking=True)
-        if self._checksums is not None:
-            self._checksums[slot] = self._checksum(slot)
+        self._checksums[slot] = self._blocks.store(block_id, self._row(slot))
+        if self._stored is not None:
+            self._stored[slot] = transfer.record_event()
 
     def _load(self, slot: int, block_id: int) -> None:
-        if self._checksums is not None and self._checksums[slot] != self._checksum(slot):
-            raise RuntimeError(f"slot {slot} of the KV offload file is not what was written: its disk is faulty")
-        if self._device.type == "cpu":
-            row = self._slots[slot].numpy()
-            for array, begin, end in self._parts:
-                array[block_id] = row[begin:end]
-        else:
-            parts = self._slots[slot].to(self._device, non_blocking=True).split(self._widths)
-            for blocks, part in zip(self._blocks, parts, strict=True):
-                blocks[block_id].copy_(part)
+        place = "memory" if slot < len(self._memory) else "disk"
+        fault = f"slot {slot} of the KV offload is not what was written: the {place} is faulty"
+        self._blocks.load(self._row(slot), self._checksums[slot], block_id, fault)
 
-    def _checksum(self, slot: int) -> int:
-        return zlib.crc32(self._slots[slot].numpy().data)
+    def _demote(self, source: int, target: int) -> None:
+        if self._stored is not None:
+            self._stored[source].synchronize()  # the host copies what the device may not have written yet
+        self._row(target).numpy()[:] = self._row(source).numpy()
+        self._checksums[target] = self._checksums[source]
+
+    def _row(self, slot: int) -> Tensor:
+        """[width of a block]"""
+        num_in_memory = len(self._memory)
+        return self._memory[slot] if slot < num_in_memory else self._disk[slot - num_in_memory]
 
 
 def _reserve(folder: Path, num_bytes: int) -> IO[bytes]:

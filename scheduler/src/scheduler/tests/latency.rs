@@ -159,7 +159,7 @@ fn with_stages_the_default_leaves_less_than_twice_the_time_of_the_decodes() {
 
 /// Sequence 1 decodes. The step in flight has its decode if there is one stage.
 fn with_transfers(num_stages: u32) -> (Scheduler, Plan) {
-    let limits = Limits { num_blocks: 30, num_slots: 30, prefix_caching: true, num_stages, ..wide(None, 0) };
+    let limits = Limits { num_blocks: 30, num_memory_slots: 30, prefix_caching: true, num_stages, ..wide(None, 0) };
     let mut scheduler = scheduler(Limits { max_step_tokens: 16, ..limits }, &[(1, 4, 60)]);
     let prompt = |id, token| Submission { prompt_token_ids: vec![token; 48], ..submission(id, 48, 1) };
     for (id, token) in [(2, 7), (3, 8), (4, 9)] {
@@ -168,7 +168,7 @@ fn with_transfers(num_stages: u32) -> (Scheduler, Plan) {
             timed_step(&mut scheduler, &[1]);
         }
     }
-    assert!(scheduler.stats().num_offloaded_blocks > 4);
+    assert!(scheduler.stats().num_full_memory_slots > 4);
     let waiting = (num_stages > 1).then(|| plan(&mut scheduler));
     submit(&mut scheduler, prompt(5, 7));
     let plan = plan(&mut scheduler);

@@ -38,10 +38,11 @@ impl World {
         assert_eq!(lost, in_flight);
         let stats = self.scheduler.stats();
         assert_eq!(
-            (stats.num_allocatable_blocks, stats.num_cached_blocks, stats.num_offloaded_blocks),
-            (stats.num_blocks, 0, 0),
+            (stats.num_allocatable_blocks, stats.num_cached_blocks),
+            (stats.num_blocks, 0),
             "a block is still in use"
         );
+        assert_eq!((stats.num_full_memory_slots, stats.num_full_disk_slots), (0, 0), "a slot is still in use");
         assert_eq!((stats.num_queued, stats.num_running), (self.live.len(), 0), "a sequence was lost");
         self.in_flight.clear();
         self.ledger.restart();
