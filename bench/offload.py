@@ -1,5 +1,5 @@
 """Measures the time to the first token of a prompt that was served before: computed again, or with a prefix that comes
-back from host memory or from a file (`--kv-offload-gib`), or that is still in the KV pool.
+back from host memory (`--kv-offload-gib`) or from a file (`--kv-offload-disk-gib`), or that is still in the KV pool.
 
 The pool holds two of the prompts, so that of twelve in turn none is left when it comes again. "pool" has room for all.
 """
@@ -38,11 +38,10 @@ NUM_PROMPTS, POOL_PROMPTS = 12, 2
 
 def servers_of(prompt_tokens: int, folder: str) -> dict[str, Server]:
     pool = ["--max-batch-total-tokens", str(POOL_PROMPTS * prompt_tokens), "--standby", "off"]
-    offloading = [*pool, "--kv-offload-gib", "2"]
     flags = {
         "computed": pool,
-        "memory": offloading,
-        "file": [*offloading, "--kv-offload-folder", folder],
+        "memory": [*pool, "--kv-offload-gib", "2"],
+        "file": [*pool, "--kv-offload-disk-gib", "2", "--kv-offload-folder", folder],
         "pool": ["--max-batch-total-tokens", str((NUM_PROMPTS + POOL_PROMPTS) * prompt_tokens), "--standby", "off"],
     }
     return {name: replace(penstock_server(extra), settled="") for name, extra in flags.items()}

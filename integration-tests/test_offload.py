@@ -1,4 +1,4 @@
-"""--kv-offload-gib: prefixes that the pool has no room for come back with the same tokens, also after kill -9."""
+"""--kv-offload-gib and --kv-offload-disk-gib: prefixes come back with the same tokens, also after kill -9."""
 
 from __future__ import annotations
 
@@ -33,12 +33,22 @@ def expected() -> list[list[dict]]:
     return twice[0]
 
 
-@pytest.mark.parametrize("place", ["memory", "file of two ranks"])
-def test_prefixes_come_back_with_the_same_tokens(place: str, expected: list[list[dict]], tmp_path: Path) -> None:
-    more = [] if place == "memory" else ["--kv-offload-folder", str(tmp_path), "--num-shard", "2"]
-    server = start(*FLAGS, "--kv-offload-gib", "0.2", *more)
+# The memory of the second one has room for half of what is evicted.
+@pytest.mark.parametrize(
+    ("tiers", "flags"),
+    [
+        (["memory"], ["--kv-offload-gib", "0.2"]),
+        (["memory", "disk"], ["--kv-offload-gib", "0.01", "--kv-offload-disk-gib", "0.2", "--num-shard", "2"]),
+    ],
+)
+def test_prefixes_come_back_with_the_same_tokens(
+    tiers: list[str], flags: list[str], expected: list[list[dict]], tmp_path: Path
+) -> None:
+    folder = ["--kv-offload-folder", str(tmp_path)] if "disk" in tiers else []
+    server = start(*FLAGS, *flags, *folder)
     assert [tokens(server, prompt) for prompt in PROMPTS] == expected
-    assert metric(server, "penstock_kv_offloaded_blocks") > 0
+    offloaded = {tier: metric(server, f'penstock_kv_offloaded_blocks{{tier="{tier}"}}') for tier in ("memory", "disk")}
+    assert [tier for tier, num_blocks in offloaded.items() if num_blocks > 0] == tiers
     assert [tokens(server, prompt) for prompt in PROMPTS] == expected
     assert metric(server, "penstock_prefix_hit_tokens") > 200 * len(PROMPTS), "all prompts were there"
     os.kill(server.worker_pids()[0], signal.SIGKILL)
@@ -50,9 +60,10 @@ def test_prefixes_come_back_with_the_same_tokens(place: str, expected: list[list
     ("flags", "message"),
     [
         (["--kv-offload-gib=-1"], "--kv-offload-gib is -1, must be at least 0"),
-        (["--kv-offload-folder", "/tmp"], "above 0 with --kv-offload-folder"),
+        (["--kv-offload-gib", "1", "--kv-offload-folder", "/tmp"], "--kv-offload-disk-gib is 0, must be above 0 with"),
+        (["--kv-offload-disk-gib", "1"], "--kv-offload-disk-gib is 1, must be 0 without --kv-offload-folder"),
         (["--kv-offload-gib", "1000000"], "lower --kv-offload-gib"),
-        (["--kv-offload-gib", "1", "--kv-offload-folder", "/missing"], "--kv-offload-folder /missing: cannot reserve"),
+        (["--kv-offload-disk-gib", "1", "--kv-offload-folder", "/missing"], "/missing: cannot reserve"),
     ],
 )
 def test_what_cannot_be_is_refused_before_the_server_is_ready(flags: list[str], message: str) -> None:

@@ -86,7 +86,7 @@ class Offload:
 
     def _demote(self, source: int, target: int) -> None:
         if self._stored is not None:
-            self._stored[source].synchronize()  # the host copies what the device may not have written yet
+            self._stored[source].synchronize()  # the device may not have written yet what the host copies
         self._row(target).numpy()[:] = self._row(source).numpy()
         self._checksums[target] = self._checksums[source]
 
