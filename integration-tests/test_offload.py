@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from binary import Server, launch, start
 from client import ask
-from fault.probe import metric
+from fault.probe import metric, restarts
 
 pytestmark = [pytest.mark.native, pytest.mark.xdist_group("offload")]
 
@@ -51,6 +51,7 @@ def test_prefixes_come_back_with_the_same_tokens(
     assert [tier for tier, num_blocks in offloaded.items() if num_blocks > 0] == tiers
     assert [tokens(server, prompt) for prompt in PROMPTS] == expected
     assert metric(server, "penstock_prefix_hit_tokens") > 200 * len(PROMPTS), "all prompts were there"
+    assert restarts(server) == 0, "no slot has failed its check"
     os.kill(server.worker_pids()[0], signal.SIGKILL)
     assert [tokens(server, prompt) for prompt in PROMPTS] == expected, "the new worker has none of them"
     assert server.stop() == 0, server.last_lines()
