@@ -30,6 +30,13 @@ const MAX_SURPRISE: f64 = 2.0;
 const MAX_SURPRISES: u32 = 3;
 /// Weight of steps without decodes. They are evidence for steps with decodes too, but weak evidence.
 const PREFILL_ALONE_WEIGHT: f64 = 0.1;
+/// Steps of decodes alone with fewer rows than this are also known by their number of rows: kernels that compute several rows at a time,
+/// and recorded steps on a GPU, take as long for one row as for some, and then longer at once, where the terms know a line only.
+const END_OF_ROWS: usize = 32;
+/// Weight of the newest step with a number of rows.
+const RATIO_RATE: f64 = 1.0 / 8.0;
+/// Share of the way back to the line, for all other numbers of rows, so that a number that seemed slow is tried again.
+const RATIO_RECOVERY: f64 = 1.0 / 512.0;
 /// Coordinate-descent sweeps after each step; they continue from the last coefficients.
 const NUM_SWEEPS: usize = 150;
 
@@ -134,6 +141,8 @@ pub(crate) struct CostModel {
     /// By `Work::kind`.
     evidence: [Evidence; 4],
     num_surprises: u32,
+    /// By number of rows, how much longer than by the terms steps of decodes alone take, less one.
+    excess: [f64; END_OF_ROWS],
 }
 
 impl CostModel {
@@ -151,6 +160,9 @@ impl CostModel {
         let expected = self.seconds(work);
         let plausible = seconds.clamp(expected / MAX_SURPRISE, expected * MAX_SURPRISE);
         self.num_surprises = if plausible == seconds { 0 } else { self.num_surprises + 1 };
+        if work.kind() == 1 && expected > 0.0 {
+            self.learn_rows(work.num_decodes() as usize, plausible / expected - 1.0);
+        }
         let evidence = &mut self.evidence[work.kind()];
         let is_new = evidence.num_steps < f64::from(MAX_SURPRISES);
         if is_new || self.num_surprises > MAX_SURPRISES {
@@ -159,6 +171,16 @@ impl CostModel {
             evidence.add(&work.terms, plausible, expected);
         }
         self.fit();
+    }
+
+    fn learn_rows(&mut self, num_rows: usize, excess: f64) {
+        for (rows, known) in self.excess.iter_mut().enumerate() {
+            if rows == num_rows {
+                *known += (excess - *known) * RATIO_RATE;
+            } else {
+                *known -= *known * RATIO_RECOVERY;
+            }
+        }
     }
 
     /// Moves towards the non-negative coefficients that explain the evidence best, by coordinate descent. Where the
@@ -192,6 +214,12 @@ impl CostModel {
         work.terms.iter().zip(&self.coefficients).map(|(term, coefficient)| term * coefficient).sum()
     }
 
+    /// As `seconds`, of decodes alone, with what is known of this number of rows.
+    pub(crate) fn seconds_of_rows(&self, work: &Work) -> f64 {
+        let excess = self.excess.get(work.num_decodes() as usize).copied().unwrap_or(0.0);
+        self.seconds(work) * (1.0 + excess)
+    }
+
     /// Prompt tokens after `num_computed_tokens` that can be computed in `seconds`. 0 while nothing is known about
     /// prompts.
     pub(crate) fn prefill_tokens(&self, seconds: f64, num_computed_tokens: u32) -> u32 {
@@ -204,5 +232,32 @@ impl CostModel {
         // The root of by_context / 2 · n² + first · n = seconds, in the form that also holds without the square. If
         // tokens cost nothing this is infinite: an `as` from f64 saturates.
         (2.0 * seconds / (first + (first * first + 2.0 * by_context * seconds).sqrt())) as u32
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn decodes(num: usize) -> Work {
+        let mut work = Work::default();
+        work.add_decode(100);
+        work.with_decodes(num - 1)
+    }
+
+    #[test]
+    fn steps_whose_rows_cost_much_at_once_are_known_by_their_number() {
+        let seconds = |num: usize| if num <= 2 { 0.013 } else { 0.021 };
+        let mut cost = CostModel::default();
+        for round in 0..400 {
+            let num = 1 + round % 6;
+            cost.observe(&decodes(num), Duration::from_secs_f64(seconds(num)));
+        }
+        for num in 1..=6 {
+            let found = cost.seconds_of_rows(&decodes(num));
+            assert!((found / seconds(num) - 1.0).abs() < 0.05, "{num} rows: {found}");
+        }
+        // Beyond them, and where there are prompts, the terms alone count.
+        assert_eq!(cost.seconds_of_rows(&decodes(END_OF_ROWS)), cost.seconds(&decodes(END_OF_ROWS)));
     }
 }

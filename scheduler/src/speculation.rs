@@ -178,22 +178,28 @@ impl Acceptance {
         self.found += (1.0 - self.found) * RECOVERY_RATE;
     }
 
-    /// Tokens that `num_drafts` draft tokens are expected to save, if a draft's row costs as much as `row_share` tokens,
-    /// and making the draft as much as `drafting_share`.
-    pub(crate) fn worth(&self, num_drafts: u32, row_share: f64, drafting_share: f64) -> f64 {
+    /// Tokens that draft tokens are expected to save, of which each number costs as much time as `row_costs` tokens for the rows
+    /// (the first cost is that of one draft token), and making each one as much as `drafting_share`.
+    pub(crate) fn worth(&self, row_costs: &[f64], drafting_share: f64) -> f64 {
+        let num_drafts = self.num_worthwhile(row_costs, drafting_share);
+        let Some(row_cost) = num_drafts.checked_sub(1).map(|last| row_costs[last]) else { return 0.0 };
         let num_right: f64 = (1..=num_drafts).map(|num| self.probability.powi(num as i32)).sum();
-        let num_drafts = f64::from(num_drafts);
-        self.found * (num_right - row_share * num_drafts) - drafting_share * num_drafts
+        self.found * (num_right - row_cost) - drafting_share * num_drafts as f64
     }
 
-    /// The most draft tokens, up to `most`, of which the last is still right with at least this probability.
-    pub(crate) fn num_worthwhile(&self, least_probability: f64, most: u32) -> u32 {
-        let mut probability = 1.0;
-        let is_worthwhile = |_: &u32| {
+    /// The number of draft tokens that saves most if they are found: the largest of equal ones. Costs as of `worth`.
+    pub(crate) fn num_worthwhile(&self, row_costs: &[f64], drafting_share: f64) -> usize {
+        let (mut best, mut most_saved) = (0, 0.0);
+        let (mut probability, mut num_right) = (1.0, 0.0);
+        for (num, row_cost) in (1..).zip(row_costs) {
             probability *= self.probability;
-            probability >= least_probability
-        };
-        (0..most).take_while(is_worthwhile).count() as u32
+            num_right += probability;
+            let saved = num_right - row_cost - drafting_share * f64::from(num);
+            if saved >= most_saved {
+                (best, most_saved) = (num, saved);
+            }
+        }
+        best as usize
     }
 }
 
@@ -207,11 +213,17 @@ mod tests {
         acceptance
     }
 
+    /// Of up to eight draft tokens, if each costs as much.
+    fn costs(share: f64) -> [f64; 8] {
+        std::array::from_fn(|index| share * (index + 1) as f64)
+    }
+
     #[test]
     fn right_drafts_make_longer_ones_worthwhile_and_wrong_ones_shorter() {
-        assert_eq!(Acceptance::default().num_worthwhile(0.3, 8), 3);
-        assert_eq!(after(&[(8, 8), (8, 8)]).num_worthwhile(0.3, 8), 8);
-        assert_eq!(after(&[(0, 8); 20]).num_worthwhile(0.3, 8), 0);
+        assert_eq!(Acceptance::default().num_worthwhile(&costs(0.3), 0.0), 3);
+        assert_eq!(Acceptance::default().num_worthwhile(&costs(0.2), 0.1), 3);
+        assert_eq!(after(&[(8, 8), (8, 8)]).num_worthwhile(&costs(0.3), 0.0), 8);
+        assert_eq!(after(&[(0, 8); 20]).num_worthwhile(&costs(0.3), 0.0), 0);
         // Drafts after the first wrong one do not count.
         assert_eq!(after(&[(0, 8)]).probability, after(&[(0, 1)]).probability);
     }
@@ -224,7 +236,16 @@ mod tests {
 
     #[test]
     fn free_drafts_are_always_worthwhile() {
-        assert_eq!(after(&[(0, 1); 1000]).num_worthwhile(0.0, 5), 5);
+        assert_eq!(after(&[(0, 1); 1000]).num_worthwhile(&[0.0; 5], 0.0), 5);
+    }
+
+    #[test]
+    fn rows_that_cost_much_at_once_are_taken_together_or_not_at_all() {
+        let costs = [0.05, 0.6, 0.6, 0.65, 2.0];
+        let known = |probability| Acceptance { probability, found: 1.0 };
+        assert_eq!(known(0.4).num_worthwhile(&costs, 0.0), 1);
+        assert_eq!(known(0.9).num_worthwhile(&costs, 0.0), 4);
+        assert_eq!(known(0.04).num_worthwhile(&costs, 0.0), 0);
     }
 
     #[test]
@@ -239,7 +260,7 @@ mod tests {
         let mut acceptance = after(&[(0, 1); 20]);
         let num_steps = (0..).take_while(|_| {
             acceptance.recover();
-            acceptance.num_worthwhile(0.5, 1) == 0
+            acceptance.num_worthwhile(&[0.5], 0.0) == 0
         });
         assert!((32..128).contains(&num_steps.count()));
     }

@@ -3,7 +3,8 @@
 //! A draft token is one more row of the model. It pays if it gives more tokens in the time of its row than the step gives
 //! without it: if its probability to be right is at least the share of a decode's row in the time that the step spends on
 //! a token. That share is small while few sequences read all weights, and near 1 when the rows themselves take the time, so
-//! drafts fade out under load.
+//! drafts fade out under load. Few rows take their time at once, for example when a kernel needs a second pass; so the number of drafts
+//! is the one that saves most, by what steps with so many rows have taken.
 //!
 //! A token that a grammar forces is always right, so it pays even then.
 //!
@@ -39,11 +40,11 @@ impl Scheduler {
         let mut num_rows_left = if is_busy { 0 } else { max_rows.saturating_sub(decodes.len() as u32) };
         let num_required: usize = decodes.iter().map(|id| self.sequence(*id).num_new_blocks(1)).sum();
         let mut num_blocks_left = self.cache.pool().num_allocatable() - num_required;
-        let row_share = if limits.drafts_only_forced { 0.0 } else { self.row_share(work) };
-        let drafting = if num_rows_left > 0 { self.drafting(decodes, work, row_share) } else { Drafting::Lookup };
-        let (least_probability, least_drafts) = match drafting {
-            Drafting::Lookup => (row_share, 0),
-            Drafting::Model => (row_share + self.drafting_cost.share(), 0),
+        let row_costs = self.row_costs(work);
+        let drafting = if num_rows_left > 0 { self.drafting(decodes, work, &row_costs) } else { Drafting::Lookup };
+        let (drafting_share, least_drafts) = match drafting {
+            Drafting::Lookup => (0.0, 0),
+            Drafting::Model => (self.drafting_cost.share(), 0),
             Drafting::Probe | Drafting::LookupProbe => (f64::INFINITY, 1),
             Drafting::None => (f64::INFINITY, 0),
         };
@@ -54,7 +55,8 @@ impl Scheduler {
         for id in decodes {
             let sequence = self.sequence_mut(*id);
             let most = sequence.max_draft_tokens(&limits).min(num_rows_left);
-            let num_worthwhile = sequence.acceptance(drafting).num_worthwhile(least_probability, most);
+            let row_costs = &row_costs[..most as usize];
+            let num_worthwhile = sequence.acceptance(drafting).num_worthwhile(row_costs, drafting_share) as u32;
             let mut num = num_worthwhile.max(least_drafts.min(most));
             let num_extra_blocks = |num| sequence.num_new_blocks(1 + num) - sequence.num_new_blocks(1);
             while num_extra_blocks(num) > num_blocks_left {
@@ -75,7 +77,7 @@ impl Scheduler {
     }
 
     /// The source of drafts that is expected to save most time, or a probe of another one.
-    fn drafting(&mut self, decodes: &[SequenceId], work: &Work, row_share: f64) -> Drafting {
+    fn drafting(&mut self, decodes: &[SequenceId], work: &Work, row_costs: &[f64]) -> Drafting {
         let (share, lookup_share) = (self.drafting_cost.share(), self.drafting_cost.lookup_share());
         if !self.limits.drafts_with_model && lookup_share == 0.0 {
             return Drafting::Lookup;
@@ -84,12 +86,8 @@ impl Scheduler {
         for id in decodes {
             let limits = self.limits;
             let sequence = self.sequence_mut(*id);
-            let most = sequence.max_draft_tokens(&limits);
-            let mut worth = |drafting, drafting_share| {
-                let acceptance = sequence.acceptance(drafting);
-                let num_drafts = acceptance.num_worthwhile(row_share + drafting_share, most);
-                acceptance.worth(num_drafts, row_share, drafting_share)
-            };
+            let row_costs = &row_costs[..sequence.max_draft_tokens(&limits) as usize];
+            let mut worth = |drafting, drafting_share| sequence.acceptance(drafting).worth(row_costs, drafting_share);
             by_lookup += worth(Drafting::Lookup, 0.0);
             by_model += worth(Drafting::Model, share);
         }
@@ -104,20 +102,21 @@ impl Scheduler {
         }
         if lookup_share == 0.0 || by_lookup > 0.0 {
             Drafting::Lookup
-        } else if self.drafting_cost.begins_lookup_probe(seconds, row_share) {
+        } else if self.drafting_cost.begins_lookup_probe(seconds, row_costs[0]) {
             Drafting::LookupProbe
         } else {
             Drafting::None
         }
     }
 
-    /// Seconds of one more row as a share of the seconds per token of a step without drafts; 0 while nothing is known.
-    fn row_share(&self, work: &Work) -> f64 {
-        let seconds = self.cost.seconds(work);
-        if seconds <= 0.0 {
-            return 0.0;
-        }
-        let seconds_of_row = self.cost.seconds(&work.with_decodes(1)) - seconds;
-        seconds_of_row * work.num_decodes() / seconds
+    /// Seconds of the rows of one draft token for each decode, of two, and so on, as a share of the seconds of a step without drafts.
+    /// 0 where rows are free: while nothing is known, and where all drafts are certain to be right.
+    fn row_costs(&self, work: &Work) -> Vec<f64> {
+        let limits = self.limits;
+        let seconds = self.cost.seconds_of_rows(work);
+        let is_free = limits.drafts_only_forced || seconds <= 0.0;
+        let with_drafts = |num: u32| work.with_decodes(num as usize * work.num_decodes() as usize);
+        let cost = |num| if is_free { 0.0 } else { self.cost.seconds_of_rows(&with_drafts(num)) / seconds - 1.0 };
+        (1..=limits.max_draft_tokens).map(cost).collect()
     }
 }

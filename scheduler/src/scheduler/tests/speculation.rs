@@ -443,7 +443,7 @@ fn heads_that_find_nothing_cost_time_and_are_worth_less() {
     assert_eq!(num_model_steps, 2, "a probe");
     assert!(scheduler.drafting_cost.share() > 0.05, "1 of 11 ms");
     let acceptance = *scheduler.sequence_mut(SequenceId(0)).acceptance(crate::speculation::Drafting::Model);
-    assert!(acceptance.worth(1, 0.0, 0.0) < 0.8 * 0.7, "{acceptance:?}");
+    assert!(acceptance.worth(&[0.0], 0.0) < 0.8 * 0.7, "{acceptance:?}");
 }
 
 #[test]
