@@ -1,5 +1,5 @@
-"""Ranks on two nodes, each with an address of its own: as a server whose ranks are on this machine, and with the same
-tokens when a worker or a node is killed."""
+"""Ranks on two nodes, each with an address of its own, in one stage and in two: as a server whose ranks are on this
+machine, and with the same tokens when a worker or a node is killed."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.native
 
 SECRET = "an integration test's secret, 32+ characters"
 PARAMETERS = {"max_new_tokens": 120, "seed": 7, "do_sample": True, "temperature": 0.9}
+SIZES = ONE_STAGE, TWO_STAGES, TWO_STAGES_OF_TWO = (1, 2), (2, 1), (2, 2)  # stages, and ranks of each
 REQUESTS = [{"inputs": text, "parameters": PARAMETERS} for text in ("A long story:", "def fibonacci(n):")]
 
 
@@ -78,15 +79,21 @@ class Cluster:
     server: Server
     nodes: list[Node]
     secret: Path
+    ranks_per_node: int
 
     def serves(self) -> bool:
         return health(self.server) == 200
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def secret(tmp_path_factory: pytest.TempPathFactory) -> Path:
     secret = tmp_path_factory.mktemp("secret") / "secret"
     secret.write_text(SECRET)
+    return secret
+
+
+@pytest.fixture(scope="module")
+def nodes(secret: Path) -> Iterator[list[Node]]:
     nodes = [run_node(host, secret) for host in ("127.0.0.1", "127.0.0.2")]
     with ExitStack() as stack:
 
@@ -96,27 +103,41 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
                 node.process.kill()
                 node.process.wait()
 
-        addresses = ",".join(node.address for node in nodes)
-        server = start("--ranks-on", addresses, "--node-secret-file", str(secret))
-        yield Cluster(server, nodes, secret)
-        assert server.stop() == 0, server.last_lines()
-        # The end of the server is the end of its workers.
-        wait_until(lambda: not any(node.worker_pids() for node in nodes))
+        yield nodes
         for node in nodes:
             node.process.terminate()
             assert node.process.wait(START_TIMEOUT_S) == 0
 
 
+def name_of(sizes: tuple[int, int]) -> str:
+    return "{} stage(s) of {}".format(*sizes)
+
+
+def on(*sizes: tuple[int, int]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("cluster", sizes, indirect=True, ids=name_of, scope="module")
+
+
+@pytest.fixture(scope="module", params=SIZES, ids=name_of)
+def cluster(request: pytest.FixtureRequest, nodes: list[Node], secret: Path) -> Iterator[Cluster]:
+    num_stages, num_shards = request.param
+    addresses = ",".join(node.address for node in nodes)
+    sizes = ("--pipeline-parallel-size", str(num_stages), "--num-shard", str(num_shards))
+    server = start("--ranks-on", addresses, "--node-secret-file", str(secret), *sizes)
+    yield Cluster(server, nodes, secret, num_stages * num_shards // len(nodes))
+    assert server.stop() == 0, server.last_lines()
+    # The end of the server is the end of its workers.
+    wait_until(lambda: not any(node.worker_pids() for node in nodes))
+
+
 @pytest.fixture(scope="module")
-def undisturbed(cluster: Cluster) -> list[tuple]:
-    return [stream.result() for stream in [Stream(cluster.server, request) for request in REQUESTS]]
+def undisturbed(server: Server) -> list[tuple]:
+    """Of one rank here."""
+    return [stream.result() for stream in [Stream(server, request) for request in REQUESTS]]
 
 
-def test_ranks_on_nodes_give_the_tokens_of_one_rank_here(
-    cluster: Cluster, undisturbed: list[tuple], server: Server
-) -> None:
-    assert [len(node.worker_pids()) for node in cluster.nodes] == [1, 1]
-    assert [Stream(server, request).result() for request in REQUESTS] == undisturbed
+def test_ranks_on_nodes_give_the_tokens_of_one_rank_here(cluster: Cluster, undisturbed: list[tuple]) -> None:
+    assert [len(node.worker_pids()) for node in cluster.nodes] == [cluster.ranks_per_node] * 2
+    assert [stream.result() for stream in [Stream(cluster.server, request) for request in REQUESTS]] == undisturbed
 
 
 def answer_to_a_stranger(address: tuple[str, int]) -> bytes:
@@ -130,6 +151,7 @@ def answer_to_a_stranger(address: tuple[str, int]) -> bytes:
     return b""
 
 
+@on(ONE_STAGE)
 def test_nothing_listens_but_on_the_addresses_of_the_nodes_and_with_tls(cluster: Cluster) -> None:
     for node, host in zip(cluster.nodes, ("0100007F", "0200007F"), strict=True):
         listeners = node.listeners()
@@ -141,6 +163,7 @@ def test_nothing_listens_but_on_the_addresses_of_the_nodes_and_with_tls(cluster:
     assert cluster.serves()
 
 
+@on(ONE_STAGE, TWO_STAGES_OF_TWO)
 def test_a_kill_of_a_worker_on_a_node_changes_no_token(cluster: Cluster, undisturbed: list[tuple]) -> None:
     before = restarts(cluster.server)
     streams = [Stream(cluster.server, request) for request in REQUESTS]
@@ -150,6 +173,7 @@ def test_a_kill_of_a_worker_on_a_node_changes_no_token(cluster: Cluster, undistu
     wait_for_restart(cluster.server, before)
 
 
+@on(ONE_STAGE, TWO_STAGES)
 def test_a_kill_of_a_node_changes_no_token_once_it_is_back(cluster: Cluster, undisturbed: list[tuple]) -> None:
     wait_until(cluster.serves)
     before = restarts(cluster.server)
@@ -165,10 +189,10 @@ def test_a_kill_of_a_node_changes_no_token_once_it_is_back(cluster: Cluster, und
     wait_until(lambda: restarts(cluster.server) > before, "the ranks were started again")
 
 
-def test_a_server_with_another_secret_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_server_with_another_secret_is_refused(nodes: list[Node], tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("another secret, of 32 characters or more")
-    process = launch("--ranks-on", cluster.nodes[0].address, "--node-secret-file", str(secret), "--port", "0")
+    process = launch("--ranks-on", nodes[0].address, "--node-secret-file", str(secret), "--port", "0")
     output, _ = process.communicate(timeout=START_TIMEOUT_S)
     assert process.returncode == 1
     assert "does not have the secret of --node-secret-file" in output

@@ -205,14 +205,19 @@ fn run(parsed: &Parsed) -> anyhow::Result<Stopped> {
     stopped
 }
 
-/// Where --ranks-on puts the ranks. Each node has its share of them.
+/// Where --ranks-on puts the ranks. Each node has its share of them; one that Ray chooses has a stage, because the ranks of a stage
+/// exchange most, or one rank if there are no stages.
 fn placement(args: &Args, settings: &Settings, python: &Path) -> Result<Placement, SecretError> {
     let nodes: Vec<_> = match &args.ranks_on[..] {
         [] => return Ok(Placement::Here),
         [RanksOn::Ray(cluster)] => {
             let (python, cluster) = (python.to_owned(), cluster.clone());
-            let (num_ranks, uses_gpus) = (settings.num_ranks, args.unencrypted_gpus);
-            return Ok(Placement::Ray(RayOptions { python, cluster, num_ranks, uses_gpus }));
+            let num_nodes = match args.pipeline_parallel_size {
+                1 => settings.num_ranks,
+                num_stages => num_stages as usize,
+            };
+            let (ranks_per_node, uses_gpus) = (settings.num_ranks / num_nodes, args.unencrypted_gpus);
+            return Ok(Placement::Ray(RayOptions { python, cluster, num_nodes, ranks_per_node, uses_gpus }));
         }
         hosts => hosts.iter().filter_map(RanksOn::node).collect(),
     };

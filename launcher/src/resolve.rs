@@ -369,7 +369,7 @@ fn standby(args: &Args, choices: &mut Vec<Choice>) -> Result<Standby, ResolveErr
 /// Ranks of one pipeline stage of one replica.
 fn num_shards(args: &Args, machine: Machine, choices: &mut Vec<Choice>) -> Result<usize, ResolveError> {
     if !args.ranks_on.is_empty() {
-        return nodes::num_ranks(args, choices);
+        return nodes::num_shards(args, choices);
     }
     let (replicas, stages) = (args.replicas, args.pipeline_parallel_size);
     let devices = machine.num_visible_devices.map(|devices| devices / (replicas * stages as usize));

@@ -450,15 +450,23 @@ fn each_node_has_equally_many_ranks_and_nothing_of_this_machine_counts() {
     let settings = on(nodes).unwrap();
     assert_eq!((settings.num_ranks, settings.num_devices, settings.standby), (2, 0, Standby::Off));
     assert_eq!(on(&format!("{nodes} --num-shard 4")).unwrap().num_ranks, 4);
+    for (stages, num_ranks) in [(2, 2), (3, 6), (4, 4)] {
+        assert_eq!(on(&format!("{nodes} --pipeline-parallel-size {stages}")).unwrap().num_ranks, num_ranks);
+    }
+    assert_eq!(on(&format!("{nodes} --pipeline-parallel-size 3 --num-shard 2")).unwrap().num_ranks, 6);
     assert!(!on("--ranks-on node://a:1").unwrap().preloads());
     assert_eq!(on("--ranks-on ray://a:1 --num-shard 3").unwrap().num_ranks, 3);
     assert!(on("--ranks-on node://a:1 --engine-listen 127.0.0.1:0 --cpu-isa avx2").is_ok());
     assert!(on("--ranks-on node://a:1 --engine-listen 127.0.0.1:0 --unencrypted-gpus").is_ok());
     for (flags, reason) in [
         ("--ranks-on node://a:1,node://b:1 --num-shard 3", "a multiple of the number of nodes"),
+        (
+            "--ranks-on node://a:1,node://b:1 --num-shard 1 --pipeline-parallel-size 3",
+            "--num-shard is 1, must be such that it, times --pipeline-parallel-size, is a multiple of the number of nodes",
+        ),
         ("--ranks-on node://a:1,node://a:1", "each node once"),
         ("--ranks-on ray://a:1,node://a:1", "one ray://HOST:PORT, or nodes only"),
-        ("--ranks-on ray://a:1", "--num-shard is unset, must be the number of ranks"),
+        ("--ranks-on ray://a:1", "--num-shard is unset, must be the number of ranks of a stage"),
         ("--ranks-on ray://a:1 --num-shard 2 --node-secret-file f", "unset with ray://: each server makes a secret"),
         ("--ranks-on node://a:1 --replicas 2", "1 with --ranks-on"),
         ("--ranks-on node://a:1 --engine-listen 127.0.0.1:0", "--cpu-isa is auto, must be an instruction set that all"),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock_server.collectives import computes_alike, connect, count_on_host, is_same_processor, meet, open_store
+from penstock_server.collectives import Ranks, computes_alike
 from penstock_server.collectives.distributed import Distributed
 from penstock_server.collectives.interface import Collectives
 from penstock_server.config import Node
@@ -72,52 +72,32 @@ class RankGroup:
         num_stages: int = 1,
         node: Node | None = None,
     ) -> RankGroup:
-        """Connect to the other ranks by a torch.distributed init method, or with a node by TLS and, on GPUs, then by
-        NCCL; blocks until all are connected. native: the kernels through which ranks share memory, if there are any.
-        rank, size: over all stages; the first ranks are the last stage, because rank 0 returns the tokens. Raises
-        ConfigError if the stages cannot have equally many ranks, or are on several nodes."""
+        """Connect to the other ranks, as `Ranks.connect`; blocks until all are connected. rank, size: over all stages;
+        the first ranks are the last stage, because rank 0 returns the tokens. Raises ConfigError if the stages cannot
+        have equally many ranks."""
         if size % num_stages:
             raise ConfigError(f"{size} ranks cannot form {num_stages} pipeline stages with the same number of ranks")
-        if num_stages > 1 and node is not None:
-            raise ConfigError("the ranks of a pipeline must be on one machine")
         if size == 1:
             return cls()
-        if node is not None:
-            network = meet(rank, size, rendezvous, node)
-            # Ray may place ranks on one machine that do not know of each other.
-            local_size = max(node.local_size, count_on_host(network, rank, size))
-            if not node.uses_gpu:
-                return cls(rank, size, network, is_same_processor(network, native), local_size=local_size)
-            store = open_store(network, rank, size, rendezvous, node)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-            gpus = connect(rank, size, native) if node.local_size == size else Distributed()
-            return cls(rank, size, gpus, computes_alike(gpus), local_size=local_size)
-        dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=size)
-        if num_stages == 1:
-            collectives = connect(rank, size, native)
-            return cls(rank, size, collectives, computes_alike(collectives))
-        return cls._join_stage(rank, size, native, num_stages)
-
-    @classmethod
-    def _join_stage(cls, rank: int, size: int, native: NativeBuild | None, num_stages: int) -> RankGroup:
+        ranks = Ranks.connect(rank, size, rendezvous, backend, native, node)
         width = size // num_stages
-        stages = [range(size)[first : first + width] for first in range(0, size, width)]
-        links = [pair for behind, before in itertools.pairwise(stages) for pair in zip(before, behind, strict=True)]
-        found: dict[tuple[int, ...], Collectives] = {}
-        for ranks in [*map(tuple, stages), *links]:  # all ranks form all groups, in one order
-            if len(ranks) == 1:
-                continue
-            # The ranks of a pair are not in ascending order: the first one sends.
-            group = dist.new_group(ranks, sort_ranks=False)
-            if isinstance(group, dist.ProcessGroup):  # this rank is in it
-                found[ranks] = connect(ranks.index(rank), len(ranks), native, group)
-        mine = tuple(stages[rank // width])
+        stages = [tuple(range(first, first + width)) for first in range(0, size, width)]
+        # The ranks of a link are not in ascending order: the first one sends.
+        links = [link for behind, before in itertools.pairwise(stages) for link in zip(before, behind, strict=True)]
+        # All ranks form all groups, in one order.
+        found = {numbers: ranks.group(numbers) for numbers in [*stages, *links] if len(numbers) > 1}
         stage = Stage(
-            num_stages - 1 - rank // width, num_stages, found.get((rank + width, rank)), found.get((rank, rank - width))
+            num_stages - 1 - rank // width,
+            num_stages,
+            found.get((rank + width, rank)),
+            found.get((rank, rank - width)),
+            ranks.everyone,
         )
-        if width == 1:
-            return cls(stage=stage)
-        return cls(rank % width, width, found[mine], computes_alike(found[mine]), stage)
+        collectives = found.get(stages[rank // width])
+        if collectives is None:
+            return cls(stage=stage, local_size=ranks.local_size)
+        is_alike = computes_alike(collectives, native)
+        return cls(rank % width, width, collectives, is_alike, stage, ranks.local_size)
 
     @property
     def num_ranks(self) -> int:

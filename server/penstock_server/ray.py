@@ -1,13 +1,14 @@
-"""`python -m penstock_server.ray`: asks a Ray cluster for the machines of a server's ranks. Needs penstock[ray].
+"""`python -m penstock_server.ray`: asks a Ray cluster for the nodes of a server. Needs penstock[ray].
 
-Reads one line from stdin, {"cluster": "HOST:PORT", "num_ranks", "secret", "uses_gpus"}, and prints JSON lines:
+Reads one line from stdin, {"cluster": "HOST:PORT", "num_nodes", "ranks_per_node", "secret", "uses_gpus"}, and prints
+JSON lines:
 
-    {"placed": {"rank", "address"}}     `penstock node` listens at node://HOST:PORT
-    {"lost": {"rank", "reason"}}        it has ended; the rank is placed again
+    {"placed": {"node", "address"}}     `penstock node` listens at node://HOST:PORT
+    {"lost": {"node", "reason"}}        it has ended; the node is placed again
 
-The ranks share a placement group with a bundle of CPUs for each, and of a GPU if asked, so that either all of them have
-a machine or none has. An actor in each bundle runs `penstock node`. This process exits when stdin ends; its actors and
-their nodes end with it. On failure it prints a line to stderr that starts with "error: ".
+The nodes share a placement group with a bundle of CPUs for each, and of a GPU for each of its ranks if asked, so that
+either all of them have a machine or none has. An actor in each bundle runs `penstock node`. This process exits when
+stdin ends; its actors and their nodes end with it. On failure it prints a line to stderr that starts with "error: ".
 """
 
 from __future__ import annotations
@@ -39,20 +40,22 @@ class Order:
     """What the launcher asks for."""
 
     cluster: str
-    num_ranks: int
+    num_nodes: int
     secret: str
     uses_gpus: bool = False
+    ranks_per_node: int = 1
 
     @classmethod
     def parse(cls, line: str) -> Order:
         match json.loads(line):
             case {
                 "cluster": str(cluster),
-                "num_ranks": int(num_ranks),
+                "num_nodes": int(num_nodes),
+                "ranks_per_node": int(ranks_per_node),
                 "secret": str(secret),
                 "uses_gpus": bool(uses_gpus),
-            } if num_ranks > 0:
-                return cls(cluster, num_ranks, secret, uses_gpus)
+            } if min(num_nodes, ranks_per_node) > 0:
+                return cls(cluster, num_nodes, secret, uses_gpus, ranks_per_node)
         raise ConfigError("the line on stdin is not an order")
 
 
@@ -60,8 +63,8 @@ class NodeActor:
     """Runs `penstock node` on the machine of this actor."""
 
     def start(self, secret: str, num_threads: int, uses_gpus: bool) -> str:
-        """Returns the node's address. uses_gpus: those that Ray gave to this actor. Raises RuntimeError if it does not
-        start."""
+        """Returns the node's address. num_threads: of each rank. uses_gpus: those that Ray gave to this actor. Raises
+        RuntimeError if it does not start."""
         import ray
 
         source, sink = os.pipe()
@@ -112,51 +115,59 @@ def _url(line: str) -> str | None:
         return None
 
 
-def cpus_per_rank(cpus: Sequence[int], num_ranks: int, gpus: Sequence[int] | None = None) -> int:
-    """The most CPUs that each rank can have, on machines with `cpus` of them. gpus: of each machine, of which each rank
-    needs one, on as few machines as can be; None: it needs none. Raises ConfigError if there are too few."""
-    most = cpus if gpus is None else list(map(min, cpus, gpus))  # ranks of each machine
+def cpus_per_rank(
+    cpus: Sequence[int], num_nodes: int, ranks_per_node: int = 1, gpus: Sequence[int] | None = None
+) -> int:
+    """The most CPUs that each rank can have, on machines with `cpus` of them, each of which has room for whole nodes.
+    gpus: of each machine, of which each rank needs one, on as few machines as can be; None: it needs none. Raises
+    ConfigError if there are too few."""
+    ranks = cpus if gpus is None else list(map(min, cpus, gpus))
+    most = [num_ranks // ranks_per_node for num_ranks in ranks]  # nodes of each machine
     machines = sorted(zip(most, cpus, strict=True), reverse=True)
     if gpus is not None:
         sums = list(itertools.accumulate(limit for limit, _ in machines))
-        machines = machines[: bisect_left(sums, num_ranks) + 1]
+        machines = machines[: bisect_left(sums, num_nodes) + 1]
     for each in range(max(cpus, default=0), 0, -1):
-        if sum(min(num_cpus // each, limit) for limit, num_cpus in machines) >= num_ranks:
+        if sum(min(num_cpus // (each * ranks_per_node), limit) for limit, num_cpus in machines) >= num_nodes:
             return each
     found, needed = f"{sum(cpus)} CPUs", "one"
     if gpus is not None:
         found, needed = f"{found} and {sum(gpus)} GPUs", "one of both on the same machine"
-    raise ConfigError(f"the Ray cluster has {found}, must have at least {needed} for each of {num_ranks} ranks")
+    number = f"{num_nodes * ranks_per_node} ranks"
+    if ranks_per_node > 1:
+        number += f", and room for the {ranks_per_node} ranks of a stage on one machine"
+    raise ConfigError(f"the Ray cluster has {found}, must have at least {needed} for each of {number}")
 
 
 class Placement:
-    """Keeps an actor alive for each rank, and reports where it is."""
+    """Keeps an actor alive for each node, and reports where it is."""
 
     def __init__(self, order: Order, num_cpus: int, report: Callable[[dict[str, Any]], None]) -> None:
         import ray
 
         self._ray, self._report = ray, report
-        self._order, self._num_cpus = order, num_cpus
-        self._num_gpus = int(order.uses_gpus)
+        self._order, self._num_threads = order, num_cpus
+        self._num_cpus = num_cpus * order.ranks_per_node
+        self._num_gpus = order.ranks_per_node * order.uses_gpus
         # GPUs of one machine exchange tensors faster; a rank on CPUs needs the memory of a machine.
-        bundle = {"CPU": num_cpus} | ({"GPU": 1} if order.uses_gpus else {})
+        bundle = {"CPU": self._num_cpus} | ({"GPU": self._num_gpus} if order.uses_gpus else {})
         self._group = ray.util.placement_group(
-            [bundle] * order.num_ranks, strategy="PACK" if order.uses_gpus else "SPREAD"
+            [bundle] * order.num_nodes, strategy="PACK" if order.uses_gpus else "SPREAD"
         )
 
     async def keep(self) -> NoReturn:
-        await asyncio.gather(*map(self._keep, range(self._order.num_ranks)))
-        raise AssertionError("a rank is placed for ever")
+        await asyncio.gather(*map(self._keep, range(self._order.num_nodes)))
+        raise AssertionError("a node is placed for ever")
 
-    async def _keep(self, rank: int) -> NoReturn:
-        """Raises ConfigError if the rank's first machine cannot run a node. A later one that cannot is only reported as
-        lost, because the nodes of the other ranks would end with this process."""
+    async def _keep(self, node: int) -> NoReturn:
+        """Raises ConfigError if the first machine cannot run the node. A later one that cannot is only reported as
+        lost, because the other nodes would end with this process."""
         from ray.exceptions import RayError, RayTaskError
 
         was_placed = False
         while True:
             try:
-                actor = await self._place(rank)
+                actor = await self._place(node)
                 was_placed = True
                 reason = await actor.wait.remote()
             except RayTaskError as error:
@@ -165,17 +176,17 @@ class Placement:
                     raise ConfigError(reason) from error
             except RayError as error:
                 reason = " ".join(str(error).split())
-            self._report({"lost": {"rank": rank, "reason": reason}})
+            self._report({"lost": {"node": node, "reason": reason}})
             await asyncio.sleep(_RETRY_S)
 
-    async def _place(self, rank: int) -> Any:
+    async def _place(self, node: int) -> Any:
         """Starts an actor and returns it when its node listens. Raises RayError if the actor ends before, RayTaskError
         if it cannot start the node."""
-        place = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group, rank)
+        place = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group, node)
         options: dict[str, Any] = {"num_cpus": self._num_cpus, "num_gpus": self._num_gpus, "scheduling_strategy": place}
         actor: Any = self._ray.remote(NodeActor).options(**options).remote()
-        address = await actor.start.remote(self._order.secret, self._num_cpus, self._order.uses_gpus)
-        self._report({"placed": {"rank": rank, "address": address}})
+        address = await actor.start.remote(self._order.secret, self._num_threads, self._order.uses_gpus)
+        self._report({"placed": {"node": node, "address": address}})
         return actor
 
 
@@ -191,7 +202,7 @@ class Reports:
 
 
 def place(order: Order, report: Callable[[dict[str, Any]], None]) -> NoReturn:
-    """Joins the cluster and places the ranks until the process exits. Raises ConfigError."""
+    """Joins the cluster and places the nodes until the process exits. Raises ConfigError."""
     if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
         raise ConfigError(
             "RAY_USE_TLS is not 1: the secret of the ranks' connections crosses the network between Ray's processes; "
@@ -208,11 +219,12 @@ def place(order: Order, report: Callable[[dict[str, Any]], None]) -> NoReturn:
     cpus, gpus = (
         [int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]] for kind in ("CPU", "GPU")
     )
-    num_cpus = cpus_per_rank(cpus, order.num_ranks, gpus if order.uses_gpus else None)
+    num_cpus = cpus_per_rank(cpus, order.num_nodes, order.ranks_per_node, gpus if order.uses_gpus else None)
+    nodes = f"{order.num_nodes} node(s) of {order.ranks_per_node} rank(s)"
     each = f"{num_cpus} CPU(s)" + " and a GPU" * order.uses_gpus
-    logger.info("Ray is asked for %d rank(s) of %s; `ray status` shows what it lacks", order.num_ranks, each)
+    logger.info("Ray is asked for %s with %s each; `ray status` shows what it lacks", nodes, each)
     asyncio.run(Placement(order, num_cpus, report).keep())
-    raise AssertionError("a rank is placed for ever")
+    raise AssertionError("a node is placed for ever")
 
 
 def main() -> int:

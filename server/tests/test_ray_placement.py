@@ -46,14 +46,28 @@ def test_a_cluster_with_fewer_cpus_than_ranks_is_refused(cpus: list[int]) -> Non
 def test_ranks_on_gpus_are_on_as_few_machines_as_have_them(
     cpus: list[int], gpus: list[int], num_ranks: int, each: int
 ) -> None:
-    assert cpus_per_rank(cpus, num_ranks, gpus) == each
+    assert cpus_per_rank(cpus, num_ranks, gpus=gpus) == each
 
 
 def test_a_cluster_with_fewer_gpus_than_ranks_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"has 16 CPUs and 2 GPUs, must have at least one of both .* of 3 ranks"):
-        cpus_per_rank([8, 8], 3, [1, 1])
+        cpus_per_rank([8, 8], 3, gpus=[1, 1])
     with pytest.raises(ConfigError, match="has 8 CPUs and 2 GPUs"):
-        cpus_per_rank([8, 0], 2, [1, 1])  # one machine has a GPU and no CPU
+        cpus_per_rank([8, 0], 2, gpus=[1, 1])  # one machine has a GPU and no CPU
+
+
+@pytest.mark.parametrize(
+    ("cpus", "gpus", "each"),
+    [([8, 8], None, 4), ([16, 2], None, 4), ([6, 3], None, 1), ([64, 64], [2, 2], 32), ([64, 64], [4, 0], 16)],
+)
+def test_the_ranks_of_a_stage_share_a_machine(cpus: list[int], gpus: list[int] | None, each: int) -> None:
+    assert cpus_per_rank(cpus, 2, 2, gpus) == each
+
+
+@pytest.mark.parametrize(("cpus", "gpus"), [([3, 1], None), ([1, 1, 1, 1], None), ([64, 64], [3, 1])])
+def test_a_cluster_without_room_for_a_stage_on_one_machine_is_refused(cpus: list[int], gpus: list[int] | None) -> None:
+    with pytest.raises(ConfigError, match="for each of 4 ranks, and room for the 2 ranks of a stage on one machine"):
+        cpus_per_rank(cpus, 2, 2, gpus)
 
 
 def test_a_cluster_without_tls_gets_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,9 +94,15 @@ def test_a_cluster_that_rejects_the_token_is_a_refusal(monkeypatch: pytest.Monke
 
 
 def test_an_order_that_is_incomplete_is_refused_without_being_printed() -> None:
-    whole = {"cluster": "head:6379", "num_ranks": 2, "secret": "hunter2", "uses_gpus": True}
-    assert Order.parse(json.dumps(whole)) == Order("head:6379", 2, "hunter2", uses_gpus=True)
-    for order in ({**whole, "num_ranks": 0}, {**whole, "cluster": None}, {**whole, "uses_gpus": 1}, ["hunter2"]):
+    whole = {"cluster": "head:6379", "num_nodes": 2, "ranks_per_node": 4, "secret": "hunter2", "uses_gpus": True}
+    assert Order.parse(json.dumps(whole)) == Order("head:6379", 2, "hunter2", uses_gpus=True, ranks_per_node=4)
+    for order in (
+        {**whole, "num_nodes": 0},
+        {**whole, "ranks_per_node": 0},
+        {**whole, "cluster": None},
+        {**whole, "uses_gpus": 1},
+        ["hunter2"],
+    ):
         with pytest.raises(ConfigError) as refusal:
             Order.parse(json.dumps(order))
         assert "hunter2" not in str(refusal.value)
@@ -136,14 +156,16 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch, starts: list[str | Exception]) -> 
     return asked
 
 
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
 @pytest.mark.parametrize("uses_gpus", [False, True])
-def test_a_rank_has_a_gpu_if_asked(uses_gpus: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_has_a_gpu_if_asked(uses_gpus: bool, ranks_per_node: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = fake_ray(monkeypatch, ["node://a:1"])
     with pytest.raises(Ended):
-        asyncio.run(Placement(Order("head:6379", 1, "a secret", uses_gpus), 4, lambda _: None).keep())
+        asyncio.run(Placement(Order("head:6379", 1, "a secret", uses_gpus, ranks_per_node), 4, lambda _: None).keep())
     group, actor, *_ = asked
-    assert group["bundles"] == [{"CPU": 4, "GPU": 1} if uses_gpus else {"CPU": 4}]
-    assert (actor["num_cpus"], actor["num_gpus"]) == (4, int(uses_gpus))
+    cpus, gpus = 4 * ranks_per_node, ranks_per_node if uses_gpus else 0
+    assert group["bundles"] == [{"CPU": cpus, "GPU": gpus} if uses_gpus else {"CPU": cpus}]
+    assert (actor["num_cpus"], actor["num_gpus"]) == (cpus, gpus)
 
 
 def test_a_replacement_that_cannot_run_a_node_is_placed_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,12 +175,12 @@ def test_a_replacement_that_cannot_run_a_node_is_placed_again(monkeypatch: pytes
         asyncio.run(Placement(Order("head:6379", 1, "a secret"), 1, reports.append).keep())
     unable = "a machine of the Ray cluster cannot run `penstock node`: no such file: penstock"
     assert reports == [
-        {"placed": {"rank": 0, "address": "node://a:1"}},
-        {"lost": {"rank": 0, "reason": "its node has ended"}},
-        {"lost": {"rank": 0, "reason": unable}},
-        {"lost": {"rank": 0, "reason": "the actor died"}},
-        {"placed": {"rank": 0, "address": "node://b:1"}},
-        {"lost": {"rank": 0, "reason": "its node has ended"}},
+        {"placed": {"node": 0, "address": "node://a:1"}},
+        {"lost": {"node": 0, "reason": "its node has ended"}},
+        {"lost": {"node": 0, "reason": unable}},
+        {"lost": {"node": 0, "reason": "the actor died"}},
+        {"placed": {"node": 0, "address": "node://b:1"}},
+        {"lost": {"node": 0, "reason": "its node has ended"}},
     ]
 
 
@@ -167,15 +189,15 @@ def test_a_first_machine_that_cannot_run_a_node_is_refused(monkeypatch: pytest.M
     reports: list[dict[str, Any]] = []
     with pytest.raises(ConfigError, match="cannot run `penstock node`: no such file: penstock"):
         asyncio.run(Placement(Order("head:6379", 1, "a secret"), 1, reports.append).keep())
-    assert reports == [{"lost": {"rank": 0, "reason": "the actor died"}}]
+    assert reports == [{"lost": {"node": 0, "reason": "the actor died"}}]
 
 
 def test_what_ray_prints_is_not_a_report(capfd: pytest.CaptureFixture[str]) -> None:
     report = Reports()
     os.write(1, b"a message of Ray\n")
-    report({"lost": {"rank": 0, "reason": "it is gone"}})
+    report({"lost": {"node": 0, "reason": "it is gone"}})
     captured = capfd.readouterr()
-    assert captured.out == '{"lost": {"rank": 0, "reason": "it is gone"}}\n'
+    assert captured.out == '{"lost": {"node": 0, "reason": "it is gone"}}\n'
     assert "a message of Ray" in captured.err
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
-from penstock_server.collectives import computes_alike, connect, symmetric
+from penstock_server.collectives import computes_alike, connect_gpus, symmetric
 from penstock_server.collectives.distributed import Distributed
 from penstock_server.collectives.symmetric import MAX_BYTES, SymmetricMemory
 from torch import Tensor
@@ -40,7 +40,7 @@ def kernel_returns(monkeypatch: pytest.MonkeyPatch, summed: Callable[[Tensor], T
 
 def test_ranks_that_can_read_each_other_share_memory(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        assert type(connect(0, SIZE, None)) is SymmetricMemory
+        assert type(connect_gpus(0, SIZE)) is SymmetricMemory
     assert "add tensors of up to 512 KiB in each other's memory" in caplog.text
 
 
@@ -52,14 +52,14 @@ def test_devices_that_cannot_read_each_other_use_nccl(
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, other: asked)
     monkeypatch.setattr(Distributed, "minimum", lambda self, value: 0)
     with caplog.at_level(logging.INFO):
-        assert type(connect(0, SIZE, None)) is Distributed
+        assert type(connect_gpus(0, SIZE)) is Distributed
     expected = "another rank cannot share" if asked else "device 0 cannot read the memory of device 1"
     assert f"by NCCL: {expected}" in caplog.text
 
 
 def test_a_wrong_sum_means_nccl(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     kernel_returns(monkeypatch, lambda mine: mine)
-    assert type(connect(0, SIZE, None)) is Distributed
+    assert type(connect_gpus(0, SIZE)) is Distributed
     assert "a sum was 1.0, not 3.0" in caplog.text
 
 
@@ -68,7 +68,7 @@ def test_a_failed_rendezvous_means_nccl(monkeypatch: pytest.MonkeyPatch, caplog:
         raise RuntimeError("CUDA driver error: peer access is not supported\nmore")
 
     monkeypatch.setattr(symmetric_memory, "rendezvous", refuse)
-    assert type(connect(0, SIZE, None)) is Distributed
+    assert type(connect_gpus(0, SIZE)) is Distributed
     assert "by NCCL: CUDA driver error: peer access is not supported" in caplog.text
 
 
@@ -104,9 +104,10 @@ def test_ranks_compute_alike_on_gpus_of_one_kind(
         said.append(value)
         return min(value, *(first * (1 if value > 0 else -1) for first in said[:1]))
 
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setattr(Distributed, "minimum", minimum)
-    assert computes_alike(Distributed()), "rank 0 alone"
-    assert computes_alike(Distributed()) == expected
+    assert computes_alike(Distributed(), None), "rank 0 alone"
+    assert computes_alike(Distributed(), None) == expected
     assert ("GPUs of several kinds" in caplog.text) != expected

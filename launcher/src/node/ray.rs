@@ -1,4 +1,4 @@
-//! Ray chooses the nodes: `penstock_server.ray` asks it for one actor per rank, and each actor runs an agent (`penstock node`).
+//! Ray chooses the nodes: `penstock_server.ray` asks it for one actor per node, and each actor runs an agent (`penstock node`).
 //!
 //! INVARIANT: the actors live as long as the Python process, and the agents as long as their actors.
 
@@ -26,7 +26,8 @@ pub(crate) struct RayOptions {
     pub(crate) python: PathBuf,
     /// HOST:PORT of the cluster's control service.
     pub(crate) cluster: String,
-    pub(crate) num_ranks: usize,
+    pub(crate) num_nodes: usize,
+    pub(crate) ranks_per_node: usize,
     /// Each rank has a GPU.
     pub(crate) uses_gpus: bool,
 }
@@ -35,7 +36,7 @@ pub(crate) struct RayOptions {
 pub(crate) struct RayNodes {
     options: RayOptions,
     secret: NodeSecret,
-    /// Of each rank.
+    /// Of each node.
     places: Vec<watch::Sender<NodePlace>>,
     process: Option<JoinHandle<()>>,
     stop: CancellationToken,
@@ -45,7 +46,8 @@ pub(crate) struct RayNodes {
 #[derive(Serialize)]
 struct Order<'a> {
     cluster: &'a str,
-    num_ranks: usize,
+    num_nodes: usize,
+    ranks_per_node: usize,
     secret: &'a str,
     uses_gpus: bool,
 }
@@ -55,24 +57,24 @@ struct Order<'a> {
 #[serde(rename_all = "snake_case")]
 enum Report {
     /// An agent listens.
-    Placed { rank: usize, address: String },
-    /// Ray places the rank again.
-    Lost { rank: usize, reason: String },
+    Placed { node: usize, address: String },
+    /// Ray places the node again.
+    Lost { node: usize, reason: String },
 }
 
 impl RayNodes {
     pub(crate) fn new(options: RayOptions) -> Self {
-        let places = (0..options.num_ranks).map(|_| watch::channel(NodePlace::Awaited).0).collect();
+        let places = (0..options.num_nodes).map(|_| watch::channel(NodePlace::Awaited).0).collect();
         Self { options, secret: NodeSecret::make(), places, process: None, stop: CancellationToken::new() }
     }
 
-    /// A node for each rank.
+    /// In the order of their ranks.
     pub(crate) fn nodes(&self) -> Vec<NodeOptions> {
         let node = |place: &watch::Sender<_>| NodeOptions {
             place: place.subscribe(),
             secret: self.secret.clone(),
             by_ray: true,
-            num_ranks: 1,
+            num_ranks: self.options.ranks_per_node,
             uses_gpus: self.options.uses_gpus,
         };
         self.places.iter().map(node).collect()
@@ -88,9 +90,14 @@ impl RayNodes {
         let child = command.spawn().map_err(|source| SpawnError::new(&self.options.python, source))?;
         self.places.iter().for_each(|place| drop(place.send_replace(NodePlace::Awaited)));
         let Self { options, secret, places, stop, .. } = self;
-        let RayOptions { cluster, num_ranks, uses_gpus, .. } = options;
-        let order =
-            Order { cluster: cluster.as_str(), num_ranks: *num_ranks, secret: secret.text(), uses_gpus: *uses_gpus };
+        let RayOptions { cluster, num_nodes, ranks_per_node, uses_gpus, .. } = options;
+        let order = Order {
+            cluster: cluster.as_str(),
+            num_nodes: *num_nodes,
+            ranks_per_node: *ranks_per_node,
+            secret: secret.text(),
+            uses_gpus: *uses_gpus,
+        };
         let order = serde_json::to_string(&order).expect("invariant: strings and numbers are JSON") + "\n";
         self.process = Some(tokio::spawn(follow(child, order, places.clone(), stop.clone())));
         Ok(())
@@ -155,24 +162,24 @@ async fn end(mut child: Child, stdin: ChildStdin, tail: &StderrTail, following: 
 }
 
 fn apply(report: Report, places: &[watch::Sender<NodePlace>]) {
-    let (rank, place) = match report {
-        Report::Placed { rank, address } => match address.parse() {
+    let (node, place) = match report {
+        Report::Placed { node, address } => match address.parse() {
             Ok(address) => {
-                tracing::info!("Ray has placed rank {rank} on {address}");
-                (rank, NodePlace::At(address))
+                tracing::info!("Ray has placed node {node}: {address}");
+                (node, NodePlace::At(address))
             }
             Err(error) => {
-                let reason = format!("Ray's node of rank {rank} cannot be used: {error}");
+                let reason = format!("Ray's node {node} cannot be used: {error}");
                 tracing::warn!("{reason}");
-                (rank, NodePlace::Unavailable(reason))
+                (node, NodePlace::Unavailable(reason))
             }
         },
-        Report::Lost { rank, reason } => {
-            tracing::warn!("Ray places rank {rank} again: {reason}");
-            (rank, NodePlace::Awaited)
+        Report::Lost { node, reason } => {
+            tracing::warn!("Ray places node {node} again: {reason}");
+            (node, NodePlace::Awaited)
         }
     };
-    if let Some(sender) = places.get(rank) {
+    if let Some(sender) = places.get(node) {
         sender.send_replace(place);
     }
 }
@@ -184,10 +191,10 @@ mod tests {
     #[test]
     fn an_address_that_cannot_be_used_is_a_reason_and_not_awaited() {
         let places = [watch::channel(NodePlace::Awaited).0];
-        let placed = |address: &str| apply(Report::Placed { rank: 0, address: address.to_owned() }, &places);
+        let placed = |address: &str| apply(Report::Placed { node: 0, address: address.to_owned() }, &places);
         placed("10.0.0.2");
         let place = places[0].borrow().clone();
-        assert!(matches!(&place, NodePlace::Unavailable(reason) if reason.contains("rank 0")), "{place:?}");
+        assert!(matches!(&place, NodePlace::Unavailable(reason) if reason.contains("node 0")), "{place:?}");
         placed("node://10.0.0.2:7");
         assert!(matches!(&*places[0].borrow(), NodePlace::At(address) if address.port == 7));
     }

@@ -1,13 +1,13 @@
-//! The number of ranks with `--ranks-on`.
+//! The number of ranks of a pipeline stage with `--ranks-on`.
 
 use super::{Choice, ResolveError};
 use crate::args::Args;
 use crate::isa::CpuIsa;
 use crate::node::RanksOn;
 
-/// Equally many on each node.
-pub(super) fn num_ranks(args: &Args, choices: &mut Vec<Choice>) -> Result<usize, ResolveError> {
-    let num_nodes = args.ranks_on.len();
+/// Each node has equally many ranks of all stages.
+pub(super) fn num_shards(args: &Args, choices: &mut Vec<Choice>) -> Result<usize, ResolveError> {
+    let (num_nodes, num_stages) = (args.ranks_on.len(), args.pipeline_parallel_size as usize);
     let refused = |name, value, allowed| Err(ResolveError::OutOfRange { name, value, allowed });
     if args.replicas > 1 {
         return refused(
@@ -15,9 +15,6 @@ pub(super) fn num_ranks(args: &Args, choices: &mut Vec<Choice>) -> Result<usize,
             args.replicas.to_string(),
             "1 with --ranks-on; use `penstock route` for several servers",
         );
-    }
-    if args.pipeline_parallel_size > 1 {
-        return refused("pipeline-parallel-size", args.pipeline_parallel_size.to_string(), "1 with --ranks-on");
     }
     if args.ranks_on.iter().enumerate().any(|(index, node)| args.ranks_on[..index].contains(node)) {
         return refused("ranks-on", join(&args.ranks_on), "each node once; raise --num-shard for more ranks on each");
@@ -31,22 +28,26 @@ pub(super) fn num_ranks(args: &Args, choices: &mut Vec<Choice>) -> Result<usize,
         );
     }
     if args.ranks_on.iter().any(|host| host.node().is_none()) {
-        return num_ranks_on_ray(args);
+        return num_shards_on_ray(args);
     }
+    let are_equally_many = |num_shard: usize| (num_shard * num_stages).is_multiple_of(num_nodes);
     match args.num_shard {
-        Some(num_shard) if num_shard % num_nodes > 0 => {
-            refused("num-shard", num_shard.to_string(), "a multiple of the number of nodes of --ranks-on")
-        }
+        Some(num_shard) if !are_equally_many(num_shard) => refused(
+            "num-shard",
+            num_shard.to_string(),
+            "such that it, times --pipeline-parallel-size, is a multiple of the number of nodes of --ranks-on",
+        ),
         Some(num_shard) => Ok(num_shard),
         None => {
-            choices.push(Choice::new("num-shard", num_nodes, "one rank on each node"));
-            Ok(num_nodes)
+            let fewest = (1..num_nodes).find(|num_shard| are_equally_many(*num_shard)).unwrap_or(num_nodes);
+            choices.push(Choice::new("num-shard", fewest, "the fewest with which each node has equally many ranks"));
+            Ok(fewest)
         }
     }
 }
 
 /// As given: only Ray knows the cluster.
-fn num_ranks_on_ray(args: &Args) -> Result<usize, ResolveError> {
+fn num_shards_on_ray(args: &Args) -> Result<usize, ResolveError> {
     let refused = |name, value, allowed| Err(ResolveError::OutOfRange { name, value, allowed });
     if args.ranks_on.len() > 1 {
         return refused("ranks-on", join(&args.ranks_on), "one ray://HOST:PORT, or nodes only");
@@ -60,7 +61,7 @@ fn num_ranks_on_ray(args: &Args) -> Result<usize, ResolveError> {
     }
     match args.num_shard {
         Some(num_shard) => Ok(num_shard),
-        None => refused("num-shard", "unset".to_owned(), "the number of ranks with --ranks-on ray://…"),
+        None => refused("num-shard", "unset".to_owned(), "the number of ranks of a stage with --ranks-on ray://…"),
     }
 }
 

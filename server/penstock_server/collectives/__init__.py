@@ -1,10 +1,11 @@
-"""How the ranks of one model exchange tensors. Chosen when they connect: on one host's CPUs, memory that they share; on
-GPUs that read each other's memory, sums in it; on the CPUs of several hosts, TLS connections; else
+"""How the ranks of one model exchange tensors. Chosen when they connect: on one machine's CPUs, memory that they share;
+on GPUs that read each other's memory, sums in it; on the CPUs of several machines, TLS connections; else
 torch.distributed."""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,14 +15,15 @@ import torch.distributed as dist
 from penstock_server.collectives import shared_memory, symmetric
 from penstock_server.collectives.distributed import Distributed, number_of
 from penstock_server.collectives.interface import Collectives
-from penstock_server.collectives.network import meet, open_store
+from penstock_server.collectives.network import Network, meet, open_store
 
 if TYPE_CHECKING:
+    from penstock_server.config import Node
     from penstock_server.kernels.native_build import NativeBuild
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["computes_alike", "connect", "count_on_host", "is_same_processor", "meet", "open_store"]
+__all__ = ["Ranks", "computes_alike", "connect_gpus", "count_on_host", "meet", "open_store"]
 
 _CPU_INFO = Path("/proc/cpuinfo")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -29,21 +31,65 @@ _CONTROL_GROUP = Path("/sys/fs/cgroup")
 _NO_NUMBER = (1 << 63) - 1
 
 
-def connect(rank: int, size: int, native: NativeBuild | None, group: dist.ProcessGroup | None = None) -> Collectives:
-    """The collectives of this rank in the group of torch.distributed that the ranks have formed; with NCCL, each has
-    set its device. All ranks get the same kind. native: as of `RankGroup.join`. group: some of the ranks, of which this
-    one is number `rank`; None: all of them."""
-    if dist.get_backend() == "nccl":
-        return _connect_gpus(rank, size) if group is None else Distributed(group)
-    memory, reason = shared_memory.share(rank, size, native, group)
-    if memory is None:
-        logger.warning("the ranks exchange tensors over TCP, which is slow: %s", reason)
-        return Distributed(group)
-    logger.info("the ranks exchange tensors through shared memory")
-    return memory
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """All ranks of a model, connected. Some of them form groups."""
+
+    rank: int  # of this process
+    size: int
+    everyone: Network | Distributed
+    native: NativeBuild | None
+    node: Node | None  # None: all ranks are on this machine
+    local_size: int | None  # ranks that share this machine's memory; None: all
+
+    @classmethod
+    def connect(
+        cls, rank: int, size: int, rendezvous: str, backend: str, native: NativeBuild | None, node: Node | None
+    ) -> Ranks:
+        """Connect by a torch.distributed init method, or with a node by TLS and, on GPUs, then by NCCL, for which each
+        rank has set its device. native: the kernels through which ranks share memory, if there are any. Raises
+        ConfigError."""
+        if node is None:
+            dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=size)
+            return cls(rank, size, Distributed(), native, None, None)
+        network = meet(rank, size, rendezvous, node)
+        # Ray may place ranks on one machine that do not know of each other.
+        local_size = max(node.local_size, count_on_host(network, rank, size))
+        if not node.uses_gpu:
+            return cls(rank, size, network, native, node, local_size)
+        store = open_store(network, rank, size, rendezvous, node)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        return cls(rank, size, Distributed(), native, node, local_size)
+
+    def group(self, ranks: tuple[int, ...]) -> Collectives | None:
+        """The collectives of some ranks, which are numbered in this order; None: this rank is not among them. Every
+        rank must take part, and form the same groups in the same order. All ranks of a group get the same kind."""
+        is_all = ranks == tuple(range(self.size))
+        group = None
+        if isinstance(self.everyone, Distributed) and not is_all:
+            group = dist.new_group(ranks, sort_ranks=False)
+        if self.rank not in ranks:
+            return None
+        assert not isinstance(group, int), "only a rank outside of the group gets a number"
+        among = self.everyone.part(ranks) if isinstance(self.everyone, Network) else Distributed(group)
+        if not self._share_machine(ranks):
+            return among
+        if _uses_nccl():
+            return connect_gpus(self.rank, self.size) if is_all else among
+        memory, reason = shared_memory.share(ranks.index(self.rank), len(ranks), self.native, among)
+        if memory is None:
+            logger.warning("the ranks exchange tensors over TCP, which is slow: %s", reason)
+            return among
+        logger.info("the ranks exchange tensors through shared memory")
+        return memory
+
+    def _share_machine(self, ranks: tuple[int, ...]) -> bool:
+        """Whether they are on one node: each has equally many, in the order of the ranks."""
+        return self.node is None or len({rank // self.node.local_size for rank in ranks}) == 1
 
 
-def _connect_gpus(rank: int, size: int) -> Collectives:
+def connect_gpus(rank: int, size: int) -> Collectives:
+    """The collectives of all ranks on the GPUs of one machine."""
     nccl = Distributed()
     # Before the rendezvous, in which a rank would wait for one that does not take part.
     reason = symmetric.unavailable_reason(size)
@@ -59,20 +105,19 @@ def _connect_gpus(rank: int, size: int) -> Collectives:
     return memory
 
 
-def computes_alike(collectives: Collectives) -> bool:
-    """Whether all ranks compute on processors of one kind, so that the same kernels give the same bits. Ranks without
-    a GPU are on one host."""
-    if dist.get_backend() != "nccl":
-        return True
-    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return _agree_on(collectives, f"{gpu.name} {gpu.major}.{gpu.minor} {gpu.multi_processor_count}", "GPUs")
-
-
-def is_same_processor(collectives: Collectives, native: NativeBuild | None) -> bool:
-    """The same for ranks on the CPUs of several hosts. torch chooses its kernels by the CPU, as `native` is chosen."""
+def computes_alike(collectives: Collectives, native: NativeBuild | None) -> bool:
+    """Whether all ranks compute on processors of one kind, so that the same kernels give the same bits. On CPUs, torch
+    chooses its kernels by the CPU, as `native` is chosen."""
+    if _uses_nccl():
+        gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return _agree_on(collectives, f"{gpu.name} {gpu.major}.{gpu.minor} {gpu.multi_processor_count}", "GPUs")
     lines = _CPU_INFO.read_text().splitlines() if _CPU_INFO.exists() else []
     models = {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}
     return _agree_on(collectives, f"{native} {sorted(models)}", "CPUs")
+
+
+def _uses_nccl() -> bool:
+    return dist.is_initialized() and dist.get_backend() == "nccl"
 
 
 def count_on_host(collectives: Collectives, rank: int, size: int) -> int:

@@ -42,14 +42,6 @@ def _widened(x: Tensor, width: int) -> Tensor:
     return x.contiguous() if x.shape[1] == width else torch.nn.functional.pad(x, (0, width - x.shape[1]))
 
 
-def gather_numbers(*numbers: int, group: dist.ProcessGroup | None = None) -> list[list[int]]:
-    """For each number, its values by rank. Only over gloo. group: as of `Distributed`."""
-    mine = torch.tensor(numbers)
-    of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(of_ranks, mine, group=group)
-    return torch.stack(of_ranks, dim=1).tolist()
-
-
 def number_of(text: str) -> int:
     """A number that ranks compare instead of the text."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])

@@ -43,11 +43,21 @@ Peers = dict[int, ssl.SSLSocket]
 
 
 class Network(Gathered):
-    """Connections to all other ranks. Raises RuntimeError when another rank's process has exited."""
+    """Connections between some ranks of a model. Raises RuntimeError when another rank's process has exited."""
 
-    def __init__(self, rank: int, size: int, peers: Peers) -> None:
-        super().__init__(rank, size)
-        self._peers = dict(sorted(peers.items()))
+    def __init__(self, rank: int, ranks: Sequence[int], peers: Peers) -> None:
+        """ranks: of the model, in the order of their numbers in this group; `rank` is this one, and `peers` are the
+        connections to the others, by rank."""
+        super().__init__(ranks.index(rank), len(ranks))
+        self._ranks = ranks
+        # By number, in the same order for all.
+        self._peers = {number: peers[other] for number, other in enumerate(ranks) if other != rank}
+
+    def part(self, ranks: Sequence[int]) -> Network:
+        """Of some ranks, with this one, over the same connections. Calls on both take turns: two ranks must make theirs
+        in one order."""
+        peers = {self._ranks[number]: peer for number, peer in self._peers.items()}
+        return Network(self._ranks[self._rank], ranks, peers)
 
     def _gather(self, x: Tensor, widths: Sequence[int], joined: Tensor | None = None) -> None:
         rows, places = x.shape[0], _places(widths)
@@ -79,7 +89,7 @@ class Network(Gathered):
         try:
             self._peers[rank].sendall(data)
         except OSError as error:
-            raise RuntimeError(f"the connection to rank {rank} was lost: {error}") from error
+            raise RuntimeError(f"the connection to rank {self._ranks[rank]} was lost: {error}") from error
 
     def _receive(self, rank: int, part: Tensor) -> None:
         left = _bytes(part)
@@ -87,9 +97,9 @@ class Network(Gathered):
             try:
                 num_bytes = self._peers[rank].recv_into(left)
             except OSError as error:
-                raise RuntimeError(f"the connection to rank {rank} was lost: {error}") from error
+                raise RuntimeError(f"the connection to rank {self._ranks[rank]} was lost: {error}") from error
             if num_bytes == 0:
-                raise RuntimeError(f"rank {rank} has exited")
+                raise RuntimeError(f"rank {self._ranks[rank]} has exited")
             left = left[num_bytes:]
 
 
@@ -116,7 +126,7 @@ def meet(rank: int, size: int, rendezvous: str, node: Node) -> Network:
     for peer in peers.values():
         peer.settimeout(None)
     logger.info("the ranks exchange tensors over TLS connections")
-    return Network(rank, size, peers)
+    return Network(rank, range(size), peers)
 
 
 def open_store(network: Network, rank: int, size: int, rendezvous: str, node: Node) -> Store:

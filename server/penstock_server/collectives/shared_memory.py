@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
+import torch
 from torch import Tensor
 
-from penstock_server.collectives.distributed import Distributed, gather_numbers, number_of
+from penstock_server.collectives.distributed import number_of
 from penstock_server.collectives.gathered import Gathered
+from penstock_server.collectives.interface import Collectives
 
 if TYPE_CHECKING:
     from penstock_server.kernels.native_build import NativeBuild
@@ -32,20 +33,18 @@ class SharedMemory(Gathered):
         self.native.gather(x, widths, *([] if joined is None else [joined]))
 
 
-def share(
-    rank: int, size: int, native: NativeBuild | None, group: dist.ProcessGroup | None = None
-) -> tuple[SharedMemory | None, str]:
-    """The collectives, the same on all ranks, or why there are none. native: without it, there are none. group: as of
-    `connect`."""
+def share(rank: int, size: int, native: NativeBuild | None, among: Collectives) -> tuple[SharedMemory | None, str]:
+    """The collectives, the same on all ranks, or why there are none. native: without it, there are none. among: through
+    which the ranks agree."""
     if native is None:
-        gather_numbers(_NOWHERE, 0, 0, group=group)
+        _gather_numbers(among, size, _NOWHERE, 0, 0)
         return None, "penstock_kernels has no kernels for this data type"
     Collective = native.module.Collective  # noqa: N806
     # The file has no name and ends with its processes. It does not count against the size of /dev/shm.
     memory = os.memfd_create("penstock ranks")
     with os.fdopen(memory, "rb+"):
         os.ftruncate(memory, Collective.memory_bytes(size))
-        places, pids, files = gather_numbers(_place(), os.getpid(), memory, group=group)
+        places, pids, files = _gather_numbers(among, size, _place(), os.getpid(), memory)
         if len(set(places)) > 1 or _NOWHERE in places:
             return None, "they are not all on one host and in one process namespace"
         collective, reason = None, "another rank cannot map the memory"
@@ -55,9 +54,15 @@ def share(
         except OSError as error:
             reason = f"rank {rank} cannot map the memory of rank 0: {error}"
         # Rank 0 closes its file after all have opened it.
-        if Distributed(group).minimum(collective is not None) and collective is not None:
+        if among.minimum(collective is not None) and collective is not None:
             return SharedMemory(collective, rank, size), ""
         return None, reason
+
+
+def _gather_numbers(among: Collectives, size: int, *numbers: int) -> list[list[int]]:
+    """For each number, its values by rank."""
+    joined = among.all_gather_columns(torch.tensor([numbers]), (len(numbers),) * size)
+    return joined.view(size, len(numbers)).T.tolist()
 
 
 def _place() -> int:
