@@ -277,7 +277,7 @@ def test_the_gpus_of_a_pod_are_divided(flags: dict[str, int], num_shard: int) ->
         ({**CASES["groups"], "gpus": 1}, "ranks on several nodes compute on CPUs"),
         ({**CASES["groups"], "nodes": {"count": 2}}, "nodes.count above 1 needs nodes.secret"),
         ({**CASES["groups"], **CPU}, "nodes.count above 1 needs weights that all pods of a group mount"),
-        ({**CASES["groups"], "flags": {"replicas": 2}}, "excludes flags.replicas and flags.pipeline-parallel-size"),
+        ({**CASES["groups"], "flags": {"replicas": 2}}, "nodes.count above 1 excludes flags.replicas"),
         ({**CASES["groups behind a router"], "flags": {}}, "needs flags.cpu-isa"),
         ({"nodes": {"count": 0}}, "count"),
     ],

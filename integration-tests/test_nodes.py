@@ -25,7 +25,9 @@ pytestmark = pytest.mark.native
 
 SECRET = "an integration test's secret, 32+ characters"
 PARAMETERS = {"max_new_tokens": 120, "seed": 7, "do_sample": True, "temperature": 0.9}
-SIZES = ONE_STAGE, TWO_STAGES, TWO_STAGES_OF_TWO = (1, 2), (2, 1), (2, 2)  # stages, and ranks of each
+# Stages, and ranks of each. A stage is on one node.
+ONE_STAGE, TWO_STAGES_OF_TWO = (1, 2), (2, 2)
+TWO_STAGES = pytest.param((2, 1), marks=pytest.mark.slow)
 REQUESTS = [{"inputs": text, "parameters": PARAMETERS} for text in ("A long story:", "def fibonacci(n):")]
 
 
@@ -113,11 +115,11 @@ def name_of(sizes: tuple[int, int]) -> str:
     return "{} stage(s) of {}".format(*sizes)
 
 
-def on(*sizes: tuple[int, int]) -> pytest.MarkDecorator:
+def on(*sizes: object) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("cluster", sizes, indirect=True, ids=name_of, scope="module")
 
 
-@pytest.fixture(scope="module", params=SIZES, ids=name_of)
+@pytest.fixture(scope="module", params=[ONE_STAGE, TWO_STAGES, TWO_STAGES_OF_TWO], ids=name_of)
 def cluster(request: pytest.FixtureRequest, nodes: list[Node], secret: Path) -> Iterator[Cluster]:
     num_stages, num_shards = request.param
     addresses = ",".join(node.address for node in nodes)
@@ -163,7 +165,7 @@ def test_nothing_listens_but_on_the_addresses_of_the_nodes_and_with_tls(cluster:
     assert cluster.serves()
 
 
-@on(ONE_STAGE, TWO_STAGES_OF_TWO)
+@on(ONE_STAGE, TWO_STAGES, pytest.param(TWO_STAGES_OF_TWO, marks=pytest.mark.slow))
 def test_a_kill_of_a_worker_on_a_node_changes_no_token(cluster: Cluster, undisturbed: list[tuple]) -> None:
     before = restarts(cluster.server)
     streams = [Stream(cluster.server, request) for request in REQUESTS]
@@ -173,7 +175,7 @@ def test_a_kill_of_a_worker_on_a_node_changes_no_token(cluster: Cluster, undistu
     wait_for_restart(cluster.server, before)
 
 
-@on(ONE_STAGE, TWO_STAGES)
+@on(ONE_STAGE, TWO_STAGES, TWO_STAGES_OF_TWO)
 def test_a_kill_of_a_node_changes_no_token_once_it_is_back(cluster: Cluster, undisturbed: list[tuple]) -> None:
     wait_until(cluster.serves)
     before = restarts(cluster.server)

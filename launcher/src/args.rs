@@ -92,8 +92,8 @@ pub(crate) struct Args {
     pub(crate) num_shard: Option<usize>,
 
     /// Number of pipeline stages, each with --num-shard ranks: a stage holds some of the layers and its part of the KV cache, so a model
-    /// can be larger than the memory of one device or process. Steps of other sequences run on the stages at the same time. Without
-    /// --speculate, LoRA adapters and images
+    /// can be larger than the memory of one device, process or node (--ranks-on). Steps of other sequences run on the stages at the
+    /// same time. Without --speculate, LoRA adapters and images
     #[arg(long, env, default_value_t = 1, value_parser = RangedU64ValueParser::<u32>::new().range(1..=64))]
     pub(crate) pipeline_parallel_size: u32,
 

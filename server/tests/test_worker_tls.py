@@ -6,12 +6,12 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import grpc
 import pytest
 import torch
-from penstock_server.collectives import meet, open_store
+from penstock_server.collectives import Ranks, meet, open_store
 from penstock_server.collectives.network import Network
 from penstock_server.config import Node, WorkerConfig
 from penstock_server.endpoint import WORKER_NAME, TcpEndpoint, Tls
@@ -88,8 +88,8 @@ def test_load_needs_the_token_of_the_worker(port: int, tls: Tls) -> None:
 
 def together(tls: list[Tls], tokens: list[str]) -> list[Network]:
     """Ranks, each with its own credentials, that meet."""
-    with reserved_port() as first, reserved_port() as second, reserved_port() as third:
-        ports = (first, second, third)[: len(tls)]
+    with ExitStack() as stack:
+        ports = [stack.enter_context(reserved_port()) for _ in tls]
         rendezvous = "tls://" + ",".join(f"127.0.0.1:{port}" for port in ports)
         nodes = [
             Node(0, 1, ("127.0.0.1", port), *credentials)
@@ -133,6 +133,36 @@ def test_ranks_on_several_machines_get_the_same_tensors_in_the_order_of_the_rank
     expected.append(torch.tensor(11 - size))
     for found in results:
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_stages_and_links_take_turns_on_the_connections_of_all_ranks(tls: Tls) -> None:
+    networks = together([tls] * 4, [TOKEN] * 4)
+
+    def run(network: Network) -> list[list[float]]:
+        """Rows of each step, which the ranks of the first stage, the last two, send to the others."""
+        rank, found = network._rank, []
+        ranks = Ranks(rank, 4, network, None, Node(rank % 2, 2, ("127.0.0.1", 1), tls, TOKEN), 2)
+        groups = [ranks.group(numbers) for numbers in ((0, 1), (2, 3), (2, 0), (3, 1))]
+        stage, link = [group for group in groups if group is not None]
+        for step in range(3):
+            rows = torch.full((3, 40_000), 10.0 * step + rank)
+            link.broadcast(rows)
+            found.append([rows.unique().item(), stage.all_reduce(rows.clone()).unique().item()])
+            assert network.minimum(5 - rank) == 2
+        return found
+
+    with ThreadPoolExecutor(4) as threads:
+        results = list(threads.map(run, networks))
+    for rank, found in enumerate(results):
+        assert found == [[10 * step + rank % 2 + 2, 20 * step + 5] for step in range(3)]
+
+
+def test_a_rank_of_a_link_that_is_gone_has_its_number_in_the_model(tls: Tls) -> None:
+    networks = together([tls] * 3, [TOKEN] * 3)
+    for peer in networks[2]._peers.values():
+        peer.close()
+    with pytest.raises(RuntimeError, match="rank 2"):
+        networks[0].part((2, 0)).broadcast(torch.zeros(4))
 
 
 def test_ranks_on_gpus_of_several_machines_meet_at_a_store_whose_port_they_learn_over_tls(tls: Tls) -> None:
