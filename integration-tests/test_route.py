@@ -1,11 +1,12 @@
-"""`penstock route` in front of two servers: their restart and kill -9 stop no stream and change no token."""
+"""`penstock route` in front of two servers with LoRA adapters: their restart and kill -9 stop no stream and change no
+token."""
 
 from __future__ import annotations
 
 import json
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from binary import TIMEOUT_S, Server, launch, start
 from client import ask, send
 from fault.drain import ENVIRONMENT, engine_url, start_server
 from fault.probe import health, metric, wait_for_rest, wait_until
+from random_adapter import make_adapter, request
 from test_replicas import GRAMMAR
 from test_worker_death import ENDLESS, REQUESTS, Stream
 
@@ -27,7 +29,7 @@ CHAT = {
     "stream": True,
     "logprobs": True,
 }
-MIXED = [*REQUESTS[::3], GRAMMAR]
+MIXED = [*REQUESTS[::3], GRAMMAR, request("A long story:", "one"), request("The capital of France is", "two")]
 
 
 class ChatStream(threading.Thread):
@@ -53,10 +55,28 @@ class ChatStream(threading.Thread):
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[list[Server]]:
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return {name: make_adapter(folder / name, seed) for seed, name in enumerate(("one", "two", "mine", "theirs"))}
+
+
+@pytest.fixture(scope="module")
+def start_adapted(adapters: dict[str, Path]) -> Callable[..., Server]:
+    """Starts a server with the adapters `one` and `two`, and `law`, whose files depend on the server."""
+
+    def start_one(number: int, place: str = "127.0.0.1:0") -> Server:
+        law = adapters["theirs" if number else "mine"]
+        given = f"one={adapters['one']},two={adapters['two']},law={law}"
+        return start_server(place, "--lora-adapters", given, "--enable-lora-updates")
+
+    return start_one
+
+
+@pytest.fixture(scope="module")
+def servers(start_adapted: Callable[..., Server]) -> Iterator[list[Server]]:
     """Two servers; tests replace those that they stop."""
     with ThreadPoolExecutor() as threads:
-        running = list(threads.map(lambda _: start_server(), range(2)))
+        running = list(threads.map(start_adapted, range(2)))
     yield running
     for server in running:
         assert server.stop() == 0, server.last_lines()
@@ -67,8 +87,14 @@ def router(servers: list[Server]) -> Iterator[Server]:
     replicas = [f"--replica={engine_url(server)}" for server in servers]
     process = start(*replicas, env=ENVIRONMENT, command=["route"])
     wait_until(lambda: metric(process, "penstock_kv_blocks") == 2 * metric(servers[0], "penstock_kv_blocks"))
+    wait_until(lambda: {"one", "two", "law"} <= models(process).keys())
     yield process
     assert process.stop() == 0, process.last_lines()
+
+
+def models(server: Server) -> dict[str, str | None]:
+    """The models of a server, with their parents."""
+    return {model["id"]: model["parent"] for model in ask(server, "/v1/models").json["data"]}
 
 
 def results(server: Server) -> list:
@@ -117,19 +143,19 @@ def disturbed(router: Server, servers: list[Server], victim: int, signal_number:
 
 
 def test_a_restart_and_a_kill_of_servers_stop_no_stream_and_change_no_token(
-    router: Server, servers: list[Server], undisturbed: list
+    router: Server, servers: list[Server], undisturbed: list, start_adapted: Callable[..., Server]
 ) -> None:
     place = engine_url(servers[0]).removeprefix("http://")
     num_blocks = metric(router, "penstock_kv_blocks")
     assert disturbed(router, servers, 0, signal.SIGTERM) == undisturbed
     assert servers[0].process.wait(TIMEOUT_S) == 0, "its sequences left"
-    servers[0] = start_server(place)
+    servers[0] = start_adapted(0, place)
     wait_until(lambda: metric(router, "penstock_kv_blocks") == num_blocks)
 
     place = engine_url(servers[1]).removeprefix("http://")
     assert disturbed(router, servers, 1, signal.SIGKILL) == undisturbed
     servers[1].process.wait(TIMEOUT_S)
-    servers[1] = start_server(place)
+    servers[1] = start_adapted(1, place)
     wait_until(lambda: metric(router, "penstock_kv_blocks") == num_blocks)
     wait_for_rest(router)
 
@@ -149,6 +175,7 @@ def test_a_server_joins_and_the_other_leaves_while_streams_run(
     change(f"{first}\nhttp://10.0.0.1:1  # is refused alone\n")
     router = start("--replica-file", str(replicas), env=ENVIRONMENT, command=["route"])
     num_blocks = metric(router, "penstock_kv_blocks")
+    wait_until(lambda: "two" in models(router))
     # The list is read every few seconds, when the other streams may have ended.
     endless = {**ENDLESS, "parameters": {**ENDLESS["parameters"], "details": True}}
     long = Stream(router, endless)
@@ -182,6 +209,36 @@ def test_a_router_answers_as_a_server_does(router: Server, servers: list[Server]
     fields = ("model_id", "max_input_tokens", "max_total_tokens")
     infos = [ask(server, "/info").json for server in (router, servers[0])]
     assert [infos[0][field] for field in fields] == [infos[1][field] for field in fields]
+
+
+def test_the_adapters_of_servers_are_models_of_the_router(router: Server, servers: list[Server]) -> None:
+    base = models(servers[0]).keys() - {"one", "two", "law"}
+    assert models(router) == dict.fromkeys(base) | dict.fromkeys(("one", "two", "law"), *base)
+    chat = {"messages": CHAT["messages"], "max_tokens": 8, "temperature": 0, "model": "two"}
+    routed, direct = (ask(server, "/v1/chat/completions", chat).json for server in (router, servers[1]))
+    assert (routed["model"], routed["choices"]) == ("two", direct["choices"])
+    unknown = ask(router, "/generate", request("Hi", "poet"))
+    assert (unknown.status, "poet is unknown: the server has `law`, `one`, `two`" in unknown.text) == (422, True)
+
+
+def test_servers_with_other_files_of_a_name_get_none_of_its_requests(
+    router: Server, servers: list[Server], adapters: dict[str, Path]
+) -> None:
+    law = request("A long story:", "law")
+    mine, theirs = (Stream(server, law).result() for server in servers)
+    assert mine != theirs
+    assert [stream.result() for stream in [Stream(router, law) for _ in range(6)]] == [mine] * 6
+
+    load, unload, new = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", {"lora_name": "new"}
+    assert ask(servers[1], load, {**new, "lora_path": str(adapters["theirs"])}).status == 200
+    wait_until(lambda: "new" in models(router))
+    found = [Stream(router, request("A long story:", "new")) for _ in range(4)]
+    assert [stream.result() for stream in found] == [theirs] * 4
+    assert ask(servers[1], unload, new).status == 200
+    wait_until(lambda: "new" not in models(router))
+    assert ask(router, "/generate", request("Hi", "new")).status == 422
+    refused = ask(router, load, {**new, "lora_path": str(adapters["mine"])})
+    assert (refused.status, "--enable-lora-updates" in refused.text) == (404, True)
 
 
 @pytest.mark.parametrize(

@@ -59,13 +59,14 @@ use anyhow::Context;
 use futures::future::{join_all, select_all};
 use nix::sys::signal::Signal;
 use penstock_router::config::ApiKeys;
+use penstock_router::engine::Generator;
 use penstock_router::limits::{ConnectionLimits, QueueLimits, RequestLimits};
 use penstock_router::remote::{self, Access, EngineListener, Remote, RoutedQueue, ServerDescription};
 use penstock_router::replica::Replicas;
 use penstock_router::telemetry::metrics::{self, Exporter};
 use penstock_router::text::{RENDERER_ARGUMENT, run_chat_renderer};
 use penstock_router::worker::Phase;
-use penstock_router::{Config, Services};
+use penstock_router::{Adapters, Config, Services};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
@@ -347,8 +348,16 @@ async fn serve(setup: Setup<'_>, listener: Reserved, stop: CancellationToken) ->
     // After a failure of the workers every open request has failed, so draining takes no time.
     let drain = stop.child_token();
     let (adapter_downloads, asked) = mpsc::channel(1);
-    let services =
-        Services { engine: Arc::new(replicas.clone()), text, metrics: exporter, adapter_downloads, routed_queue };
+    let generator: Arc<dyn Generator> = Arc::new(replicas.clone());
+    let adapters = Adapters::new(&config.adapters, Arc::clone(&generator));
+    let services = Services {
+        engine: Arc::clone(&generator),
+        text,
+        metrics: exporter,
+        adapters: adapters.clone(),
+        adapter_downloads,
+        routed_queue,
+    };
     let watch = async {
         let reason = tokio::select! {
             reason = failure(&replicas, &mut supervisors) => reason,
@@ -362,7 +371,7 @@ async fn serve(setup: Setup<'_>, listener: Reserved, stop: CancellationToken) ->
         let http = penstock_router::serve(config, services, listener, drain.clone());
         let engine = async {
             let Some(engine) = engine else { return Ok(()) };
-            let served = remote::serve(engine, Arc::new(replicas.clone()), drain.clone()).await;
+            let served = remote::serve(engine, generator, adapters, drain.clone()).await;
             drain.cancel();
             served.context("cannot serve --engine-listen")
         };

@@ -8,7 +8,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::config::Config;
 use crate::engine::Generator;
-use crate::generation::{AdapterDownload, GenerationService};
+use crate::generation::{AdapterDownload, Adapters, GenerationService};
 use crate::http::connection::{self, App};
 use crate::http::{self, Listener, OriginError, Service};
 use crate::remote::RoutedQueue;
@@ -29,6 +29,8 @@ pub struct Services {
     pub text: TextModel,
     /// Renders `/metrics`.
     pub metrics: Exporter,
+    /// What requests may name besides the model.
+    pub adapters: Adapters,
     /// Takes the downloads of adapters that clients name by their ids on the hub.
     pub adapter_downloads: mpsc::Sender<AdapterDownload>,
     /// What routers elsewhere have queued here; empty without an engine listener.
@@ -58,11 +60,12 @@ pub async fn serve(
     let abandoned = CancellationToken::new();
     let closing = CancellationToken::new();
     let (vertex_routes, limits) = (config.vertex_routes.clone(), config.connections);
-    let Services { engine, text, metrics, adapter_downloads, routed_queue } = services;
+    let Services { engine, text, metrics, adapters, adapter_downloads, routed_queue } = services;
     let traces = config.traces.as_ref().map(|traces| Traces::start(traces, config.model_name())).transpose()?;
     let config = Arc::new(config);
     let (draining, failing) = (shutdown.clone(), abandoned.clone());
-    let generation = GenerationService::new(Arc::clone(&config), engine, text, adapter_downloads, draining, failing);
+    let generation =
+        GenerationService::new(Arc::clone(&config), engine, text, adapters, adapter_downloads, draining, failing);
     let service = Service::new(config, generation.clone(), metrics.clone(), routed_queue, traces.clone());
     let router = http::router(service)?;
     let app = App { router, vertex_routes, limits };

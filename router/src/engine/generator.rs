@@ -1,12 +1,16 @@
 //! What the rest of the router needs of an engine; tests script their own.
 
+use std::sync::Arc;
+
 use futures::future::BoxFuture;
 use penstock_scheduler::Stats;
 
 use super::health::Health;
 use super::stream::SequenceStream;
 use crate::replica::Routed;
-use crate::sequence::{Adapter, AdapterError, EncodedImage, Grammar, GrammarError, Image, ImageError, SequenceRequest};
+use crate::sequence::{
+    Adapter, AdapterError, AdapterHash, EncodedImage, Grammar, GrammarError, Image, ImageError, SequenceRequest,
+};
 
 /// One of several engines at this moment, and what went there.
 #[derive(Clone, Copy, Debug)]
@@ -31,6 +35,14 @@ pub trait Generator: Send + Sync + 'static {
     fn compile_grammar(&self, grammar: &Grammar) -> BoxFuture<'static, Result<(), GrammarError>>;
     /// Loads an adapter, after freeing those with `unloaded_ids`. Must be complete before a sequence with this adapter is submitted.
     fn load_adapter(&self, adapter: Adapter, unloaded_ids: Vec<u64>) -> BoxFuture<'static, Result<(), AdapterError>>;
+    /// The adapter of this name that servers elsewhere have. A sequence with it goes only to servers that have the same files.
+    fn adapter_hash(&self, _name: &str) -> Option<AdapterHash> {
+        None
+    }
+    /// The names of all adapters that servers elsewhere have.
+    fn adapter_names(&self) -> Vec<Arc<str>> {
+        Vec::new()
+    }
     /// What the workers make of each image. Must be complete before a sequence with these images is submitted.
     fn encode_images(&self, images: Vec<Image>) -> BoxFuture<'static, Result<Vec<EncodedImage>, ImageError>>;
     /// Whether steps are being taken at this moment.

@@ -25,7 +25,7 @@ use super::step_loop::StepLoop;
 use super::stream::SequenceStream;
 use crate::sequence::{
     Adapter, AdapterError, EncodedImage, Grammar, GrammarError, Image, ImageError, SequenceEvent, SequenceFailure,
-    SequenceRequest,
+    SequenceRequest, ServerAdapters,
 };
 use crate::worker::Group;
 
@@ -36,6 +36,7 @@ pub struct Engine {
     next_id: Arc<AtomicU64>,
     health: watch::Receiver<Health>,
     stats: watch::Receiver<Stats>,
+    adapters: watch::Receiver<Arc<ServerAdapters>>,
     compiler: watch::Receiver<Compiler>,
     speed: Speed,
 }
@@ -55,7 +56,8 @@ impl Engine {
         let (commands, receiver) = mpsc::unbounded_channel();
         let step_loop = StepLoop::new(options, restart, handover, receiver);
         let (health, stats) = step_loop.status().subscribe();
-        let (compiler, speed) = (step_loop.compilers().subscribe(), step_loop.status().speed().clone());
+        let (adapters, speed) = (step_loop.status().adapters(), step_loop.status().speed().clone());
+        let compiler = step_loop.compilers().subscribe();
         let thread = std::thread::Builder::new().name("penstock-engine".to_owned());
         let run = move || match tokio::runtime::Builder::new_current_thread().enable_all().build() {
             Ok(runtime) => runtime.block_on(step_loop.run(group)),
@@ -64,7 +66,7 @@ impl Engine {
         if let Err(error) = thread.spawn(run) {
             tracing::error!("cannot start the engine's thread: {error}");
         }
-        Self { commands, next_id: Arc::new(AtomicU64::new(1)), health, stats, compiler, speed }
+        Self { commands, next_id: Arc::new(AtomicU64::new(1)), health, stats, adapters, compiler, speed }
     }
 
     /// Uses the engine of another server, from the current runtime. It never fails for good: a server that is lost may return.
@@ -72,9 +74,10 @@ impl Engine {
         let (commands, receiver) = mpsc::unbounded_channel();
         let remote_loop = RemoteLoop::new(options, handover, receiver);
         let (health, stats) = remote_loop.status().subscribe();
-        let (compiler, speed) = (remote_loop.compilers().subscribe(), remote_loop.status().speed().clone());
+        let (adapters, speed) = (remote_loop.status().adapters(), remote_loop.status().speed().clone());
+        let compiler = remote_loop.compilers().subscribe();
         tokio::spawn(remote_loop.run());
-        Self { commands, next_id: Arc::new(AtomicU64::new(1)), health, stats, compiler, speed }
+        Self { commands, next_id: Arc::new(AtomicU64::new(1)), health, stats, adapters, compiler, speed }
     }
 
     /// Resolves when the engine takes steps, or never will.
@@ -98,6 +101,11 @@ impl Engine {
     /// Resolves when the engine has ended, with no sequence left.
     pub(crate) async fn ended(&self) {
         let _ = self.health.clone().wait_for(Health::is_permanent).await;
+    }
+
+    /// The adapters of the engine's server, also of one that is not connected at this moment; empty for workers here.
+    pub(crate) fn server_adapters(&self) -> Arc<ServerAdapters> {
+        Arc::clone(&self.adapters.borrow())
     }
 
     /// Mean time between two tokens of a sequence, if known.

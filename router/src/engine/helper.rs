@@ -66,7 +66,7 @@ impl Helper for Client {
     }
 
     fn load(&self, _: Adapter, _: Vec<u64>) -> BoxFuture<'static, Answer<(), AdapterError>> {
-        let refusal = AdapterError::Unusable("LoRA adapters are not served by other servers".to_owned());
+        let refusal = AdapterError::Unusable("a server elsewhere has its own adapters".to_owned());
         Box::pin(async { Ok(Err(refusal)) })
     }
 

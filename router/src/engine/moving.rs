@@ -33,9 +33,18 @@ impl MovingSequence {
             arrived_at: Instant::now(),
         };
         let SequenceRequest {
-            sampling, grammar, adapter, images, num_second_text_tokens, cache_salt, timeline, ..
+            sampling,
+            grammar,
+            adapter,
+            adapter_hash,
+            images,
+            num_second_text_tokens,
+            cache_salt,
+            timeline,
+            ..
         } = request;
-        let constants = Constants { sampling, grammar, adapter, images, num_second_text_tokens, cache_salt };
+        let constants =
+            Constants { sampling, grammar, adapter, adapter_hash, images, num_second_text_tokens, cache_salt };
         let mut token_ids = request.prompt_token_ids;
         token_ids.extend(request.generated_token_ids);
         Self { id, token_ids, sequence: OpenSequence::new(terms, constants, owner, events), timeline }
@@ -53,6 +62,7 @@ impl MovingSequence {
             sampling: constants.sampling,
             grammar: constants.grammar,
             adapter: constants.adapter,
+            adapter_hash: constants.adapter_hash,
             images: constants.images,
             num_second_text_tokens: constants.num_second_text_tokens,
             needs_prompt_outputs: terms.needs_prompt_outputs,

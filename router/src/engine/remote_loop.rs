@@ -191,6 +191,9 @@ impl RemoteLoop {
         self.takes_steps = judged.is_healthy();
         let health = if self.takes_steps && self.is_leaving { Health::Leaving } else { judged };
         self.status.set_stats(self.totals.observe(state.stats));
+        if let Some(adapters) = state.adapters {
+            self.status.set_adapters(adapters);
+        }
         self.set_health(health.clone());
         if health.is_healthy() {
             self.compilers.open();

@@ -46,7 +46,7 @@ mod tests {
 
     fn state(num_finished_steps: u64, num_steps_in_flight: usize) -> ServerState {
         let stats = Stats { num_finished_steps, num_steps_in_flight, ..Stats::default() };
-        ServerState { unhealthy: None, is_draining: false, stats }
+        ServerState { unhealthy: None, is_draining: false, stats, adapters: None }
     }
 
     /// What the server is after each second with this many finished steps, all with a step in flight.

@@ -1,10 +1,13 @@
 //! What the engine's thread publishes to its handles.
 
+use std::sync::Arc;
+
 use penstock_scheduler::Stats;
 use tokio::sync::watch;
 
 use super::health::Health;
 use super::speed::Speed;
+use crate::sequence::ServerAdapters;
 
 /// The publishing side.
 ///
@@ -13,16 +16,27 @@ use super::speed::Speed;
 pub(super) struct Status {
     health: watch::Sender<Health>,
     stats: watch::Sender<Stats>,
+    /// Of an engine on another server.
+    adapters: watch::Sender<Arc<ServerAdapters>>,
     speed: Speed,
 }
 
 impl Status {
     pub(super) fn new(stats: Stats) -> Self {
-        Self { health: watch::Sender::new(Health::Healthy), stats: watch::Sender::new(stats), speed: Speed::new() }
+        Self {
+            health: watch::Sender::new(Health::Healthy),
+            stats: watch::Sender::new(stats),
+            adapters: watch::Sender::default(),
+            speed: Speed::new(),
+        }
     }
 
     pub(super) fn subscribe(&self) -> (watch::Receiver<Health>, watch::Receiver<Stats>) {
         (self.health.subscribe(), self.stats.subscribe())
+    }
+
+    pub(super) fn adapters(&self) -> watch::Receiver<Arc<ServerAdapters>> {
+        self.adapters.subscribe()
     }
 
     pub(super) fn speed(&self) -> &Speed {
@@ -39,6 +53,10 @@ impl Status {
 
     pub(super) fn set_stats(&self, stats: Stats) {
         self.stats.send_replace(stats);
+    }
+
+    pub(super) fn set_adapters(&self, adapters: Arc<ServerAdapters>) {
+        self.adapters.send_replace(adapters);
     }
 
     pub(super) fn set_health(&self, health: Health) {

@@ -7,21 +7,21 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch};
 
 use super::adapter_place::{Places, Step};
 use super::error::GenerationError;
 use super::validation::ValidationError;
 use crate::config::AdapterConfig;
 use crate::engine::Generator;
-use crate::sequence::{Adapter, AdapterError};
+use crate::sequence::{Adapter, AdapterError, AdapterHash};
 
 /// Adapters that an error names.
 const MAX_NAMES_SHOWN: usize = 10;
 
-/// The adapters of a server. Cheap to clone.
+/// The adapters of a server: those that its workers load, or, of a router, those of the servers behind it. Cheap to clone.
 #[derive(Clone)]
-pub(crate) struct Adapters {
+pub struct Adapters {
     inner: Arc<Inner>,
 }
 
@@ -30,6 +30,8 @@ struct Inner {
     state: Mutex<State>,
     /// A place may be free, or an adapter loaded.
     changed: Notify,
+    /// Names have come or gone.
+    renamed: watch::Sender<()>,
 }
 
 struct State {
@@ -41,10 +43,12 @@ struct State {
     places: Places,
 }
 
-/// The right of a request to use an adapter, which stays loaded as long.
-pub(crate) struct AdapterLease {
-    adapters: Adapters,
-    adapter: Adapter,
+/// The right of a request to use an adapter.
+pub(crate) enum AdapterLease {
+    /// It stays loaded as long.
+    Here { adapters: Adapters, adapter: Adapter },
+    /// The server that computes a sequence takes a lease itself.
+    Elsewhere(AdapterHash),
 }
 
 /// The adapters at one moment, in alphabetical order.
@@ -75,18 +79,20 @@ pub(crate) enum AdapterUpdateError {
 }
 
 impl Adapters {
-    pub(crate) fn new(config: &AdapterConfig, generator: Arc<dyn Generator>) -> Self {
+    /// `generator` loads those of `config`, or knows those of other servers.
+    pub fn new(config: &AdapterConfig, generator: Arc<dyn Generator>) -> Self {
         let (by_name, unusable) = (BTreeMap::new(), HashMap::new());
         let mut state = State { by_name, unusable, num_registered: 0, places: Places::new(config.max_loaded) };
         for source in &config.sources {
             let adapter = state.new_adapter(source.path.clone());
             state.by_name.insert(source.name.as_str().into(), adapter);
         }
-        Self { inner: Arc::new(Inner { generator, state: Mutex::new(state), changed: Notify::new() }) }
+        let renamed = watch::Sender::new(());
+        Self { inner: Arc::new(Inner { generator, state: Mutex::new(state), changed: Notify::new(), renamed }) }
     }
 
     pub(crate) fn contains(&self, name: &str) -> bool {
-        self.state().by_name.contains_key(name)
+        self.state().by_name.contains_key(name) || self.inner.generator.adapter_hash(name).is_some()
     }
 
     /// Refuses a name that no adapter has, or one that cannot be used.
@@ -96,7 +102,7 @@ impl Adapters {
             state.by_name.get(name).map(|adapter| state.unusable.get(&adapter.id).cloned())
         };
         match reason {
-            None => Err(self.unknown(name).into()),
+            None => self.hash_elsewhere(name).map(drop),
             Some(Some(reason)) => Err(unusable(name, &reason)),
             Some(None) => Ok(()),
         }
@@ -104,7 +110,22 @@ impl Adapters {
 
     /// In alphabetical order.
     pub(crate) fn names(&self) -> Vec<Arc<str>> {
-        self.state().by_name.keys().cloned().collect()
+        let mut names: Vec<_> = self.state().by_name.keys().cloned().collect();
+        names.extend(self.inner.generator.adapter_names());
+        names.sort_unstable();
+        names
+    }
+
+    /// Those that the workers here load, with their names.
+    pub(crate) fn named(&self) -> Vec<(Arc<str>, Adapter)> {
+        self.state().by_name.iter().map(|(name, adapter)| (Arc::clone(name), adapter.clone())).collect()
+    }
+
+    /// Changes when `named` does; changed at the start.
+    pub(crate) fn name_changes(&self) -> watch::Receiver<()> {
+        let mut changes = self.inner.renamed.subscribe();
+        changes.mark_changed();
+        changes
     }
 
     /// `None`: the server loads no adapters.
@@ -122,7 +143,7 @@ impl Adapters {
     /// Waits until the adapter that has this name now is loaded. Cancel safe.
     pub(crate) async fn lease(&self, name: &str) -> Result<AdapterLease, GenerationError> {
         let known = self.state().by_name.get(name).cloned();
-        let adapter = known.ok_or_else(|| self.unknown(name))?;
+        let Some(adapter) = known else { return self.hash_elsewhere(name).map(AdapterLease::Elsewhere) };
         self.lease_of(adapter).await.map_err(|error| {
             tracing::error!("the adapter {name} cannot be loaded: {error}");
             unusable(name, &error.to_string())
@@ -159,6 +180,7 @@ impl Adapters {
         if let Some(unused) = named.as_ref().map_or(Some(&adapter), Option::as_ref) {
             state.retire(unused.id);
         }
+        self.inner.renamed.send_replace(());
         named.map(|_| ())
     }
 
@@ -167,7 +189,12 @@ impl Adapters {
         let mut state = self.state();
         let adapter = state.by_name.remove(name).ok_or_else(|| AdapterUpdateError::Unknown(name.to_owned()))?;
         state.retire(adapter.id);
+        self.inner.renamed.send_replace(());
         Ok(())
+    }
+
+    fn hash_elsewhere(&self, name: &str) -> Result<AdapterHash, GenerationError> {
+        self.inner.generator.adapter_hash(name).ok_or_else(|| self.unknown(name).into())
     }
 
     fn unknown(&self, given: &str) -> ValidationError {
@@ -178,7 +205,8 @@ impl Adapters {
         })
     }
 
-    async fn lease_of(&self, adapter: Adapter) -> Result<AdapterLease, AdapterError> {
+    /// Waits until the adapter is loaded. Cancel safe.
+    pub(crate) async fn lease_of(&self, adapter: Adapter) -> Result<AdapterLease, AdapterError> {
         let waiting = Waiting { adapters: self, ticket: self.state().places.arrive(adapter.id) };
         loop {
             let mut changed = std::pin::pin!(self.inner.changed.notified());
@@ -191,7 +219,7 @@ impl Adapters {
                 state.places.step(waiting.ticket, adapter.id)
             };
             match step {
-                Step::Leased => return Ok(AdapterLease { adapters: self.clone(), adapter }),
+                Step::Leased => return Ok(AdapterLease::Here { adapters: self.clone(), adapter }),
                 Step::Wait => changed.await,
                 Step::Load { unloaded_ids } => return self.load(adapter, unloaded_ids).await,
             }
@@ -208,7 +236,7 @@ impl Adapters {
                 Err(error) => adapters.state().failed(&adapter, error),
             }
             adapters.inner.changed.notify_waiters();
-            result.map(|()| AdapterLease { adapters, adapter })
+            result.map(|()| AdapterLease::Here { adapters, adapter })
         });
         loading.await.unwrap_or_else(|error| Err(AdapterError::Worker(error.to_string())))
     }
@@ -246,15 +274,27 @@ fn unusable(name: &str, reason: &str) -> GenerationError {
 }
 
 impl AdapterLease {
-    pub(super) fn adapter(&self) -> &Adapter {
-        &self.adapter
+    pub(super) fn adapter(&self) -> Option<&Adapter> {
+        match self {
+            Self::Here { adapter, .. } => Some(adapter),
+            Self::Elsewhere(_) => None,
+        }
+    }
+
+    pub(super) fn hash_elsewhere(&self) -> Option<AdapterHash> {
+        match self {
+            Self::Here { .. } => None,
+            Self::Elsewhere(hash) => Some(*hash),
+        }
     }
 }
 
 impl Drop for AdapterLease {
     fn drop(&mut self) {
-        self.adapters.state().places.release(self.adapter.id);
-        self.adapters.inner.changed.notify_waiters();
+        if let Self::Here { adapters, adapter } = self {
+            adapters.state().places.release(adapter.id);
+            adapters.inner.changed.notify_waiters();
+        }
     }
 }
 

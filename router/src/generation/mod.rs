@@ -27,6 +27,7 @@ mod text_stream;
 mod tokenization;
 mod validation;
 
+pub use adapter::Adapters;
 pub(crate) use adapter::{AdapterReport, AdapterUpdateError};
 pub use adapter_download::{AdapterDownload, AdapterPlace, is_hub_id};
 pub(crate) use chat::{Chat, ToolCallIds, ToolSet};

@@ -208,6 +208,7 @@ fn sequence(pooling: &Pooling, input: EncodedInput) -> SequenceRequest {
         cache_salt: None,
         content_salts: [].into(),
         adapter: None,
+        adapter_hash: None,
         timeline: None,
     }
 }

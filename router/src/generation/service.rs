@@ -67,12 +67,12 @@ impl GenerationService {
         config: Arc<Config>,
         generator: Arc<dyn Generator>,
         text: TextModel,
+        adapters: Adapters,
         adapter_downloads: mpsc::Sender<AdapterDownload>,
         draining: CancellationToken,
         abandoned: CancellationToken,
     ) -> Self {
         let max_requests = config.limits.max_concurrent_requests;
-        let adapters = Adapters::new(&config.adapters, Arc::clone(&generator));
         let admission = Admission::new(max_requests, config.queue.max_tokens, draining.clone());
         let fetcher = config.image_urls.clone().map(Fetcher::new);
         Self {
@@ -360,9 +360,10 @@ impl GenerationService {
         let group = (reservations.len() > 1).then(rand::random);
         let mut parsers = parsers.into_iter();
         let content_salts = self.content_salts(&prompt.token_ids, &images);
-        let adapter_id = adapter.map(|lease| lease.adapter().id);
+        let here = adapter.and_then(|lease| lease.adapter());
+        let adapter_hash = adapter.and_then(|lease| lease.hash_elsewhere());
         let has_own = self.image_input().is_some_and(|input| input.has_adapter);
-        let uses_own = has_own && !images.is_empty() && adapter_id.is_none();
+        let uses_own = has_own && !images.is_empty() && adapter.is_none();
         for (index, reservation) in reservations.into_iter().enumerate() {
             let num_prompt_tokens = prompt.token_ids.len();
             let seed = checked.seed_of(index);
@@ -384,12 +385,13 @@ impl GenerationService {
                 },
                 group,
                 // The keys and values of a prefix are the adapter's.
-                cache_salt: match (&checked.cache_salt, adapter_id, uses_own) {
-                    (None, None, false) => None,
+                cache_salt: match (&checked.cache_salt, here.map(|adapter| adapter.id), adapter_hash, uses_own) {
+                    (None, None, None, false) => None,
                     of_sequence => Some(salts.hash_one(of_sequence)),
                 },
                 content_salts: Arc::clone(&content_salts),
-                adapter: adapter.map(|lease| lease.adapter().clone()),
+                adapter: here.cloned(),
+                adapter_hash,
                 timeline: record.trace().map(|trace| trace.add_sequence(num_prompt_tokens, shown_seed)),
             };
             let options = SequenceOptions {

@@ -1,16 +1,19 @@
 //! Converts between the engine protocol's messages and the router's types.
 
+use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use penstock_proto::engine as proto;
 use penstock_proto::engine::event::Kind;
 use penstock_scheduler::Stats;
 
+use super::adapter::ServedAdapter;
 use super::{PROTOCOL_VERSION, Properties, RemoteError, STATUS_INTERVAL, ServerDescription, ServerState};
 use crate::engine::Health;
 use crate::sequence::{
-    ContentSalt, DraftCount, FinishReason, Grammar, Image, ImageSpan, Matryoshka, Pooling, SequenceEvent,
-    SequenceFailure, SequenceRequest, Task, Token,
+    AdapterHash, ContentSalt, DraftCount, FinishReason, Grammar, Image, ImageSpan, Matryoshka, Pooling, SequenceEvent,
+    SequenceFailure, SequenceRequest, ServerAdapters, Task, Token,
 };
 use crate::worker::{Description, convert};
 
@@ -128,7 +131,13 @@ pub(super) fn status(health: &Health, is_draining: bool, stats: &Stats) -> proto
         num_steps_in_flight: stats.num_steps_in_flight as u64,
         max_running_tokens: stats.max_running_tokens,
         num_finished_steps: stats.num_finished_steps,
+        adapters: None,
     }
+}
+
+pub(super) fn adapter_list(served: &[ServedAdapter]) -> proto::AdapterList {
+    let adapter = |served: &ServedAdapter| proto::Adapter { name: served.name.to_string(), hash: served.hash.to_vec() };
+    proto::AdapterList { adapters: served.iter().map(adapter).collect() }
 }
 
 pub(super) fn state(status: proto::Status) -> ServerState {
@@ -149,7 +158,18 @@ pub(super) fn state(status: proto::Status) -> ServerState {
         num_finished_steps: status.num_finished_steps,
     };
     let unhealthy = (!status.unhealthy.is_empty()).then_some(status.unhealthy);
-    ServerState { unhealthy, is_draining: status.is_draining, stats }
+    let adapters = status.adapters.map(|list| Arc::new(adapters(list)));
+    ServerState { unhealthy, is_draining: status.is_draining, stats, adapters }
+}
+
+fn adapters(list: proto::AdapterList) -> ServerAdapters {
+    let named = |adapter: proto::Adapter| Some((adapter.name, adapter_hash(&adapter.hash).ok()?));
+    let by_name: HashMap<_, _> = list.adapters.into_iter().filter_map(named).collect();
+    ServerAdapters { hashes: by_name.values().copied().collect(), by_name }
+}
+
+fn adapter_hash(bytes: &[u8]) -> Result<AdapterHash, String> {
+    bytes.try_into().map_err(|_| format!("an adapter hash of {} bytes, must be 32", bytes.len()))
 }
 
 pub(super) fn sequence(request: &SequenceRequest) -> proto::Sequence {
@@ -167,6 +187,7 @@ pub(super) fn sequence(request: &SequenceRequest) -> proto::Sequence {
         group: request.group,
         cache_salt: request.cache_salt,
         content_salts: request.content_salts.iter().map(content_salt).collect(),
+        adapter_hash: request.adapter_hash.map(Vec::from).unwrap_or_default(),
     }
 }
 
@@ -193,6 +214,7 @@ pub(super) fn request(sequence: proto::Sequence, max_image_bytes: u64) -> Result
     if let Some(num_bytes) = sequence.images.iter().map(|span| span.num_bytes).find(|num| *num > max_image_bytes) {
         return Err(format!("an image that takes {num_bytes} bytes, at most {max_image_bytes} are allowed"));
     }
+    let hash = Some(&sequence.adapter_hash).filter(|hash| !hash.is_empty());
     let salt = |content: proto::ContentSalt| ContentSalt { offset: content.offset, salt: content.salt };
     let span = |proto::ImageSpan { data, offset, num_tokens, is_whole, num_bytes }| ImageSpan {
         image: Image::new(data),
@@ -209,6 +231,7 @@ pub(super) fn request(sequence: proto::Sequence, max_image_bytes: u64) -> Result
         sampling: sequence.sampling.ok_or("a sequence without sampling parameters")?,
         grammar: sequence.grammar.map(grammar).transpose()?,
         adapter: None,
+        adapter_hash: hash.map(|hash| adapter_hash(hash)).transpose()?,
         images: sequence.images.into_iter().map(span).collect(),
         num_second_text_tokens: sequence.num_second_text_tokens,
         needs_prompt_outputs: sequence.needs_prompt_outputs,
@@ -337,6 +360,7 @@ mod tests {
             sampling: penstock_proto::Sampling { seed: 77, temperature: 0.5, ..greedy() },
             grammar: Some(Grammar::Regex("[a-z]+".to_owned())),
             adapter: None,
+            adapter_hash: Some([8; 32]),
             images: [ImageSpan {
                 image: Image::new(b"PNG".to_vec()),
                 offset: 1,
@@ -361,6 +385,8 @@ mod tests {
         let sequence = proto::Sequence { token_ids: vec![1], num_prompt_tokens: 2, ..Default::default() };
         assert!(request(sequence, 0).unwrap_err().contains("1 tokens with a prompt of 2"));
         assert!(request(proto::Sequence::default(), 0).unwrap_err().contains("without sampling"));
+        let short = proto::Sequence { adapter_hash: vec![0; 31], ..Default::default() };
+        assert_eq!(request(short, 0).unwrap_err(), "an adapter hash of 31 bytes, must be 32");
         let images = vec![proto::ImageSpan { num_bytes: u64::MAX, ..Default::default() }];
         let refusal = request(proto::Sequence { images, ..Default::default() }, 10).unwrap_err();
         assert_eq!(refusal, "an image that takes 18446744073709551615 bytes, at most 10 are allowed");

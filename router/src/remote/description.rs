@@ -1,10 +1,12 @@
 //! What a server behind a router serves, and whether two servers give the same tokens.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use penstock_scheduler::Stats;
 
 use super::RemoteError;
+use crate::sequence::ServerAdapters;
 use crate::worker::Description;
 
 /// What decides the bits of a token, as (name, value). Each name occurs once.
@@ -43,6 +45,8 @@ pub(crate) struct ServerState {
     pub(crate) unhealthy: Option<String>,
     pub(crate) is_draining: bool,
     pub(crate) stats: Stats,
+    /// Its adapters; `None`: those that it reported before.
+    pub(crate) adapters: Option<Arc<ServerAdapters>>,
 }
 
 /// What a router accepts. Each of its servers must accept it, too.

@@ -3,6 +3,7 @@
 //! Sequences cross as tokens. Everything that is needed to continue one stays with the router (docs/adr/0085).
 
 mod access;
+mod adapter;
 mod client;
 mod convert;
 mod description;

@@ -19,12 +19,14 @@ use tonic::transport::Server;
 use tonic::transport::server::TcpIncoming;
 use tonic::{Request, Response, Status};
 
+use super::adapter::{self, ServedAdapter, ServedAdapters};
 use super::{
     Access, CONNECTION_WINDOW_BYTES, MAX_MESSAGE_BYTES, RoutedQueue, STATUS_INTERVAL, ServerDescription, convert,
 };
 use crate::config::ApiKeys;
 use crate::engine::Generator;
-use crate::sequence::{EncodedImage, GrammarError, Image, ImageError};
+use crate::generation::Adapters;
+use crate::sequence::{AdapterHash, EncodedImage, GrammarError, Image, ImageError};
 
 /// How soon a change of health is reported.
 const HEALTH_INTERVAL: Duration = Duration::from_millis(100);
@@ -51,17 +53,22 @@ pub struct EngineListener {
     pub queue: RoutedQueue,
 }
 
-/// Serves until `shutdown` is cancelled, and then until no sequence is left or the grace period is over.
+/// Serves until `shutdown` is cancelled, and then until no sequence is left or the grace period is over. Routers may use the `adapters`.
 pub async fn serve(
     options: EngineListener,
     generator: Arc<dyn Generator>,
+    adapters: Adapters,
     shutdown: CancellationToken,
 ) -> Result<(), tonic::transport::Error> {
     let EngineListener { listener, access, description, grace, queue } = options;
     let closing = CancellationToken::new();
     let open = watch::Sender::new(0_usize);
+    let (served, served_adapters) = watch::channel(None);
+    let follow = adapter::follow(adapters.clone(), served);
     let service = Service {
         generator,
+        adapters,
+        served_adapters,
         max_image_bytes: description.model.max_image_bytes(),
         description: convert::description(&description),
         draining: shutdown.clone(),
@@ -95,6 +102,7 @@ pub async fn serve(
     tokio::select! {
         served = served => served,
         () = drain => Ok(()),
+        never = follow => match never {},
     }
 }
 
@@ -114,6 +122,8 @@ impl Interceptor for RequireSecret {
 
 struct Service {
     generator: Arc<dyn Generator>,
+    adapters: Adapters,
+    served_adapters: watch::Receiver<ServedAdapters>,
     description: proto::Description,
     max_image_bytes: u64,
     draining: CancellationToken,
@@ -139,6 +149,17 @@ impl Drop for OpenCount {
     }
 }
 
+impl Service {
+    /// Waits until the files of the adapters are read.
+    async fn adapter(&self, hash: AdapterHash) -> Result<ServedAdapter, Status> {
+        let mut served = self.served_adapters.clone();
+        let served =
+            served.wait_for(Option::is_some).await.map_err(|_| Status::unavailable("the server is stopped"))?;
+        let found = served.iter().flat_map(|served| served.iter()).find(|adapter| adapter.hash == hash);
+        found.cloned().ok_or_else(|| Status::not_found("the server does not have the adapter any more"))
+    }
+}
+
 #[tonic::async_trait]
 impl Engine for Service {
     type WatchStream = BoxStream<'static, Result<proto::Status, Status>>;
@@ -151,17 +172,25 @@ impl Engine for Service {
     async fn watch(&self, _: Request<proto::WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
         let (generator, draining, closing) = (Arc::clone(&self.generator), self.draining.clone(), self.closing.clone());
         let current = move || convert::status(&generator.health(), draining.is_cancelled(), &generator.stats());
-        let draining = self.draining.clone();
+        let (draining, mut adapters) = (self.draining.clone(), self.served_adapters.clone());
+        adapters.mark_changed();
         let statuses = async_stream::stream! {
             let mut ticks = tokio::time::interval(HEALTH_INTERVAL);
             loop {
-                let status = current();
+                let mut status = current();
+                if adapters.has_changed().unwrap_or(false) {
+                    status.adapters = adapters.borrow_and_update().as_deref().map(convert::adapter_list);
+                }
                 let (health, sent_at) = ((status.unhealthy.clone(), status.is_draining), Instant::now());
                 yield Ok(status);
                 while sent_at.elapsed() < STATUS_INTERVAL {
                     tokio::select! {
                         () = closing.cancelled() => return,
                         () = draining.cancelled(), if !health.1 => {}
+                        Ok(()) = adapters.changed() => {
+                            adapters.mark_changed();
+                            break;
+                        }
                         _ = ticks.tick() => {}
                     }
                     let status = current();
@@ -178,10 +207,16 @@ impl Engine for Service {
         if self.draining.is_cancelled() {
             return Err(Status::unavailable("the server is being stopped"));
         }
-        let request = convert::request(request.into_inner(), self.max_image_bytes).map_err(Status::invalid_argument)?;
+        let mut request =
+            convert::request(request.into_inner(), self.max_image_bytes).map_err(Status::invalid_argument)?;
+        let adapter = match request.adapter_hash.take() {
+            Some(hash) => Some(self.adapter(hash).await?),
+            None => None,
+        };
         let count = OpenCount::new(&self.open);
         let mut queued = Some(self.queue.add(&request));
-        let events = self.generator.submit(request).ready_chunks(MAX_BATCH);
+        let events = adapter::submit(Arc::clone(&self.generator), self.adapters.clone(), adapter, request);
+        let events = events.ready_chunks(MAX_BATCH);
         let batches = events.map(move |events| {
             let _is_open = &count;
             // The first event tells of the first step, or of the end.

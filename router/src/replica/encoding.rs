@@ -18,7 +18,7 @@ impl Encoding {
     /// `None`: there is no engine.
     fn begin(shared: &Arc<Shared>, images: &[Image], is_allowed: impl Fn(usize) -> bool) -> Option<Self> {
         let list = shared.list.borrow();
-        let candidates = list.candidates();
+        let candidates = list.candidates(None);
         let allowed: Vec<_> = candidates.iter().copied().filter(|number| is_allowed(*number)).collect();
         let open = if allowed.is_empty() { &candidates } else { &allowed };
         let engine = |number: usize| list.get(number).map(|replica| replica.engine.clone());

@@ -1,9 +1,11 @@
 //! The engines by number, and which of them are leaving.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
+use std::sync::Arc;
 
 use super::engine_set::MAX_ENGINES;
 use crate::engine::{Engine, Generator};
+use crate::sequence::AdapterHash;
 
 /// An engine that has a number.
 pub(super) struct Replica {
@@ -42,11 +44,34 @@ impl List {
         self.get(number).is_some_and(|replica| !replica.is_leaving && replica.engine.health().is_healthy())
     }
 
-    /// The engines to choose from: those that take steps, or, if none does, those that may again.
-    pub(super) fn candidates(&self) -> Vec<usize> {
-        let staying = || self.replicas().filter(|(_, replica)| !replica.is_leaving).map(|(number, _)| number);
-        let open: Vec<_> = staying().filter(|number| self.takes_steps(*number)).collect();
-        if open.is_empty() { staying().collect() } else { open }
+    /// The engines to choose from: those that take steps, or, if none does, those that may again. All of them have the adapter.
+    pub(super) fn candidates(&self, adapter: Option<&AdapterHash>) -> Vec<usize> {
+        let has_adapter = |engine: &Engine| adapter.is_none_or(|hash| engine.server_adapters().hashes.contains(hash));
+        let able = || self.staying().filter(|(_, replica)| has_adapter(&replica.engine)).map(|(number, _)| number);
+        let open: Vec<_> = able().filter(|number| self.takes_steps(*number)).collect();
+        if open.is_empty() { able().collect() } else { open }
+    }
+
+    /// The adapter of this name. Where engines have different ones, that of the first engine that takes steps.
+    pub(super) fn adapter(&self, name: &str) -> Option<AdapterHash> {
+        let mut named: Vec<_> = self
+            .staying()
+            .filter_map(|(number, replica)| Some((number, *replica.engine.server_adapters().by_name.get(name)?)))
+            .collect();
+        named.sort_by_key(|(number, _)| !self.takes_steps(*number));
+        named.first().map(|(_, hash)| *hash)
+    }
+
+    /// Of all adapters of engines that stay.
+    pub(super) fn adapter_names(&self) -> BTreeSet<Arc<str>> {
+        let names = |replica: &Replica| {
+            replica.engine.server_adapters().by_name.keys().map(|name| name.as_str().into()).collect::<Vec<_>>()
+        };
+        self.staying().flat_map(|(_, replica)| names(replica)).collect()
+    }
+
+    fn staying(&self) -> impl Iterator<Item = (usize, &Replica)> {
+        self.replicas().filter(|(_, replica)| !replica.is_leaving)
     }
 
     /// For each of the engines, the mean seconds between two tokens of a sequence there, if known.
@@ -79,7 +104,7 @@ impl List {
     /// Returns the numbers and names of those that begin to leave.
     pub(super) fn leave(&mut self, must_leave: impl Fn(&str) -> bool) -> Vec<(usize, String)> {
         let stays = |(_, replica): (usize, &Replica)| !replica.is_leaving && !must_leave(&replica.name);
-        let last = if self.replicas().any(stays) { None } else { self.candidates().first().copied() };
+        let last = if self.replicas().any(stays) { None } else { self.candidates(None).first().copied() };
         let mut left = Vec::new();
         for (number, replica) in self.replicas.iter_mut().enumerate() {
             let Some(replica) = replica else { continue };

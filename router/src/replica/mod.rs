@@ -24,8 +24,8 @@ use crate::engine::{
 };
 use crate::remote::ServerDescription;
 use crate::sequence::{
-    Adapter, AdapterError, EncodedImage, Grammar, GrammarError, Image, ImageError, SequenceEvent, SequenceFailure,
-    SequenceRequest,
+    Adapter, AdapterError, AdapterHash, EncodedImage, Grammar, GrammarError, Image, ImageError, SequenceEvent,
+    SequenceFailure, SequenceRequest,
 };
 use crate::worker::Group;
 use list::List;
@@ -267,6 +267,14 @@ impl Generator for Replicas {
         self.in_all(move |engine| engine.load_adapter(adapter.clone(), unloaded_ids.clone())).map_ok(drop).boxed()
     }
 
+    fn adapter_hash(&self, name: &str) -> Option<AdapterHash> {
+        self.0.list.borrow().adapter(name)
+    }
+
+    fn adapter_names(&self) -> Vec<Arc<str>> {
+        self.0.list.borrow().adapter_names().into_iter().collect()
+    }
+
     fn encode_images(&self, images: Vec<Image>) -> BoxFuture<'static, Result<Vec<EncodedImage>, ImageError>> {
         match self.alone() {
             Some(engine) => engine.encode_images(images),
@@ -311,7 +319,7 @@ impl Shared {
         let shared = Arc::downgrade(self);
         let mut work = Work { shared, id, is_waiting: Arc::default(), num_tokens: 0, is_complete: false };
         let list = self.list.borrow();
-        let candidates = list.candidates();
+        let candidates = list.candidates(request.adapter_hash.as_ref());
         let engine = (!candidates.is_empty()).then(|| {
             let mut routing = self.routing();
             routing.observe_speed(&list.speeds(&candidates));
@@ -320,7 +328,7 @@ impl Shared {
             engine
         });
         let Some(replica) = engine.and_then(|engine| list.get(engine)) else {
-            return SequenceStream::failed(SequenceFailure::Worker("there is no replica".to_owned()));
+            return SequenceStream::failed(SequenceFailure::Worker("there is no replica for it".to_owned()));
         };
         replica.engine.submit_as(id, request).observed(move |event| work.observe(event))
     }
@@ -340,8 +348,9 @@ impl Handover for ToOthers {
         let list = shared.list.borrow();
         let is_open = |number: &usize| *number != self.engine && list.takes_steps(*number);
         let adopt = |sequence: MovingSequence| {
-            let open: Vec<_> = list.candidates().into_iter().filter(is_open).collect();
             let request = sequence.request();
+            let candidates = list.candidates(request.adapter_hash.as_ref());
+            let open: Vec<_> = candidates.into_iter().filter(is_open).collect();
             let engine = shared.routing().replace(sequence.id(), &request, &open);
             let Some(replica) = engine.and_then(|engine| list.get(engine)) else { return Some(sequence) };
             replica.engine.adopt(sequence);

@@ -1,5 +1,6 @@
 //! What a sequence's model is changed by.
 
+use std::collections::{HashMap, HashSet};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -10,6 +11,16 @@ pub struct Adapter {
     pub id: u64,
     /// Absolute path of its folder.
     pub path: Arc<Path>,
+}
+
+/// SHA-256 of an adapter's files: adapters of the same hash give the same tokens, on whichever server they are.
+pub type AdapterHash = [u8; 32];
+
+/// The adapters of a server elsewhere.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct ServerAdapters {
+    pub(crate) by_name: HashMap<String, AdapterHash>,
+    pub(crate) hashes: HashSet<AdapterHash>,
 }
 
 /// Why an adapter cannot be used.

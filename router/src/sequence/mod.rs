@@ -13,7 +13,8 @@ use std::sync::Arc;
 
 pub use penstock_scheduler::{ContentSalt, FinishReason};
 
-pub use adapter::{Adapter, AdapterError};
+pub(crate) use adapter::ServerAdapters;
+pub use adapter::{Adapter, AdapterError, AdapterHash};
 pub use grammar::{Grammar, GrammarError};
 pub(crate) use image::groups as image_groups;
 pub use image::{EncodedImage, Image, ImageError, ImageInput, ImageSpan};
@@ -40,6 +41,8 @@ pub struct SequenceRequest {
     pub grammar: Option<Grammar>,
     /// What the model is changed by; loaded before (`Generator::load_adapter`).
     pub adapter: Option<Adapter>,
+    /// The same of an engine on another server, which loads it itself.
+    pub adapter_hash: Option<AdapterHash>,
     /// Images among the prompt tokens, in the order of their offsets; encoded before (`Generator::encode_images`).
     pub images: Arc<[ImageSpan]>,
     /// The last prompt tokens that have token type 1; all others have type 0.
@@ -64,6 +67,7 @@ pub(crate) struct Constants {
     pub(crate) sampling: Sampling,
     pub(crate) grammar: Option<Grammar>,
     pub(crate) adapter: Option<Adapter>,
+    pub(crate) adapter_hash: Option<AdapterHash>,
     pub(crate) images: Arc<[ImageSpan]>,
     pub(crate) num_second_text_tokens: u32,
     pub(crate) cache_salt: Option<u64>,

@@ -66,6 +66,7 @@ pub fn request(prompt: &[u32], max_new_tokens: u32) -> SequenceRequest {
         cache_salt: None,
         content_salts: [].into(),
         adapter: None,
+        adapter_hash: None,
         timeline: None,
     }
 }

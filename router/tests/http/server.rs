@@ -21,7 +21,7 @@ use penstock_router::sequence::{
 };
 use penstock_router::telemetry::metrics::Exporter;
 use penstock_router::text::TextModel;
-use penstock_router::{AdapterDownload, Config, Listener, ServeError, Services, serve};
+use penstock_router::{AdapterDownload, Adapters, Config, Listener, ServeError, Services, serve};
 use penstock_scheduler::Stats;
 use serde_json::Value;
 use tokio::net::TcpListener;
@@ -260,8 +260,9 @@ impl<E: Generator + 'static> Server<E> {
             TextModel::load(&config.model_folder, 1, None, Path::new(env!("CARGO_BIN_EXE_chat-renderer"))).unwrap();
         let (adapter_downloads, downloads) = mpsc::channel(1);
         let engine_of_router = Arc::clone(&engine) as Arc<dyn Generator>;
+        let adapters = Adapters::new(&config.adapters, Arc::clone(&engine_of_router));
         let services =
-            Services { engine: engine_of_router, text, metrics: exporter(), adapter_downloads, routed_queue };
+            Services { engine: engine_of_router, text, metrics: exporter(), adapters, adapter_downloads, routed_queue };
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let shutdown = CancellationToken::new();

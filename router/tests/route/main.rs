@@ -1,6 +1,7 @@
 //! Engines on other servers as one: real gRPC on loopback, with fake workers behind the servers. The loss of a server costs no token.
 #![allow(clippy::unwrap_used, unreachable_pub)]
 
+mod adapter;
 mod change;
 #[allow(dead_code, reason = "shared with tests/engine.rs")]
 #[path = "../fake_worker/mod.rs"]
@@ -14,7 +15,6 @@ mod kill;
 mod model;
 mod server;
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use fake_worker::setting::{FINISHED, collect, request, streams_are_complete};
@@ -27,7 +27,7 @@ use penstock_router::sequence::{Grammar, SequenceEvent, SequenceFailure, Sequenc
 use tokio::sync::watch;
 
 use fake_worker::setting::{PATIENCE, wait_until};
-use server::{Endless, NUM_STREAMS, Server, Setup, access, prompts, route, router_limits, serve, streams};
+use server::{Endless, NUM_STREAMS, Server, Setup, access, prompts, route, router_limits, serve_endless, streams};
 
 /// Two servers, both connected: the first answers `num_steps` steps and no further one.
 async fn stopping_server(num_steps: u64) -> (watch::Sender<u64>, Server, Server) {
@@ -133,7 +133,7 @@ async fn a_router_learns_what_a_server_says_of_itself() {
     let described = Remote::new(&first.url(), &access()).unwrap().describe().await.unwrap();
     let described = ServerDescription { num_slots: 7, ..described };
     let fleet = first.fleet.clone();
-    let second = serve(([127, 0, 0, 1], 0).into(), access(), described.clone(), fleet, Arc::new(Endless)).await;
+    let second = serve_endless(access(), described.clone(), fleet).await;
     assert_eq!(Remote::new(&second.url(), &access()).unwrap().describe().await, Ok(described));
 }
 
@@ -206,7 +206,7 @@ async fn a_complete_sequence_ends_when_its_server_drains_before_the_end_arrives(
     let kept = Setup::default().start().await;
     let description = Remote::new(&kept.url(), &access()).unwrap().describe().await.unwrap();
     let fleet = kept.fleet.clone();
-    let drained = serve(([127, 0, 0, 1], 0).into(), access(), description, fleet, Arc::new(Endless)).await;
+    let drained = serve_endless(access(), description, fleet).await;
     let replicas = route(&[&drained, &kept], PATIENCE).await;
     wait_until(|| replicas.stats().num_blocks == 2 * 256).await;
     let mut stream = replicas.submit(request(&[3, 4], 10));

@@ -6,6 +6,8 @@ use std::time::Duration;
 
 use futures::FutureExt;
 use futures::future::{BoxFuture, ready};
+use penstock_router::Adapters;
+use penstock_router::config::{AdapterConfig, AdapterSource};
 use penstock_router::engine::{
     EngineOptions, Generator, Health, RemoteOptions, RestartGroup, SequenceStream, event_channel,
 };
@@ -55,6 +57,8 @@ pub struct Setup {
     pub weights: &'static str,
     pub max_input_tokens: u32,
     pub max_image_bytes: u64,
+    /// The server's LoRA adapters.
+    pub adapters: Vec<AdapterSource>,
 }
 
 impl Default for Setup {
@@ -66,6 +70,7 @@ impl Default for Setup {
             weights: "same",
             max_input_tokens: 511,
             max_image_bytes: MAX_IMAGE_BYTES,
+            adapters: Vec::new(),
         }
     }
 }
@@ -85,7 +90,10 @@ impl Setup {
         let engine = Replicas::start(vec![(group, Arc::new(fleet.clone()) as Arc<dyn RestartGroup>)], options);
         let description =
             ServerDescription { max_input_tokens: self.max_input_tokens, ..description(model, self.weights) };
-        serve(self.address, self.access, description, fleet, Arc::new(engine)).await
+        let engine: Arc<dyn Generator> = Arc::new(engine);
+        let config = AdapterConfig { sources: self.adapters, max_loaded: 1, can_change: false };
+        let adapters = Adapters::new(&config, Arc::clone(&engine));
+        serve((self.address, self.access, description), fleet, engine, adapters).await
     }
 }
 
@@ -119,11 +127,10 @@ impl Drop for Server {
 }
 
 pub async fn serve(
-    address: SocketAddr,
-    access: Access,
-    description: ServerDescription,
+    (address, access, description): (SocketAddr, Access, ServerDescription),
     fleet: Fleet,
     generator: Arc<dyn Generator>,
+    adapters: Adapters,
 ) -> Server {
     let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let listener = bind(address).await;
@@ -132,9 +139,16 @@ pub async fn serve(
     let (shutdown, queue, context) = (CancellationToken::new(), RoutedQueue::default(), runtime.enter());
     let listener = tokio::net::TcpListener::from_std(listener).unwrap();
     let listener = EngineListener { listener, access, description, grace: PATIENCE, queue: queue.clone() };
-    runtime.spawn(remote::serve(listener, generator, shutdown.clone()));
+    runtime.spawn(remote::serve(listener, generator, adapters, shutdown.clone()));
     drop(context);
     Server { runtime: Some(runtime), address, fleet, shutdown, queue }
+}
+
+/// A server of `Endless`.
+pub async fn serve_endless(access: Access, description: ServerDescription, fleet: Fleet) -> Server {
+    let (address, engine) = (([127, 0, 0, 1], 0).into(), Arc::new(Endless));
+    let adapters = Adapters::new(&AdapterConfig::default(), Arc::clone(&engine) as Arc<dyn Generator>);
+    serve((address, access, description), fleet, engine, adapters).await
 }
 
 /// Sends all tokens of a sequence, and no end.

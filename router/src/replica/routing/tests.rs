@@ -37,6 +37,7 @@ pub(in super::super) fn plain_request(prompt_token_ids: Vec<u32>) -> SequenceReq
         cache_salt: None,
         content_salts: [].into(),
         adapter: None,
+        adapter_hash: None,
         timeline: None,
     }
 }
