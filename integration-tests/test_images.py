@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
+import random
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -26,6 +28,7 @@ TEMPLATE = """\
 {%- for part in message.content %}{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}
 {%- endfor %}a:"""
 NUM_TOKENS = 12
+NUM_HOSTILE = 200
 IMAGE_TOKENS = 16  # of an image of 32 × 32 pixels in patches of 8 × 8
 
 
@@ -277,6 +280,32 @@ def test_an_image_that_cannot_be_used_is_named(server: Server, reference: Refere
     assert refused.status == 400
     assert message in refused.json["error"]["message"]
     assert answer(server, chat(reference, 0, "What?"))["choices"] == good["choices"]
+
+
+def test_hostile_images_are_refused_and_change_no_token_of_a_stream(server: Server, reference: Reference) -> None:
+    from hostile_files import hostile_file
+
+    draw = random.Random(3)
+    files = [hostile_file(draw) for _ in range(NUM_HOSTILE)]
+    parameters = {"max_new_tokens": 220, "do_sample": False, "ignore_eos": True}  # almost the model's context
+    normal = {"inputs": f"![]({reference.uris[0]})one", "parameters": parameters}
+    alone = Stream(server, normal).result()
+
+    def ask_about(data: bytes) -> Any:
+        body = chat(reference, 0, "What?", max_tokens=1)
+        uri = "data:image/png;base64," + base64.b64encode(data).decode()
+        body["messages"][0]["content"][0]["image_url"]["url"] = uri
+        return ask(server, "/v1/chat/completions", body)
+
+    with ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(ask_about, data) for data in files]
+        while not all(each.done() for each in asked):
+            assert Stream(server, normal).result() == alone
+    refused = [found for found in (each.result() for each in asked) if found.status != 200]
+    for found in refused:
+        assert (found.status, "image 1 " in found.json["error"]["message"]) == (400, True), found.text
+    assert NUM_HOSTILE // 4 < len(refused) < NUM_HOSTILE * 3 // 4
+    assert Stream(server, normal).result() == alone
 
 
 def test_a_placeholder_in_a_text_is_no_image(server: Server, reference: Reference) -> None:
