@@ -26,7 +26,7 @@ from penstock_server.plan import Adapter, NewSequence
 from plans import Advance, plan, step
 from rank_threads import run_native_ranks
 from safetensors.torch import load_file, save_file
-from test_native_stack import BLOCK_TOKENS, PADDED, SUPPORTED, sized, widened
+from test_native_stack import BLOCK_TOKENS, EXPERTS, PADDED, SUPPORTED, sized, widened
 from tiny_model import make_model, save_model
 from tiny_models import prompts
 
@@ -52,23 +52,9 @@ OFTEN = (
     "qwen2-moe",
     "qwen3",
 )
-EXPERTS_WITH_ADAPTERS = (
-    "dbrx",
-    "deepseek-v2",
-    "deepseek-v2-lite",
-    "deepseek-v3",
-    "gpt-oss",
-    "granitemoe",
-    "granitemoeshared",
-    "mixtral",
-    "olmoe",
-    "phimoe",
-    "qwen2-moe",
-    "qwen3-moe",
-)
 BY_PEFT = [
     pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow)
-    for name in (*SUPPORTED, *PADDED, *EXPERTS_WITH_ADAPTERS)
+    for name in (*SUPPORTED, *PADDED, *EXPERTS)
     if CASES[name].published is None  # transformers does not have these layouts, so peft has no adapters for them
 ]
 # Attention, dense layers, and experts that all tokens share.
