@@ -15,6 +15,7 @@ from penstock_server.config import WarmUpConfig
 from penstock_server.engine import memory, warmup
 from penstock_server.engine.drafting.pooled import PooledDrafter
 from penstock_server.errors import ConfigError
+from penstock_server.models.adapter import NEUTRAL
 from penstock_server.models.interface import CausalModel
 from penstock_server.parallel import RankGroup
 from penstock_server.phase import PhaseClock
@@ -88,6 +89,7 @@ class CapacityProbe:
             max_answer_tokens=self.model.max_position_tokens - self.model.max_source_tokens,
             is_pooled=self.model.pooler is not None,
             has_grammars=self.has_grammars,
+            adapter=None if self.model.adapters is None else NEUTRAL,
         )
         self.allocate_cache(worst.num_blocks())
         memory.touch_pages(self.caches)

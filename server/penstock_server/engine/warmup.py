@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from penstock_server.plan import Advances, Grammar, NewSequence, Plan, Sampling
+from penstock_server.plan import Adapter, Advances, Grammar, NewSequence, Plan, Sampling
 
 _MAX_BLOCKS = 256  # of the temporary cache
 _FIRST_SEQUENCES = 16  # rows that the sampler processes at a time on a CPU
@@ -46,6 +46,7 @@ class WorstStep:
     max_source_tokens: int = 0  # 0: the model has no encoder
     max_answer_tokens: int | None = None  # the longest continuation of a source; None: no limit of its own
     has_grammars: bool = True
+    adapter: Adapter | None = None  # None: sequences cannot have one
     is_pooled: bool = False  # sequences generate nothing, and with source tokens they are all source
 
     @property
@@ -65,12 +66,17 @@ def worst_steps(limits: WorstStep) -> tuple[tuple[str, Plan], ...]:
     """Plans by name. No step within the limits needs more memory than the largest of them."""
     if limits.is_pooled:
         return ("worst prefill", plan(limits, prefill(limits))), ("most sequences", plan(limits, mixed(limits)))
-    steps = (
+    steps: tuple[tuple[str, Plan], ...] = (
         ("worst prefill", plan(limits, prefill(limits))),
         ("worst decode", plan(limits, decode(limits))),
         ("worst mixed step", plan(limits, mixed(limits), prompt_logprobs=True)),
     )
-    return (*steps, ("worst sources", plan(limits, sources(limits)))) if limits.max_source_tokens else steps
+    if limits.max_source_tokens:
+        steps = (*steps, ("worst sources", plan(limits, sources(limits))))
+    if limits.adapter is not None:
+        # It has memory of its own, in proportion to tokens and samples (docs/adr/0077).
+        steps = (*steps, ("worst step with adapters", plan(limits, mixed(limits), adapter=limits.adapter)))
+    return steps
 
 
 def first(limits: WorstStep) -> Step:
@@ -113,7 +119,7 @@ def mixed(limits: WorstStep) -> Step:
     return num_tokens, contexts
 
 
-def plan(limits: WorstStep, step: Step, prompt_logprobs: bool = False) -> Plan:
+def plan(limits: WorstStep, step: Step, *, prompt_logprobs: bool = False, adapter: Adapter | None = None) -> Plan:
     """The step with every option on: penalties over the longest texts, samples for all sequences, and, if the caller
     asks for them, logprobs of all prompt tokens."""
     sequences = []
@@ -145,6 +151,7 @@ def plan(limits: WorstStep, step: Step, prompt_logprobs: bool = False) -> Plan:
                 blocks,
                 sampling,
                 num_source_tokens=num_source,
+                adapter=adapter,
             )
         )
     counts, _ = step

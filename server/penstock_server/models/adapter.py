@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from penstock_server.weights.adapter import Change, read_adapter
 logger = logging.getLogger(__name__)
 
 _OWN_ID = (1 << 63) - 1  # the router gives its adapters smaller ones
+NEUTRAL = Adapter(_OWN_ID - 1, Path())
+"""Changes nothing. A step with it runs what a step with an adapter runs."""
 
 
 class Adapters:
@@ -49,6 +52,7 @@ class Adapters:
         self._sites = sites
         self._dtype = dtype
         self._pack = pack
+        self._neutral = pack({})
         self._loaded: dict[int, Any] = {}
         self.own: Adapter | None = None
         """The model's own, of sequences with images that name no adapter."""
@@ -75,6 +79,8 @@ class Adapters:
         """The adapter. It is loaded if only an earlier worker had loaded it: ConfigError as of `load`."""
         if adapter == self.own:
             return self._own
+        if adapter == NEUTRAL:
+            return self._neutral
         loaded = self._loaded.get(adapter.id)
         return self.load(adapter) if loaded is None else loaded
 

@@ -206,6 +206,11 @@ class Decoder:
         sample.caches = [self.caches[index] for index in indices]
         if self.stack is not None:
             sample.stack = NativeStack.written_by(sample._append_layers, self.spec.hidden_size, self.stack.build)
+        if self._adapted_stack is not None:
+            build = self._adapted_stack.build
+            sample._adapted_stack = NativeStack.written_by(
+                sample._append_layers, self.spec.hidden_size, build, adapts=True
+            )
         return sample
 
     def serve_up_to(self, max_sequence_tokens: int) -> None:

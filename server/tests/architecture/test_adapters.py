@@ -15,9 +15,11 @@ import torch
 import transformers
 from cases import CASES, VOCAB, Case
 from model_driver import ModelDriver
+from penstock_server.attention.interface import StepAdapters
 from penstock_server.config import WarmUpConfig
 from penstock_server.engine import Engine
 from penstock_server.errors import ConfigError
+from penstock_server.layers.native_stack import NativeStack
 from penstock_server.models import load_model
 from penstock_server.models.decoder import Decoder
 from penstock_server.models.interface import LoadOptions
@@ -29,6 +31,7 @@ from safetensors.torch import load_file, save_file
 from test_native_stack import BLOCK_TOKENS, EXPERTS, PADDED, SUPPORTED, sized, widened
 from tiny_model import make_model, save_model
 from tiny_models import prompts
+from torch import Tensor
 
 peft = pytest.importorskip("peft")
 conversion = pytest.importorskip("peft.utils.transformers_weight_conversion")
@@ -340,6 +343,24 @@ def test_an_adapter_whose_folder_is_gone_fails_its_sequences_only(
     gone, *others = sorted(step(engine, plan(1, (), new, advances)), key=lambda output: output.sequence_id)
     assert gone.error.startswith(f"its adapter cannot be loaded: {tmp_path}/gone is not a LoRA adapter")
     assert [(output.error, len(output.tokens)) for output in others] == [("", 1), ("", 1)]
+
+
+def test_the_warm_up_runs_the_largest_step_with_adapters(
+    served: tuple[Path, Path, Decoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, model = served
+    steps, run = [], NativeStack.run
+
+    def seen(
+        stack: NativeStack, residual: Tensor, caches: list, context: Any, adapters: StepAdapters | None = None
+    ) -> Tensor:
+        if adapters is not None:
+            steps.append((len(residual), len(context.batch.sample_rows)))
+        return run(stack, residual, caches, context, adapters)
+
+    monkeypatch.setattr(NativeStack, "run", seen)
+    Engine(model, RankGroup(), CPU, BLOCK_TOKENS).warm_up(WarmUpConfig(64, 8, num_blocks=20))
+    assert steps == [(64, 8)]
 
 
 def test_only_the_last_adapters_stay_loaded(served: tuple[Path, Path, Decoder]) -> None:
