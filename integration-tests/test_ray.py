@@ -164,9 +164,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.fixture(scope="module")
-def ray_server(cluster: Cluster) -> Iterator[Server]:
-    server = start("--ranks-on", f"ray://{cluster.address}", "--num-shard", "2", env=cluster.env)
+STAGES = ("--pipeline-parallel-size", "2", "--num-shard", "1")
+
+
+@pytest.fixture(
+    scope="module", params=[("--num-shard", "2"), pytest.param(STAGES, marks=pytest.mark.slow)], ids=" ".join
+)
+def ray_server(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Server]:
+    server = start("--ranks-on", f"ray://{cluster.address}", *request.param, env=cluster.env)
     yield server
     assert server.stop() == 0, server.last_lines()
     # The end of the server is the end of what it started on the machines.
