@@ -385,7 +385,7 @@ mod tests {
         let sequence = proto::Sequence { token_ids: vec![1], num_prompt_tokens: 2, ..Default::default() };
         assert!(request(sequence, 0).unwrap_err().contains("1 tokens with a prompt of 2"));
         assert!(request(proto::Sequence::default(), 0).unwrap_err().contains("without sampling"));
-        let short = proto::Sequence { adapter_hash: vec![0; 31], ..Default::default() };
+        let short = proto::Sequence { adapter_hash: vec![0; 31], sampling: Some(greedy()), ..Default::default() };
         assert_eq!(request(short, 0).unwrap_err(), "an adapter hash of 31 bytes, must be 32");
         let images = vec![proto::ImageSpan { num_bytes: u64::MAX, ..Default::default() }];
         let refusal = request(proto::Sequence { images, ..Default::default() }, 10).unwrap_err();
