@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock_server.attention.interface import StepBatch
-from penstock_server.engine import batch
+from penstock_server.engine import batch, memory
 from penstock_server.engine.sequence import SequenceTable, TableLimits
 from penstock_server.plan import Grammar, NewSequence, Sampling
 from plans import Advance, columns
@@ -19,6 +21,17 @@ def new_table(
     block_tokens: int = 4, num_blocks: int = 64, max_sequence_tokens: int = 100, rows: int = 4
 ) -> SequenceTable:
     return SequenceTable(TableLimits(VOCAB, block_tokens, num_blocks, max_sequence_tokens, rows))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident pages are read from /proc")
+def test_a_table_takes_memory_for_the_tokens_that_it_holds_only() -> None:
+    before = memory._status_bytes("VmRSS")
+    table = new_table(max_sequence_tokens=1 << 16, rows=64)
+    for sequence_id in range(65):  # one more than there are rows
+        table.add(NewSequence(sequence_id, [1] * 8, 8))
+    assert table.token_ids[:, :8].sum() == 65 * 8
+    assert table.token_ids.nbytes == 2 * 64 * 4 * ((1 << 16) + 1)
+    assert memory._status_bytes("VmRSS") - before < 4 << 20
 
 
 def step(table: SequenceTable, advances: list[Advance]) -> tuple[StepBatch | None, dict[int, str]]:

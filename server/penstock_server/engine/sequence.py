@@ -7,6 +7,8 @@ INVARIANT: the block table of a row is 0 beyond its `num_blocks`; `computed` ≤
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,11 +67,10 @@ class SequenceTable:
         self._row_of: dict[int, int] = {}
         self._failures: dict[int, Failure] = {}
         self._free_rows = list(range(limits.num_rows - 1, -1, -1))
-        # One more, because the last token of a sequence at full length is known but never computed. Pages of these
-        # arrays that no sequence reaches are never touched.
+        # One more, because the last token of a sequence at full length is known but never computed.
         width = limits.max_sequence_tokens + 1
-        self.token_ids = np.zeros((limits.num_rows, width), np.int32)
-        self.block_ids = np.zeros((limits.num_rows, -(-width // limits.block_tokens)), np.int32)
+        self.token_ids = _untouched_zeros((limits.num_rows, width))
+        self.block_ids = _untouched_zeros((limits.num_rows, -(-width // limits.block_tokens)))
         self.known = np.zeros(limits.num_rows, np.int64)
         self.prompt = np.zeros(limits.num_rows, np.int64)  # leading known tokens that are the prompt
         self.source = np.zeros(limits.num_rows, np.int64)  # leading prompt tokens that the encoder reads
@@ -355,14 +356,24 @@ class SequenceTable:
             "residency",
         ):
             before = getattr(self, name)
-            after = np.zeros((2 * old, *before.shape[1:]), before.dtype)
             used = {"token_ids": width, "block_ids": blocks}.get(name)
             if used is None:
+                after = np.zeros(2 * old, before.dtype)
                 after[:old] = before
             else:
+                after = _untouched_zeros((2 * old, before.shape[1]))
                 after[:old, :used] = before[:, :used]
             setattr(self, name, after)
         self._free_rows.extend(range(2 * old - 1, old - 1, -1))
+
+
+def _untouched_zeros(shape: tuple[int, int]) -> npt.NDArray[np.int32]:
+    """Zeros whose pages take no memory before they are written. Those of numpy may: the C library clears memory that it
+    reuses, and large arrays have huge pages."""
+    dtype = np.dtype(np.int32)
+    num_bytes = max(1, math.prod(shape)) * dtype.itemsize
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(pages, dtype, math.prod(shape)).reshape(shape)
 
 
 def _salts(adapter: Adapter | None, images: Sequence[ImageSpan]) -> list[tuple[int, int | bytes]]:
