@@ -396,6 +396,18 @@ def test_a_broken_row_does_not_affect_later_batches() -> None:
     assert (int(again.ids[0]), float(again.logprobs[0])) == (int(expected.ids[0]), float(expected.logprobs[0]))
 
 
+def test_a_sampler_chooses_the_same_tokens_after_it_has_given_back_its_memory() -> None:
+    rows: list[Row] = [{"temperature": 5.0, "top_p": 0.9, "seed": seed, "model_logprobs": True} for seed in range(8)]
+    logits, request = random_logits(8, 5001, 1.0), request_for(rows, [0] * 8, [[0]] * 8, [[]] * 8)
+    sampler = Sampler(5001, CPU, 8, Watermark.of(5001))
+    before = sample_at_once(sampler, logits, *request)
+    sampler.release()
+    assert torch.equal(sampler._scores[:, 5001:], torch.full((8, 55), -math.inf))
+    after = sample_at_once(sampler, logits, *request)
+    assert torch.equal(before.ids, after.ids)
+    assert torch.equal(before.logprobs, after.logprobs)
+
+
 def test_a_measurement_processes_the_first_chunk_and_estimates_the_others() -> None:
     rows: list[Row] = [{"do_sample": True, "seed": 3, "logit_bias": ((0, -100.0),), "model_logprobs": True}] * 40
     logits, request = random_logits(40, 100, 2.0), request_for(rows, [0] * 40, [[1]] * 40, [[]] * 40)

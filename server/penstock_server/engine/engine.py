@@ -345,7 +345,7 @@ class Engine:
             self._rehearse()
         room = probe.standby_room(config, measured.step_bytes)
         # Few requests need them. They were in use when the pool was measured, so there is room for them later.
-        memory.release_pages(sampler.forget())
+        sampler.release()
         return_free_pages()
         return Capacity(num_blocks, tuple(clock.phases), measured.worst_step_s, room)
 

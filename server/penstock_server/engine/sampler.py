@@ -7,6 +7,7 @@ with NaN or infinite logits return BROKEN and do not affect other rows.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock_server.engine import penalty
+from penstock_server.engine import memory, penalty
 from penstock_server.engine.choice import choose
 from penstock_server.engine.constraint import Constrainer, Masks
 from penstock_server.engine.cut import Room
@@ -121,7 +122,7 @@ class Sampler:
         width = -(-vocab_size // BLOCK) * BLOCK
         rows = min(_CHUNK_ROWS[device.type], max_rows)
         # Columns beyond the vocabulary stay at -inf: probability 0.
-        self._scores = torch.full((rows, width), float("-inf"), dtype=torch.float32, device=device)
+        self._scores = torch.full((rows, width), -math.inf, dtype=torch.float32, device=device)
         self._probs = torch.zeros((rows, width), dtype=torch.float32, device=device)
         self._room = Room(rows, width, device)
         self._constrainer = Constrainer(device)
@@ -146,10 +147,10 @@ class Sampler:
         """The most rows that are processed together."""
         return len(self._scores)
 
-    def forget(self) -> list[Tensor]:
-        """Drop what is kept for special sampling parameters. Returns its memory, whose contents are no longer
-        needed."""
-        return [*self._room.buffers, self._watermark.forget()]
+    def release(self) -> None:
+        """Give back the memory that only sampling with parameters needs. The next use takes it again."""
+        memory.release_pages([self._scores, self._probs, *self._room.buffers, self._watermark.forget()])
+        self._scores[:, self._vocab_size :] = -math.inf
 
     def prepare(self, composition: Composition, history: History, put: Put) -> Prepared:
         """Reads lengths of the history, but no tokens."""
