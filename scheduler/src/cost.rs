@@ -30,8 +30,8 @@ const MAX_SURPRISE: f64 = 2.0;
 const MAX_SURPRISES: u32 = 3;
 /// Weight of steps without decodes. They are evidence for steps with decodes too, but weak evidence.
 const PREFILL_ALONE_WEIGHT: f64 = 0.1;
-/// Steps of decodes alone with fewer rows than this are also known by their number of rows: kernels that compute several rows at a time,
-/// and recorded steps on a GPU, take as long for one row as for some, and then longer at once, where the terms know a line only.
+/// Of steps of decodes alone with fewer rows than this, the model also learns the time for each number of rows. A kernel that computes
+/// several rows in a pass, or a recorded step on a GPU, takes as long for one row as for some, and the terms are only a line.
 const END_OF_ROWS: usize = 32;
 /// Weight of the newest step with a number of rows.
 const RATIO_RATE: f64 = 1.0 / 8.0;

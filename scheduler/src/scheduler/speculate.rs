@@ -3,8 +3,8 @@
 //! A draft token is one more row of the model. It pays if it gives more tokens in the time of its row than the step gives
 //! without it: if its probability to be right is at least the share of a decode's row in the time that the step spends on
 //! a token. That share is small while few sequences read all weights, and near 1 when the rows themselves take the time, so
-//! drafts fade out under load. Few rows take their time at once, for example when a kernel needs a second pass; so the number of drafts
-//! is the one that saves most, by what steps with so many rows have taken.
+//! drafts fade out under load. One row more may cost nothing or much, for example when a kernel needs another pass for it. So the
+//! scheduler compares numbers of drafts by the measured times of steps with that many rows, and takes the one that saves most.
 //!
 //! A token that a grammar forces is always right, so it pays even then.
 //!
