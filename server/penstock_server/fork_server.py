@@ -45,7 +45,7 @@ from penstock_server import log, nvidia
 from penstock_server.config import Node, WorkerConfig
 from penstock_server.endpoint import Tls, parse_address, parse_endpoint
 from penstock_server.errors import ConfigError
-from penstock_server.heap import return_free_pages
+from penstock_server.heap import return_free_pages, use_one_arena
 
 if TYPE_CHECKING:
     from penstock_server.engine.load import LoadModel
@@ -319,6 +319,7 @@ def main() -> int:
     if cores is not None:
         os.sched_setaffinity(0, map(int, cores.split(",")))
     log.configure()
+    use_one_arena()
     gc.disable()  # until a worker starts, because a collection would touch the pages that workers share
     try:
         ForkServer(*_import_all()).serve()

@@ -52,6 +52,29 @@ before = private()
 vocabulary = fast_vocabulary(read_vocabulary(folder))
 print(private() - before, vocabulary.tokenizer.vocab_size * TOKEN_BYTES)
 """
+FREED = f"""
+import ctypes, threading
+{PRIVATE}
+from penstock_server.heap import use_one_arena
+
+use_one_arena()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.malloc.argtypes = [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+
+def use(num_bytes):
+    memory = libc.malloc(num_bytes)
+    ctypes.memset(memory, 1, num_bytes)
+    libc.free(memory)
+
+use(30 << 20)  # which glibc maps, and from now on smaller pieces are in arenas
+before = private()
+thread = threading.Thread(target=use, args=(24 << 20,))
+thread.start()
+thread.join()
+print(private() - before)
+"""
 IMPORTED = {
     "trial": "import penstock_server.grammar.trial, penstock_server.grammar.start",
     "prepare": "import penstock_server.prepare",
@@ -77,6 +100,11 @@ def test_a_ready_worker_holds_its_weights_once_and_nothing_that_only_grammars_ne
 def test_a_vocabulary_takes_no_more_than_is_reserved_for_it() -> None:
     taken, reserved = map(int, output_of(VOCABULARY).split())
     assert taken < reserved
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_memory_that_a_thread_has_freed_goes_back_to_the_system() -> None:
+    assert int(output_of(FREED)) < 4 << 20
 
 
 @pytest.mark.parametrize("name", IMPORTED)
