@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 ROUTER, RENDERER = "penstock", "chat-renderer"  # names of processes; all others run Python
+WORKER = "worker-"  # what names of workers begin with; the fork server has none of its own
 
 Rows = list[dict[str, Any]]
 
@@ -27,7 +28,17 @@ def parts(result: dict[str, Any], when: str) -> Iterator[tuple[str, float]]:
     anonymous = sum(row["pss_bytes"] - row["pss_file_bytes"] for row in python)
     anonymous -= result["torch"]["pss_bytes"] - result["torch"]["pss_file_bytes"]
     yield "packed weights", result["weight_bytes"]
-    yield "heaps of workers and fork server", anonymous - result["kv_bytes"] - result["weight_bytes"]
+    heaps = anonymous - result["kv_bytes"] - result["weight_bytes"]
+    if "anonymous_bytes" in result["torch"]:
+        fork_server = [row["name"] for row in python if not row["name"].startswith(WORKER)]
+        known = result["torch"]["anonymous_bytes"] + result["weight_bytes"]
+        held = _sum(python, "anonymous_bytes", fork_server) - known
+        copied = _sum(python, "private_bytes", fork_server)
+        yield "what the fork server imports, and objects of the model", held
+        yield "pages of the fork server that all workers have copied", copied
+        yield "other pages of workers", heaps - held - copied
+    else:  # an older result tells only the sum
+        yield "heaps of workers and fork server", heaps
     yield "files of workers and fork server", _sum(python, "pss_file_bytes") - result["torch"]["pss_file_bytes"]
 
 

@@ -35,14 +35,16 @@ def clock_s_of(pid: int) -> float:
 
 
 def memory_of(root: int) -> list[dict[str, Any]]:
-    """Resident and proportional bytes of a process and all its descendants, and those of files among the latter."""
+    """Of a process and all its descendants: resident and proportional bytes, those of files among the latter, and the
+    resident bytes that are no file's, with those among them that no other process shares."""
     rows = []
     for pid in family_of(root):
         with contextlib.suppress(OSError):
             rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
             sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in rollup}
             command = Path(f"/proc/{pid}/cmdline").read_text().strip("\0").split("\0")
-            row = {"name": Path(f"/proc/{pid}/comm").read_text().strip(), "command": from_root(command)}
-            files = sizes["Pss_File"] + sizes["Pss_Shmem"]
-            rows.append({**row, "rss_bytes": sizes["Rss"], "pss_bytes": sizes["Pss"], "pss_file_bytes": files})
+            row: dict[str, Any] = {"name": Path(f"/proc/{pid}/comm").read_text().strip(), "command": from_root(command)}
+            row |= {"rss_bytes": sizes["Rss"], "pss_bytes": sizes["Pss"]}
+            row |= {"pss_file_bytes": sizes["Pss_File"] + sizes["Pss_Shmem"]}
+            rows.append({**row, "anonymous_bytes": sizes["Anonymous"], "private_bytes": sizes["Private_Dirty"]})
     return rows

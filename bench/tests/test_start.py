@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import start
 from figure import BENCHMARKS
+from memory import parts
 
 FILE_BYTES = 100
 
@@ -61,6 +62,25 @@ def test_the_parts_of_a_servers_memory_are_all_of_it() -> None:
     ]
     assert sizes == [30, 7, 90, 100, 10]
     assert sum(sizes) == sum(pss for _, pss, _ in processes) - 500 - 1000
+
+
+def test_the_heaps_are_what_was_imported_what_was_copied_and_what_workers_added() -> None:
+    sizes = {"rss_bytes": 0, "pss_file_bytes": 0}
+    rows = [
+        {**sizes, "name": "python3", "pss_bytes": 250, "anonymous_bytes": 480, "private_bytes": 20},
+        {**sizes, "name": "worker-0.0", "pss_bytes": 1290, "anonymous_bytes": 1520, "private_bytes": 1060},
+    ]
+    one = {
+        "memory": {"idle": rows},
+        "torch": {"pss_bytes": 300, "pss_file_bytes": 0, "anonymous_bytes": 300},
+        "kv_bytes": 1000,
+        "weight_bytes": 100,
+    }
+    found = dict(parts(one, "idle"))
+    assert found["what the fork server imports, and objects of the model"] == 80
+    assert found["pages of the fork server that all workers have copied"] == 20
+    assert found["other pages of workers"] == 40
+    assert sum(found.values()) == 1540 - 300 - 1000
 
 
 @pytest.mark.parametrize("text", ["/usr/bin/penstock", "penstock=/bin/sh", "before=/nowhere/penstock"])
