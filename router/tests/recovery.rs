@@ -136,6 +136,16 @@ async fn any_number_of_losses_is_survived_if_steps_are_finished_between_them() {
 }
 
 #[tokio::test]
+async fn a_sequence_without_drafts_is_past_the_lost_steps_after_a_token_of_each() {
+    // Two steps in flight were lost, and the third step of the next group brings the second token.
+    let fleet = Fleet::new((0..9).map(|_| dies_at(6)).chain([healthy()]));
+    let limits = Limits { max_draft_tokens: 4, drafts_only_forced: true, ..options().limits };
+    let engine = fleet.engine(EngineOptions { limits, ..options() }).await;
+    streams_are_complete(&engine, vec![vec![1, 2, 3]], 30).await;
+    assert!(fleet.num_started() > 6, "{}", fleet.num_started());
+}
+
+#[tokio::test]
 async fn requests_during_a_restart_wait_for_it_and_health_reports_it() {
     let fleet = Fleet::new([dies_at(4), healthy()]);
     fleet.allow(0);

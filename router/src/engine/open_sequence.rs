@@ -120,10 +120,11 @@ impl OpenSequence {
     }
 
     /// The group was lost with this sequence in a step in flight. These steps give it at most `max_tokens_in_flight` tokens.
-    pub(super) fn record_loss(&mut self, max_tokens_in_flight: usize) {
+    pub(super) fn record_loss(&mut self, max_tokens_in_flight: u32) {
         self.num_losses += 1;
-        // With this many more tokens, the sequence is past the step that failed.
-        self.cleared_at_tokens = self.cleared_at_tokens.max(self.num_tokens_sent + max_tokens_in_flight);
+        // With this many more tokens, the sequence is past the step that failed; past a step of its prompt with the first.
+        let num_tokens = max_tokens_in_flight.max(1) as usize;
+        self.cleared_at_tokens = self.cleared_at_tokens.max(self.num_tokens_sent + num_tokens);
     }
 
     /// Whether a step had the sequence, in any engine.

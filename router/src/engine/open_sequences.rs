@@ -37,8 +37,6 @@ pub(super) struct OpenSequences {
     alarm: Alarm,
     /// Sequences to run alone, one after the other, the last one first.
     quarantine: Vec<SequenceId>,
-    /// The most tokens that one step gives a sequence.
-    max_tokens_per_step: usize,
     /// Whether clients are told of their drafts: not without `--speculate`.
     shows_drafts: bool,
     image_keys: RandomState,
@@ -63,7 +61,6 @@ impl OpenSequences {
             timelines: Timelines::default(),
             alarm: Alarm::new(),
             quarantine: Vec::new(),
-            max_tokens_per_step: 1 + limits.max_draft_tokens as usize,
             shows_drafts: !limits.drafts_only_forced,
             image_keys: RandomState::new(),
             epoch: Instant::now(),
@@ -243,8 +240,7 @@ impl OpenSequences {
     /// was in flight in `MAX_LOSSES` losses in a row fails.
     pub(super) fn requeue(&mut self, reason: &str) {
         self.timelines.lose_group(reason);
-        let max_tokens_in_flight = self.scheduler.stats().num_steps_in_flight * self.max_tokens_per_step;
-        for id in self.scheduler.restart() {
+        for (id, max_tokens_in_flight) in self.scheduler.restart() {
             let Some(sequence) = self.open.get_mut(&id) else { continue };
             sequence.record_loss(max_tokens_in_flight);
             if sequence.is_given_up() {

@@ -1,5 +1,7 @@
 //! Recovery: a restart after the worker was lost, and the quarantine that finds the sequence that brought it down.
 
+use std::collections::BTreeMap;
+
 use super::Scheduler;
 use crate::in_flight::InFlightSteps;
 use crate::plan::SequenceId;
@@ -9,13 +11,14 @@ impl Scheduler {
     /// Continues with a new worker. All sequences are queued again with the tokens that have come back, the cache is
     /// empty, no step is in flight, no sequence is quarantined, and the next plan is step 1.
     ///
-    /// Returns the known sequences that were in flight, even if they have been preempted since: any of them may be the
-    /// cause.
-    pub fn restart(&mut self) -> Vec<SequenceId> {
-        let in_flight = self.in_flight.advances().map(|in_flight| in_flight.id);
-        let mut lost: Vec<_> = in_flight.filter(|id| self.sequences.contains_key(id)).collect();
-        lost.sort_unstable();
-        lost.dedup();
+    /// Returns the known sequences that were in flight, even if they have been preempted since, because any of them may be
+    /// the cause; each with the most tokens that the lost steps could have given it.
+    pub fn restart(&mut self) -> BTreeMap<SequenceId, u32> {
+        let mut lost = BTreeMap::new();
+        for in_flight in self.in_flight.advances().filter(|in_flight| self.sequences.contains_key(&in_flight.id)) {
+            let num_tokens = if in_flight.sample { in_flight.num_draft_tokens + 1 } else { 0 };
+            *lost.entry(in_flight.id).or_default() += num_tokens;
+        }
         self.in_flight = InFlightSteps::default();
         self.residents.clear();
         self.cache.clear();

@@ -1,13 +1,17 @@
 //! Restarts after the worker was lost, and quarantine.
 
+use std::collections::BTreeMap;
+
 use super::*;
 
 #[test]
 fn a_restart_returns_the_sequences_in_flight_and_keeps_the_tokens_that_came_back() {
     let mut scheduler = scheduler(limits(16, 2), &[(1, 3, 9), (2, 3, 9)]);
     run_ahead(&mut scheduler, 3);
+    plan(&mut scheduler);
     submit(&mut scheduler, submission(3, 3, 9));
-    assert_eq!(scheduler.restart(), [SequenceId(1), SequenceId(2)]);
+    let lost = BTreeMap::from([(SequenceId(1), 2), (SequenceId(2), 2)]);
+    assert_eq!(scheduler.restart(), lost, "each with a token of both steps in flight");
     scheduler.audit();
     let plan = plan(&mut scheduler);
     assert_eq!((plan.step, new_ids(&plan)), (1, vec![1, 2, 3]));
@@ -22,7 +26,7 @@ fn a_restart_clears_the_cache_and_unblocks_its_waiters() {
     submit(&mut scheduler, submission(1, 20, 2));
     submit(&mut scheduler, submission(2, 20, 2));
     assert_eq!(new_ids(&plan(&mut scheduler)), [1], "the second waits for the first");
-    assert_eq!(scheduler.restart(), [SequenceId(1)]);
+    assert_eq!(scheduler.restart(), BTreeMap::from([(SequenceId(1), 0)]), "a part of the prompt gives no token");
     let stats = scheduler.stats();
     assert_eq!((stats.num_queued, stats.num_cached_blocks, stats.num_allocatable_blocks), (2, 0, 16));
     let again = plan(&mut scheduler);

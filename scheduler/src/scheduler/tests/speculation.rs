@@ -296,7 +296,8 @@ fn a_preempted_sequence_samples_its_drafts_again() {
     let mut scheduler = scheduler(drafting(3, limits(16, 2)), &[(1, 4, 20)]);
     step(&mut scheduler);
     plan(&mut scheduler);
-    assert_eq!(scheduler.restart(), [SequenceId(1)]);
+    let lost = scheduler.restart();
+    assert_eq!(lost.into_iter().collect::<Vec<_>>(), [(SequenceId(1), 4)], "a token and three drafts");
     scheduler.audit();
     let (again, _) = step(&mut scheduler);
     assert_eq!(again.new_sequences[0].token_ids.len(), 5);

@@ -29,7 +29,7 @@ impl World {
         self.tally.add("on the worker in a death", on_worker.len() as u64);
         let got_tokens = on_worker.iter().filter(|id| !self.live[id].received.is_empty());
         self.tally.add("continued after a death", got_tokens.count() as u64);
-        let lost = self.scheduler.restart();
+        let lost: Vec<_> = self.scheduler.restart().into_keys().collect();
         self.scheduler.audit();
         let in_flight = self.in_flight.iter().flat_map(|step| &step.plan.advances).map(|advance| advance.id);
         let mut in_flight: Vec<_> = in_flight.filter(|id| self.live.contains_key(id)).collect();
