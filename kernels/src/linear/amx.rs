@@ -6,7 +6,7 @@
 
 use super::epilogue::{self, Outcome, Sums};
 use super::pack::PADDING;
-use super::tile::{PANEL, Panel, VECTORS};
+use super::tile::{Ahead, PANEL, Panel, VECTORS};
 use crate::cpu::Amx;
 use crate::element::Element;
 use crate::registers::{REGISTER_BYTES, REGISTER_ROWS, Registers};
@@ -152,6 +152,15 @@ fn register_rows(num_rows: usize) -> usize {
     num_rows.div_ceil(num_rows.div_ceil(REGISTER_ROWS))
 }
 
+/// Where a pass's prefetches begin, and their number of lines per line of a row of tiles. PERF: no register is left for a gap between them, so
+/// the first passes prefetch whole lines for all.
+fn prefetches(panel: &Panel) -> (*const i8, usize) {
+    let Ahead { pass, num_passes, .. } = panel.ahead;
+    let lines_per_pass = VECTORS.div_ceil(num_passes);
+    let [before, after] = [pass, pass + 1].map(|pass| VECTORS.min(pass * lines_per_pass));
+    (panel.ahead_from(before, VECTORS), after - before)
+}
+
 /// The loop of a chain over all steps of all segments: `zero` the sums, `multiply` a step, `store` the sums. Prefetches some lines after
 /// every step.
 macro_rules! chain {
@@ -161,7 +170,7 @@ macro_rules! chain {
         $($sums:ident),*
     ) => {{
         let range = $segments.as_ptr_range();
-        let (ahead, lines_per_pair) = $panel.prefetches();
+        let (ahead, lines_per_pair) = prefetches(&$panel);
         asm!(
             $($zero,)*
             "2:",

@@ -249,9 +249,8 @@ impl PackedLinear {
     unsafe fn apply_unit(&self, unit: usize, input: Input, range: Range<usize>, output: Output, is_first: bool) {
         let num_rows = range.len();
         let num_tiles = num_rows.div_ceil(TILE_ROWS);
-        let num_passes = tile::num_passes(num_rows.div_ceil(num_tiles));
         let panel = |index: usize, tile: usize, panels: usize| {
-            self.panel(index, Ahead::plan(tile * num_passes, num_tiles * num_passes, panels, is_first))
+            self.panel(index, Ahead::plan(tile, num_tiles, panels, is_first))
         };
         for tile in 0..num_tiles {
             let (first, end) = (num_rows * tile / num_tiles, num_rows * (tile + 1) / num_tiles);

@@ -1,5 +1,5 @@
-//! The packed form of a weight: panels of 48 output columns, each [input group][column][GROUP], so that one vector load brings a
-//! group of input features for 16 columns. Columns are padded to whole panels and input features to whole steps of AMX, with zeros.
+//! The packed form of a weight: panels of output columns, each [input group][column][GROUP], so that one vector load brings a group of
+//! input features for 16 columns. Columns are padded to whole panels and input features to whole steps of AMX, with zeros.
 
 use super::bias_of;
 use super::tile::{Ahead, PANEL, Panel};
