@@ -37,7 +37,7 @@ from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
 
 WEIGHTS_NAME = "medusa_lm_head.safetensors"
 _LEAST_PROBABILITY = 0.15  # that all tokens of a draft are right; drafts end before it is lower
-_PARALLEL_BYTES = 1 << 22  # of a matrix; the barrier of threads costs more than it saves for smaller ones
+_PARALLEL_BYTES = 1 << 20  # of a matrix; the barrier of threads costs more than it saves for smaller ones
 
 # [rows, in] → [rows, out]
 Layer = Callable[[Tensor], Tensor]
