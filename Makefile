@@ -23,7 +23,7 @@ run: setup ## serve the embedded model on port 3000; make run ARGS="--model-id â
 test: test-rust test-kernels loom test-python ## every test of both languages, except the slow ones of make chaos
 
 test-rust:
-	cargo test --workspace --locked --quiet
+	cargo test --workspace --exclude penstock-kernels --locked --quiet
 
 test-kernels: .make/venv ## unit tests of the kernels for every instruction set that this machine runs
 	$(BIN)/python kernels/backend.py test $(ARGS)
