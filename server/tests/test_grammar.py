@@ -350,6 +350,27 @@ def draft_of(states: GrammarStates, history: list[int], most: int, *guesses: lis
     return states.draft(1, np.array(history, np.int32), most, guess)
 
 
+def test_masks_are_the_same_where_the_draft_has_computed_them(compiler: GrammarCompiler) -> None:
+    a, b, zero, one = range(4)
+    grammar = Grammar("regex", "(a[01]|b[ab])+")
+    guesses = [zero], [b], [a], [a], [one]
+
+    def masks(draft: list[int], *guesses: list[int]) -> tuple[list[int], np.ndarray]:
+        """Of a new state, for `draft`, or for what it makes of the guesses; and that."""
+        states = GrammarStates(compiler, 1)
+        states.apply(Plan(1, (), [constrained(1, grammar, [a])]))
+        made = draft_of(states, [7, a], 5, *guesses) if guesses else []
+        bits, errors = masks_of(states, [1], {1: draft or made})
+        assert not errors
+        return made, bits
+
+    draft, known = masks([], *guesses)
+    assert draft == [zero, b, a, a, one]
+    assert (known == masks(draft)[1]).all()
+    other = [zero, a, one]
+    assert (masks(other, *guesses)[1] == masks(other)[1]).all()
+
+
 def test_a_draft_has_what_the_grammar_forces_and_guesses_that_it_allows(compiler: GrammarCompiler) -> None:
     states, a, b = GrammarStates(compiler, 1), WORDS.index("a"), WORDS.index("b")
     states.apply(Plan(1, (), [constrained(1, Grammar("regex", "[ab]{2}0110[ab]{0,9}"), [])]))

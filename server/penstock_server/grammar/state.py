@@ -57,9 +57,12 @@ class _State:
         self._end_ids = frozenset(end_ids)
         self._has_ended = False
         self._error = ""
+        self._draft: list[int] = []
+        self._known: dict[int, Words] = {}  # masks that the draft needed, by the draft tokens before them
 
     def chosen(self, token_id: int) -> None:
         self._pending.append(token_id)
+        self._known = {}
 
     def draft(self, history: TokenIds, most: int, guess: Guess, expected: Sequence[int]) -> list[int]:
         """At most `most` tokens that probably follow: those that the grammar forces, which are always right, and
@@ -67,14 +70,18 @@ class _State:
         if self._consume() or self._matcher is None or self._has_ended:
             return []
         start, matcher = self._start.result(), self._matcher.deep_copy()
-        mask = np.zeros(len(start.mask) // 4, np.int32)
         draft: list[int] = []
+        known: dict[int, Words] = {}
         has_guessed_text = False
         while len(draft) < most:
             left = most - len(draft)
             if not (tokens := matcher.compute_ff_tokens()[:left]):
                 text = np.append(history, np.array(draft, np.int32))
+                mask = np.zeros(len(start.mask) // 4, np.int32)
                 start.fill(matcher, mask)
+                if matcher.is_error():
+                    break
+                known[len(draft)] = mask
                 is_text = _num_allowed(mask) > _FREE_TEXT
                 if not is_text:
                     tokens = _guess_syntax(text, matcher, mask, guess)
@@ -88,6 +95,7 @@ class _State:
             draft += tokens[:count]
             if count == 0:
                 break
+        self._draft, self._known = draft, known
         return draft
 
     def forced(self, most: int) -> list[int]:
@@ -101,7 +109,7 @@ class _State:
         [1 + draft tokens, words]. Returns the refusals by mask, for masks that allow nothing."""
         if error := self._consume():
             return {0: Refusal(error, Fault.REQUEST)}
-        refusals = {0: refusal} if (refusal := self._fill(self._matcher, masks[0])) else {}
+        refusals = {0: refusal} if (refusal := self._fill(self._matcher, masks[0], self._known.get(0))) else {}
         if not draft or refusal or self._matcher is None:
             return refusals
         matcher = self._matcher.deep_copy()
@@ -109,7 +117,8 @@ class _State:
             if not matcher.try_consume_tokens([token_id]):
                 masks[i:] = -1  # this draft token is wrong, so no token after it is kept
                 break
-            if refusal := self._fill(matcher, masks[i]):
+            known = self._known.get(i) if draft[:i] == self._draft[:i] else None
+            if refusal := self._fill(matcher, masks[i], known):
                 refusals[i] = refusal
         return refusals
 
@@ -137,8 +146,9 @@ class _State:
                 return f"the generated tokens do not match the grammar: {readable(matcher.get_error())}"
         return ""
 
-    def _fill(self, matcher: LLMatcher | None, mask: Words) -> Refusal | None:
-        """Writes the tokens that may follow in the matcher's state, or as the first token, into the mask [words]."""
+    def _fill(self, matcher: LLMatcher | None, mask: Words, known: Words | None) -> Refusal | None:
+        """Writes the tokens that may follow in the matcher's state, or as the first token, into the mask [words]. known:
+        what the state allows, if it has been computed."""
         try:
             start = self._start.result()
         except GrammarError as error:
@@ -148,6 +158,8 @@ class _State:
             return self._finish(mask, start.is_accepting)
         if self._has_ended:
             mask.fill(0)
+        elif known is not None:
+            mask[:] = known
         else:
             start.fill(matcher, mask)
             if matcher.is_error():
