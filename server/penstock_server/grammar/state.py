@@ -147,8 +147,8 @@ class _State:
         return ""
 
     def _fill(self, matcher: LLMatcher | None, mask: Words, known: Words | None) -> Refusal | None:
-        """Writes the tokens that may follow in the matcher's state, or as the first token, into the mask [words]. known:
-        what the state allows, if it has been computed."""
+        """Writes the tokens that may follow, in the matcher's state or as the first token, into the mask [words].
+        known: what the state allows, if it has been computed."""
         try:
             start = self._start.result()
         except GrammarError as error:
