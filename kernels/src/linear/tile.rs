@@ -50,7 +50,7 @@ pub(crate) struct Panel {
 }
 
 impl Panel {
-    /// Where the prefetches of pass `pass` begin, of so many that share a panel's memory.
+    /// Where the prefetches of pass `pass` begin, if `num_passes` share a panel's memory.
     pub(super) fn ahead_from(&self, pass: usize, num_passes: usize) -> *const i8 {
         let distance = if self.ahead.is_stream { STREAM_AHEAD_BYTES } else { self.bytes * self.ahead.panels };
         self.weights.cast::<i8>().wrapping_add(distance + self.bytes * pass / num_passes)
