@@ -33,7 +33,7 @@ from penstock_server.grammar import compiler as compiler_module
 from penstock_server.grammar import state
 from penstock_server.grammar.compiler import GrammarCompiler
 from penstock_server.grammar.language import MAX_TEXT_BYTES, build_matcher
-from penstock_server.grammar.start import build_start
+from penstock_server.grammar.start import Start, build_start
 from penstock_server.grammar.state import GRAMMAR_ENDED, GrammarStates, Refusal
 from penstock_server.grammar.trial import Trial
 from penstock_server.grammar.vocabulary import fast_vocabulary, read_vocabulary, small_vocabulary
@@ -369,6 +369,21 @@ def test_masks_are_the_same_where_the_draft_has_computed_them(compiler: GrammarC
     assert (known == masks(draft)[1]).all()
     other = [zero, a, one]
     assert (masks(other, *guesses)[1] == masks(other)[1]).all()
+
+
+def test_a_second_draft_computes_only_the_masks_that_the_first_one_did_not_need(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, zero, computed, fill = 0, 2, [], Start.fill
+    monkeypatch.setattr(Start, "fill", lambda *args: computed.append(fill(*args)))
+    states = GrammarStates(compiler, 1)
+    states.apply(Plan(1, (), [constrained(1, Grammar("regex", "(a[01]|b[ab])+"), [a])]))
+    assert draft_of(states, [7, a], 3) == []
+    assert len(computed) == 1
+    assert draft_of(states, [7, a], 3, [zero], [a], [zero]) == [zero, a, zero]
+    assert len(computed) == 3
+    masks_of(states, [1], {1: [zero, a, zero]})
+    assert len(computed) == 4, "the mask after the whole draft"
 
 
 def test_a_draft_has_what_the_grammar_forces_and_guesses_that_it_allows(compiler: GrammarCompiler) -> None:

@@ -77,10 +77,12 @@ class _State:
             left = most - len(draft)
             if not (tokens := matcher.compute_ff_tokens()[:left]):
                 text = np.append(history, np.array(draft, np.int32))
-                mask = np.zeros(len(start.mask) // 4, np.int32)
-                start.fill(matcher, mask)
-                if matcher.is_error():
-                    break
+                mask = self._known_mask(draft)
+                if mask is None:
+                    mask = np.zeros(len(start.mask) // 4, np.int32)
+                    start.fill(matcher, mask)
+                    if matcher.is_error():
+                        break
                 known[len(draft)] = mask
                 is_text = _num_allowed(mask) > _FREE_TEXT
                 if not is_text:
@@ -109,7 +111,7 @@ class _State:
         [1 + draft tokens, words]. Returns the refusals by mask, for masks that allow nothing."""
         if error := self._consume():
             return {0: Refusal(error, Fault.REQUEST)}
-        refusals = {0: refusal} if (refusal := self._fill(self._matcher, masks[0], self._known.get(0))) else {}
+        refusals = {0: refusal} if (refusal := self._fill(self._matcher, masks[0], self._known_mask([]))) else {}
         if not draft or refusal or self._matcher is None:
             return refusals
         matcher = self._matcher.deep_copy()
@@ -117,10 +119,13 @@ class _State:
             if not matcher.try_consume_tokens([token_id]):
                 masks[i:] = -1  # this draft token is wrong, so no token after it is kept
                 break
-            known = self._known.get(i) if draft[:i] == self._draft[:i] else None
-            if refusal := self._fill(matcher, masks[i], known):
+            if refusal := self._fill(matcher, masks[i], self._known_mask(draft[:i])):
                 refusals[i] = refusal
         return refusals
+
+    def _known_mask(self, draft: Sequence[int]) -> Words | None:
+        """The mask after these draft tokens, if the last draft needed it."""
+        return self._known.get(len(draft)) if draft == self._draft[: len(draft)] else None
 
     def _consume(self) -> str:
         """Brings the matcher up to date. Returns an error message when the generated tokens do not match."""
