@@ -1,12 +1,12 @@
 """Runs the faults of integration-tests/test_chaos.py in any number, against the real binary with the embedded model.
 
-    .venv/bin/python bench/chaos.py --kills 1000 --replica-kills 500 --drains 500 --cancels 10000 --malformed 10000
-    .venv/bin/python bench/chaos.py --mock --replica-kills 500 --drains 500
+    .venv/bin/python bench/chaos.py --targets server --kills 1000 --cancels 10000 --malformed 10000
+    .venv/bin/python bench/chaos.py --targets replicas mock-replicas --replica-kills 500 --drains 500
 
-With `--mock`, only replicas are killed and drained, and their workers are mocks (bench/worker), whose tokens depend on
-all tokens before them as the KV blocks hold them. A drain takes seconds, because the router reads its list each second.
-Everything except timing is a function of the seed. The raw result is written after every piece of work, and `--resume`
-continues from it. Exit status 1: an answer changed, or a resource was not released.
+The workers of mock replicas are those of bench/worker, whose tokens depend on all tokens before them as the KV blocks
+hold them. A drain takes seconds, because the router reads its list each second. Everything except timing is a function
+of the seed. The raw result is written after every piece of work, and `--resume` continues from it. Exit status 1: an
+answer changed, or a resource was not released.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ PIECES = {
     "malformed": 500,
 }
 NUM_SLOW_READERS = 16
+TARGETS = ("server", "replicas", "mock-replicas")
 Part = dict[str, Any]
 
 
@@ -69,10 +70,10 @@ class Fleet:
 
 
 def mock_fleet(folder: Path) -> Fleet:
-    """Replicas with mock workers and small pools."""
+    """Replicas with mock workers, whose pools are too small for the request mix: sequences are preempted."""
     environment = script(build_worker(), folder, word_tokens(peers.prompt_words()))
-    environment |= {"SCRIPT_STEP_MICROSECONDS": "4000", "SCRIPT_NUM_BLOCKS": "256"}
-    flags = ("--max-total-tokens", "2048")
+    environment |= {"SCRIPT_STEP_MICROSECONDS": "4000", "SCRIPT_NUM_BLOCKS": "48"}
+    flags = ("--max-total-tokens", "640")
     return Fleet("kills, 4 mock replicas", "drains, 4 mock replicas", 4, flags, environment)
 
 
@@ -269,10 +270,10 @@ def new_record(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = option_parser(__doc__)
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=["server", "replicas"])
     parser.add_argument("--kills", type=int, default=20, help="in total; half of them with two ranks")
-    parser.add_argument("--replica-kills", type=int, default=20, help="of the workers of two replicas")
+    parser.add_argument("--replica-kills", type=int, default=20, help="of the workers of replicas")
     parser.add_argument("--drains", type=int, default=20, help="removals of a server from a router's list")
-    parser.add_argument("--mock", action="store_true", help="only kill and drain replicas, which have mock workers")
     parser.add_argument("--cancels", type=int, default=250)
     parser.add_argument("--malformed", type=int, default=500)
     parser.add_argument("--soak-minutes", type=float, default=2.0)
@@ -287,22 +288,21 @@ def main() -> None:
         run = Run(options.resume, record)
     else:
         record = new_record(options)
-        run = Run(new_path(record, "chaos", options.out), record)
+        name = "chaos" if "server" in options.targets else "chaos-replicas"
+        run = Run(new_path(record, name, options.out), record)
     asked = mix.requests(options.tokens)
     print(f"raw: {run.path}", flush=True)
-    if options.mock:
-        with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
-            fleet = mock_fleet(Path(folder))
-            run_replica_kills(run, asked, options.replica_kills, fleet)
-            run_drains(run, asked, options.drains, fleet)
-    else:
+    if "server" in options.targets:
         run_kills(run, asked, 1, options.kills - options.kills // 2)
         run_kills(run, asked, 2, options.kills // 2)
-        run_replica_kills(run, asked, options.replica_kills, Fleet())
-        run_drains(run, asked, options.drains, Fleet())
         run_clients(run, asked, options.cancels, options.malformed)
         run_soak(run, asked, options.soak_minutes)
         run_slow(run, asked, options.slow_pairs)
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
+        fleets = {"replicas": Fleet, "mock-replicas": lambda: mock_fleet(Path(folder))}
+        for fleet in (fleets[name]() for name in fleets if name in options.targets):
+            run_replica_kills(run, asked, options.replica_kills, fleet)
+            run_drains(run, asked, options.drains, fleet)
     text = summary(run.record)
     run.path.with_suffix(".md").write_text(text, encoding="utf-8")
     print(f"\n{text}\nraw: {run.path}")

@@ -12,6 +12,7 @@ from memory import beyond_torch, columns, parts
 from table import figures, floors, markdown
 
 Record = dict[str, Any]
+POLICIES = {"Prefix": "Penstock's policy", "Work": "by work alone", "RoundRobin": "round robin"}
 CRITERION_SAMPLES = 30  # of scheduler/benches/step.rs
 
 
@@ -72,7 +73,12 @@ def compare(record: Record) -> Iterator[Figure]:
                 yield Figure(f"{name}: {column}", "", [row[column] for row in repeats], " tokens/s", 0)
         ours = [row[column] for row in by_server["penstock"]]
         shares = [floor[column] / value if is_time else value / floor[column] for value in ours]
-        yield Figure(f"penstock: {column}, share of the machine's limit", "", shares)
+        yield Figure(f"penstock: {column}, share of the machine's limit", "≥ 0.9", shares)
+        # Repeat by repeat, to the peer that is best in this column.
+        peers = [rows for name, rows in by_server.items() if rows and not name.startswith("penstock")]
+        best = [(min if is_time else max)(row[column] for row in rows) for rows in zip(*peers, strict=False)]
+        ratios = [other / mine if is_time else mine / other for mine, other in zip(ours, best, strict=False)]
+        yield Figure(f"penstock: {column}, speed to the best peer", "≥ 1.15", ratios)
 
 
 def latency(record: Record) -> Iterator[Figure]:
@@ -139,13 +145,14 @@ def death(record: Record) -> Iterator[Figure]:
 
 def chaos(record: Record) -> Iterator[Figure]:
     for name, part in record["parts"].items():
-        if part["done"] and name.startswith(("kills", "cancels", "malformed")):
+        if part["done"] and name.startswith(("kills", "drains", "cancels", "malformed")):
             yield Figure(name, "", [part["done"]], "", 0, is_count=True)
             yield Figure(f"{name}: answers that differ", "0", [len(part["differences"])], "", 0, is_count=True)
-            if "answers" in part:
-                yield Figure(f"{name}: answers compared", "", [part["answers"]], "", 0, is_count=True)
-    slow = record["parts"]["slow readers"]
-    if slow["done"]:
+            for key, what in (("answers", "answers compared"), ("handovers", "streams that moved to another server")):
+                if key in part:
+                    yield Figure(f"{name}: {what}", "", [part[key]], "", 0, is_count=True)
+    slow = record["parts"].get("slow readers")
+    if slow and slow["done"]:
         pairs = zip(slow["times_s"]["beside"], slow["times_s"]["without"], strict=True)
         ratios = [beside / without for beside, without in pairs]
         yield Figure("time of other clients alongside 16 that do not read, to without", "1", ratios, "", 3)
@@ -243,7 +250,7 @@ def quantized(record: Record) -> Iterator[Figure]:
         "llama.cpp": {"1 streams": 1.0, "8 streams": 1.5, "32 streams": 1.5}
         if isa
         else {"1 streams": 1.3, "8 streams": 2.0, "32 streams": 2.0, "ttft 512": 2.0, "ttft 2000": 2.0},
-        "penstock": {} if isa else {"1 streams": 2.5, "8 streams": 2.0, "32 streams": 1.7},
+        "penstock": {"1 streams": 2.5, "8 streams": 2.0, "32 streams": 1.7},
     }
     repeats = [{name: one["loads"] for name, one in repeat.items()} for repeat in record["repeats"]]
 
@@ -386,7 +393,7 @@ def speculation(record: Record) -> Iterator[Figure]:
             for mode in (mode for mode in kinds if mode in modes):
                 ratios = [cell[mode]["tokens_per_s"] / cell["off"]["tokens_per_s"] for cell in cells]
                 target = "≥ 1.3" if (load, mode) == ("free chat", "heads") else targets.get(load, "")
-                if not ours or mode in ("draft", "forced"):
+                if not ours or mode in ("draft", "forced") or (mode == "heads" and load in ("copying", "JSON form")):
                     target = ""
                 yield Figure(f"{server}, {load}: throughput with {kinds[mode]}, to without", target, ratios)
                 drafting = [cell[mode] for cell in cells if cell[mode].get("drafted")]
@@ -519,8 +526,34 @@ def routing(record: Record) -> Iterator[Figure]:
         if {"penstock", *peers} <= repeats[0].keys():
             p99 = [run["penstock"]["ttft_p99_s"] / min(run[peer]["ttft_p99_s"] for peer in peers) for run in repeats]
             hits = [run["penstock"]["hit_rate"] / max(run[peer]["hit_rate"] for peer in peers) for run in repeats]
-            yield Figure(f"{load}: hit rate to the better peer", "≥ 1", hits)
+            yield Figure(f"{load}: hit rate to the better peer", "≥ 1", hits, "", 3)
             yield Figure(f"{load}: p99 TTFT to the better peer", "≤ 0.8", p99)
+
+
+def routing_simulation(record: Record) -> Iterator[Figure]:
+    """Of each fleet and policy; a simulation in virtual time gives the same values in every run."""
+    for run in record["runs"]:
+        slow = f", one of them {run['slowness']:g} times slower" if run["slowness"] > 1 else ""
+        where = f"{run['replicas']:,} replicas{slow}, {POLICIES[run['policy']]}"
+        share = 100 * run["hit_rate"] / run["hit_rate_optimum"]
+        yield Figure(f"{where}: hit rate", "", [100 * run["hit_rate"]], " %", 1, is_count=True)
+        yield Figure(f"{where}: the same, to the best possible one", "", [share], " %", 1, is_count=True)
+        yield Figure(f"{where}: p99 TTFT", "", [1e3 * run["ttft_p99_s"]], " ms", 1, is_count=True)
+        yield Figure(f"{where}: imbalance", "", [run["imbalance"]], is_count=True)
+        if run["policy"] == "Prefix":
+            name = "blocks that the index remembers, to those of all caches"
+            yield Figure(f"{where}: {name}", "≤ 2", [run["index_share"]], is_count=True)
+
+
+def many_streams(record: Record) -> Iterator[Figure]:
+    for cells in zip(*record["repeats"], strict=True):
+        where = f"{cells[0]['streams']:,} streams"
+        yield Figure(f"router CPU per token, {where}", "", [cell["cpu_us_per_token"] for cell in cells], " µs", 1)
+        per_stream = [cell["cpu_us_per_stream"] for cell in cells]
+        yield Figure(f"router CPU per stream beside its tokens, {where}", "", per_stream, " µs", 0)
+        memory = [cell["bytes_per_stream"] / 1024 for cell in cells]
+        yield Figure(f"router memory per stream, {where}", "", memory, " KiB", 1)
+        yield Figure(f"failed requests, {where}", "0", [cell["num_errors"] for cell in cells], "", 0, is_count=True)
 
 
 def long_context(record: Record) -> Iterator[Figure]:
@@ -580,6 +613,8 @@ BENCHMARKS: dict[str, Callable[[Record], Iterator[Figure]]] = {
     "endpoints": endpoints,
     "long-context": long_context,
     "routing": routing,
+    "routing-simulation": routing_simulation,
+    "many-streams": many_streams,
     "offload": offload,
     "scheduler": scheduler,
     "router": router,
@@ -588,6 +623,7 @@ BENCHMARKS: dict[str, Callable[[Record], Iterator[Figure]]] = {
     "load": load,
     "death": death,
     "chaos": chaos,
+    "chaos-replicas": chaos,
     "soak": soak,
     "simulation": simulation,
     "gpu": gpu,

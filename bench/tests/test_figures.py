@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import figure
 import figures
 import pytest
 from figure import BENCHMARKS, Figure
@@ -75,3 +76,29 @@ def test_every_raw_result_of_the_tree_belongs_to_a_benchmark() -> None:
         found = figures.FILE_NAME.fullmatch(path.name)
         assert found, path.name
         assert found["benchmark"] in {*BENCHMARKS, "kills", "predict"}, path.name
+
+
+def test_kills_and_drains_of_replicas_are_quoted_without_the_other_faults() -> None:
+    part = {"done": 500, "differences": [], "answers": 8000}
+    parts = {"kills, 2 replicas": part, "drains": {**part, "handovers": 31}}
+    rows = [figure.row() for figure in BENCHMARKS["chaos-replicas"]({"parts": parts})]
+    assert [row[:3] for row in rows] == [
+        ["kills, 2 replicas", "", "500"],
+        ["kills, 2 replicas: answers that differ", "0", "0"],
+        ["kills, 2 replicas: answers compared", "", "8,000"],
+        ["drains", "", "500"],
+        ["drains: answers that differ", "0", "0"],
+        ["drains: answers compared", "", "8,000"],
+        ["drains: streams that moved to another server", "", "31"],
+    ]
+
+
+def test_a_column_is_compared_with_the_peer_that_is_best_in_its_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds = {"penstock": [30.0, 20.0], "one": [10.0, 20.0], "other": [20.0, 10.0]}
+    repeats = [{name: {"loads": {"8 streams": values[repeat]}} for name, values in speeds.items()} for repeat in (0, 1)]
+    monkeypatch.setattr(figure, "floors", lambda *_: {"8 streams": 40.0})
+    monkeypatch.setattr(figure, "figures", lambda result: result["loads"])
+    record = {"limits": {}, "model": {}, "load": {}, "repeats": repeats}
+    values = {row.name: (row.target, list(row.values)) for row in BENCHMARKS["compare"](record)}
+    assert values["penstock: 8 streams, speed to the best peer"] == ("≥ 1.15", [1.5, 1.0])
+    assert values["penstock: 8 streams, share of the machine's limit"] == ("≥ 0.9", [0.75, 0.5])

@@ -1,6 +1,6 @@
 //! Routing in virtual time: conversations of Zipf-distributed users, in bursts, on replicas with a bounded prefix cache.
 //!
-//! `cargo test --release -p penstock-router --lib simulation -- --ignored --nocapture` prints a line of JSON for each policy.
+//! `bench/routing_simulation.py` runs the long ones, which print a line of JSON for each policy, and keeps their results.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap, HashSet, VecDeque};
@@ -391,11 +391,13 @@ fn print_outcomes(setting: &Setting, policies: &[Policy]) {
             share_of_first,
             num_remembered_blocks,
         } = simulate(*policy, setting);
+        let index_share = num_remembered_blocks as f64 / (num_replicas * setting.num_blocks) as f64;
+        assert!(index_share <= 2.0, "{index_share}");
         println!(
             "{{\"policy\": \"{policy:?}\", \"replicas\": {num_replicas}, \"slowness\": {slowness}, \
              \"hit_rate\": {hit_rate:.4}, \"hit_rate_optimum\": {hit_rate_optimum:.4}, \
              \"ttft_p50_s\": {ttft_p50_s:.4}, \"ttft_p99_s\": {ttft_p99_s:.4}, \"imbalance\": {imbalance:.3}, \
-             \"share_of_first\": {share_of_first:.3}, \"num_remembered_blocks\": {num_remembered_blocks}}}"
+             \"share_of_first\": {share_of_first:.3}, \"index_share\": {index_share:.3}}}"
         );
     }
 }
