@@ -31,8 +31,9 @@ const MAX_SURPRISES: u32 = 3;
 /// Weight of steps without decodes. They are evidence for steps with decodes too, but weak evidence.
 const PREFILL_ALONE_WEIGHT: f64 = 0.1;
 /// Of steps of decodes alone with fewer rows than this, the model also learns the time for each number of rows. A kernel that computes
-/// several rows in a pass, or a recorded step on a GPU, takes as long for one row as for some, and the terms are only a line.
-const END_OF_ROWS: usize = 32;
+/// several rows in a pass, or a recorded step on a GPU, takes as long for one row as for some, and the terms are only a line. Steps
+/// with drafts have a multiple of the rows of those without, and both are in the table.
+const END_OF_ROWS: usize = 512;
 /// Weight of the newest step with a number of rows.
 const RATIO_RATE: f64 = 1.0 / 8.0;
 /// Share of the way back to the line, for all other numbers of rows, so that a number that seemed slow is tried again.
@@ -142,7 +143,7 @@ pub(crate) struct CostModel {
     evidence: [Evidence; 4],
     num_surprises: u32,
     /// By number of rows, how much longer than by the terms steps of decodes alone take, less one.
-    excess: [f64; END_OF_ROWS],
+    excess: Vec<f64>,
 }
 
 impl CostModel {
@@ -174,6 +175,9 @@ impl CostModel {
     }
 
     fn learn_rows(&mut self, num_rows: usize, excess: f64) {
+        if (self.excess.len()..END_OF_ROWS).contains(&num_rows) {
+            self.excess.resize(num_rows + 1, 0.0);
+        }
         for (rows, known) in self.excess.iter_mut().enumerate() {
             if rows == num_rows {
                 *known += (excess - *known) * RATIO_RATE;
