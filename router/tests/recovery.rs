@@ -57,6 +57,27 @@ async fn streams_continue_with_the_same_tokens_in_whichever_step_a_worker_is_los
 }
 
 #[tokio::test]
+async fn streams_with_drafts_continue_with_the_same_tokens_in_whichever_step_a_worker_is_lost() {
+    // Forced tokens have drafts whatever steps cost.
+    let limits = Limits { max_draft_tokens: 4, drafts_only_forced: true, ..options().limits };
+    for step in 1..=24 {
+        let fleet = Fleet::new([dies_at(step), healthy()]);
+        let engine = fleet.engine(EngineOptions { limits, ..options() }).await;
+        let streams = prompts().into_iter().map(|prompt| {
+            let grammar = Some(Grammar::Regex("fine".to_owned()));
+            let stream = collect(engine.submit(SequenceRequest { grammar, ..request(&prompt, 100) }));
+            async move { assert_eq!(stream.await, (expected_tokens(&prompt, 100), FINISHED)) }
+        });
+        join_all(streams.collect::<Vec<_>>()).await;
+        assert_eq!(fleet.num_started(), 2, "step {step} was never reached");
+        let plans = fleet.started(2).await.ranks[0].look(|seen| seen.plans.clone());
+        let decodes: Vec<_> = plans.iter().flat_map(unpack).filter(|advance| advance.sample).collect();
+        assert!(decodes.iter().any(|advance| advance.num_draft_tokens == 4), "step {step}");
+        assert!(decodes.len() < 4 * 100, "{} decodes: drafts gave no token", decodes.len());
+    }
+}
+
+#[tokio::test]
 async fn sources_are_sent_again_whole_with_their_answers_and_token_types() {
     for step in [1, 2, 5, 9] {
         let fleet = Fleet::new([dies_at(step), healthy()]);

@@ -47,16 +47,19 @@ impl Sequences {
             assert!(self.by_id.insert(new.sequence_id, sequence).is_none(), "{} is new twice", new.sequence_id);
         }
         let (mut sequence_ids, mut ids, mut logprobs) = (Vec::new(), Vec::new(), Vec::new());
-        let mut errors = Vec::new();
+        let (mut num_draft_tokens, mut errors) = (Vec::new(), Vec::new());
         for advance in unpack(plan) {
             let sequence = self.by_id.get_mut(&advance.sequence_id).expect("only what is known advances");
             match sequence.advance(&advance, script.broken_first_token) {
-                Ok(None) => {}
-                Ok(Some(id)) => {
-                    sequence_ids.extend(advance.sequence_id.to_le_bytes());
-                    ids.extend(id.to_le_bytes());
+                Ok(sampled) if sampled.is_empty() => {}
+                Ok(sampled) => {
                     let is_nan = script.nan_first_token == Some(sequence.token_ids[0]);
-                    logprobs.extend(if is_nan { f32::NAN } else { -0.5 }.to_le_bytes());
+                    for id in sampled {
+                        sequence_ids.extend(advance.sequence_id.to_le_bytes());
+                        ids.extend(id.to_le_bytes());
+                        logprobs.extend(if is_nan { f32::NAN } else { -0.5 }.to_le_bytes());
+                    }
+                    num_draft_tokens.extend(advance.num_draft_tokens.to_le_bytes());
                 }
                 Err(reason) => errors.push(proto::SequenceError {
                     sequence_id: advance.sequence_id,
@@ -71,13 +74,21 @@ impl Sequences {
         }
         let timing = proto::StepTiming { forward_seconds: 0.000_1, ..Default::default() };
         let sampled = Some(proto::Tokens { ids, logprobs, top: Vec::new() });
-        proto::StepResult { step: plan.step, sequence_ids, sampled, errors, timing: Some(timing), ..Default::default() }
+        proto::StepResult {
+            step: plan.step,
+            sequence_ids,
+            sampled,
+            errors,
+            timing: Some(timing),
+            num_draft_tokens,
+            ..Default::default()
+        }
     }
 }
 
 impl Sequence {
-    /// The token that it samples, or why it fails.
-    fn advance(&mut self, advance: &Advance, broken_first_token: Option<u32>) -> Result<Option<u32>, &'static str> {
+    /// The tokens that it samples, or why it fails. How many draft tokens are right follows from the tokens before them.
+    fn advance(&mut self, advance: &Advance, broken_first_token: Option<u32>) -> Result<Vec<u32>, &'static str> {
         self.block_ids.extend(&advance.new_block_ids);
         if self.broken {
             return Err(BROKEN);
@@ -85,9 +96,11 @@ impl Sequence {
         self.num_computed += advance.num_tokens as usize;
         assert!(self.num_computed >= self.num_source, "a part of a source was advanced");
         assert!(self.num_computed <= self.token_ids.len(), "advanced beyond what is known");
-        assert!(self.num_computed <= self.block_ids.len() * 16, "advanced beyond the blocks");
+        let num_rows = self.num_computed + advance.num_draft_tokens as usize;
+        assert!(num_rows <= self.block_ids.len() * 16, "advanced beyond the blocks");
         if !advance.sample {
-            return Ok(None);
+            assert_eq!(advance.num_draft_tokens, 0, "drafts of an advance that does not sample");
+            return Ok(Vec::new());
         }
         assert_eq!(self.num_computed, self.token_ids.len(), "sampled before everything known was computed");
         self.num_samples += 1;
@@ -95,9 +108,13 @@ impl Sequence {
             self.broken = true;
             return Err(BROKEN);
         }
-        let id = next_token(&self.token_ids);
-        self.token_ids.push(id);
-        Ok(Some(id))
+        let num_right = next_token(&self.token_ids) % (1 + advance.num_draft_tokens);
+        self.num_computed += num_right as usize;
+        let num_known = self.token_ids.len();
+        for _ in 0..=num_right {
+            self.token_ids.push(next_token(&self.token_ids));
+        }
+        Ok(self.token_ids[num_known..].to_vec())
     }
 }
 
@@ -107,6 +124,7 @@ pub struct Advance {
     pub num_tokens: u32,
     pub new_block_ids: Vec<u32>,
     pub sample: bool,
+    pub num_draft_tokens: u32,
 }
 
 /// The advances of a plan, one by one.
@@ -118,11 +136,14 @@ pub fn unpack(plan: &proto::Plan) -> Vec<Advance> {
         .zip(numbers(&advances.num_tokens, u32::from_le_bytes))
         .zip(numbers(&advances.num_new_blocks, u32::from_le_bytes))
         .zip(advances.sample);
+    // Empty for none.
+    let mut num_draft_tokens = numbers(&advances.num_draft_tokens, u32::from_le_bytes).into_iter();
     let advance = |(((sequence_id, num_tokens), num_new_blocks), sample)| Advance {
         sequence_id,
         num_tokens,
         new_block_ids: new_block_ids.by_ref().take(num_new_blocks as usize).collect(),
         sample: sample != 0,
+        num_draft_tokens: num_draft_tokens.next().unwrap_or(0),
     };
     columns.map(advance).collect()
 }

@@ -82,6 +82,7 @@ pub async fn collect(stream: SequenceStream) -> (Vec<u32>, SequenceEvent) {
         match event {
             SequenceEvent::Started { .. } => assert_eq!(index, 0, "it started twice"),
             SequenceEvent::Token(token) => tokens.push(token.id),
+            SequenceEvent::Drafts(count) => assert!(count.num_right <= count.num_verified, "{count:?}"),
             other => panic!("{other:?} before the end"),
         }
     }
