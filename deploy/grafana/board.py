@@ -203,6 +203,15 @@ ROWS: dict[str, Sequence[Panel]] = {
                 (rate("tgi_batch_inference_failure", "method"), "lost: {{method}}"),
             ],
         ),
+        Panel(
+            "Draft tokens",
+            "Draft tokens that steps verified, and those that were right: each of them saved a step.",
+            "short",
+            [
+                (rate("penstock_draft_tokens"), "verified"),
+                (rate("penstock_accepted_draft_tokens"), "right"),
+            ],
+        ),
     ],
     "Replicas": [
         Panel(
