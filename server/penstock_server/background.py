@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+import torch
+
 # With a busy thread of normal priority on each core, work of this priority gets a tenth of it: enough to end in bounded
 # time.
 _NICENESS = 10
@@ -22,8 +24,23 @@ def lower_priority() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
-def run_in_background(job: Callable[[], T]) -> T:
-    """Run the job on a thread of low priority, and wait for it. Returns or raises what it does.
+def use_device(device: torch.device) -> None:
+    """Make a GPU the current device of this thread; does nothing for a CPU. Every thread that launches work on a GPU
+    calls it first: each thread starts with GPU 0, where Triton launches kernels even if their tensors are on another
+    GPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def enter_background(device: torch.device) -> None:
+    """What a thread of low priority that computes on the device calls first."""
+    lower_priority()
+    use_device(device)
+
+
+def run_in_background(job: Callable[[], T], device: torch.device) -> T:
+    """Run the job, which computes on the device, on a thread of low priority, and wait for it. Returns or raises what
+    the job does.
 
     Threads that the job starts have this priority too. On Linux priorities belong to threads, and only a privileged
     process may raise one again: so the thread ends with the job, and the other threads keep their priority. Elsewhere
@@ -31,7 +48,7 @@ def run_in_background(job: Callable[[], T]) -> T:
     """
 
     def run() -> T:
-        lower_priority()
+        enter_background(device)
         return job()
 
     with ThreadPoolExecutor(1, "background") as thread:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from penstock_server.attention.fp8 import FP8_DTYPES
+from penstock_server.background import use_device
 from penstock_server.config import LoadConfig, Node
 from penstock_server.engine.memory import mib
 from penstock_server.errors import ConfigError, FullMemoryError
@@ -116,12 +117,12 @@ def _check_no_gpu_is_meant() -> None:
 
 
 def open_device(device: torch.device) -> None:
-    """Make it the default of this process, and use it for the first time. Raises ConfigError if that fails."""
+    """Make it the current device of this thread, and use it for the first time. Raises ConfigError if that fails."""
     if device.type != "cuda":
         return
     try:
         _check_compiled_for(device)
-        torch.cuda.set_device(device)
+        use_device(device)
         torch.zeros(1, device=device)
     except RuntimeError as error:
         raise ConfigError(

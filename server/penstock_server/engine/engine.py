@@ -139,7 +139,7 @@ class Engine:
             with clock.phase("load model"), torch.inference_mode(), naming_full_memory(device, "the weights", advice):
                 return load_model(options, group)
 
-        model = run_in_background(read) if config.background else read()
+        model = run_in_background(read, device) if config.background else read()
         compiler = None
         if rank == 0 and model.pooler is None:
             compiler = GrammarCompiler(config.model_path, model.vocab_size)
@@ -155,7 +155,7 @@ class Engine:
             with phase, torch.inference_mode():
                 return load_drafter(config.speculative_model, model, options, load_model, group)
 
-        drafter = run_in_background(read_drafter) if config.background else read_drafter()
+        drafter = run_in_background(read_drafter, device) if config.background else read_drafter()
         draft_kv_bytes = drafter.kv_bytes_per_block if isinstance(drafter, PooledDrafter) else 0
         description = Description(
             architecture=model.architecture,
@@ -203,7 +203,7 @@ class Engine:
         advice = "lower --max-lora-slots, or --cuda-memory-fraction, which leaves more memory beside the KV cache"
         with naming_full_memory(self._device, f"the adapter in {adapter.folder}", advice):
             # Steps run meanwhile, and have the processors first.
-            run_in_background(partial(self.model.adapters.load, adapter))
+            run_in_background(partial(self.model.adapters.load, adapter), self._device)
 
     def encode_images(self, images: Sequence[Image], is_awaited: Callable[[], bool] = lambda: True) -> list[ImageSize]:
         """Encode images. Any thread may call it while steps run. is_awaited: whether the caller still waits. Raises

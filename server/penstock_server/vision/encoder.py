@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock_server.background import lower_priority
+from penstock_server.background import enter_background
 from penstock_server.errors import ConfigError, ImageError, ImagesOverloadError
 from penstock_server.plan import Image, ImageSpan
 from penstock_server.vision.crops import CropProcessor
@@ -201,7 +201,7 @@ class ImageEncoder:
         self._turns = threading.Condition()
         self._is_encoding = False
         self._num_urgent = 0  # threads that wait for their turn on behalf of a step
-        self._thread = ThreadPoolExecutor(1, "images", initializer=lower_priority)
+        self._thread = ThreadPoolExecutor(1, "images", initializer=enter_background, initargs=(tower.device,))
         self.kept_bytes = _KEPT_BYTES
         """What images that are kept or in use may take."""
         self.later_bytes = 0
