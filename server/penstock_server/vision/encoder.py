@@ -30,6 +30,7 @@ from penstock_server.vision.family import Arrays, ImageFamily, image_token_id
 from penstock_server.vision.reader import ImageReader
 from penstock_server.vision.states import ImageGroup, ImageKvPool
 from penstock_server.vision.stored import stored_max_pixels
+from penstock_server.vision.stream import ImageStream
 from penstock_server.vision.tower import VisionTower
 
 logger = logging.getLogger(__name__)
@@ -159,8 +160,9 @@ def _activations_per_patch(tower: Any) -> int:
 
 
 class ImageEncoder:
-    """The images of one rank. Thread-safe. A thread of low priority encodes them one by one; a step waits for the one
-    that is being encoded at most."""
+    """The images of one rank. Thread-safe. A thread of low priority encodes them one by one, on a GPU on a stream of
+    its own. A step that needs an image which is not kept waits for the one that is being encoded, and encodes its
+    own."""
 
     def __init__(self, folder: Path, config: Any, family: ImageFamily, tower: VisionTower) -> None:
         """config: of transformers. Raises ConfigError if the tokenizer lacks the model's image token."""
@@ -172,6 +174,7 @@ class ImageEncoder:
         self._folder = folder
         self._config = config
         self._tower = tower
+        self._stream = ImageStream(tower.device)
         self._reader = ImageReader(folder, family.options(config))
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.image_token_id = image_token_id(config)
@@ -283,9 +286,9 @@ class ImageEncoder:
     def _project(self, pool: ImageKvPool, states: ImageStates) -> None:
         """Computes the keys and values of an image, if there is room for them: no step has to do it then."""
         if self._num_bytes() + len(states) * pool.projected_bytes <= self.kept_bytes:
-            kv = pool.project(states.states)
-            if states.states.device.type == "cuda":
-                torch.cuda.current_stream().synchronize()  # steps may read them at once
+            with self._stream.entered():
+                kv = pool.project(states.states)
+                self._stream.share(kv.values())
             states.kv = kv
 
     def _found(self, number: int, image: Image, *, is_urgent: bool = False) -> EncodedImage:
@@ -350,9 +353,9 @@ class ImageEncoder:
         arrays = self._reader.read(data)
         self._check_tokens(arrays)
         read = time.perf_counter()
-        embeddings = self._tower(arrays)
-        if embeddings.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # steps may read them at once
+        with self._stream.entered():
+            embeddings = self._tower(arrays)
+            self._stream.share([embeddings])
         ended = time.perf_counter()
         logger.info(
             "encoded an image of %d bytes into %d tokens: read in %.3f s, encoded in %.3f s",
