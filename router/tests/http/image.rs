@@ -132,6 +132,7 @@ async fn a_request_whose_images_the_workers_cannot_take_now_meets_an_overload() 
     let server = server(|_| ()).await;
     let answer = server.post(TEXT, openai(json!([image_url("data:image/png;base64,YnVzeQ==")]))).await;
     assert_eq!(answer.status, StatusCode::TOO_MANY_REQUESTS, "{}", answer.body);
+    assert_eq!(answer.header("retry-after"), "1");
     assert_eq!(answer.json()["error"]["code"], "overloaded");
     assert!(answer.body.contains("too many images wait to be encoded"), "{}", answer.body);
 }
