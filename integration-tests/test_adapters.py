@@ -88,6 +88,14 @@ def test_adapters_and_base_answer_in_one_batch_as_they_do_alone(adapted: Server,
         assert len({text for _, text in of_prompt}) == len(ADAPTERS), "adapters change the answer"
 
 
+def test_two_ranks_answer_as_one_does(folder: Path, alone: list[tuple]) -> None:
+    names = ",".join(f"{name}={folder / name}" for name in ADAPTERS if name)
+    server = start("--lora-adapters", names, "--max-batch-total-tokens", "20000", "--num-shard", "2")
+    streams = [Stream(server, each) for each in REQUESTS]
+    assert [stream.result() for stream in streams] == alone
+    assert server.stop() == 0, server.last_lines()
+
+
 def test_a_worker_that_is_killed_takes_no_adapter_from_its_sequences(adapted: Server, alone: list[tuple]) -> None:
     wait_until(lambda: health(adapted) == 200)
     before = restarts(adapted)

@@ -29,6 +29,7 @@ TEMPLATE = """\
 {%- endfor %}a:"""
 NUM_TOKENS = 12
 NUM_HOSTILE = 200
+LONG = {"max_new_tokens": 220, "do_sample": False, "ignore_eos": True}  # almost the model's context
 IMAGE_TOKENS = 16  # of an image of 32 × 32 pixels in patches of 8 × 8
 
 
@@ -287,8 +288,7 @@ def test_hostile_images_are_refused_and_change_no_token_of_a_stream(server: Serv
 
     draw = random.Random(3)
     files = [hostile_file(draw) for _ in range(NUM_HOSTILE)]
-    parameters = {"max_new_tokens": 220, "do_sample": False, "ignore_eos": True}  # almost the model's context
-    normal = {"inputs": f"![]({reference.uris[0]})one", "parameters": parameters}
+    normal = {"inputs": f"![]({reference.uris[0]})one", "parameters": LONG}
     alone = Stream(server, normal).result()
 
     def ask_about(data: bytes) -> Any:
@@ -315,12 +315,31 @@ def test_a_placeholder_in_a_text_is_no_image(server: Server, reference: Referenc
     assert "`truncate` cannot be combined with images" in ask(server, "/generate", body).json["error"]
 
 
-def test_a_worker_that_replaces_another_sees_the_images_of_open_requests(server: Server, reference: Reference) -> None:
-    parameters = {"max_new_tokens": 220, "do_sample": False, "ignore_eos": True}  # almost the model's context
-    requests = [
-        {"inputs": f"![]({reference.uris[i]}){text}", "parameters": parameters}
-        for i, text in enumerate(["one", "two", "three"])
+@pytest.fixture(scope="module")
+def long_requests(reference: Reference) -> list[dict[str, Any]]:
+    """Each with an image of its own."""
+    texts = ["one", "two", "three"]
+    return [
+        {"inputs": f"![]({uri}){text}", "parameters": LONG} for uri, text in zip(reference.uris, texts, strict=True)
     ]
-    undisturbed = [stream.result() for stream in [Stream(server, request) for request in requests]]
-    assert answers_across_a_kill(server, requests) == undisturbed
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: Server, long_requests: list[dict[str, Any]]) -> list[tuple]:
+    return [stream.result() for stream in [Stream(server, request) for request in long_requests]]
+
+
+def test_a_worker_that_replaces_another_sees_the_images_of_open_requests(
+    server: Server, long_requests: list[dict[str, Any]], undisturbed: list[tuple]
+) -> None:
+    assert answers_across_a_kill(server, long_requests) == undisturbed
     wait_until(lambda: health(server) == 200)
+
+
+def test_two_ranks_answer_as_one_does_also_when_one_of_them_is_killed(
+    reference: Reference, long_requests: list[dict[str, Any]], undisturbed: list[tuple]
+) -> None:
+    running = start("--model-id", str(reference.folder), "--dtype", "float32", "--num-shard", "2")
+    assert [stream.result() for stream in [Stream(running, request) for request in long_requests]] == undisturbed
+    assert answers_across_a_kill(running, long_requests) == undisturbed
+    assert running.stop() == 0, running.last_lines()
