@@ -28,7 +28,6 @@ TEMPLATE = """\
 {%- for part in message.content %}{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}
 {%- endfor %}a:"""
 NUM_TOKENS = 12
-NUM_HOSTILE = 200
 LONG = {"max_new_tokens": 220, "do_sample": False, "ignore_eos": True}  # almost the model's context
 IMAGE_TOKENS = 16  # of an image of 32 × 32 pixels in patches of 8 × 8
 
@@ -283,11 +282,14 @@ def test_an_image_that_cannot_be_used_is_named(server: Server, reference: Refere
     assert answer(server, chat(reference, 0, "What?"))["choices"] == good["choices"]
 
 
-def test_hostile_images_are_refused_and_change_no_token_of_a_stream(server: Server, reference: Reference) -> None:
+@pytest.mark.parametrize("num_files", [200, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+def test_hostile_images_are_refused_and_change_no_token_of_a_stream(
+    server: Server, reference: Reference, num_files: int
+) -> None:
     from hostile_files import hostile_file
 
     draw = random.Random(3)
-    files = [hostile_file(draw) for _ in range(NUM_HOSTILE)]
+    files = [hostile_file(draw) for _ in range(num_files)]
     normal = {"inputs": f"![]({reference.uris[0]})one", "parameters": LONG}
     alone = Stream(server, normal).result()
 
@@ -304,7 +306,7 @@ def test_hostile_images_are_refused_and_change_no_token_of_a_stream(server: Serv
     refused = [found for found in (each.result() for each in asked) if found.status != 200]
     for found in refused:
         assert (found.status, "image 1 " in found.json["error"]["message"]) == (400, True), found.text
-    assert NUM_HOSTILE // 4 < len(refused) < NUM_HOSTILE * 3 // 4
+    assert num_files // 4 < len(refused) < num_files * 3 // 4
     assert Stream(server, normal).result() == alone
 
 
