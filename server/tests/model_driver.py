@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from penstock_server.attention.interface import StepBatch
 from penstock_server.engine.batch import prompt_ends, with_images
 from penstock_server.engine.host_batch import HostAdapters, HostBatch, split
 from penstock_server.models.interface import CausalModel
@@ -93,7 +94,11 @@ class ModelDriver:
             batch, _ = split(batch, np.array([sequence.num_source for sequence, _ in advances]))
         on_device = batch.put(lambda array: torch.from_numpy(array).to(self.device))
         adapters = on_device.adapters and on_device.adapters.select(on_device.sample_rows)
-        return self.model.logits(self.model.forward(on_device), adapters).cpu()
+        return self.model.logits(self.forward(batch, on_device), adapters).cpu()
+
+    def forward(self, batch: HostBatch, on_device: StepBatch) -> Tensor:
+        """The outputs of the rows that the step samples."""
+        return self.model.forward(on_device)
 
     def greedy(
         self,

@@ -111,9 +111,11 @@ def loaded(model: Decoder, folders: list[Path]) -> list[Any]:
     return [model.adapters.load(Adapter(index + 1, folder)) for index, folder in enumerate(folders)]
 
 
-def logits_of(model: Decoder, texts: list[list[int]], adapters: list[Any]) -> list[torch.Tensor]:
+def logits_of(
+    model: Decoder, texts: list[list[int]], adapters: list[Any], driver: ModelDriver | None = None
+) -> list[torch.Tensor]:
     """[tokens, vocab] of each text, which is computed in three steps beside the others."""
-    driver = ModelDriver(model, BLOCK_TOKENS)
+    driver = driver or ModelDriver(model, BLOCK_TOKENS)
     sequences = [driver.sequence(text, adapter=adapter) for text, adapter in zip(texts, adapters, strict=True)]
     found: list[list[torch.Tensor]] = [[] for _ in sequences]
     for num_tokens in ([len(text) - 10 for text in texts], [1] * len(texts), [9] * len(texts)):

@@ -14,9 +14,16 @@ import pytest
 import torch
 import transformers
 from cases import CASES, VOCAB
-from fake_cuda import fake_cuda, launched
+from fake_cuda import fake_cuda, launched, record_eagerly
 from fake_cuda import load as load_fake
+from late_device import make_late
+from model_driver import ModelDriver
 from penstock_server import kernels
+from penstock_server.attention.interface import StepBatch
+from penstock_server.engine.graphs import Bucket, CudaRecorder, StepGraphs
+from penstock_server.engine.host_batch import HostBatch
+from penstock_server.engine.sequence import TableLimits
+from penstock_server.engine.transfer import Upload
 from penstock_server.kernels import triton_device
 from penstock_server.models import load_model
 from penstock_server.models.decoder import Decoder
@@ -130,6 +137,50 @@ def test_adapters_are_added_to_quantized_weights(tmp_path: Path) -> None:
     expected, base = reference(one_model, text), reference(one_model.unload(), text)
     error = (plain - base).norm() / base.norm()
     assert (with_adapter - expected).norm() / expected.norm() < 2 * error + 0.02
+
+
+class RecordedDriver(ModelDriver):
+    """Every step replays one recorded step."""
+
+    BUCKET = Bucket(32, 32, has_adapters=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        limits = TableLimits(VOCAB, self.block_tokens, self.num_blocks, self.BUCKET.max_context_tokens, 32)
+        record = record_eagerly if DEVICE.type == "cpu" else CudaRecorder()
+        self.graphs = StepGraphs(self.model, limits, DEVICE, record)
+        with torch.inference_mode():
+            self.graphs.add([self.BUCKET])
+
+    def forward(self, batch: HostBatch, on_device: StepBatch) -> torch.Tensor:
+        upload = Upload(DEVICE)
+        self.BUCKET.pad(batch, self.block_tokens).put(upload.add)
+        upload.start()
+        return self.graphs.forward(self.BUCKET, upload.memory, batch.num_tokens)
+
+
+def test_one_recorded_step_gives_the_logits_of_peft_whatever_adapters_its_rows_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was recorded without any."""
+    folder = save("llama", CASES["llama"], tmp_path / "base")
+    one, one_model = make_adapter(tmp_path / "one", folder, 1)
+    other, other_model = make_adapter(tmp_path / "other", folder, 2, r=5, use_rslora=True)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    if DEVICE.type == "cpu":
+        make_late(monkeypatch)
+    with triton_everywhere():
+        model = load(folder)
+        first, second = loaded(model, [one, other])
+        driver = RecordedDriver(model, BLOCK_TOKENS)
+        found = [
+            logits_of(model, texts(), adapters, driver)
+            for adapters in ([first, None, second], [second, first, first], [None] * 3)
+        ]
+    expected = [[one_model, base, other_model], [other_model, one_model, one_model], [base] * 3]
+    for of_step, models in zip(found, expected, strict=True):
+        for text, logits, each in zip(texts(), of_step, models, strict=True):
+            torch.testing.assert_close(logits, reference(each, text), **ACCURATE)
 
 
 def steps(folder: Path, adapters: list[Adapter | None]) -> list[Plan]:
