@@ -171,3 +171,16 @@ def test_an_adapter_on_the_hub_is_downloaded_while_others_answer(adapted: Server
     assert stream.result() == alone[1]
     assert {name for name, _ in hub.gets} == {"adapter_config.json", "adapter_model.safetensors"}
     assert ask(adapted, "/v1/unload_lora_adapter", new).status == 200
+
+
+def test_an_adapter_in_the_cache_is_added_while_the_hub_fails(
+    adapted: Server, alone: list[tuple], hub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_until(lambda: health(adapted) == 200)
+    new = {"lora_name": "of-cache"}
+    for status in (200, 503):
+        monkeypatch.setattr(hub, "status", status)
+        answer = ask(adapted, "/v1/load_lora_adapter", {**new, "lora_path": "someone/tiny"})
+        assert answer.status == 200, answer.text
+        assert Stream(adapted, request(PROMPTS[0], "of-cache")).result() == alone[ADAPTERS.index("two")]
+        assert ask(adapted, "/v1/unload_lora_adapter", new).status == 200

@@ -378,6 +378,8 @@ def test_adapters_are_downloaded_with_the_model(hub: Hub, home: Path, tmp_path: 
     hub.gets.clear()
     hub.status = 503
     assert prepare(hub, home, *wanted)[0] == prepared, "the cache is used while the hub fails"
+    for environment in ({}, {"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}):
+        assert prepare(hub, home, "--only-adapter", "someone/tiny", **environment)[0] == str(folder)
     hub.status = 200
     assert "has no revision law" in error(prepare(hub, home, *wanted[:2], "--adapter", "someone/tiny@law")[1])
     assert prepare(hub, home, "--only-adapter", "someone/tiny")[0] == str(folder)
