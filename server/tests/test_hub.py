@@ -487,6 +487,12 @@ def test_files_of_other_formats_are_not_fetched() -> None:
     assert wanted_files("x/y", names, unread) == ["chat_template.jinja", "model.safetensors", "tokenizer.model"]
 
 
+def test_the_files_in_which_quantizers_describe_a_checkpoint_are_fetched() -> None:
+    weights, files = "gptq_model-4bit-128g.safetensors", ["quant_config.json", "quantize_config.json"]
+    assert wanted_files("x/y", ["README.md", weights, *files], unread) == sorted([weights, *files])
+    assert wanted_files("x/y", [weights, *files], unread, with_weights=False) == files
+
+
 def test_the_modules_of_sentence_transformers_are_fetched() -> None:
     modules = ["1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"]
     modules += ["3_Dense/config.json", "3_Dense/pytorch_model.bin"]

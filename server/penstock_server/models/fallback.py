@@ -34,6 +34,7 @@ from penstock_server.models.support import (
 )
 from penstock_server.parallel import RankGroup
 from penstock_server.vision.encoder import ImageEncoder
+from penstock_server.weights.format import quantization_config
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +187,8 @@ def _runs_code(model_type: str, config: Config, options: LoadOptions) -> bool:
     has_code = CODE_KEY in (config.values.get("auto_map") or {})
     if has_code and options.trust_remote_code and builtin_class(model_type) is None:
         return True
-    support = support_of(model_type, config.values)
+    quantization = quantization_config(options.folder)
+    support = support_of(model_type, config.values | ({"quantization_config": quantization} if quantization else {}))
     if support not in (NATIVE, FALLBACK):
         raise config.refuse(support)
     return False

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from penstock_server.errors import ConfigError
 from penstock_server.weights.checkpoint import Checkpoint
 from penstock_server.weights.folder import find_weights
 from penstock_server.weights.location import Locator
+
+# Files in which AutoGPTQ and AWQ describe a checkpoint whose config.json does not, in the order in which they are
+# looked for, with the method of a file that does not name it. COMPAT: TGI reads the same files.
+_DESCRIPTIONS = (("quantize_config.json", "gptq"), ("quant_config.json", "awq"))
+# AWQ's names of options that `quantization_config` names otherwise.
+_SPELLINGS = {"w_bit": "bits", "q_group_size": "group_size"}
+_OF_AWQ = {"w_bit", "q_group_size", "zero_point", "version"}
 
 
 def open_checkpoint(folder: Path) -> tuple[Checkpoint, Locator | None]:
@@ -36,8 +44,33 @@ def open_checkpoint(folder: Path) -> tuple[Checkpoint, Locator | None]:
 
 
 def quantization_config(folder: Path) -> object:
-    """The value of `quantization_config` in config.json; None if it has none."""
+    """The value of `quantization_config` in config.json, or else the options in a file of the tool that quantized the
+    checkpoint, in the same form. None: nothing says that it is quantized. Raises ConfigError if such a file is damaged.
+    """
+    return _of_config(folder / "config.json") or next(
+        (options for name, method in _DESCRIPTIONS if (options := _of_tool(folder / name, method)) is not None), None
+    )
+
+
+def _of_config(path: Path) -> object:
     try:
-        return json.loads((folder / "config.json").read_text(encoding="utf-8")).get("quantization_config")
+        return json.loads(path.read_text(encoding="utf-8")).get("quantization_config")
     except (OSError, ValueError, AttributeError):
         return None  # the model's reader reports it
+
+
+def _of_tool(path: Path, method: str) -> dict[str, Any] | None:
+    """The options in a file of _DESCRIPTIONS, None if there is no such file. method: if the file implies no other."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is damaged: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} is not a JSON object")
+    options: dict[str, Any] = {str(_SPELLINGS.get(key, key)): value for key, value in values.items()}
+    if not options.keys() & {"bits", "quant_method"}:
+        return None  # another tool uses the name for something else
+    implied = "awq" if values.keys() & _OF_AWQ else method
+    return {**options, "quant_method": options.get("quant_method") or implied}

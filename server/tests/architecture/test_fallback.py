@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -156,6 +157,16 @@ def test_support_is_known_without_loading() -> None:
     layers = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
     assert "not plain attention: conv" in support_of("lfm2", layers)
     assert "unquantized" in support_of("nanochat", {"quantization_config": {"quant_method": "awq"}})
+
+
+def test_a_checkpoint_that_a_tool_s_own_file_calls_quantized_is_refused(
+    make: Callable[[str], Made], tmp_path: Path
+) -> None:
+    folder = tmp_path / "quantized"
+    shutil.copytree(make("nanochat").folder, folder)
+    (folder / "quantize_config.json").write_text('{"bits": 4, "group_size": 128}')
+    with pytest.raises(ConfigError, match=r"'nanochat' is served unquantized only, and this checkpoint is quantized"):
+        load(folder)
 
 
 def test_several_ranks_are_refused_with_a_list_of_supported_types(make: Callable[[str], Made]) -> None:
