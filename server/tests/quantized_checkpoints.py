@@ -186,10 +186,18 @@ def lacking(package: str) -> Quantize:
 
 
 def compressed(
-    bits: int, strategy: str, group: int | None, *, symmetric: bool, kind: str = "int", has_static_inputs: bool = False
+    bits: int,
+    strategy: str,
+    group: int | None,
+    *,
+    symmetric: bool,
+    kind: str = "int",
+    has_static_inputs: bool = False,
+    in_order: bool = True,
 ) -> tuple[dict[str, Any], Quantize]:
     """`quantization_config`, and how the library `compressed-tensors` writes a layer. has_static_inputs: inputs have
-    8 bits, and one scale, which is stored."""
+    8 bits, and one scale, which is stored. in_order: else groups are of features in activation order, which the library
+    no longer writes: it writes the features group by group, and here they move to their places."""
     if importlib.util.find_spec("compressed_tensors") is None:
         return {}, lacking("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
@@ -198,6 +206,7 @@ def compressed(
 
     arguments = QuantizationArgs(num_bits=bits, type=kind, strategy=strategy, group_size=group, symmetric=symmetric)
     inputs = QuantizationArgs(num_bits=8, strategy="tensor", dynamic=False) if has_static_inputs else None
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
     scheme = QuantizationScheme(targets=["Linear"], weights=arguments, input_activations=inputs)
     layout = (
         "float-quantized" if kind == "float" else "int-quantized" if bits == 8 and group is None else "pack-quantized"
@@ -213,13 +222,26 @@ def compressed(
         rows = weight.unflatten(1, (-1, group)) if group else weight[:, None]
         if strategy == "tensor":
             rows = weight.reshape(1, 1, -1)
+    if not in_order:
+        options["config_groups"]["group_0"]["weights"]["actorder"] = "group"
         scales, zeros = calculate_qparams(rows.amin(-1), rows.amax(-1), arguments)
         state = {"weight": weight, "weight_scale": scales, "weight_zero_point": zeros}
+        places = torch.arange(weight.shape[1])
+        if not in_order:
+            places = torch.randperm(len(places), generator=torch.Generator().manual_seed(len(places)))
+            weight = weight[:, places.argsort()]
         if has_static_inputs:
             state["input_scale"] = torch.tensor([0.02])
         compressor = BaseCompressor.get_value_from_registry(layout)
         tensors = compressor.compress(dict(state), scheme)
-        exact = compressor.decompress(dict(tensors), scheme)["weight"]
+        exact = compressor.decompress(dict(tensors), scheme)["weight"][:, places]
+        if not in_order:
+            assert group is not None
+            codes = unpack_from_int32(tensors["weight_packed"], bits, weight.shape)[:, places]
+            tensors |= {
+                "weight_packed": pack_to_int32(codes.contiguous(), bits),
+                "weight_g_idx": (places // group).int(),
+            }
         return {f"{name}.{key}": tensor for key, tensor in tensors.items()}, exact.float()
 
     return options, quantize

@@ -95,10 +95,13 @@ CASES: dict[str, tuple[dict[str, Any], Quantize]] = {
     "gptq marlin": (gptq_options(4, -1, is_marlin_format=True), marlin(-1, ("B", "s"))),
     "w4a16": compressed(4, "group", 32, symmetric=True),
     "w4a16 asymmetric": compressed(4, "group", 32, symmetric=False),
+    "w4a16 in activation order": compressed(4, "group", 32, symmetric=False, in_order=False),
     "w8a16": compressed(8, "group", 32, symmetric=True),
     "w8a8": compressed(8, "channel", None, symmetric=True),
     "w8a8, static inputs": compressed(8, "channel", None, symmetric=True, has_static_inputs=True),
     "w8a8, one scale": compressed(8, "tensor", None, symmetric=True),
+    "w8a8 asymmetric": compressed(8, "channel", None, symmetric=False),
+    "w8a8 asymmetric, one scale": compressed(8, "tensor", None, symmetric=False),
     "compressed fp8": compressed(8, "channel", None, symmetric=True, kind="float"),
     "fp8": ({"quant_method": "fp8", "activation_scheme": "static"}, float8("tensor")),
     "fp8 in blocks": ({"quant_method": "fp8", "weight_block_size": [32, 32]}, float8("block")),
@@ -181,6 +184,21 @@ def test_a_packed_row_may_end_within_a_word() -> None:
     weight = method_of(options, read).find(headers)["layer.weight"]
     assert weight.shape == (6, 100)
     assert torch.equal(weight.dense(read), exact)
+
+
+def test_groups_that_were_never_assigned_are_in_order(tmp_path: Path) -> None:
+    """compressed-tensors initializes `weight_g_idx` to -1."""
+    options, _ = compressed(4, "group", 32, symmetric=False, in_order=False)
+    _, quantize = compressed(4, "group", 32, symmetric=False)
+    tensors, exact = quantize("layer", torch.randn(16, 96))
+    tensors["layer.weight_g_idx"] = torch.full((96,), -1, dtype=torch.int32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = QuantizedCheckpoint(SafetensorsCheckpoint((tmp_path / "model.safetensors",)), options)
+    found = torch.empty(16, 96)
+    checkpoint.read("layer.weight", None, found)
+    torch.testing.assert_close(found, exact)
+    (matrix,) = checkpoint.quantized("layer.weight", None) or ()
+    assert matrix.order is None
 
 
 @pytest.mark.parametrize(("bits", "group", "axis"), [(4, 64, 0), (3, 16, 0), (3, 24, 1), (8, 192, 1)])
@@ -315,6 +333,14 @@ NO_ROWS = r"\[0, 64\]"
         ("w4a16", f"{LAYER}.weight_scale", slice(3), f"tensor {LAYER}.weight_scale has shape"),
         ("w4a16", f"{LAYER}.weight_shape", 64, rf"{LAYER}.weight_shape says \[64, 64\], but .* 64 rows of 16 words"),
         ("w4a16", f"{LAYER}.weight_shape", slice(1), f"tensor {LAYER}.weight_shape has shape"),
+        (
+            "w4a16 in activation order",
+            f"{LAYER}.weight_g_idx",
+            None,
+            f"it has {LAYER}.weight_packed, but not {LAYER}.weight_g_idx",
+        ),
+        ("w4a16 in activation order", f"{LAYER}.weight_g_idx", 0, f"tensor {LAYER}.weight_g_idx is damaged"),
+        ("w8a8 asymmetric", f"{LAYER}.weight_zero_point", None, f"but not {LAYER}.weight_zero_point"),
         ("w8a8", f"{LAYER}.weight_scale", float("nan"), f"tensor {LAYER}.weight_scale holds NaN"),
         ("quark fp8", f"{LAYER}.weight_scale", None, "is F8_E4M3, but has no weight_scale"),
         ("quark int8", f"{LAYER}.weight_scale", slice(3), f"tensor {LAYER}.weight_scale has shape"),

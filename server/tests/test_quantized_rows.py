@@ -82,7 +82,8 @@ def test_any_rows_are_those_of_the_whole_weight(data: st.DataObject) -> None:
         tensors, exact = marlin(group, ("B", "s"))("x", weight)
     elif kind == "packed":
         group = in_features if group < 0 else group
-        options, quantize = compressed(data.draw(st.sampled_from([4, 8])), "group", group, symmetric=True)
+        bits, is_ordered = data.draw(st.sampled_from([4, 8]), "bits"), data.draw(st.booleans(), "ordered")
+        options, quantize = compressed(bits, "group", group, symmetric=True, in_order=is_ordered)
         tensors, exact = quantize("x", weight)
     elif kind == "hqq":
         group = in_features if group < 0 else group
@@ -91,7 +92,8 @@ def test_any_rows_are_those_of_the_whole_weight(data: st.DataObject) -> None:
             "x", weight.expand(8, -1, -1).flatten(0, 1)
         )
     elif kind == "int8":
-        options, quantize = compressed(8, data.draw(st.sampled_from(["channel", "tensor"])), None, symmetric=True)
+        strategy, symmetric = data.draw(st.sampled_from(["channel", "tensor"])), data.draw(st.booleans(), "symmetric")
+        options, quantize = compressed(8, strategy, None, symmetric=symmetric)
         tensors, exact = quantize("x", weight)
     else:
         options = {"quant_method": "bitsandbytes", "load_in_8bit": True}

@@ -2,9 +2,9 @@
 
 `pack-quantized`: weight_packed [out_features, in_features * bits / 32] int32 with unsigned codes, weight_shape [2],
 weight_scale [out_features, groups], for asymmetric weights weight_zero_point [out_features * bits / 32, groups] int32,
-for weights in activation order weight_g_idx [in_features]. `int-quantized`: weight [out_features, in_features] int8,
-weight_scale, weight_zero_point int8. `float-quantized`: as in `fp8`. Scales of inputs are not needed: inputs are
-quantized by what they contain, or not at all.
+for weights in activation order weight_g_idx [in_features], which is -1 where no order was chosen. `int-quantized`:
+weight [out_features, in_features] int8, weight_scale, weight_zero_point int8. `float-quantized`: as in `fp8`. Scales of
+inputs are not needed: inputs are quantized by what they contain, or not at all.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ class GroupOptions:
     is_symmetric: bool
     has_narrow_inputs: bool
     block: tuple[int, int] | None  # of 8-bit floats, that shares a scale
+    has_order: bool = False  # each weight has its `weight_g_idx`
 
     @classmethod
     def read(cls, options: Mapping[str, Any], layout: str) -> GroupOptions:
@@ -122,6 +123,7 @@ class GroupOptions:
             weights.get("symmetric", True),
             (options.get("input_activations") or {}).get("num_bits") == 8,
             block_size("weights.block_structure", weights.get("block_structure")) if strategy == "block" else None,
+            strategy == "group" and weights.get("actorder") in ("group", "dynamic"),
         )
 
 
@@ -219,7 +221,11 @@ def _integers(
 ) -> CompressedWeight:
     """The weight of this shape whose codes are in the tensor `name.suffix`."""
     is_packed, (out_features, in_features) = suffix == "weight_packed", shape
-    required = {".weight_shape": is_packed, ".weight_zero_point": not options.is_symmetric}
+    required = {
+        ".weight_shape": is_packed,
+        ".weight_zero_point": not options.is_symmetric,
+        ".weight_g_idx": options.has_order,
+    }
     optional = [suffix for suffix, is_there in required.items() if is_there]
     tensors = complete(headers, name, (f".{suffix}", ".weight_scale", *optional))
     extras = {
