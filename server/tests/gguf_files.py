@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -103,13 +105,50 @@ def finish(writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
+# Of types that the gguf package only reads: where a block has the float16 factors of its scales and of its mins, and
+# how much the mins of random blocks weigh for their weights to have a mean of about 0.
+FACTORS = {
+    "Q2_K": (80, 82, 1.5),
+    "Q3_K": (108, None, 0.0),
+    "Q4_K": (0, 2, 7.5),
+    "Q5_K": (0, 2, 15.5),
+    "Q6_K": (208, None, 0.0),
+    "IQ4_NL": (0, None, 0.0),
+    "IQ4_XS": (0, None, 0.0),
+}
+
+
+def random_blocks(shape: tuple[int, ...], kind: str, deviation: float, seed: int) -> np.ndarray:
+    """Blocks of a type in FACTORS with random codes and scales. Each has weights of this standard deviation."""
+    weights, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    scale_at, min_at, ratio = FACTORS[kind]
+    generator = np.random.default_rng(seed)
+    blocks = generator.integers(0, 256, (math.prod(shape) // weights, num_bytes), dtype=np.uint8)
+
+    def put(at: int | None, factors: np.ndarray) -> None:
+        if at is not None:
+            blocks[:, at : at + 2] = factors.astype(np.float16).view(np.uint8).reshape(-1, 2)
+
+    ones = np.ones(len(blocks))
+    put(scale_at, ones)
+    put(min_at, ones * ratio)
+    factors = deviation / gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind]).std(axis=1)
+    put(scale_at, factors)
+    put(min_at, factors * ratio)
+    return blocks.reshape(*shape[:-1], shape[-1] // weights * num_bytes)
+
+
 def write_gguf(path: Path, metadata: dict[str, Any], tensors: dict[str, np.ndarray], kind: str = "F32") -> Path:
-    """Writes a file with matrices of type `kind` and vectors in float32."""
+    """Writes a file with matrices of type `kind` and vectors in float32. Matrices of types in FACTORS have random
+    blocks with the standard deviations of the given ones."""
     writer = raw_writer(path, metadata)
     type_ = gguf.GGMLQuantizationType[kind]
     for name, array in tensors.items():
         if array.ndim == 1 or kind == "F32":
             writer.add_tensor(name, array.astype(np.float32))
+        elif kind in FACTORS:
+            blocks = random_blocks(array.shape, kind, float(array.std()), zlib.crc32(name.encode()))
+            writer.add_tensor(name, blocks, raw_dtype=type_)
         else:
             writer.add_tensor(name, gguf.quants.quantize(array, type_), raw_dtype=type_)
     finish(writer)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from gguf_files import save_gguf
+from gguf_files import FACTORS, save_gguf
 from model_driver import ModelDriver
 from penstock_server.inspection.layout import lay_out
 from penstock_server.inspection.reference import find_model
@@ -38,8 +38,8 @@ SIZES: dict[str, Any] = {
 GROUPED = {**SIZES, "num_key_value_heads": 2}
 # Every token goes to all experts, so that no rounding sends it to another one.
 EXPERTS = {**GROUPED, "num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": None}
-
-
+# Of whole blocks of the types in FACTORS.
+WIDE = {"hidden_size": 256, "intermediate_size": 256}
 DEEPSEEK = {
     **SIZES,
     "q_lora_rank": None,
@@ -73,6 +73,8 @@ ARCHITECTURES = {
     ),
     "deepseek-v2": Architecture("DeepseekV2Config", DEEPSEEK),
     "gpt-neox": Architecture("GPTNeoXConfig", SIZES, "gptneox"),
+    "llama-wide": Architecture("LlamaConfig", GROUPED | WIDE, "llama"),
+    "mixtral-wide": Architecture("MixtralConfig", EXPERTS | WIDE, "llama"),
 }
 FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
     "gptq": (
@@ -91,17 +93,24 @@ MORE_FORMATS = {name: case for name, case in CHECKPOINTS.items() if name not in 
 # These architectures differ from others in what the formats do not touch: here they have one format of each layout.
 FEW = ("qwen2", "mixtral-cut", "gpt-neox")
 FORMATS_OF_FEW = ("gptq", "nf4", "fp8 in blocks", "Q4_0")
-FLAGS, GGUF, MORE_GGUF = ("eetq", "fp8 at load"), ("Q4_0", "Q5_1"), ("Q4_1", "Q5_0", "Q8_0")
+FLAGS, GGUF, MORE_GGUF = ("eetq", "fp8 at load"), ("Q4_0", "Q5_1", "MXFP4"), ("Q4_1", "Q5_0", "Q8_0")
+MORE_OF_WIDE = ("Q2_K", "Q3_K", "Q5_K", "IQ4_NL")
+
+
+def kinds_of(name: str) -> tuple[str, ...]:
+    if name.endswith("-wide"):
+        return tuple(FACTORS)
+    return (*FORMATS, *MORE_FORMATS, *FLAGS, *((*GGUF, *MORE_GGUF) if ARCHITECTURES[name].gguf else ()))
 
 
 def is_slow(name: str, kind: str) -> bool:
-    return kind in {*MORE_FORMATS, *MORE_GGUF} or (name in FEW and kind not in FORMATS_OF_FEW)
+    return kind in {*MORE_FORMATS, *MORE_GGUF, *MORE_OF_WIDE} or (name in FEW and kind not in FORMATS_OF_FEW)
 
 
 CASES = [
     pytest.param(name, kind, marks=pytest.mark.slow if is_slow(name, kind) else ())
-    for name, architecture in ARCHITECTURES.items()
-    for kind in (*FORMATS, *MORE_FORMATS, *FLAGS, *((*GGUF, *MORE_GGUF) if architecture.gguf else ()))
+    for name in ARCHITECTURES
+    for kind in kinds_of(name)
     if (name, kind) != ("deepseek-v2", "awq gemv_fast")  # its groups of 64 are wider than the latent
 ]
 
@@ -130,7 +139,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], 
     def folder(name: str, kind: str) -> Path:
         if (name, kind) not in made:
             path = tmp_path_factory.mktemp("quantized")
-            if kind in {*GGUF, *MORE_GGUF}:
+            if kind in {*GGUF, *MORE_GGUF, *FACTORS}:
                 path = gguf_folder(save_gguf(models[name], path / "model.gguf", ARCHITECTURES[name].gguf, kind))
             elif kind in FLAGS:
                 models[name].save_pretrained(path)
