@@ -54,6 +54,11 @@ def pack(values: list[int], bits: int) -> list[int]:
     return [word - (1 << 32) if word >> 31 else word for word in words]
 
 
+def scale_of(width: Tensor, most: float) -> Tensor:
+    """The scale of numbers in an interval of this width; of zeros alone, as AutoGPTQ writes it."""
+    return torch.where(width > 0, width, 2) / most
+
+
 def grouped(weight: Tensor, groups: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes [out, in], scales and zero points [out, groups], and the weight that they stand for."""
     most, num_groups = (1 << bits) - 1, int(groups.max()) + 1
@@ -61,10 +66,10 @@ def grouped(weight: Tensor, groups: Tensor, bits: int, symmetric: bool) -> tuple
     for group in range(num_groups):
         part = weight[:, groups == group]
         if symmetric:
-            scales[:, group], zeros[:, group] = part.abs().amax(1) * 2 / most, (most + 1) // 2
+            scales[:, group], zeros[:, group] = scale_of(part.abs().amax(1) * 2, most), (most + 1) // 2
         else:
             low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
-            scales[:, group] = (high - low) / most
+            scales[:, group] = scale_of(high - low, most)
             zeros[:, group] = (-low / scales[:, group]).round().clamp(1, most)
     scales = scales.half().float()
     codes = (weight / scales[:, groups] + zeros[:, groups]).round().clamp(0, most)
@@ -201,12 +206,12 @@ def compressed(
     if importlib.util.find_spec("compressed_tensors") is None:
         return {}, lacking("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from compressed_tensors.quantization.utils import calculate_qparams
 
     arguments = QuantizationArgs(num_bits=bits, type=kind, strategy=strategy, group_size=group, symmetric=symmetric)
     inputs = QuantizationArgs(num_bits=8, strategy="tensor", dynamic=False) if has_static_inputs else None
-    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
     scheme = QuantizationScheme(targets=["Linear"], weights=arguments, input_activations=inputs)
     layout = (
         "float-quantized" if kind == "float" else "int-quantized" if bits == 8 and group is None else "pack-quantized"
@@ -217,19 +222,19 @@ def compressed(
         "config_groups": {"group_0": json.loads(scheme.model_dump_json())},
         "ignore": ["lm_head"],
     }
-
-    def quantize(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
-        rows = weight.unflatten(1, (-1, group)) if group else weight[:, None]
-        if strategy == "tensor":
-            rows = weight.reshape(1, 1, -1)
     if not in_order:
         options["config_groups"]["group_0"]["weights"]["actorder"] = "group"
-        scales, zeros = calculate_qparams(rows.amin(-1), rows.amax(-1), arguments)
-        state = {"weight": weight, "weight_scale": scales, "weight_zero_point": zeros}
+
+    def quantize(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
         places = torch.arange(weight.shape[1])
         if not in_order:
             places = torch.randperm(len(places), generator=torch.Generator().manual_seed(len(places)))
             weight = weight[:, places.argsort()]
+        rows = weight.unflatten(1, (-1, group)) if group else weight[:, None]
+        if strategy == "tensor":
+            rows = weight.reshape(1, 1, -1)
+        scales, zeros = calculate_qparams(rows.amin(-1), rows.amax(-1), arguments)
+        state = {"weight": weight, "weight_scale": scales, "weight_zero_point": zeros}
         if has_static_inputs:
             state["input_scale"] = torch.tensor([0.02])
         compressor = BaseCompressor.get_value_from_registry(layout)
@@ -281,7 +286,7 @@ def quark(dtype: str, scheme: str) -> tuple[dict[str, Any], Quantize]:
 
     def quantize(name: str, rows: Tensor) -> tuple[Tensors, Tensor]:
         if dtype == "fp4":
-            scale = 2.0 ** (rows.unflatten(1, (-1, 32)).abs().amax(2) / 6).log2().ceil()
+            scale = 2.0 ** (rows.unflatten(1, (-1, 32)).abs().amax(2).clamp(min=1e-9) / 6).log2().ceil()
             spread = scale.repeat_interleave(32, 1)
             places = (rows / spread).abs()[..., None] - torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
             codes = places.abs().argmin(-1)
@@ -290,7 +295,7 @@ def quark(dtype: str, scheme: str) -> tuple[dict[str, Any], Quantize]:
             packed, stored = codes[:, ::2] | codes[:, 1::2] << 4, (scale.log2() + 127).to(torch.uint8)
             return {f"{name}.weight": packed, f"{name}.weight_scale": stored}, exact
         most = 448 if dtype == "fp8_e4m3" else 127
-        scale = (rows.abs().amax(1) if scheme == "per_channel" else rows.abs().max()) / most
+        scale = scale_of(rows.abs().amax(1) if scheme == "per_channel" else rows.abs().max(), most)
         spread = scale[:, None] if scale.dim() else scale
         codes = (rows / spread).to(torch.float8_e4m3fn) if most == 448 else (rows / spread).round().to(torch.int8)
         tensors = {"weight": codes, "weight_scale": scale, "input_scale": torch.tensor(0.1)}
@@ -307,14 +312,14 @@ def float8(kind: str, block: int = 32) -> Quantize:
     def quantize(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
         if kind == "block":
             tiles = weight.unfold(0, block, block).unfold(1, block, block)
-            scale = tiles.abs().amax((-1, -2)) / 448
+            scale = scale_of(tiles.abs().amax((-1, -2)), 448)
             spread = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)
             stored = {"weight_scale_inv": scale}
         elif kind == "row":
-            spread = weight.abs().amax(1, keepdim=True) / 448
+            spread = scale_of(weight.abs().amax(1, keepdim=True), 448)
             stored = {"weight_scale": spread, "input_scale_ub": torch.tensor([1200.0])}
         else:
-            spread = weight.abs().max() / 448
+            spread = scale_of(weight.abs().max(), 448)
             stored = {"weight_scale": spread, "input_scale": torch.tensor(0.1)}
         codes = (weight / spread).to(torch.float8_e4m3fn)
         tensors = {f"{name}.{key}": tensor for key, tensor in {"weight": codes, **stored}.items()}
@@ -329,7 +334,7 @@ def hqq(bits: float, group: int, *, axis: int = 1) -> Quantize:
     def quantize(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
         rows = weight.reshape(-1, group) if axis == 1 else weight.reshape(group, -1)
         low, high = rows.amin(axis, keepdim=True), rows.amax(axis, keepdim=True)
-        scale = ((high - low) / round(2**bits - 1)).half()
+        scale = scale_of(high - low, round(2**bits - 1)).half()
         zero = (-low / scale).half()
         codes = (rows / scale + zero).round().clamp(0, round(2**bits - 1))
         width, count = {1: (1, 8), 1.58: (2, 4), 2: (2, 4), 3: (3, 10), 4: (4, 2)}.get(bits, (8, 1))
