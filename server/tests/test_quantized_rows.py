@@ -1,16 +1,23 @@
-"""Rows of quantized weights: any range of them is what it is in the whole weight, in every shape and grouping."""
+"""Parts of quantized weights: rows and columns are what they are in the whole weight, in every shape and grouping."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from penstock_server.weights.checkpoint import Part
+from penstock_server.weights.quantization.checkpoint import QuantizedCheckpoint
 from penstock_server.weights.quantization.method import method_of
 from penstock_server.weights.quantization.stored import Affine, unpack_bits
+from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
 from quantized_checkpoints import Tensors, awq, bits_and_bytes, compressed, gemv, gptq, hqq, marlin, pack
+from safetensors.torch import save_file
+from test_quantized_checkpoints import CASES
 
 DTYPES = {
     torch.int16: "I16",
@@ -21,6 +28,10 @@ DTYPES = {
     torch.float16: "F16",
     torch.float32: "F32",
 }
+
+
+# Halves and quarters as ranks have them, whole groups of some formats, and a half of a group.
+COLUMNS = ((0, 256), (0, 128), (128, 256), (64, 128), (192, 256), (32, 96), (16, 48), (8, 40))
 
 
 @dataclass(frozen=True)
@@ -99,6 +110,36 @@ def test_any_rows_are_those_of_the_whole_weight(data: st.DataObject) -> None:
         options = {"quant_method": "bitsandbytes", "load_in_8bit": True}
         tensors, exact = bits_and_bytes("int8")("x", weight)
     check(data, options, tensors, exact)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_columns_of_whole_groups_stay_quantized_and_others_are_dequantized(case: str, tmp_path: Path) -> None:
+    options, quantize = CASES[case]
+    name = "model.layers.0.mlp.down_proj"
+    tensors, exact = quantize(name, torch.randn(64, 256, generator=torch.Generator().manual_seed(3)))
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    checkpoint = QuantizedCheckpoint(SafetensorsCheckpoint((tmp_path / "model.safetensors",)), options)
+    (whole,) = checkpoint.quantized(f"{name}.weight", None) or ()
+    every = torch.cat(list(whole.dense_pieces()))
+    assert (every - exact).abs().max() < 0.02  # tables of integers are near the codebooks
+    stay = set()
+    for start, stop in COLUMNS:
+        columns = range(start, stop)
+        part = Part(1, columns)
+        dense = torch.empty(part.shape_of((64, 256)))
+        checkpoint.read(f"{name}.weight", part, dense)
+        torch.testing.assert_close(dense, part.of(exact), atol=1e-5, rtol=1e-5)
+        matrices = checkpoint.quantized(f"{name}.weight", part)
+        group = whole.format.group
+        is_whole = len(columns) == 256 or (whole.order is None and columns.start % group == len(columns) % group == 0)
+        assert (matrices is not None) == is_whole, columns
+        if matrices is not None:
+            stay.add((start, stop))
+            assert matrices[0].shape == (64, len(columns))
+            assert torch.equal(torch.cat(list(matrices[0].dense_pieces())), part.of(every))
+    is_cut = whole.order is None and whole.format.group < 256
+    assert ((0, 128) in stay, (128, 256) in stay) == (is_cut, is_cut)
+    checkpoint.close()
 
 
 @given(st.integers(1, 8), st.integers(1, 70), st.data())
