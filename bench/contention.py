@@ -1,7 +1,8 @@
 """Measures how throughput shrinks when other processes keep the cores busy, relative to the fair share of processor
 time: with `k` busy threads beside the server's `n` threads on `n` cores, n / (n + k).
 
-All loads of one repeat alternate on one server. The neighbours compute without touching memory, and they and the server
+All loads of one repeat alternate on one server, each after the same load without neighbours. Every load has prompts of
+its own, which the prefix cache does not have. The neighbours compute without touching memory, and they and the server
 are in one session, within which Linux shares time between threads.
 """
 
@@ -53,6 +54,9 @@ def busy_neighbours(num: int) -> Iterator[list[int]]:
 
 
 def measure(port: int, pid: int, num_streams: int, num_neighbours: int, words: Sequence[str], seed: str) -> Any:
+    # The scheduler learns how long steps take, and computes prompts in smaller pieces where they are slow: no cell may
+    # begin with what it learned beside the neighbours of the last one.
+    run(port, PENSTOCK, stream_load(num_streams), words, f"{seed}/warm-up")
     with busy_neighbours(num_neighbours) as neighbours:
         before = [cpu_s_of(each) for each in (pid, *neighbours)]
         result = run(port, PENSTOCK, stream_load(num_streams), words, seed)
@@ -85,7 +89,7 @@ def main() -> None:
             for repeat, streams in itertools.product(range(options.repeats), options.streams):
                 cells = repeats[repeat].setdefault(weights, {}).setdefault(str(streams), {})
                 for num in NUM_NEIGHBOURS[:: -1 if repeat % 2 else 1]:
-                    cell = measure(port, server.pid, streams, num, words, str(repeat))
+                    cell = measure(port, server.pid, streams, num, words, f"{repeat}/{num}")
                     cells[str(num)] = cell
                     print(
                         f"  {weights}, {streams} streams, {num} busy neighbours: {cell['tokens_per_s']:.1f} tokens/s",
