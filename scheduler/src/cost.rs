@@ -249,6 +249,50 @@ mod tests {
         work.with_decodes(num - 1)
     }
 
+    /// Seven decodes and `num_tokens` prompt tokens, and what they take without other processes: 10 ms, and 0.5 ms for each prompt token.
+    fn mixed(num_tokens: u32) -> (Work, Duration) {
+        let mut work = decodes(7);
+        if num_tokens > 0 {
+            work.add_prefill(0, num_tokens);
+        }
+        (work, Duration::from_micros(10_000 + 500 * u64::from(num_tokens)))
+    }
+
+    /// Prompt tokens that fit into a step of 40 ms with seven decodes.
+    fn affordable(cost: &CostModel) -> u32 {
+        cost.prefill_tokens(0.04 - cost.seconds(&decodes(7)), 0)
+    }
+
+    /// Runs `num_steps` steps that take `slowdown` times as long as without other processes. Every fourth one has as many prompt
+    /// tokens as seem to fit.
+    fn learn(cost: &mut CostModel, num_steps: u32, slowdown: f64) {
+        for step in 0..num_steps {
+            let num_tokens = if step % 4 == 0 { affordable(cost).clamp(16, 128) } else { 0 };
+            let (work, duration) = mixed(num_tokens);
+            cost.observe(&work, duration.mul_f64(slowdown));
+        }
+    }
+
+    /// Other processes make steps slower, and then end. `affordable` is within a tenth of what it was before them after at most 128
+    /// steps with prompts.
+    #[test]
+    fn prompts_get_their_tokens_back_after_other_processes_have_ended() {
+        for slowdown in [1.25, 1.5, 2.0, 3.0, 5.0] {
+            let mut cost = CostModel::default();
+            learn(&mut cost, 400, 1.0);
+            let before = f64::from(affordable(&cost));
+            learn(&mut cost, 400, slowdown);
+            let beside = f64::from(affordable(&cost));
+            assert!(beside < 0.9 * before, "{slowdown} times: {beside} tokens beside them, {before} before");
+            let num_steps = (0..).find(|_| {
+                let is_back = f64::from(affordable(&cost)) >= 0.9 * before;
+                learn(&mut cost, 4, 1.0);
+                is_back
+            });
+            assert!(num_steps.is_some_and(|num| num <= 128), "{slowdown} times: {num_steps:?} steps with prompts");
+        }
+    }
+
     #[test]
     fn steps_whose_rows_cost_much_at_once_are_known_by_their_number() {
         let seconds = |num: usize| if num <= 2 { 0.013 } else { 0.021 };
