@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from binary import TIMEOUT_S, Server, launch, start
 from client import ask
-from fault.probe import fork_servers, health, metric, restarts, wait_for_rest, wait_for_restart, wait_until
+from fault.probe import fork_servers, health, metric, metrics, restarts, wait_for_rest, wait_for_restart, wait_until
 from fault.probe import replica_workers as workers
 from random_adapter import make_adapter
 from random_adapter import request as adapted
-from test_worker_death import REQUESTS, Stream
+from test_worker_death import REQUESTS, TOKENS, Stream
 
 pytestmark = [pytest.mark.native, pytest.mark.xdist_group("replicas")]
 
@@ -25,7 +25,12 @@ SCHEMA = {
     "required": ["name", "age"],
 }
 GRAMMAR = {"inputs": "A person:", "parameters": {"max_new_tokens": 60, "grammar": {"type": "json", "value": SCHEMA}}}
-MIXED = [*REQUESTS, GRAMMAR]
+# The stop sequence begins with the first tokens and ends after about ninety: a death comes when a part of it is there.
+STOP = {
+    "inputs": "List: 1, 2, 3,",
+    "parameters": {"max_new_tokens": TOKENS, "stop": [", ".join(str(number) for number in range(4, 26))]},
+}
+MIXED = [*REQUESTS, GRAMMAR, STOP]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +45,17 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def undisturbed(replicas: Server) -> list[tuple]:
-    return [stream.result() for stream in [Stream(replicas, request) for request in MIXED]]
+    results = [stream.result() for stream in [Stream(replicas, request) for request in MIXED]]
+    tokens, text = results[MIXED.index(STOP)]
+    assert len(tokens) < TOKENS
+    assert text.endswith(" 24, 25")
+    return results
+
+
+def sequences_by_replica(server: Server) -> list[float]:
+    """Number of sequences that were routed to each of the two replicas."""
+    found = metrics(server)
+    return [found[f'penstock_replica_sequences{{replica="{replica}"}}'] for replica in range(2)]
 
 
 def test_each_replica_has_processes_and_cores_of_its_own(replicas: Server) -> None:
@@ -56,11 +71,14 @@ def test_each_replica_has_processes_and_cores_of_its_own(replicas: Server) -> No
 
 def test_the_same_request_has_the_same_bits_in_each_replica(replicas: Server) -> None:
     body = {**REQUESTS[1], "parameters": {**REQUESTS[1]["parameters"], "max_new_tokens": 20, "details": True}}
+    before = sequences_by_replica(replicas)
     first = ask(replicas, "/generate", body).json["details"]["tokens"]
     again = [Stream(replicas, body) for _ in range(12)]
     for stream in again:
         tokens, _ = stream.result()
         assert tokens == [(token["id"], token["logprob"], token["text"]) for token in first]
+    after = sequences_by_replica(replicas)
+    assert all(num_after > num_before for num_before, num_after in zip(before, after, strict=True))
 
 
 @pytest.mark.parametrize("victims", ["worker", "fork server"])

@@ -16,7 +16,7 @@ from client import ask, send
 from fault.drain import ENVIRONMENT, engine_url, start_server
 from fault.probe import health, metric, wait_for_rest, wait_until
 from random_adapter import make_adapter, request
-from test_replicas import GRAMMAR
+from test_replicas import GRAMMAR, STOP
 from test_worker_death import ENDLESS, REQUESTS, Stream
 
 pytestmark = [pytest.mark.native, pytest.mark.xdist_group("route")]
@@ -29,7 +29,9 @@ CHAT = {
     "stream": True,
     "logprobs": True,
 }
-MIXED = [*REQUESTS[::3], GRAMMAR, request("A long story:", "one"), request("The capital of France is", "two")]
+# Greedy, sampled and with penalties, each with another prompt, and the long prompt.
+OF_EACH_KIND = [*REQUESTS[::4], REQUESTS[-1]]
+MIXED = [*OF_EACH_KIND, GRAMMAR, STOP, request("A long story:", "one"), request("The capital of France is", "two")]
 
 
 class ChatStream(threading.Thread):
