@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from binary import TIMEOUT_S, Server, launch, start
+from binary import TIMEOUT_S, Server, launch, paused, start
 from client import ask, send
 from fault.drain import ENVIRONMENT, engine_url, start_server
 from fault.probe import health, metric, wait_for_rest, wait_until
@@ -99,15 +99,24 @@ def models(server: Server) -> dict[str, str | None]:
     return {model["id"]: model["parent"] for model in ask(server, "/v1/models").json["data"]}
 
 
-def results(server: Server) -> list:
-    chat, streams = ChatStream(server), [Stream(server, request) for request in MIXED]
-    return [chat.result(), *(stream.result() for stream in streams)]
+class MixedStreams:
+    """The chat and the streams of `MIXED`, which have begun."""
+
+    def __init__(self, server: Server) -> None:
+        self._chat = ChatStream(server)
+        self._streams = [Stream(server, request) for request in MIXED]
+
+    def wait_until_they_run(self) -> None:
+        wait_until(lambda: sum(len(stream.events) > 5 for stream in self._streams) >= 3)
+
+    def results(self) -> list:
+        return [self._chat.result(), *(stream.result() for stream in self._streams)]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(router: Server, servers: list[Server]) -> list:
-    routed = results(router)
-    assert routed == results(servers[0]), "a server alone gives the same"
+    routed = MixedStreams(router).results()
+    assert routed == MixedStreams(servers[0]).results(), "a server alone gives the same"
     return routed
 
 
@@ -118,6 +127,19 @@ def hold(router: Server, server: Server) -> list[Stream]:
         streams.append(Stream(router, ENDLESS))
         wait_until(lambda: bool(streams[-1].events))
     return streams
+
+
+def wait_until_it_goes_on(stream: Stream) -> None:
+    num_tokens = len(stream.events) + 5
+    wait_until(lambda: len(stream.events) >= num_tokens, "the endless stream goes on")
+
+
+def assert_tokens_are_those_of(server: Server, endless: Stream) -> None:
+    """Compares what a dropped stream of `ENDLESS` had with the answer of the server alone."""
+    events = [event for event in endless.events if "token" in event]
+    parameters = {**ENDLESS["parameters"], "max_new_tokens": len(events), "details": True}
+    answer = ask(server, "/generate", {**ENDLESS, "parameters": parameters}).json
+    assert [event["token"] for event in events] == answer["details"]["tokens"]
 
 
 def disturbed(router: Server, servers: list[Server], victim: int, signal_number: int) -> list:
@@ -132,10 +154,10 @@ def disturbed(router: Server, servers: list[Server], victim: int, signal_number:
     watcher = threading.Thread(target=watch)
     watcher.start()
     held = hold(router, servers[victim])
-    chat, streams = ChatStream(router), [Stream(router, request) for request in MIXED]
-    wait_until(lambda: sum(len(stream.events) > 5 for stream in streams) >= 3)
+    mixed = MixedStreams(router)
+    mixed.wait_until_they_run()
     servers[victim].process.send_signal(signal_number)
-    found = [chat.result(), *(stream.result() for stream in streams)]
+    found = mixed.results()
     for stream in held:
         stream.drop()
     stopped.set()
@@ -162,6 +184,40 @@ def test_a_restart_and_a_kill_of_servers_stop_no_stream_and_change_no_token(
     wait_for_rest(router)
 
 
+def test_a_silent_server_stops_no_stream_and_is_used_again(
+    router: Server, servers: list[Server], undisturbed: list
+) -> None:
+    """A stopped process closes no connection, so only the missing signs of life tell that it is lost."""
+    num_blocks = metric(router, "penstock_kv_blocks")
+    urls = [engine_url(server) for server in servers]
+    impatient = start(
+        *("--replica-timeout", "2"), *(f"--replica={url}" for url in urls), env=ENVIRONMENT, command=["route"]
+    )
+    wait_until(lambda: metric(impatient, "penstock_kv_blocks") == num_blocks)
+    wait_until(lambda: {"one", "two"} <= models(impatient).keys())
+    held = hold(impatient, servers[0])
+    mixed = MixedStreams(impatient)
+    mixed.wait_until_they_run()
+    with paused(servers[0].process.pid):
+        assert mixed.results() == undisturbed
+        loss = f"replica {urls[0]} is not used: it has sent nothing for 2 s"
+        wait_until(lambda: any(loss in line for line in impatient.lines), "the router takes the server as lost")
+        for stream in held:
+            wait_until_it_goes_on(stream)
+    assert metric(impatient, 'penstock_replica_handovers{replica="0"}') > 0
+    for stream in held:
+        stream.drop()
+        assert_tokens_are_those_of(servers[1], stream)
+
+    wait_until(lambda: metric(impatient, "penstock_kv_blocks") == num_blocks, "the server is used again")
+    wait_for_rest(servers[0])
+    for stream in hold(impatient, servers[0]):
+        stream.drop()
+    assert impatient.stop() == 0, impatient.last_lines()
+    # The other router may have lost the server too.
+    wait_until(lambda: metric(router, "penstock_kv_blocks") == num_blocks)
+
+
 def test_a_server_joins_and_the_other_leaves_while_streams_run(
     servers: list[Server], undisturbed: list, tmp_path: Path
 ) -> None:
@@ -179,23 +235,19 @@ def test_a_server_joins_and_the_other_leaves_while_streams_run(
     num_blocks = metric(router, "penstock_kv_blocks")
     wait_until(lambda: "two" in models(router))
     # The list is read every few seconds, when the other streams may have ended.
-    endless = {**ENDLESS, "parameters": {**ENDLESS["parameters"], "details": True}}
-    long = Stream(router, endless)
-    chat, streams = ChatStream(router), [Stream(router, request) for request in MIXED]
-    wait_until(lambda: sum(len(stream.events) > 5 for stream in [long, *streams]) >= 3)
+    long = Stream(router, ENDLESS)
+    mixed = MixedStreams(router)
+    mixed.wait_until_they_run()
     change(f"{first}\n{second}\n")
     wait_until(lambda: metric(router, "penstock_kv_blocks") == 2 * num_blocks, "the second server joins")
     change(f"{second}\n")
     wait_until(lambda: metric(router, 'penstock_replica_health{replica="0"}') == -1, "the first one left")
     assert metric(router, 'penstock_replica_health{replica="1"}') == 1
     assert metric(router, 'penstock_replica_handovers{replica="0"}') > 0
-    num_tokens = len(long.events) + 5
-    wait_until(lambda: len(long.events) >= num_tokens, "the long stream goes on")
+    wait_until_it_goes_on(long)
     long.drop()
-    endless["parameters"]["max_new_tokens"] = num_tokens
-    whole = ask(servers[1], "/generate", endless).json["details"]["tokens"]
-    assert [event["token"] for event in long.events[:num_tokens]] == whole
-    assert [chat.result(), *(stream.result() for stream in streams)] == undisturbed
+    assert_tokens_are_those_of(servers[1], long)
+    assert mixed.results() == undisturbed
     wait_until(lambda: metric(servers[0], "tgi_batch_current_size") == 0, "its sequences left")
     assert router.stop() == 0, router.last_lines()
     assert any("line 2" in line and "without TLS" in line for line in router.lines)
