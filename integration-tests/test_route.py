@@ -9,10 +9,11 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from binary import TIMEOUT_S, Server, launch, paused, start
-from client import ask, send
+from client import ask, events, send
 from fault.drain import ENVIRONMENT, engine_url, start_server
 from fault.probe import health, metric, wait_for_rest, wait_until
 from random_adapter import make_adapter, request
@@ -21,8 +22,10 @@ from test_worker_death import ENDLESS, REQUESTS, Stream
 
 pytestmark = [pytest.mark.native, pytest.mark.xdist_group("route")]
 
+QUESTION = "Tell me a story."
+MESSAGES = [{"role": "user", "content": QUESTION}]
 CHAT = {
-    "messages": [{"role": "user", "content": "Tell me a story."}],
+    "messages": MESSAGES,
     "max_tokens": 60,
     "temperature": 0.8,
     "seed": 3,
@@ -32,6 +35,9 @@ CHAT = {
 # Greedy, sampled and with penalties, each with another prompt, and the long prompt.
 OF_EACH_KIND = [*REQUESTS[::4], REQUESTS[-1]]
 MIXED = [*OF_EACH_KIND, GRAMMAR, STOP, request("A long story:", "one"), request("The capital of France is", "two")]
+
+# Members of answers that name one answer, or the time at which it was given.
+OF_ONE_ANSWER = ("id", "item_id", "response_id", "created", "created_at", "completed_at")
 
 
 class ChatStream(threading.Thread):
@@ -263,6 +269,41 @@ def test_a_router_answers_as_a_server_does(router: Server, servers: list[Server]
     fields = ("model_id", "max_input_tokens", "max_total_tokens")
     infos = [ask(server, "/info").json for server in (router, servers[0])]
     assert [infos[0][field] for field in fields] == [infos[1][field] for field in fields]
+
+
+def without_ids_and_times(answer: Any) -> Any:
+    """An answer without what differs each time it is asked for."""
+    if isinstance(answer, list):
+        return [without_ids_and_times(item) for item in answer]
+    if not isinstance(answer, dict):
+        return answer
+    return {key: without_ids_and_times(value) for key, value in answer.items() if key not in OF_ONE_ANSWER}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "The sun is", "max_tokens": 8, "logprobs": 2}),
+        ("/v1/responses", {"input": QUESTION, "instructions": "Be brief.", "max_output_tokens": 8}),
+        ("/v1/messages", {"messages": MESSAGES, "system": "Be brief.", "max_tokens": 8}),
+        ("/tokenize", {"inputs": QUESTION}),
+        ("/chat_tokenize", {"messages": MESSAGES}),
+    ],
+)
+def test_each_route_of_a_router_answers_as_a_server_does(
+    router: Server, servers: list[Server], path: str, body: dict[str, Any]
+) -> None:
+    (base,) = models(servers[0]).keys() - {"one", "two", "law"}
+    body = body if "tokenize" in path else {"model": base, "temperature": 0, **body}
+    for server in servers:
+        assert ask(server, path, body).status == 200, "from here on both have the prompt in their caches"
+    routed, direct = (ask(server, path, body) for server in (router, servers[0]))
+    assert routed.status == 200
+    assert without_ids_and_times(routed.json) == without_ids_and_times(direct.json)
+    if "tokenize" not in path:
+        streams = [events(server, path, {**body, "stream": True}) for server in (router, servers[0])]
+        assert len(streams[0]) >= 8
+        assert without_ids_and_times(streams[0]) == without_ids_and_times(streams[1])
 
 
 def test_the_adapters_of_servers_are_models_of_the_router(router: Server, servers: list[Server]) -> None:
