@@ -13,10 +13,11 @@ from pathlib import Path
 
 import byte_model
 import pytest
-from binary import TIMEOUT_S, Server, children, name, paused, start
+from binary import TIMEOUT_S, Server, children, launch, name, paused, start
 from client import ask, events
 from fault.drain import ENVIRONMENT
-from fault.probe import health, wait_until
+from fault.probe import health, restarts, wait_for_restart, wait_until
+from penstock_server.health import PROCESS_NAMES
 from test_nodes import SECRET as NODE_SECRET
 from test_nodes import run_node
 
@@ -125,32 +126,83 @@ def test_the_health_check_accepts_a_node(tmp_path: Path) -> None:
     assert node.process.wait(TIMEOUT_S) == 0
 
 
-NO_DEV = """
+# Runs the program "$3" under the name of TGI's, with the arguments after it, as `docker run --read-only --ipc none`
+# does with the model "$1" mounted at /tmp/model: what was mounted before is read-only, and /dev has a few devices only.
+# /tmp is writable if "$2" is rw. $0: an empty folder, for what replaces /dev and /tmp.
+CONFINED = """
+model=$1 tmp=$2 program=$3
+shift 3
+unset TMPDIR
+cut -d " " -f 2 /proc/self/mounts | grep -vE "^/(proc|sys|dev)(/|$)" | while read -r place; do
+    mount -o remount,bind,ro "$place"
+done
 mount -t tmpfs tmpfs "$0"
-for name in null zero full random urandom; do touch "$0/$name"; mount --bind "/dev/$name" "$0/$name"; done
-mount --move "$0" /dev
-exec "$@"
+mkdir -p "$0/dev" "$0/tmp/model"
+for name in null zero full random urandom; do touch "$0/dev/$name"; mount --bind "/dev/$name" "$0/dev/$name"; done
+ln -s "$program" "$0/tmp/text-generation-launcher"
+mount --rbind "$model" "$0/tmp/model"
+mount --rbind "$0/dev" /dev
+mount --rbind "$0/tmp" /tmp
+mount -o "remount,bind,$tmp" /tmp
+exec /tmp/text-generation-launcher "$@"
 """
 
 
-@pytest.mark.native
-def test_two_ranks_need_no_shared_memory_folder(tmp_path: Path) -> None:
-    """As in a container that has no /dev/shm: /dev has nothing but a few devices."""
-    model, devices = tmp_path / "model", tmp_path / "devices"
+def confined(folder: Path, tmp: str) -> list[str]:
+    """The command that runs a program in a container with a tiny model. Skips the test where this is not possible."""
+    model, replaced = folder / "model", folder / "replaced"
     model.mkdir()
-    devices.mkdir()
+    replaced.mkdir()
     byte_model.save(model, 256, None)
-    without_shm = ["unshare", "--mount", "sh", "-ec", NO_DEV, str(devices)]
-    if shutil.which("unshare") is None or subprocess.run([*without_shm, "true"], capture_output=True).returncode != 0:
+    command = ["unshare", "--mount", "sh", "-ec", CONFINED, str(replaced), str(model), tmp]
+    if shutil.which("unshare") is None or subprocess.run([*command, "/bin/true"], capture_output=True).returncode != 0:
         pytest.skip("needs the right to mount a file system, as root has it")
-    server = start("--model-id", str(model), "--num-shard", "2", "--standby", "off", through=without_shm)
-    folders = [Path(f"/proc/{pid}/root/dev") for pid in (server.process.pid, *server.worker_pids())]
+    return command
+
+
+@pytest.fixture(scope="module")
+def tgi(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two ranks in a container with a read-only root and no /dev/shm, under the name of TGI's program."""
+    through = confined(tmp_path_factory.mktemp("container"), "rw")
+    server = start("--model-id", "/tmp/model", "--num-shard", "2", "--standby", "off", through=through)
+    yield server
+    assert server.stop() == 0, server.last_lines()
+
+
+@pytest.mark.native
+def test_two_ranks_need_no_shared_memory_folder(tgi: Server) -> None:
+    folders = [Path(f"/proc/{pid}/root/dev") for pid in (tgi.process.pid, *tgi.worker_pids())]
     assert all(folder.is_dir() and not (folder / "shm").exists() for folder in folders)
     assert len(folders) == 3
-    assert any("exchange tensors through shared memory" in line for line in server.lines)
-    answer = ask(server, "/generate", {"inputs": "Hi", "parameters": GREEDY})
-    assert answer.status == 200
-    assert server.stop() == 0
+    assert any("exchange tensors through shared memory" in line for line in tgi.lines)
+    assert ask(tgi, "/generate", {"inputs": "Hi", "parameters": GREEDY}).status == 200
+
+
+@pytest.mark.native
+def test_a_server_with_a_read_only_root_answers_and_restarts_its_workers(tgi: Server) -> None:
+    root = Path(f"/proc/{tgi.process.pid}/root")
+    writable = [place for place in ("", "home", "root", "var", "tmp/model", "tmp") if os.access(root / place, os.W_OK)]
+    assert writable == ["tmp"]
+    before = restarts(tgi)
+    os.kill(tgi.worker_pids()[0], signal.SIGKILL)
+    wait_for_restart(tgi, before)
+    grammar = {"type": "regex", "value": "[0-9]+"}  # it is compiled in a process of its own
+    body = {"inputs": "Hi", "parameters": {"max_new_tokens": 4, "grammar": grammar}}
+    assert ask(tgi, "/generate", body).status == 200
+
+
+@pytest.mark.native
+def test_the_health_check_finds_the_server_under_the_name_of_tgis_program(tgi: Server) -> None:
+    assert name(tgi.process.pid) in PROCESS_NAMES
+    wait_until(lambda: check(tgi.process.pid) == (0, "/health/live answered 200\n"), "the check finds the server")
+
+
+@pytest.mark.native
+def test_a_server_that_can_write_nowhere_says_what_it_needs(tmp_path: Path) -> None:
+    process = launch("--model-id", "/tmp/model", through=confined(tmp_path, "ro"))
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1
+    assert "make /tmp writable (for a container: --tmpfs /tmp)" in output
 
 
 NEW_PIDS = ["unshare", "--pid", "--fork", "--kill-child"]

@@ -13,7 +13,8 @@ import socket
 import sys
 from pathlib import Path
 
-PROCESS_NAME = "penstock"
+# The second one is text-generation-launcher, TGI's name of the program, as the kernel cuts it.
+PROCESS_NAMES = ("penstock", "text-generation")
 ROUTE = "/health/live"
 LISTENING = "0A"  # in /proc/net/tcp
 TIMEOUT_S = 4.0  # of all addresses together; less than that of the image's check
@@ -21,14 +22,14 @@ Address = tuple[socket.AddressFamily, tuple[str, int] | str]
 
 
 def find_server() -> int:
-    """The pid of the first process of that name. Raises LookupError."""
+    """The pid of the first process with one of the names. Raises LookupError."""
     for pid in sorted(int(path.name) for path in Path("/proc").glob("[0-9]*")):
         try:
-            if Path(f"/proc/{pid}/comm").read_text().strip() == PROCESS_NAME:
+            if Path(f"/proc/{pid}/comm").read_text().strip() in PROCESS_NAMES:
                 return pid
         except OSError:
             continue  # it has exited
-    raise LookupError(f"there is no process named {PROCESS_NAME}")
+    raise LookupError(f"there is no process named {' or '.join(PROCESS_NAMES)}")
 
 
 def addresses(pid: int) -> list[Address]:
