@@ -4,6 +4,7 @@ thousand that nothing uses. It verifies drafts; the expected answers come from a
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,12 @@ ADAPTERS = (None, "one", "two")
 TOKEN = "hf_secret"
 NUM_SPARE = 1000  # registered, and never used
 REQUESTS = [request(prompt, adapter) for prompt in PROMPTS for adapter in ADAPTERS]
+# The endpoint picker of Kubernetes' Gateway API Inference Extension, in Go.
+PICKER = (
+    Path(__file__)
+    .parents[1]
+    .joinpath(".make", "go", "sigs.k8s.io", "gateway-api-inference-extension@v1.3.0", "pkg", "epp")
+)
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +132,25 @@ def test_adapters_are_models_of_openai_s_routes(adapted: Server) -> None:
     base = ask(adapted, "/v1/chat/completions", {**body, "model": "base"}).json
     assert answer["choices"][0]["message"]["content"] != base["choices"][0]["message"]["content"]
     assert ask(adapted, "/generate", request("Hi", "law")).status == 422
+
+
+@pytest.mark.skipif(not PICKER.exists(), reason=f"needs the endpoint picker in {PICKER}, which .ci/run downloads")
+def test_an_endpoint_picker_finds_every_metric_and_label_that_it_reads(adapted: Server) -> None:
+    options = (PICKER / "server" / "options.go").read_text()
+    names = re.findall(r'^\s*\w+Metric:\s*"(.+)",$', options, re.MULTILINE)
+    assert len(names) == 5, "by default"
+    labels = re.findall(
+        r'^\s*(Lora|CacheConfig)\w+MetricName\s*=\s*"(.+)"$',
+        (PICKER / "backend" / "metrics" / "metrics.go").read_text(),
+        re.MULTILINE,
+    )
+    assert len(labels) == 5
+    text = ask(adapted, "/metrics").text
+    for name in names:
+        assert f"# TYPE {name} gauge\n" in text
+        (sample,) = re.findall(f"^{name}(.*) [0-9.e+]+$", text, re.MULTILINE)
+        info = {"vllm:lora_requests_info": "Lora", "vllm:cache_config_info": "CacheConfig"}.get(name)
+        assert set(re.findall(r'(\w+)="', sample)) == {label for kind, label in labels if kind == info}
 
 
 def test_registered_adapters_cost_no_memory_until_they_are_used(
