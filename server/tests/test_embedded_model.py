@@ -60,18 +60,30 @@ def tokenizer(embedded_folder: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def reference(embedded_folder: Path) -> transformers.PreTrainedModel:
-    """Built by transformers, from weights that transformers dequantized and put in order itself."""
+def weights(embedded_folder: Path) -> dict[str, torch.Tensor]:
+    """In float32: what transformers dequantizes and puts in order itself."""
     config = transformers.AutoConfig.from_pretrained(embedded_folder)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
-    missing, unexpected = model.load_state_dict(dequantized(embedded_folder, model), strict=False)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    # `from_pretrained` would do this, but only with accelerate installed.
+    return load_gguf_checkpoint(str(embedded_folder / "model.gguf"), return_tensors=True, model_to_load=model)[
+        "tensors"
+    ]
+
+
+def built_by_transformers(
+    folder: Path, weights: dict[str, torch.Tensor], dtype: torch.dtype
+) -> transformers.PreTrainedModel:
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    missing, unexpected = model.load_state_dict(weights, strict=False)
     assert (missing, unexpected) == (["lm_head.weight"], [])
     return model.eval()
 
 
-def dequantized(folder: Path, model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
-    # `from_pretrained` would do this, but only with accelerate installed.
-    return load_gguf_checkpoint(str(folder / "model.gguf"), return_tensors=True, model_to_load=model)["tensors"]
+@pytest.fixture(scope="module")
+def reference(embedded_folder: Path, weights: dict[str, torch.Tensor]) -> transformers.PreTrainedModel:
+    return built_by_transformers(embedded_folder, weights, torch.bfloat16)
 
 
 @pytest.fixture(scope="module")
@@ -194,10 +206,9 @@ def test_greedy_tokens_are_those_of_transformers_but_for_ties(
 
 
 def test_in_float32_greedy_tokens_are_exactly_those_of_transformers(
-    embedded_folder: Path, reference: transformers.PreTrainedModel, tokenizer: Any
+    embedded_folder: Path, weights: dict[str, torch.Tensor], tokenizer: Any
 ) -> None:
-    exact = copy.deepcopy(reference).float()
-    exact.load_state_dict(dequantized(embedded_folder, exact), strict=False)
+    exact = built_by_transformers(embedded_folder, weights, torch.float32)
     model = load_model(
         LoadOptions(embedded_folder, torch.float32, torch.device("cpu"), 16, activation_bits=16), RankGroup()
     )
