@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from penstock_server.engine.drafting.eagle import ARCHITECTURE
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -43,7 +42,7 @@ def save_head(folder: Path, tensors: Tensors, **config: object) -> Path:
     folder.mkdir(exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     values = {
-        "architectures": [ARCHITECTURE],
+        "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "hidden_size": HIDDEN,
         "intermediate_size": INNER,

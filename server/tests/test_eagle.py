@@ -12,6 +12,7 @@ import torch
 from eagle_checkpoint import HEAD_DIM, HEADS, Tensors, knowing_head, random_head, save_head
 from penstock_server.config import WarmUpConfig
 from penstock_server.engine import Engine
+from penstock_server.engine.drafting.eagle import EagleHead, is_eagle_head
 from penstock_server.engine.drafting.head import HeadDrafter
 from penstock_server.engine.drafting.load import load_drafter
 from penstock_server.engine.sequence import SequenceTable, TableLimits
@@ -21,6 +22,7 @@ from penstock_server.models import load_model
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
 from penstock_server.plan import NewSequence
+from penstock_server.prepare import prepare_speculative_model
 from plans import Advance, listed, plan
 from tiny_models import make_model, prompts, save_model
 from torch import Tensor
@@ -159,17 +161,48 @@ def test_drafts_are_those_of_the_published_computation_and_change_no_bit(
         assert draft == expected_draft(reference, head, text, len(draft))
 
 
-def test_a_head_that_knows_a_text_saves_steps(reference: Any, model_folder: Path, tmp_path: Path) -> None:
+# As published: by SGLang's and by vLLM's users, and by EAGLE's authors, whose configuration is that of a whole model.
+ARCHITECTURES = ["LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_head_that_knows_a_text_saves_steps(
+    architecture: str, reference: Any, model_folder: Path, tmp_path: Path
+) -> None:
     (prompt,) = prompts(4, [9], VOCAB)
     plain = Engine(load(model_folder)[0], RankGroup(), CPU, BLOCK_TOKENS)
     plain.warm_up(LIMITS)
     (expected,), num_plain_steps = generate(plain, [prompt], 24, num_drafts=0)
     text = [*prompt, *(token.id for token in expected)]
     head = knowing_head(reference, text, OBSERVED)
-    folder = save_head(tmp_path / "head", head, draft_vocab_size=VOCAB)
+    folder = save_head(tmp_path / "head", head, draft_vocab_size=VOCAB, architectures=[architecture])
     (drafted,), num_steps = generate(drafting(model_folder, folder)[0], [prompt], 24, num_drafts=1)
     assert drafted == expected
     assert num_steps <= num_plain_steps - 10
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("prefix", ["midlayer.", "layers.0."])
+def test_heads_are_told_from_draft_models_by_their_tensors(
+    prefix: str, architecture: str, model_folder: Path, tmp_path: Path
+) -> None:
+    head = {name.replace("midlayer.", prefix): tensor for name, tensor in random_head(VOCAB).items()}
+    assert is_eagle_head(save_head(tmp_path, head, architectures=[architecture]))
+    assert not is_eagle_head(model_folder)
+
+
+@pytest.mark.usefixtures("model_cache")
+def test_a_head_of_eagle_s_authors_is_prepared_and_drafts(model_folder: Path, tmp_path: Path) -> None:
+    """Theirs is a pickle whose `config.json` is that of a whole model, with no tokenizer."""
+    head = random_head(VOCAB)
+    folder = save_head(tmp_path / "head", head, architectures=["LlamaForCausalLM"], num_hidden_layers=40)
+    (folder / "model.safetensors").unlink()
+    torch.save(head, folder / "pytorch_model.bin")
+    prepared = Path(prepare_speculative_model(str(folder)).folder)
+    model, options = load(model_folder)
+    drafter = load_drafter(prepared, model, options, load_model, RankGroup())
+    assert isinstance(drafter, HeadDrafter)
+    assert isinstance(drafter.model, EagleHead)
 
 
 class Unread:
@@ -193,9 +226,10 @@ def test_a_text_that_the_model_has_not_read_has_no_draft() -> None:
         ("fc.weight", {}, "lacks the tensor fc.weight"),
         ("", {"intermediate_size": 81}, r"gate_proj.weight has shape \[80, 48\], must have \[81, 48\]"),
         ("", {"eagle_aux_hidden_state_layer_ids": [1, 1, 9]}, r"reads layers \[1, 1, 9\], must be different ones"),
+        ("", {"speculators_model_type": "eagle3"}, "speculators_model_type 'eagle3'.*, which is not read; use"),
     ],
 )
-def test_heads_of_another_model_are_refused(
+def test_heads_of_another_model_or_layout_are_refused(
     name: str, config: dict[str, object], message: str, model_folder: Path, tmp_path: Path
 ) -> None:
     head = random_head(VOCAB)

@@ -1,8 +1,8 @@
 """Drafts from an EAGLE-3 head (https://arxiv.org/abs/2503.01840): one decoder layer that reads, for each position, the
 inputs of three of the model's layers there and the token that follows, and predicts the token after that one.
 
-Heads have the published layout: `LlamaForCausalLMEagle3`, with `fc` over the three inputs, a layer `midlayer` or
-`layers.0` of twice the usual input size, and a vocabulary of its own, whose tokens `d2t` maps to the model's.
+Heads have the published layout: `fc` over the three inputs, a layer `midlayer` or `layers.0` of twice the usual input
+size, and a vocabulary of its own, whose tokens `d2t` maps to the model's.
 """
 
 from __future__ import annotations
@@ -26,10 +26,22 @@ from penstock_server.models.interface import LoadOptions
 from penstock_server.models.rope_config import read_rope
 from penstock_server.weights.folder import find_weights
 from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
+from penstock_server.weights.safetensors_header import read_header
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
 _LAYER_PREFIXES = ("midlayer.", "layers.0.")
+_HIDDEN_NORM = "hidden_norm.weight"  # of the layer; norms what the head reads of the model, so no whole model has it
 _IGNORED = {"t2d", "d2t", "embed_tokens.weight"}  # the model has the embeddings; d2t is read if vocabularies differ
+
+
+def is_eagle_head(folder: Path) -> bool:
+    """Whether the folder holds an EAGLE-3 head, by the names of its tensors. `architectures` does not tell: heads are
+    published as `LlamaForCausalLMEagle3`, as `Eagle3LlamaForCausalLM`, and, by EAGLE's authors, as `LlamaForCausalLM`.
+    Raises ConfigError if the folder holds no weights, or damaged ones."""
+    files = find_weights(folder)
+    if files.kind != "safetensors":
+        return False
+    names = {name for path in files.paths for name in read_header(path)}
+    return any(prefix + _HIDDEN_NORM in names for prefix in _LAYER_PREFIXES)
 
 
 class EagleHead:

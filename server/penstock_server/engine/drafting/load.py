@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from penstock_server.engine.drafting import eagle
 from penstock_server.engine.drafting.draft_model import DraftModel
-from penstock_server.engine.drafting.eagle import EagleHead
+from penstock_server.engine.drafting.eagle import EagleHead, is_eagle_head
 from penstock_server.engine.drafting.head import HeadDrafter
 from penstock_server.engine.drafting.interface import Drafter, SentDrafter
 from penstock_server.engine.drafting.medusa import HeadKernels, MedusaDrafter, read_heads
@@ -68,12 +67,18 @@ def load_drafter(
     if refusal:
         raise ConfigError(f"--speculative-model {folder}: no drafts are verified here, because {refusal}")
     config = Config.read(folder)
-    if config.values.get("architectures") == [eagle.ARCHITECTURE]:
-        return _eagle(folder, model, options)
+    if (layout := config.values.get("speculators_model_type")) is not None:
+        raise ConfigError(
+            f"--speculative-model {folder}: {config.path.name} has the layout of the speculators library "
+            f"(speculators_model_type {layout!r}), which is not read; use an EAGLE-3 head in the layout of EAGLE's "
+            "authors, Medusa heads, a draft model, or `--speculative-model ngram`"
+        )
     if config.optional_int("medusa_num_heads"):
         native = find_build(options.device, options.dtype, options.cpu_isa)
         heads = read_heads(folder, model, HeadKernels.of(options.device, options.dtype, native), group)
         return SentDrafter() if heads is None else MedusaDrafter(heads)
+    if is_eagle_head(folder):
+        return _eagle(folder, model, options)
     if model.window_tokens:
         raise ConfigError(
             f"--speculative-model {folder}: a draft model reads whole texts, and this model, whose layers all have a "
