@@ -3,8 +3,6 @@ across a worker's death."""
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +14,8 @@ import byte_model
 import pytest
 from binary import Server, start
 from client import ask, send
-from fault.probe import health, metrics, wait_until
+from drafts import interrupted, token_ids
+from fault.probe import metrics, wait_until
 from test_worker_death import Stream
 
 pytestmark = pytest.mark.native
@@ -132,9 +131,9 @@ def test_a_cancelled_stream_changes_no_token_of_others(served: Served) -> None:
 
 
 def test_a_worker_s_death_changes_no_token(served: Served) -> None:
-    wait_until(lambda: health(served.drafting) == 200)
-    streams = [Stream(served.drafting, body()) for _ in range(4)]
-    os.kill(served.drafting.worker_groups()[0][0], signal.SIGKILL)
-    for stream in streams:
-        assert [token for token, _, _ in stream.result()[0]] == served.text
-        assert [event["index"] for event in stream.events] == list(range(1, NUM_TOKENS + 1))
+    request = body(max_new_tokens=160)
+    undisturbed = [token["id"] for token in answer(served.plain, request)[1]["tokens"]]
+    assert undisturbed[:NUM_TOKENS] == served.text
+    for stream in interrupted(served.drafting, [request] * 4):
+        assert token_ids(stream) == undisturbed
+        assert [event["index"] for event in stream.events] == list(range(1, 161))

@@ -4,9 +4,7 @@ grammar, which ends the answer of a model without an EOS token."""
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +15,8 @@ import pytest
 import torch
 from binary import Server, launch, start
 from client import ask
-from fault.probe import health, metrics, wait_until
+from drafts import interrupted, token_ids
+from fault.probe import metrics
 from test_worker_death import Stream
 
 pytestmark = pytest.mark.native
@@ -104,11 +103,11 @@ def test_a_grammar_s_drafts_change_no_token_and_its_end_is_the_answer_s(
 
 def test_a_worker_s_death_changes_no_token(drafting: tuple[Server, list[list[int]], list[str]]) -> None:
     server, texts, _ = drafting
-    wait_until(lambda: health(server) == 200)
-    streams = [Stream(server, request(prompt)) for prompt in PROMPTS]
-    os.kill(server.worker_groups()[0][0], signal.SIGKILL)
-    for stream, text in zip(streams, texts, strict=True):
-        assert [token for token, _, _ in stream.result()[0]] == text
+    requests = [request(prompt, max_new_tokens=160) for prompt in PROMPTS]
+    details = [ask(server, "/generate", body).json["details"] for body in requests]
+    undisturbed = [[token["id"] for token in each["tokens"]] for each in details]
+    assert [each[:NUM_TOKENS] for each in undisturbed] == texts
+    assert [token_ids(stream) for stream in interrupted(server, requests)] == undisturbed
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused_before_ready(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,10 +12,10 @@ import byte_model
 import pytest
 import torch
 from binary import Server, launch, start
-from client import ask, events, send
-from fault.probe import health, metric, wait_until
+from client import ask, events
+from drafts import interrupted, token_ids, wait_for_right_drafts
+from fault.probe import metric, wait_until
 from safetensors.torch import save_file
-from test_worker_death import Stream
 
 pytestmark = pytest.mark.native
 
@@ -106,19 +104,6 @@ def medusa(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, l
     assert server.stop() == 0
 
 
-def wait_for_right_drafts(server: Server, request: dict[str, Any]) -> Any:
-    """The details of an answer some of whose drafts were right. The scheduler gives no drafts while it measures that
-    their rows take as long as steps; then the request is made again."""
-    found: list[Any] = []
-
-    def has_right_drafts() -> bool:
-        found.append(ask(server, "/generate", request).json["details"])
-        return found[-1].get("draft_tokens", {"accepted": 0})["accepted"] > 0
-
-    wait_until(has_right_drafts, "drafts are right")
-    return found[-1]
-
-
 def test_medusa_heads_that_know_the_text_save_steps_and_change_no_token(medusa: tuple[Server, list[int]]) -> None:
     server, text = medusa
     parameters = {"max_new_tokens": 40, "details": True, "ignore_eos": True}
@@ -153,12 +138,12 @@ def test_preemption_and_shared_prefixes_change_no_token_of_drafts(medusa: tuple[
 
 def test_a_worker_s_death_changes_no_token_of_medusa_heads(medusa: tuple[Server, list[int]]) -> None:
     server, text = medusa
-    wait_until(lambda: health(server) == 200)
-    parameters = {"max_new_tokens": 40, "ignore_eos": True}
-    streams = [Stream(server, {"inputs": MEDUSA_PROMPT, "parameters": parameters}) for _ in range(4)]
-    os.kill(server.worker_groups()[0][0], signal.SIGKILL)
-    for stream in streams:
-        assert [token for token, _, _ in stream.result()[0]] == text
+    # Two such answers fit into the pool.
+    parameters = {"max_new_tokens": 110, "details": True, "ignore_eos": True}
+    request = {"inputs": MEDUSA_PROMPT, "parameters": parameters}
+    undisturbed = [token["id"] for token in answer(server, request)[1]["tokens"]]
+    assert undisturbed[: len(text)] == text
+    assert [token_ids(stream) for stream in interrupted(server, [request] * 2)] == [undisturbed] * 2
 
 
 def test_heads_without_weights_are_refused_before_ready(tmp_path: Path) -> None:
@@ -254,14 +239,9 @@ def test_every_route_tells_of_its_drafts(speculating: Server, path: str, body: d
 
 
 def test_a_worker_s_death_changes_no_token(speculating: Server) -> None:
-    request = {"inputs": COPY, "parameters": {"max_new_tokens": 200, "details": True, "do_sample": True, "seed": 9}}
-    _, details = answer(speculating, request)
-    connection, response = send(speculating, "/generate_stream", request)
-    tokens: list[Any] = []
-    for line in response:
-        if line.startswith(b"data:"):
-            tokens.append(json.loads(line[5:])["token"])
-            if len(tokens) == 20:  # once: an empty line follows
-                os.kill(speculating.worker_pids()[0], signal.SIGKILL)
-    connection.close()
-    assert tokens == details["tokens"]
+    parameters = {"max_new_tokens": 120, "details": True, "ignore_eos": True}
+    sampled = {**parameters, "do_sample": True, "seed": 9}
+    requests = [{"inputs": COPY, "parameters": each} for each in (parameters, sampled)]
+    undisturbed = [answer(speculating, request)[1]["tokens"] for request in requests]
+    streams = interrupted(speculating, requests)
+    assert [[event["token"] for event in stream.events] for stream in streams] == undisturbed
