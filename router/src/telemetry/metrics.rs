@@ -444,6 +444,20 @@ mod tests {
     }
 
     #[test]
+    fn the_tokens_of_a_sequence_behind_its_first_one_in_a_step_were_skipped() {
+        let text = rendered(|| tokens_accepted([0, 1, 4, 1].into_iter()));
+        for line in [
+            "tgi_request_skipped_tokens_bucket{le=\"0\"} 2",
+            "tgi_request_skipped_tokens_bucket{le=\"2\"} 2",
+            "tgi_request_skipped_tokens_bucket{le=\"3\"} 3",
+            "tgi_request_skipped_tokens_sum 3",
+            "tgi_request_skipped_tokens_count 3",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
+        }
+    }
+
+    #[test]
     fn drafts_are_counted_under_our_names_and_those_of_vllm() {
         let drafts = [(3, 3), (3, 1), (2, 0), (0, 0)];
         let drafts = drafts.map(|(num_verified, num_right)| DraftCount { num_verified, num_right });
