@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -32,7 +33,7 @@ BF16 = torch.bfloat16
 VARIANT = NormVariant(1e-5)
 VARIANTS = [VARIANT, NormVariant(1e-6, is_wide=True), NormVariant(1e-5, "layer")]
 SHAPES = [(1, 1), (17, 3), (48, 64), (100, 31), (576, 576), (960, 576), (130, 1536)]
-ROWS = [1, 2, 3, 7, 8, 9, 32, 100, 260]
+ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 32, 100, 260]
 
 
 def random(*shape: int, scale: float = 1.0) -> Tensor:
@@ -304,6 +305,25 @@ class Pages:
 HEADS = [(9, 3, 64), (4, 4, 32), (8, 1, 128), (6, 2, 80), (2, 1, 256), (2, 1, 512), (3, 3, 100), (2, 2, 5)]
 
 
+def in_chunks(first: int, end: int, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(start, number of tokens) of chunks whose sizes repeat; the last chunk stops at the end."""
+    starts = itertools.accumulate(itertools.cycle(sizes), initial=first)
+    bounds = [*itertools.takewhile(end.__gt__, starts), end]
+    return [(start, stop - start) for start, stop in itertools.pairwise(bounds)]
+
+
+# The chunk sizes of prompts, and those of a token and its draft.
+CUTS = [(50,), (256,), tuple(range(2, 10))]
+
+
+def assert_drafts_have_the_same_bits(world: Pages, whole: Tensor, begin: int) -> None:
+    """Tokens with drafts, across the end of a segment, in a batch with others. whole: the outputs from `begin` on."""
+    for num_tokens in range(2, 10):
+        first = 256 - num_tokens // 2
+        crowd = world.attend([(1, 70, 7), (0, first, num_tokens)] + [(1, 76, 1), (1, 70, 3)] * 10)
+        assert torch.equal(crowd[7 : 7 + num_tokens], whole[first - begin : first - begin + num_tokens])
+
+
 def pages(heads: int, kv_heads: int, head_dim: int, lengths: list[int]) -> Pages:
     return Pages(AttentionShape(heads, kv_heads, head_dim, head_dim**-0.5, 16), lengths)
 
@@ -324,14 +344,15 @@ def test_attention_equals_the_reference(heads: int, kv_heads: int, head_dim: int
 def test_attention_row_has_the_same_bits_alone_chunked_and_in_a_batch(heads: int, kv_heads: int, head_dim: int) -> None:
     world = pages(heads, kv_heads, head_dim, [600, 77])
     whole = world.attend([(0, 0, 600)])
-    for chunk in (16, 50, 256):
-        parts = [world.attend([(0, first, min(chunk, 600 - first))]) for first in range(0, 600, chunk)]
+    for sizes in [(16,), *CUTS]:
+        parts = [world.attend([(0, *chunk)]) for chunk in in_chunks(0, 600, sizes)]
         assert torch.equal(torch.cat(parts), whole)
     for position in (0, 1, 63, 64, 100, 255, 256, 511, 512, 599):
         alone = world.attend([(0, position, 1)])
         assert torch.equal(alone[0], whole[position])
         crowd = world.attend([(1, 70, 7), (0, position, 1)] + [(1, 76, 1)] * 20)
         assert torch.equal(crowd[7], whole[position])
+    assert_drafts_have_the_same_bits(world, whole, 0)
 
 
 SLOPES = (0.5, 0.3, 0.11, 0.07, 0.9, 0.02)
@@ -362,12 +383,13 @@ def assert_near_and_the_same_bits(world: Pages) -> None:
     for steps in ([(0, 599, 1)], [(0, begin, 600 - begin)], [(1, 40, 30), (0, 250, 150), (1, 76, 1)]):
         world.assert_near_reference(steps)
     whole = world.attend([(0, begin, 600 - begin)])
-    for chunk in (50, 256):
-        parts = [world.attend([(0, first, min(chunk, 600 - first))]) for first in range(begin, 600, chunk)]
+    for sizes in CUTS:
+        parts = [world.attend([(0, *chunk)]) for chunk in in_chunks(begin, 600, sizes)]
         assert torch.equal(torch.cat(parts), whole)
     for position in (begin, begin + 1, 127, 128, 150, 255, 256, 599):
         crowd = world.attend([(1, 70, 7), (0, position, 1)] + [(1, 76, 1)] * 20)
         assert torch.equal(crowd[7], whole[position - begin])
+    assert_drafts_have_the_same_bits(world, whole, begin)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

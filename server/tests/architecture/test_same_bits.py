@@ -24,6 +24,7 @@ pytestmark = pytest.mark.native
 BLOCK_TOKENS = 16
 LENGTH = 330  # two segments of the kernels, each with its own softmax
 SHORT_LENGTH = 90  # two tiles of the kernels
+DRAFT_CHUNKS = list(range(2, 10))  # a token and its draft
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 128,
@@ -99,16 +100,20 @@ def logits_of(
     return torch.cat(found)
 
 
-def assert_same_bits(model: CausalModel, length: int, num_source: int, cuts: list[list[int]]) -> None:
-    """cuts: chunk sizes of the text after its source, which is never cut."""
+def assert_same_bits(
+    model: CausalModel, length: int, num_source: int, cuts: list[list[int]], drafts: list[int]
+) -> None:
+    """cuts: chunk sizes of the text after its source, which is never cut. drafts: a cut into chunks of the sizes of
+    drafts, which runs without other sequences: their steps have the fewest rows."""
     assert model.attention_name == "native"
     text, *beside = prompts(7, [length, 2 * length // 5, length // 4], VOCAB)
+    company: list[list[list[int]]] = [[], beside]
     whole = logits_of(model, text, num_source, [length], [])
     assert whole.isfinite().all()
-    for cut in cuts:
+    for cut in (*cuts, drafts):
         first, *rest = cut
         for chunks in (cut,) if not num_source else ([num_source + first, *rest], [num_source, *cut]):
-            for others in ([], beside):
+            for others in company[: 1 if cut is drafts else 2]:
                 found = logits_of(model, text, num_source, chunks, others)
                 assert torch.equal(found, whole), (chunks, bool(others), int((found != whole).any(-1).sum()))
 
@@ -118,8 +123,9 @@ def test_logits_do_not_depend_on_chunks_or_other_sequences(name: str, tmp_path: 
     model = load(name, LONG_CASES[name], tmp_path)
     num_source = 150 if model.max_source_tokens else 0
     behind = LENGTH - num_source
+    drafts = DRAFT_CHUNKS * 4  # from the first segment into the second one
     cuts = [[behind - 160, 160], [30] * (behind // 30), [1] * 30 + [behind - 100] + [1] * 70]
-    assert_same_bits(model, LENGTH, num_source, cuts)
+    assert_same_bits(model, LENGTH, num_source, cuts, [behind - sum(drafts), *drafts])
 
 
 @pytest.mark.column(SAME_BITS)
@@ -128,4 +134,6 @@ def test_logits_of_every_architecture_do_not_depend_on_chunks_or_other_sequences
     model = load(name, CASES[name], tmp_path)
     num_source = 20 if model.max_source_tokens else 0
     behind = SHORT_LENGTH - num_source
-    assert_same_bits(model, SHORT_LENGTH, num_source, [[40, behind - 40], [1] * 5 + [behind - 15] + [1] * 10])
+    cuts = [[40, behind - 40], [1] * 5 + [behind - 15] + [1] * 10]
+    drafts = [10, *DRAFT_CHUNKS, behind - 10 - sum(DRAFT_CHUNKS)]
+    assert_same_bits(model, SHORT_LENGTH, num_source, cuts, drafts)
