@@ -11,6 +11,8 @@ from binary import Server, start
 from huggingface_hub import AsyncInferenceClient
 from reference_model import reference
 
+pytestmark = pytest.mark.xdist_group("reference")  # transformers loads the model once for both files
+
 TOKENS = 64
 PROMPTS = [
     "The capital of France is",

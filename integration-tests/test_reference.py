@@ -16,6 +16,8 @@ from huggingface_hub.errors import HfHubHTTPError
 from openai import AuthenticationError, OpenAI
 from reference_model import model_folder, reference
 
+pytestmark = pytest.mark.xdist_group("reference")  # transformers loads the model once for both files
+
 KEYS = ("first-key-of-two", "Second_Key.2")
 TEXT = "The river was wide and slow, and on its banks the children of the village played until it was dark."
 # bf16 logits of the usual magnitude are 0.125 apart, and a logprob is a difference of logits.
