@@ -338,10 +338,9 @@ def test_a_worker_that_replaces_another_sees_the_images_of_open_requests(
     wait_until(lambda: health(server) == 200)
 
 
-def test_two_ranks_answer_as_one_does_also_when_one_of_them_is_killed(
+def test_two_ranks_answer_as_one_does_although_one_of_them_is_killed(
     reference: Reference, long_requests: list[dict[str, Any]], undisturbed: list[tuple]
 ) -> None:
     running = start("--model-id", str(reference.folder), "--dtype", "float32", "--num-shard", "2")
-    assert [stream.result() for stream in [Stream(running, request) for request in long_requests]] == undisturbed
     assert answers_across_a_kill(running, long_requests) == undisturbed
     assert running.stop() == 0, running.last_lines()
