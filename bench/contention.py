@@ -81,7 +81,7 @@ def main() -> None:
 
     words = peers.prompt_words()
     repeats: list[dict[str, Any]] = [{} for _ in range(options.repeats)]
-    record: dict[str, Any] = {**heading(), "machine": machine(), "repeats": repeats}
+    record: dict[str, Any] = {**heading(), "machine": machine(), "prompts": "of each cell", "repeats": repeats}
     for weights in options.weights:
         port = free_port()
         with running(penstock_server([], dequantize=WEIGHTS[weights]), port, in_own_session=False) as server:

@@ -319,6 +319,8 @@ def start(record: Record) -> Iterator[Figure]:
 
 
 def contention(record: Record) -> Iterator[Figure]:
+    if "prompts" not in record:
+        return  # all cells of an older result had the same prompts, which the prefix cache had from the second one on
     num_cores = record["machine"]["num_cores"]
     for weights, by_streams in record["repeats"][0].items():
         for streams, cells in by_streams.items():

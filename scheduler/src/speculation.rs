@@ -272,16 +272,20 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_sequence_tries_again_after_a_while() {
-        let mut acceptance = Acceptance::default();
-        while acceptance.num_worthwhile(&[0.5], 0.0) > 0 {
-            acceptance.observe(0, 1);
-        }
-        let num_steps = (0..).take_while(|_| {
+    /// Steps without drafts until a draft that costs half of a step is tried again.
+    fn steps_to_next_try(mut acceptance: Acceptance) -> usize {
+        let is_waiting = |_: &u32| {
             acceptance.recover();
             acceptance.num_worthwhile(&[0.5], 0.0) == 0
-        });
-        assert!((32..128).contains(&num_steps.count()));
+        };
+        (0..).take_while(is_waiting).count()
+    }
+
+    #[test]
+    fn a_sequence_tries_again_after_a_while() {
+        let num_wrong = (0..).find(|num| after(&vec![(0, 1); *num]).num_worthwhile(&[0.5], 0.0) == 0).unwrap();
+        assert!((32..128).contains(&steps_to_next_try(after(&vec![(0, 1); num_wrong]))));
+        // As after steps whose rows were cheaper.
+        assert!((128..640).contains(&steps_to_next_try(after(&[(0, 1); 20]))));
     }
 }

@@ -216,7 +216,7 @@ fn wrong_drafts_end_when_their_rows_cost_as_much_as_tokens() {
 
 #[test]
 fn a_sequence_whose_drafts_were_wrong_tries_again() {
-    let drafts = drafts_after_wrong_ones(1, 85, Duration::from_millis(100), Duration::from_millis(100));
+    let drafts = drafts_after_wrong_ones(1, 80, Duration::from_millis(100), Duration::from_millis(100));
     let first_without = drafts.iter().skip(1).position(|num_drafts| *num_drafts == 0).expect("drafts end");
     assert!(drafts[1 + first_without..].iter().any(|num_drafts| *num_drafts > 0), "{drafts:?}");
 }
