@@ -37,9 +37,9 @@ async fn a_server_that_joins_gets_sequences_and_one_that_leaves_gives_its_own_aw
     running.await.unwrap();
     wait_until(|| report(&replicas, 0).is_healthy.is_none()).await;
     assert_eq!(report(&replicas, 0).routed.num_handovers, 12);
-    let num_plans = leaving.num_plans().await;
+    let num_sequences = leaving.num_sequences().await;
     streams_are_complete(&replicas, prompts(4), 5).await;
-    assert_eq!(leaving.num_plans().await, num_plans, "it gets no new sequence");
+    assert_eq!(leaving.num_sequences().await, num_sequences, "it gets no new sequence");
     assert_eq!(replicas.stats().num_blocks, 256);
 }
 
@@ -147,7 +147,7 @@ async fn every_number_can_go_to_another_server_in_one_change() {
     running.await.unwrap();
     assert!(futures::poll!(Box::pin(replicas.failure())).is_pending());
     wait_until(|| replicas.health().is_healthy()).await;
-    let num_plans = leaving.num_plans().await;
+    let num_sequences = leaving.num_sequences().await;
     streams_are_complete(&replicas, prompts(4), 5).await;
-    assert_eq!(leaving.num_plans().await, num_plans, "it gets no new sequence");
+    assert_eq!(leaving.num_sequences().await, num_sequences, "it gets no new sequence");
 }

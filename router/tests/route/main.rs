@@ -77,9 +77,9 @@ async fn sequences_of_a_server_that_drains_move_to_another_one_at_once() {
     let streams = running_streams(&replicas, &drained, 5).await;
     drained.shutdown.cancel();
     streams.await.unwrap();
-    let num_plans = drained.num_plans().await;
+    let num_sequences = drained.num_sequences().await;
     streams_are_complete(&replicas, prompts(4), 5).await;
-    assert_eq!(drained.num_plans().await, num_plans, "it gets no new sequence");
+    assert_eq!(drained.num_sequences().await, num_sequences, "it gets no new sequence");
 }
 
 #[tokio::test]
@@ -102,9 +102,9 @@ async fn a_server_that_answers_but_finishes_no_step_loses_its_sequences() {
     let (gate, hanging, kept) = stopping_server(5).await;
     let replicas = route(&[&hanging, &kept], Duration::from_secs(3)).await;
     running_streams(&replicas, &hanging, 5).await.await.unwrap();
-    let num_plans = hanging.num_plans().await;
+    let (num_plans, num_sequences) = (hanging.num_plans().await, hanging.num_sequences().await);
     streams_are_complete(&replicas, prompts(4), 5).await;
-    assert_eq!(hanging.num_plans().await, num_plans, "it gets no new sequence");
+    assert_eq!(hanging.num_sequences().await, num_sequences, "it gets no new sequence");
     gate.send_replace(u64::MAX);
     let used_again = async {
         while hanging.num_plans().await <= num_plans + 2 {

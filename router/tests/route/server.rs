@@ -116,6 +116,11 @@ impl Server {
     pub async fn num_plans(&self) -> usize {
         self.fleet.started(1).await.ranks[0].look(|seen| seen.plans.len())
     }
+
+    /// That it has taken into its steps. Plans say less: one that only frees what a stream leaves may come after its end.
+    pub async fn num_sequences(&self) -> usize {
+        self.fleet.started(1).await.ranks[0].look(|seen| seen.plans.iter().map(|plan| plan.new_sequences.len()).sum())
+    }
 }
 
 impl Drop for Server {
