@@ -402,6 +402,9 @@ def speculation(record: Record) -> Iterator[Figure]:
                 if drafting:
                     shares = [100 * cell["accepted"] / cell["drafted"] for cell in drafting]
                     yield Figure(f"{server}, {load}: right {kinds[mode]}", "", shares, " %", 0)
+            repeated = [100 * cell["off"]["repeated"] for cell in cells if "repeated" in cell["off"]]
+            if repeated:
+                yield Figure(f"{server}, {load}: the answers' text that the prompt has", "≥ 80 %", repeated, " %", 0)
         yield from _differences(server, [repeat[server] for repeat in record["repeats"]], kinds, "0" if ours else "")
     for name in (name for name in record if name.startswith("sampled")):
         server, sampled = name.replace("sampled", "penstock"), record[name]

@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import harmonic_mean
+from statistics import fmean, harmonic_mean
 from typing import Any
 
 import peers
@@ -193,6 +193,12 @@ def sampled_requests(words: Sequence[str], count: int) -> list[dict[str, Any]]:
     return requests
 
 
+def repeated_share(request: dict[str, Any], tokens: Sequence[dict[str, Any]]) -> float:
+    """How much of an answer of Penstock is lines of the request's text."""
+    answer = "".join(token["text"] for token in tokens)
+    return sum(len(line) for line in answer.splitlines(keepends=True) if line in request["inputs"]) / len(answer)
+
+
 def num_different(some: Sequence[Any], others: Sequence[Any]) -> int:
     return sum(one != other for one, other in zip(some, others, strict=True))
 
@@ -241,6 +247,9 @@ def measure_server(name: str, ports: dict[str, int], model: Model, repeat: int, 
             mode: {**cell, "requests": num_requests, "different": num_different(without, answers)}
             for mode, (cell, answers) in measured.items()
         }
+        if name == "penstock" and load == "copying":
+            shares = [repeated_share(*pair) for pair in zip(requests, (tokens for tokens, _ in without), strict=True)]
+            cells[load]["off"]["repeated"] = fmean(shares)
     num_differences = sum(cell["different"] for modes in cells.values() for cell in modes.values())
     if name == "penstock":
         many = stream_load(NUM_STREAMS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from figure import speculation
-from speculation import COMPLETION_SAMPLINGS, SAMPLINGS, num_different, sampled_requests
+from speculation import COMPLETION_SAMPLINGS, SAMPLINGS, num_different, repeated_share, sampled_requests
 
 
 def test_a_figure_compares_each_load_with_and_without_drafts() -> None:
@@ -23,6 +23,18 @@ def test_a_figure_compares_each_load_with_and_without_drafts() -> None:
     assert figures["llama.cpp, copying: throughput with drafts, to without"].target == ""
     assert figures["llama.cpp: answers of these loads that differ"].row()[2] == "4"
     assert figures["penstock: answers that differ, of 1,000 requests with every kind of sampling"].values == [1]
+
+
+def test_copying_counts_the_lines_that_the_prompt_has() -> None:
+    request = {"inputs": "1. one\n2. two\n"}
+    tokens = [{"text": text} for text in ("1.", " one\n", "2.", " two\n", "3. six\n")]
+    share = repeated_share(request, tokens)
+    assert share == 14 / 21
+    load = {"off": {"tokens_per_s": 10, "repeated": share}, "on": {"tokens_per_s": 30}}
+    repeat = {"penstock": {"loads": {"copying": load}, "different": 0}}
+    figures = {figure.name: figure for figure in speculation({"repeats": [repeat]})}
+    repeated = figures["penstock, copying: the answers' text that the prompt has"]
+    assert (repeated.values, repeated.target) == ([100 * share], "≥ 80 %")
 
 
 def test_medusa_heads_have_figures_of_their_own() -> None:
