@@ -173,7 +173,12 @@ fn apply(scheduler: &mut Scheduler, result: &StepResult) {
 fn answer(plan: &Plan) -> StepResult {
     let sampled = plan.advances.iter().filter(|advance| advance.sample);
     let outputs = sampled
-        .map(|it| SequenceOutput { id: it.id, token_ids: Some(vec![plan.step as TokenId]), num_draft_tokens: 0 })
+        .map(|it| SequenceOutput {
+            id: it.id,
+            token_ids: Some(vec![plan.step as TokenId]),
+            num_draft_tokens: 0,
+            drafted_by_model: false,
+        })
         .collect();
     StepResult { step: plan.step, outputs }
 }

@@ -250,6 +250,8 @@ pub struct SequenceOutput {
     pub token_ids: Option<Vec<TokenId>>,
     /// Draft tokens that the worker verified, right or not; at most `Advance::num_draft_tokens`.
     pub num_draft_tokens: u32,
+    /// Whether these come from a model or heads.
+    pub drafted_by_model: bool,
 }
 
 /// What a step spent on drafts.
@@ -257,6 +259,8 @@ pub struct SequenceOutput {
 pub struct Drafted {
     /// Draft tokens that the step verified, over all sequences.
     pub num_tokens: u32,
+    /// Whether any of them come from a model or heads.
+    pub by_model: bool,
     /// On a GPU: the time in which it waited for drafts or made them. On a CPU: the time that a model took to make them.
     pub duration: Duration,
 }

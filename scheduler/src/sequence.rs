@@ -15,7 +15,8 @@ use std::time::Duration;
 use crate::cache::BlockTable;
 use crate::layout::BlockLayout;
 use crate::plan::{
-    Advance, BlockId, ContentSalt, FinishReason, ImageGroup, Limits, NewSequence, SequenceId, Submission, TokenId,
+    Advance, BlockId, ContentSalt, FinishReason, ImageGroup, Limits, NewSequence, SequenceId, SequenceOutput,
+    Submission, TokenId,
 };
 use crate::precedence::{Precedence, PrefillOrder};
 use crate::prefix::{Content, PendingPrefix, Root};
@@ -159,6 +160,30 @@ impl Sequence {
             return 0;
         }
         limits.max_draft_tokens.min((self.max_tokens - self.num_known_tokens()).saturating_sub(1))
+    }
+
+    /// Learns from the drafts of a step that allowed some, of which the first `num_right` were right. `extends`: the model drafts only
+    /// where lookup finds nothing, so a step with it measures both.
+    pub(crate) fn learn_from_drafts(
+        &mut self,
+        drafting: Drafting,
+        extends: bool,
+        num_right: u32,
+        output: &SequenceOutput,
+    ) {
+        let &SequenceOutput { num_draft_tokens, drafted_by_model, .. } = output;
+        if !(drafting.uses_model() && extends) {
+            let acceptance = self.acceptance(drafting);
+            return match num_draft_tokens {
+                0 if drafting.uses_model() => acceptance.miss(),
+                num_drafts => acceptance.observe(num_right, num_drafts),
+            };
+        }
+        if num_draft_tokens > 0 && !drafted_by_model {
+            return self.acceptance(Drafting::Lookup).observe(num_right, num_draft_tokens);
+        }
+        self.acceptance(Drafting::Lookup).observe(0, 0);
+        self.acceptance(Drafting::Model).observe(num_right, num_draft_tokens);
     }
 
     pub(crate) fn acceptance(&mut self, drafting: Drafting) -> &mut Acceptance {

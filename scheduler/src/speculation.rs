@@ -170,6 +170,11 @@ impl Acceptance {
         self.found += (f64::from(u8::from(num_drafts > 0)) - self.found) * LEARNING_RATE;
     }
 
+    /// Share of the steps that allowed drafts in which there was one.
+    pub(crate) fn found(&self) -> f64 {
+        self.found
+    }
+
     /// Notes a step in which a model had no draft for the sequence: most often because it has to read a long text first,
     /// so it says little.
     pub(crate) fn miss(&mut self) {

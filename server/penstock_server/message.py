@@ -191,6 +191,7 @@ def result_message(result: StepResult) -> pb.StepResult:
         step=result.step,
         sequence_ids=result.sequence_ids.astype("<u8").tobytes(),
         num_draft_tokens=result.num_draft_tokens.astype("<u4").tobytes(),
+        drafted_by_model=result.drafted_by_model.tobytes(),
         sampled=tokens_message(result.sampled),
         vectors=result.vectors.astype("<f4").tobytes(),
         prompts=[

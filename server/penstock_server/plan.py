@@ -224,6 +224,8 @@ class StepResult:
     sequence_ids: npt.NDArray[np.uint64] = field(default_factory=lambda: NO_ADVANCES.sequence_ids)  # [sampled]
     # [sequences that sampled]: draft tokens that were verified; empty: none.
     num_draft_tokens: npt.NDArray[np.uint32] = field(default_factory=lambda: NO_ADVANCES.num_draft_tokens)
+    # [sequences that sampled]: whether a model or heads made these; empty: not of any.
+    drafted_by_model: npt.NDArray[np.bool_] = field(default_factory=lambda: NO_ADVANCES.sample)
     sampled: Tokens = NO_TOKENS
     prompts: Mapping[int, Tokens] = field(default_factory=dict)  # prompt tokens by sequence id
     failures: Sequence[Failure] = ()

@@ -184,7 +184,7 @@ def entered(tensors: dict[str, torch.Tensor], head: int, outputs: torch.Tensor) 
 
 @pytest.fixture
 def every_draft_is_likely(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(medusa, "_LEAST_PROBABILITY", 1e-30)
+    monkeypatch.setattr(medusa, "_LEAST_LOGPROB", -70.0)
 
 
 @pytest.mark.native

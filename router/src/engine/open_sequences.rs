@@ -163,7 +163,11 @@ impl OpenSequences {
 
     /// Teaches the scheduler how long a step took; returns what it had expected. To be called before `apply`.
     pub(super) fn observe(&mut self, report: &StepReport, duration: Duration) -> Option<Forecast> {
-        let drafted = Drafted { num_tokens: report.num_draft_tokens(), duration: report.timing.draft };
+        let drafted = Drafted {
+            num_tokens: report.num_draft_tokens(),
+            by_model: report.outputs.iter().any(|output| output.drafted_by_model),
+            duration: report.timing.draft,
+        };
         self.scheduler.observe(report.step, duration, drafted)
     }
 
@@ -176,6 +180,7 @@ impl OpenSequences {
                 None => output.tokens.as_ref().ok().map(|tokens| tokens.iter().map(|token| token.id).collect()),
             },
             num_draft_tokens: output.num_draft_tokens,
+            drafted_by_model: output.drafted_by_model,
         };
         let outputs = report.outputs.iter().map(output).collect();
         self.scheduler.apply(&scheduler::StepResult { step: report.step, outputs })

@@ -231,8 +231,19 @@ pub(super) fn report(result: proto::StepResult) -> Result<StepReport, WorkerErro
             outputs.len()
         )));
     }
+    let drafted_by_model = result.drafted_by_model;
+    if !drafted_by_model.is_empty() && drafted_by_model.len() != num_draft_tokens.len() {
+        return Err(garbled(format!(
+            "draft tokens of {} sequences, and of {} whether a model made them",
+            num_draft_tokens.len(),
+            drafted_by_model.len()
+        )));
+    }
     for (output, num_draft_tokens) in outputs.iter_mut().zip(num_draft_tokens) {
         output.num_draft_tokens = num_draft_tokens;
+    }
+    for (output, by_model) in outputs.iter_mut().zip(drafted_by_model) {
+        output.drafted_by_model = by_model != 0;
     }
     for prompt in result.prompts {
         let id = SequenceId(prompt.sequence_id);
@@ -277,7 +288,14 @@ fn worker_timing(timing: proto::StepTiming) -> Result<WorkerTiming, WorkerError>
 }
 
 fn output(id: u64, tokens: Vec<Token>) -> Output {
-    Output { id: SequenceId(id), tokens: Ok(tokens), num_draft_tokens: 0, prompt_tokens: Vec::new(), vector: None }
+    Output {
+        id: SequenceId(id),
+        tokens: Ok(tokens),
+        num_draft_tokens: 0,
+        drafted_by_model: false,
+        prompt_tokens: Vec::new(),
+        vector: None,
+    }
 }
 
 fn failed(error: proto::SequenceError) -> Output {

@@ -38,6 +38,8 @@ pub(crate) struct Output {
     pub(crate) tokens: Result<Vec<Token>, OutputError>,
     /// Draft tokens that the step verified for it, right or not.
     pub(crate) num_draft_tokens: u32,
+    /// Whether these come from a model or heads.
+    pub(crate) drafted_by_model: bool,
     pub(crate) prompt_tokens: Vec<Token>,
     /// Of a sequence that is pooled, instead of tokens.
     pub(crate) vector: Option<Vec<f32>>,

@@ -89,16 +89,12 @@ impl Scheduler {
             self.end(id);
             return Event::Failed { id, output_index };
         };
-        let may_catch_up = drafting.uses_model() && !self.limits.drafts_extend_lookup;
+        let extends = self.limits.drafts_extend_lookup;
         let sequence = self.sequence_mut(id);
         let was_finishing = sequence.is_finishing();
         let (num_tokens, finish_reason) = sequence.accept(token_ids, num_planned_drafts);
         if num_planned_drafts > 0 {
-            let acceptance = sequence.acceptance(drafting);
-            match output.num_draft_tokens {
-                0 if may_catch_up => acceptance.miss(),
-                num_drafts => acceptance.observe(token_ids.len() as u32 - 1, num_drafts),
-            }
+            sequence.learn_from_drafts(drafting, extends, token_ids.len() as u32 - 1, output);
         }
         if !was_finishing && sequence.is_finishing() {
             // Now it is certain that the last step is planned.

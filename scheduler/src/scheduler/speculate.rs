@@ -9,7 +9,8 @@
 //! A token that a grammar forces is always right, so it pays even then.
 //!
 //! A model that drafts takes time as well: a draft of a model must pay for its row and for being made. Each step takes the
-//! source that is expected to save most, by what each sequence has accepted of it.
+//! source that is expected to save most, by what each sequence has accepted of it. Heads draft only where lookup finds nothing: they
+//! are worth what their own drafts save, times the share of such steps.
 //!
 //! Where lookups take time, as on a GPU, which waits until the host knows the last tokens, a step looks drafts up only if
 //! those of all its sequences are expected to save more.
@@ -42,6 +43,7 @@ impl Scheduler {
         let mut num_blocks_left = self.cache.pool().num_allocatable() - num_required;
         let row_costs = self.row_costs(work);
         let drafting = if num_rows_left > 0 { self.drafting(decodes, work, &row_costs) } else { Drafting::Lookup };
+        let extends = limits.drafts_extend_lookup && drafting.uses_model();
         let (drafting_share, least_drafts) = match drafting {
             Drafting::Lookup => (0.0, 0),
             Drafting::Model => (self.drafting_cost.share(), 0),
@@ -56,8 +58,13 @@ impl Scheduler {
             let sequence = self.sequence_mut(*id);
             let most = sequence.max_draft_tokens(&limits).min(num_rows_left);
             let row_costs = &row_costs[..most as usize];
-            let num_worthwhile = sequence.acceptance(drafting).num_worthwhile(row_costs, drafting_share) as u32;
-            let mut num = num_worthwhile.max(least_drafts.min(most));
+            let mut num_worthwhile = sequence.acceptance(drafting).num_worthwhile(row_costs, drafting_share);
+            if extends {
+                // Which of the two will draft is not known yet.
+                num_worthwhile =
+                    num_worthwhile.max(sequence.acceptance(Drafting::Lookup).num_worthwhile(row_costs, 0.0));
+            }
+            let mut num = (num_worthwhile as u32).max(least_drafts.min(most));
             let num_extra_blocks = |num| sequence.num_new_blocks(1 + num) - sequence.num_new_blocks(1);
             while num_extra_blocks(num) > num_blocks_left {
                 num -= 1;
@@ -67,8 +74,8 @@ impl Scheduler {
             if num == 0 && recovers {
                 sequence.acceptance(drafting).recover();
             }
-            // Drafts that extend lookup try it as well, so what lookup was worth alone needs no second try.
-            if !(limits.drafts_extend_lookup && drafting.uses_model()) {
+            // Drafts that extend lookup try it as well.
+            if !extends || num == 0 {
                 sequence.acceptance(unused).recover();
             }
             num_drafts.push(num);
@@ -88,8 +95,13 @@ impl Scheduler {
             let sequence = self.sequence_mut(*id);
             let row_costs = &row_costs[..sequence.max_draft_tokens(&limits) as usize];
             let mut worth = |drafting, drafting_share| sequence.acceptance(drafting).worth(row_costs, drafting_share);
-            by_lookup += worth(Drafting::Lookup, 0.0);
-            by_model += worth(Drafting::Model, share);
+            let (of_lookup, of_model) = (worth(Drafting::Lookup, 0.0), worth(Drafting::Model, share));
+            by_lookup += of_lookup;
+            by_model += if limits.drafts_extend_lookup {
+                of_lookup + (1.0 - sequence.acceptance(Drafting::Lookup).found()) * of_model
+            } else {
+                of_model
+            };
         }
         let (seconds, is_probing) = (self.cost.seconds(work), self.in_flight.has_probe());
         if self.limits.drafts_with_model {

@@ -26,9 +26,16 @@ impl Scheduler {
         if self.limits.max_draft_tokens > 0 {
             let seconds = if estimate.seconds > 0.0 { estimate.seconds } else { duration.as_secs_f64() };
             let planned = in_flight.advances.iter().map(|advance| advance.num_draft_tokens).filter(|num| *num > 0);
-            let (num_sequences, num_passes) = (planned.clone().count(), planned.max().unwrap_or(0));
-            let reads_texts = !self.limits.drafts_extend_lookup;
-            let is_catching_up = reads_texts && (drafted.num_tokens as usize) < num_sequences;
+            let (num_sequences, most) = (planned.clone().count(), planned.max().unwrap_or(0));
+            let extends = self.limits.drafts_extend_lookup;
+            let is_catching_up = !extends && (drafted.num_tokens as usize) < num_sequences;
+            let num_passes = match extends && in_flight.drafting.uses_model() && num_sequences > 0 {
+                // Lookup has left the heads nothing to draft.
+                true if drafted.num_tokens > 0 && !drafted.by_model => 0,
+                // They end a draft that they think is wrong.
+                true => drafted.num_tokens.div_ceil(num_sequences as u32).max(1),
+                false => most,
+            };
             self.drafting_cost.observe(in_flight.drafting, seconds, num_passes, drafted.duration, is_catching_up);
         }
         if drafted.num_tokens > 0 {

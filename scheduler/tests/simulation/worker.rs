@@ -179,7 +179,12 @@ impl Worker {
             for position in from..to {
                 self.kv[sequence.slot(position, self.block_tokens)] = Slot::Poison;
             }
-            return is_reported.then_some(SequenceOutput { id: advance.id, token_ids: None, num_draft_tokens: 0 });
+            return is_reported.then_some(SequenceOutput {
+                id: advance.id,
+                token_ids: None,
+                num_draft_tokens: 0,
+                drafted_by_model: false,
+            });
         }
         let mut digest = model::ROOT;
         for position in 0..to {
@@ -195,12 +200,14 @@ impl Worker {
                 id: advance.id,
                 token_ids: Some(vec![]),
                 num_draft_tokens: 0,
+                drafted_by_model: false,
             });
         }
         assert_eq!(to, sequence.token_ids.len(), "{:?} samples too early", advance.id);
         let token_ids = self.verify_drafts(advance, digest);
         let num_draft_tokens = num_drafts(digest, advance);
-        Some(SequenceOutput { id: advance.id, token_ids: Some(token_ids), num_draft_tokens })
+        let drafted_by_model = digest.is_multiple_of(3);
+        Some(SequenceOutput { id: advance.id, token_ids: Some(token_ids), num_draft_tokens, drafted_by_model })
     }
 
     /// Samples after the prefix `digest`, and after each draft token up to the first wrong one. All draft tokens are

@@ -284,7 +284,8 @@ impl World {
                 let num_drafts = result.outputs.iter().map(|output| output.num_draft_tokens).sum();
                 let latencies = &self.scenario.latencies_ticks;
                 let duration = Duration::from_millis(latencies[result.step as usize % latencies.len()]);
-                let drafted = Drafted { num_tokens: num_drafts, duration: duration / 3 };
+                let by_model = result.outputs.iter().any(|output| output.drafted_by_model);
+                let drafted = Drafted { num_tokens: num_drafts, by_model, duration: duration / 3 };
                 self.scheduler.observe(result.step, duration, drafted).expect("a step in flight");
             }
             let events = self.scheduler.apply(&result).expect("a valid result");

@@ -30,6 +30,7 @@ class Selection:
     failures: Sequence[Failure]
     max_drafts: Rows  # [selected] draft tokens that the plan allows
     num_drafts: Rows  # [selected] draft tokens among num_tokens; the advance samples after each of them, too
+    by_model: npt.NDArray[np.bool_]  # [selected] whether a model or heads made its drafts
 
     @property
     def has_drafts(self) -> bool:
@@ -70,8 +71,8 @@ def select(table: SequenceTable, advances: Advances) -> Selection:
         order = np.argsort(table.adapter[rows], kind="stable")
         sequence_ids, rows, num_tokens = sequence_ids[order], rows[order], num_tokens[order]
         sample, max_drafts = sample[order], max_drafts[order]
-    samples, num_drafts = np.flatnonzero(sample), np.zeros(len(rows), np.int64)
-    return Selection(sequence_ids, rows, num_tokens, samples, list(failures.values()), max_drafts, num_drafts)
+    samples, num_drafts, by_model = np.flatnonzero(sample), np.zeros(len(rows), np.int64), np.zeros(len(rows), np.bool_)
+    return Selection(sequence_ids, rows, num_tokens, samples, list(failures.values()), max_drafts, num_drafts, by_model)
 
 
 def _max_drafts(advances: Advances) -> Rows:

@@ -40,6 +40,7 @@ def with_drafts(
     drafts for the sequences that have no draft yet. grammars: those of the first rank, which sends the drafts that
     they allow to the other ranks. device: of the model."""
     drafts = np.full((len(chosen.rows), int(chosen.max_drafts.max())), _NO_TOKEN, np.int32)
+    by_model = np.zeros(len(chosen.rows), np.bool_)
     has_grammar, may_draft = table.sampling["has_grammar"][chosen.rows], chosen.max_drafts > 0
     for drafter in drafters:
         is_missing = may_draft & (drafts[:, 0] == _NO_TOKEN)
@@ -53,11 +54,12 @@ def with_drafts(
                 proposed[place] = grammars.draft(sequence_id, history, most, ngram.continuation, expected)
         for place, draft in proposed.items():
             drafts[place, : len(draft)] = draft
+            by_model[place] |= bool(draft) and not drafter.is_lookup
     is_sent = any(drafter.is_sent for drafter in drafters)
     differs = not (group.computes_alike or drafters[-1].is_lookup)  # between ranks that all draft
     if (has_grammar & may_draft).any() or is_sent or differs:
         drafts = _sent(drafts, group, device)
-    return _with_rows(table, chosen, drafts)
+    return replace(_with_rows(table, chosen, drafts), by_model=by_model)
 
 
 def with_forced_tokens(

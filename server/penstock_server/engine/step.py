@@ -258,13 +258,15 @@ class StepRunner:
             timing = replace(timing, draft_s=waits_from.elapsed_time(model_starts) / 1000)
         if self._group.rank != 0:
             return StepResult(pending.step, timing)
-        sequence_ids, sampled, num_draft_tokens = _sampled_tokens(pending)
+        sequence_ids, sampled, advances = _sampled_tokens(pending)
+        num_draft_tokens = pending.chosen.num_drafts[advances].astype(np.uint32)
+        by_model = pending.chosen.by_model[advances]
         prompts = {} if pending.prompt is None else pending.prompt.tokens(pending.chosen.sequence_ids)
         prompts = {
             sequence_id: tokens for sequence_id, tokens in prompts.items() if sequence_id not in pending.failures
         }
         failures = list(pending.failures.values())
-        return StepResult(pending.step, timing, sequence_ids, num_draft_tokens, sampled, prompts, failures)
+        return StepResult(pending.step, timing, sequence_ids, num_draft_tokens, by_model, sampled, prompts, failures)
 
     def _timed_event(self) -> torch.cuda.Event | None:
         """Behind the work that was given to a GPU so far."""
@@ -404,23 +406,23 @@ class StepRunner:
                 other.failures[sequence_id] = Failure(sequence_id, failure.reason)
 
 
-def _sampled_tokens(pending: Pending) -> tuple[npt.NDArray[np.uint64], Tokens, npt.NDArray[np.uint32]]:
-    """The sequence of each token of those that sampled and did not fail, the tokens, and the number of draft tokens of
-    each of these sequences; without numbers if the step has no drafts."""
-    chosen, num_drafts = pending.chosen, np.zeros(0, np.uint32)
+def _sampled_tokens(pending: Pending) -> tuple[npt.NDArray[np.uint64], Tokens, Ids]:
+    """The sequence of each token of those that sampled and did not fail, the tokens, and the selected advance of each
+    of these sequences; without advances if the step has no drafts."""
+    chosen, advances = pending.chosen, np.zeros(0, np.int64)
     sequence_ids = chosen.sequence_ids[chosen.samples]
     if pending.host_ids is None or pending.logprobs is None:
-        return sequence_ids[:0], NO_TOKENS, num_drafts
+        return sequence_ids[:0], NO_TOKENS, advances
     tokens = Tokens(pending.host_ids, pending.logprobs.wait(), tops_of(pending.alternatives))
     if not pending.failures and pending.is_kept is None:
-        return sequence_ids, tokens, num_drafts
+        return sequence_ids, tokens, advances
     keep = np.isin(sequence_ids, np.array(list(pending.failures), np.uint64), invert=True)
     if pending.is_kept is not None:
         keep &= pending.is_kept
-        num_drafts = chosen.num_drafts[np.unique(chosen.samples[keep])].astype(np.uint32)
+        advances = np.unique(chosen.samples[keep])
     index_of = np.cumsum(keep) - 1
     tops = {int(index_of[index]): top for index, top in tokens.tops.items() if keep[index]}
-    return sequence_ids[keep], Tokens(tokens.ids[keep], tokens.logprobs[keep], tops), num_drafts
+    return sequence_ids[keep], Tokens(tokens.ids[keep], tokens.logprobs[keep], tops), advances
 
 
 @dataclass(frozen=True, slots=True)

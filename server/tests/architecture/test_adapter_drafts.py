@@ -81,7 +81,7 @@ def heads(folder: Path, model: Decoder) -> Drafter:
 def test_drafts_of_models_and_heads_change_no_bit_of_sequences_with_adapters(
     make_drafter: Callable[[Path, Decoder], Drafter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(medusa, "_LEAST_PROBABILITY", 1e-30)
+    monkeypatch.setattr(medusa, "_LEAST_LOGPROB", -70.0)
     monkeypatch.setattr("test_drafts.SAMPLINGS", [each for each in SAMPLINGS if each.grammar is None][::2])
     folder = save("llama", CASES["llama"], tmp_path / "base")
     one, _ = make_adapter(tmp_path / "one", folder, 1)

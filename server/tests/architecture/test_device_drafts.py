@@ -174,7 +174,7 @@ def test_every_drafter_drafts_on_the_device_and_changes_no_bit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Recorded steps keep what a head reads of the model, which steps that run eagerly keep likewise."""
-    monkeypatch.setattr(medusa, "_LEAST_PROBABILITY", 1e-30)
+    monkeypatch.setattr(medusa, "_LEAST_LOGPROB", -70.0)
     options, folder = write(tmp_path)
     texts = prompts(4, [5, 18], 131)
     expected, _ = generate(ready(load(replace(options, drafts_with_mtp=False))), texts, 0, 0)

@@ -160,7 +160,7 @@ def test_drafts_change_no_bit(
 def test_heads_that_share_the_model_s_matrix_change_no_bit(
     name: str, tmp_path: Path, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(medusa, "_LEAST_PROBABILITY", 1e-30)
+    monkeypatch.setattr(medusa, "_LEAST_LOGPROB", -70.0)
     group, cpu = RankGroup(), torch.device("cpu")
     model = load_model(LoadOptions(save_case(name, tmp_path), torch.bfloat16, cpu, BLOCK_TOKENS), group)
     heads = tmp_path / "heads"

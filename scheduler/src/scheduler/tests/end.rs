@@ -40,7 +40,7 @@ fn a_failed_sequence_does_not_affect_the_others() {
 fn a_failure_while_prefilling_ends_the_sequence() {
     let mut scheduler = scheduler(limits(8, 1), &[(1, 20, 2)]);
     let plan = plan(&mut scheduler);
-    let failed = SequenceOutput { id: SequenceId(1), token_ids: None, num_draft_tokens: 0 };
+    let failed = SequenceOutput { id: SequenceId(1), token_ids: None, num_draft_tokens: 0, drafted_by_model: false };
     let events = scheduler.apply(&StepResult { step: plan.step, outputs: vec![failed] }).unwrap();
     assert_eq!(events, [Event::Failed { id: SequenceId(1), output_index: 0 }]);
 }
@@ -82,7 +82,12 @@ fn an_id_can_be_reused_in_the_plan_that_frees_it_and_gets_no_token_of_its_previo
 fn a_result_that_does_not_match_its_step_is_rejected_and_changes_nothing() {
     let mut scheduler = scheduler(limits(16, 2), &[(1, 4, 4), (2, 30, 4)]);
     let (one, two, stranger) = (SequenceId(1), SequenceId(2), SequenceId(9));
-    let output = |id, num_tokens| SequenceOutput { id, token_ids: Some(vec![TOKEN; num_tokens]), num_draft_tokens: 0 };
+    let output = |id, num_tokens| SequenceOutput {
+        id,
+        token_ids: Some(vec![TOKEN; num_tokens]),
+        num_draft_tokens: 0,
+        drafted_by_model: false,
+    };
     let result = |step, outputs| StepResult { step, outputs };
     let none = scheduler.apply(&result(1, vec![])).unwrap_err();
     assert_eq!(none, ApplyError::NothingInFlight { step: 1 });

@@ -96,7 +96,12 @@ fn nothing_to_plan(scheduler: &mut Scheduler) -> bool {
 fn answer(plan: &Plan, token_id: TokenId) -> StepResult {
     let sampled = plan.advances.iter().filter(|advance| advance.sample);
     let outputs = sampled
-        .map(|advance| SequenceOutput { id: advance.id, token_ids: Some(vec![token_id]), num_draft_tokens: 0 })
+        .map(|advance| SequenceOutput {
+            id: advance.id,
+            token_ids: Some(vec![token_id]),
+            num_draft_tokens: 0,
+            drafted_by_model: false,
+        })
         .collect();
     StepResult { step: plan.step, outputs }
 }

@@ -276,7 +276,12 @@ fn blocks_written_before_a_failure_stay_cached() {
     scheduler
         .apply(&StepResult {
             step: failing.step,
-            outputs: vec![SequenceOutput { id: SequenceId(1), token_ids: None, num_draft_tokens: 0 }],
+            outputs: vec![SequenceOutput {
+                id: SequenceId(1),
+                token_ids: None,
+                num_draft_tokens: 0,
+                drafted_by_model: false,
+            }],
         })
         .unwrap();
     submit(&mut scheduler, with_prompt(2, ids(1, 30), 4));
@@ -291,7 +296,12 @@ fn an_output_without_tokens_is_valid_for_an_advance_that_does_not_sample() {
     let chunk = plan(&mut scheduler);
     let result = StepResult {
         step: chunk.step,
-        outputs: vec![SequenceOutput { id: SequenceId(1), token_ids: Some(vec![]), num_draft_tokens: 0 }],
+        outputs: vec![SequenceOutput {
+            id: SequenceId(1),
+            token_ids: Some(vec![]),
+            num_draft_tokens: 0,
+            drafted_by_model: false,
+        }],
     };
     let event = Event::Advanced { id: SequenceId(1), output_index: 0, num_tokens: 0, finish_reason: None };
     assert_eq!(scheduler.apply(&result).unwrap(), [event]);
