@@ -26,6 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """For `--dist loadgroup`: a file's tests share servers, so they share a process, unless a test names its group."""
     for item in items:
@@ -33,7 +34,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    # Without groups, each process starts all servers and makes all models, and nothing else tells of it.
+    if hasattr(session.config, "workerinput") and session.config.getoption("loadgroup"):
+        assert all("@" in item.nodeid for item in session.items), "pytest-xdist knows no groups of tests"
     # PERF: every engine collects garbage while it starts. What the imports made stays, and need not be looked at again.
     gc.collect()
     gc.freeze()
