@@ -1,8 +1,8 @@
-"""One rank of a model as a process:
-`rank_program.py FOLDER DTYPE RANK SIZE RENDEZVOUS OUT TEXTS NUM_TOKENS EXACT [DEVICE]`.
+"""What a rank of a model computes, and one rank on a device as a process:
+`rank_program.py FOLDER DTYPE RANK SIZE RENDEZVOUS OUT TEXTS NUM_TOKENS EXACT DEVICE`.
 
 Rank 0 writes what `run` found for the texts (JSON lists of ids) to OUT. DEVICE: one for all ranks, which then exchange
-tensors by gloo; or `cuda`: a device for each, and NCCL. Without it, the CPU and what the server uses there.
+tensors by gloo; or `cuda`: a device for each, and NCCL.
 """
 
 from __future__ import annotations
@@ -79,12 +79,9 @@ def run(
 
 
 def main() -> None:
-    folder, dtype, rank, size, rendezvous, out, texts, num_tokens, exact, *devices = sys.argv[1:]
+    folder, dtype, rank, size, rendezvous, out, texts, num_tokens, exact, name = sys.argv[1:]
     torch.set_num_threads(1)
-    if devices:
-        group, device = join_on_device(int(rank), int(size), rendezvous, devices[0])
-    else:
-        group, device = join(int(rank), int(size), rendezvous, getattr(torch, dtype)), CPU
+    group, device = join_on_device(int(rank), int(size), rendezvous, name)
     result = run(Path(folder), dtype, group, json.loads(texts), int(num_tokens), exact == "exact", device=device)
     if group.rank == 0:
         torch.save(result, out)

@@ -2,19 +2,54 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from penstock_server.parallel import RankGroup
+from rank_environment import rank_environment
 from rank_program import run
-from test_ranks import run_ranks
 from tested_device import DEVICE
 from tiny_models import make_model, prompts, save_model
 
+PROGRAM = Path(__file__).parent / "rank_program.py"
 NUM_DEVICES = torch.cuda.device_count() if DEVICE.type == "cuda" else 0
 ON_GPU = pytest.mark.skipif(NUM_DEVICES < 1, reason="needs a GPU (PENSTOCK_TEST_DEVICE)")
 ON_TWO = pytest.mark.skipif(NUM_DEVICES < 2, reason=f"NCCL needs two GPUs for two ranks, there are {NUM_DEVICES}")
+
+
+def run_ranks(
+    folder: Path, size: int, texts: list[list[int]], num_tokens: int, dtype: str, exact: bool, device: str
+) -> Any:
+    """What rank 0 found. device: as of `rank_program`."""
+    with tempfile.TemporaryDirectory() as place:
+        out = Path(place) / "out"
+        processes = [
+            subprocess.Popen(
+                [
+                    *(sys.executable, str(PROGRAM), str(folder), dtype, str(rank), str(size)),
+                    *(f"file://{place}/rendezvous", str(out), json.dumps(texts), str(num_tokens)),
+                    "exact" if exact else "summed",
+                    device,
+                ],
+                env=rank_environment(),
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(size)
+        ]
+        try:
+            errors = [process.communicate(timeout=240)[1] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        assert [process.returncode for process in processes] == [0] * size, "\n".join(errors)
+        return torch.load(out)
 
 
 @pytest.mark.parametrize("exact", [True, False])

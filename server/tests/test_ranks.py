@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,51 +12,27 @@ from penstock_server.errors import ConfigError
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
-from rank_environment import rank_environment
+from rank_pool import RankPool
 from rank_program import run
 from tiny_models import make_model, prompts, save_model
 
-PROGRAM = Path(__file__).parent / "rank_program.py"
 
-
-def run_ranks(
-    folder: Path, size: int, texts: list[list[int]], num_tokens: int, dtype: str, exact: bool = True, device: str = ""
-) -> Any:
-    """What rank 0 found. device: as of `rank_program`."""
-    with tempfile.TemporaryDirectory() as place:
-        out = Path(place) / "out"
-        processes = [
-            subprocess.Popen(
-                [
-                    *(sys.executable, str(PROGRAM), str(folder), dtype, str(rank), str(size)),
-                    *(f"file://{place}/rendezvous", str(out), json.dumps(texts), str(num_tokens)),
-                    "exact" if exact else "summed",
-                    *([device] if device else []),
-                ],
-                env=rank_environment(),
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(size)
-        ]
-        try:
-            errors = [process.communicate(timeout=240)[1] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        assert [process.returncode for process in processes] == [0] * size, "\n".join(errors)
-        return torch.load(out)
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    pool = RankPool(3)
+    yield pool
+    pool.close()
 
 
 @pytest.mark.parametrize(
     ("variant", "size", "exact"),
     [("llama-nine-heads", 2, True), ("llama-biases", 3, True), ("llama-biases", 2, False), ("llama-mqa", 2, False)],
 )
-def test_ranks_agree_with_one(variant: str, size: int, exact: bool, tmp_path: Path) -> None:
+def test_ranks_agree_with_one(variant: str, size: int, exact: bool, pool: RankPool, tmp_path: Path) -> None:
     folder = save_model(make_model(variant), tmp_path)
     texts = prompts(11, [19, 33, 1], 131)
     one = run(folder, "float32", RankGroup(), texts, 16)
-    several = run_ranks(folder, size, texts, 16, "float32", exact)
+    several = pool.run(folder, size, exact=exact, dtype="float32", texts=texts, num_tokens=16)
     torch.testing.assert_close(several["logits"], one["logits"], atol=1e-4, rtol=1e-4)
     assert several["tokens"] == one["tokens"]
     # Split, not copied: what every rank holds is norms, and one KV head where there are fewer than ranks.
@@ -75,10 +47,12 @@ def test_ranks_agree_with_one(variant: str, size: int, exact: bool, tmp_path: Pa
         pytest.param(0.5, marks=pytest.mark.skipif(BUILD is not None, reason="native operators pass the exact test")),
     ],
 )
-def test_the_embedded_model_gives_the_same_logits_on_two_ranks(tolerance: float, embedded_folder: Path) -> None:
+def test_the_embedded_model_gives_the_same_logits_on_two_ranks(
+    tolerance: float, pool: RankPool, embedded_folder: Path
+) -> None:
     texts = prompts(12, [40, 7], 49152)
     one = run(embedded_folder, "bfloat16", RankGroup(), texts, 24)
-    two = run_ranks(embedded_folder, 2, texts, 24, "bfloat16")
+    two = pool.run(embedded_folder, 2, dtype="bfloat16", texts=texts, num_tokens=24)
     assert two["logits"].dtype == torch.bfloat16
     torch.testing.assert_close(two["logits"], one["logits"], atol=tolerance, rtol=0)
     if tolerance == 0.0:

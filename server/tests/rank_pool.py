@@ -1,4 +1,4 @@
-"""Rank processes that are shared by all tests of a session, because importing torch takes longer than a test.
+"""Rank processes that are shared by all tests of a file, because importing torch takes longer than a test.
 
 `python rank_pool.py` is one rank: it reads jobs from stdin, one JSON object per line, and replies with a line each.
 """
