@@ -9,7 +9,7 @@ ARGS ?=
 RUST := $(shell find proto scheduler router launcher -name '*.rs' -o -name '*.proto' -o -name Cargo.toml -o -path '*/playground/page.*') Cargo.toml Cargo.lock
 KERNELS := $(shell find kernels -name '*.rs' -o -name '*.toml' -o -name '*.py') Cargo.lock
 
-.PHONY: help setup run test test-rust test-kernels test-python chaos simulate mutants loom miri bench-scheduler lint fmt bench gpu gpu-bundle docs playground wheel lock proto clean
+.PHONY: help setup run test test-rust test-kernels test-python test-isas chaos simulate mutants loom miri bench-scheduler lint fmt bench gpu gpu-bundle docs playground wheel lock proto clean
 .DEFAULT_GOAL := help
 
 help: ## list the tasks
@@ -20,7 +20,7 @@ setup: .make/penstock .make/kernels ## create .venv, install the locked dependen
 run: setup ## serve the embedded model on port 3000; make run ARGS="--model-id … --num-shard 2"
 	$(BIN)/penstock $(ARGS)
 
-test: test-rust test-kernels loom test-python ## every test of both languages, except the slow ones of make chaos
+test: test-rust test-kernels loom test-python test-isas ## every test of both languages, except the slow ones of make chaos
 
 test-rust:
 	cargo test --workspace --exclude penstock-kernels --locked --quiet
@@ -32,6 +32,14 @@ test-python: setup ## pytest with ARGS; without ARGS, every test, in two process
 	# Bytecode is written also where PYTHONDONTWRITEBYTECODE is set: tests start hundreds of processes, and each would compile
 	# what it imports of torch and transformers.
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(or $(ARGS),--numprocesses 2 --dist loadgroup --durations 15)
+
+# Few, for CI; the tests of the kernels run on every instruction set anyway. All of them, for some ten minutes on each:
+# make test-isas ISA_TESTS="server/tests --numprocesses 2 --dist loadgroup"; on one: make test-python ARGS="--cpu-isa avx2 server/tests".
+ISA_TESTS ?= $(addprefix server/tests/architecture/test_,same_bits.py parity.py adapters.py drafts.py) \
+	-k "(mistral or gpt2 or deepseek-v3) and not ranks"
+test-isas: setup ## pytest with ISA_TESTS on each instruction set of this machine but the fastest, which test-python uses
+	isas=$$($(BIN)/python -c 'import penstock_kernels as k; print(*(isa.name for isa in k.runnable("bfloat16")[1:]))') && \
+		for isa in $$isas; do echo "instruction set $$isa"; $(BIN)/python -m pytest --cpu-isa $$isa $(ISA_TESTS) || exit; done
 
 # STEPS=1 runs only the scenario of SEED. Without SEED, the clock chooses one.
 SEED ?= $(shell date +%s)

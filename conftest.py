@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from hypothesis import settings
+from tested_isa import use_tested_isa
 
 # Triton decides at its import whether kernels are interpreted, on the CPU, or compiled. On a GPU, set it to 0. The
 # conftest.py of a folder below may import it, so `pytest_configure` would be too late.
@@ -19,7 +20,17 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 settings.load_profile("ci")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu-isa", metavar="ISA", help="instruction set of the native kernels, instead of the fastest")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if isa := config.getoption("--cpu-isa"):
+        os.environ["CPU_ISA"] = isa  # for servers, and for programs of the tests
+    try:
+        use_tested_isa()
+    except (ImportError, ValueError) as error:
+        raise pytest.UsageError(str(error)) from error
     # Several test processes share the cores. Threads that wait at an OpenMP barrier must not spin on them; torch is not
     # imported yet, so the setting takes effect.
     if hasattr(config, "workerinput"):

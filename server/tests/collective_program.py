@@ -16,6 +16,7 @@ from penstock_server.models import load_model
 from penstock_server.models.decoder import Decoder
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
+from tested_isa import use_tested_isa
 from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float32, torch.int64)
@@ -86,6 +87,7 @@ def gloo_threads() -> list[str]:
 
 def main() -> None:
     action, rank, size, rendezvous = sys.argv[1:]
+    use_tested_isa()
     torch.set_num_threads(1)
     if action == "apart":
         # As on two hosts.

@@ -14,9 +14,11 @@ from penstock_server.engine.memory import MemoryMeter
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
+from tested_isa import use_tested_isa
 
 
 def main() -> None:
+    use_tested_isa()
     torch.set_num_threads(2)
     device = torch.device("cpu")
     torch.ones(1 << 20).sum()  # starts torch's threads

@@ -21,6 +21,7 @@ from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine, capacity, memory
 from penstock_server.plan import Grammar, NewSequence, Sampling
 from plans import Advance, plan, step
+from tested_isa import use_tested_isa
 
 BLOCK_TOKENS, STEP_TOKENS, SEQUENCES, LONGEST = 16, 256, 48, 1024
 LIMITS = WarmUpConfig(STEP_TOKENS, SEQUENCES, LONGEST, num_blocks=SEQUENCES * LONGEST // BLOCK_TOKENS)
@@ -132,6 +133,7 @@ def run_worst(driver: Driver) -> None:
 
 def main() -> None:
     kind, folder = sys.argv[1:]
+    use_tested_isa()
     watch = watched if kind == "tensors" else partial(nullcontext, Peak())
     engine, _ = Engine.load(LoadConfig(Path(folder), BLOCK_TOKENS, num_threads=2))
     measured, promised = warm_up(engine, watch)

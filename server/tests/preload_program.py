@@ -14,6 +14,7 @@ from pathlib import Path
 
 from penstock_server import fork_server
 from penstock_server.config import LoadConfig, WarmUpConfig
+from tested_isa import use_tested_isa
 
 PROMPT = [504, 3575, 282, 4649, 314]
 BLOCK_TOKENS = 16
@@ -42,6 +43,7 @@ def serve(load_model: object, config: LoadConfig) -> None:
 
 
 def main(folder: Path) -> None:
+    use_tested_isa()
     fork_server._import_all()
     import torch
     from penstock_server.engine.load import Preloaded

@@ -62,7 +62,9 @@ class RankPool:
 def main() -> None:
     import torch
     from rank_program import join, run
+    from tested_isa import use_tested_isa
 
+    use_tested_isa()
     torch.set_num_threads(1)
     for line in sys.stdin:
         job = json.loads(line)

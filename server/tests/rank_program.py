@@ -22,6 +22,7 @@ from penstock_server.kernels.native_build import find_build
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
+from tested_isa import use_tested_isa
 
 CPU = torch.device("cpu")
 
@@ -80,6 +81,7 @@ def run(
 
 def main() -> None:
     folder, dtype, rank, size, rendezvous, out, texts, num_tokens, exact, name = sys.argv[1:]
+    use_tested_isa()
     torch.set_num_threads(1)
     group, device = join_on_device(int(rank), int(size), rendezvous, name)
     result = run(Path(folder), dtype, group, json.loads(texts), int(num_tokens), exact == "exact", device=device)
