@@ -20,6 +20,7 @@ Array = npt.NDArray[Any]
 Put = Callable[[Array], Tensor]
 """An array → its tensor on the device. The contents may arrive later; see `Upload.add`."""
 
+_NO_MEMORY = torch.empty(0, dtype=torch.uint8)
 _ALIGNMENT_BYTES = 16  # Triton compiles another kernel for tensors that are not aligned to it
 
 
@@ -32,7 +33,7 @@ class Upload:
         self._is_needed = is_needed(device)
         self._arrays: list[tuple[int, Array]] = []
         if memory is None:
-            memory = torch.empty(expected_bytes if self._is_needed else 0, dtype=torch.uint8, device=device)
+            memory = torch.empty(expected_bytes, dtype=torch.uint8, device=device) if self._is_needed else _NO_MEMORY
         self.memory = memory
         self.num_bytes = 0  # used so far
 
