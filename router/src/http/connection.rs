@@ -20,6 +20,7 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tower::ServiceExt;
 
+use super::joined_writes::JoinedWrites;
 use super::socket::{Listener, Stream};
 use super::{guarded_body, socket, vertex_route};
 use crate::config::VertexRoutes;
@@ -94,7 +95,7 @@ async fn serve_connection(stream: Stream, app: App, closing: CancellationToken) 
     }
     let sniffed = tokio::time::timeout(limits.idle_timeout, begins_as_http2(&stream));
     let Some(Ok(Ok(is_http2))) = closing.run_until_cancelled(sniffed).await else { return };
-    let stream = TokioIo::new(stream);
+    let stream = TokioIo::new(JoinedWrites(stream));
     let open_requests = OpenRequests::default();
     let service = {
         let open_requests = open_requests.clone();
@@ -112,7 +113,7 @@ async fn serve_connection(stream: Stream, app: App, closing: CancellationToken) 
         let mut connection = http1(limits).serve_connection(stream, service);
         // hyper itself limits the time to the next request's head.
         run(Pin::new(&mut connection), &closing, std::future::pending).await;
-        closing.run_until_cancelled(linger(connection.into_parts().io.into_inner())).await;
+        closing.run_until_cancelled(linger(connection.into_parts().io.into_inner().0)).await;
     }
 }
 

@@ -17,6 +17,7 @@ mod guarded_body;
 mod header;
 mod health;
 mod invocations;
+mod joined_writes;
 mod leftover;
 mod logprob;
 mod message_answer;
