@@ -5,9 +5,9 @@
 
 use std::sync::Arc;
 
-use tokenizers::{DecoderWrapper, Tokenizer};
+use tokenizers::Tokenizer;
 
-use super::token_bytes::ByteEncoding;
+use super::own_text::OwnTexts;
 
 /// Prompt tokens that are decoded together with the first generated tokens, because some tokenizers drop the space before
 /// the first word of a text.
@@ -28,6 +28,7 @@ pub(crate) struct Piece {
 /// The detokenizer of one sequence.
 pub(crate) struct Detokenizer {
     tokenizer: Arc<Tokenizer>,
+    own_texts: Arc<OwnTexts>,
     /// The tokens of the last complete piece, as context, and all later ones.
     window: Vec<u32>,
     /// The part of the window's text that has been emitted.
@@ -37,9 +38,10 @@ pub(crate) struct Detokenizer {
 }
 
 impl Detokenizer {
-    pub(super) fn new(tokenizer: Arc<Tokenizer>, prompt_token_ids: &[u32]) -> Self {
+    /// `own_texts`: of this tokenizer.
+    pub(super) fn new(tokenizer: Arc<Tokenizer>, own_texts: Arc<OwnTexts>, prompt_token_ids: &[u32]) -> Self {
         let start = prompt_token_ids.len().saturating_sub(MAX_CONTEXT_TOKENS);
-        let mut this = Self { tokenizer, window: Vec::new(), emitted: String::new(), num_emitted_tokens: 0 };
+        let mut this = Self { tokenizer, own_texts, window: Vec::new(), emitted: String::new(), num_emitted_tokens: 0 };
         this.window = prompt_token_ids[start..].iter().copied().filter(|&id| this.special_text(id).is_none()).collect();
         this.emitted = this.decode_window();
         this.num_emitted_tokens = this.window.len();
@@ -48,15 +50,17 @@ impl Detokenizer {
 
     /// Decodes the next token.
     pub(crate) fn push(&mut self, token_id: u32) -> Piece {
-        if let Some(text) = self.special_text(token_id) {
-            return Piece { text, special: true };
-        }
-        if let Some(text) = self.own_text(token_id) {
+        if self.is_complete()
+            && let Some(text) = self.own_texts.get(token_id)
+        {
             self.window.clear();
             self.window.push(token_id);
-            self.emitted.clone_from(&text);
+            text.clone_into(&mut self.emitted);
             self.num_emitted_tokens = 1;
-            return Piece { text, special: false };
+            return Piece { text: text.to_owned(), special: false };
+        }
+        if let Some(text) = self.special_text(token_id) {
+            return Piece { text, special: true };
         }
         self.window.push(token_id);
         let mut text = self.decode_window();
@@ -111,17 +115,9 @@ impl Detokenizer {
         self.num_emitted_tokens = self.window.len();
     }
 
-    /// The token's text if it is the same after every other text, and no character before it is incomplete.
-    /// PERF: decoding it with its context costs ten times as much. This decoder joins bytes, so complete characters never change.
-    fn own_text(&self, token_id: u32) -> Option<String> {
-        let joins_bytes = matches!(self.tokenizer.get_decoder(), Some(DecoderWrapper::ByteLevel(_)));
-        let is_complete = self.num_emitted_tokens == self.window.len() && !self.emitted.ends_with(REPLACEMENT);
-        let is_added = || self.tokenizer.get_added_vocabulary().simple_id_to_token(token_id).is_some();
-        if !joins_bytes || !is_complete || is_added() {
-            return None;
-        }
-        let bytes = ByteEncoding::ByteLevel.token_bytes(&self.tokenizer, token_id)?;
-        String::from_utf8(bytes).ok().filter(|text| !text.is_empty() && !text.ends_with(REPLACEMENT))
+    /// Whether no character before the next token is incomplete.
+    fn is_complete(&self) -> bool {
+        self.num_emitted_tokens == self.window.len() && !self.emitted.ends_with(REPLACEMENT)
     }
 
     /// The text of the token if it is special.

@@ -81,7 +81,8 @@ fn byte_char(byte: u8) -> char {
 
 /// The visible pieces, and the rest at the end.
 fn pieces(tokenizer: &Arc<Tokenizer>, prompt: &[u32], token_ids: &[u32]) -> Vec<String> {
-    let mut detokenizer = Detokenizer::new(Arc::clone(tokenizer), prompt);
+    let own_texts = Arc::new(OwnTexts::of(tokenizer));
+    let mut detokenizer = Detokenizer::new(Arc::clone(tokenizer), own_texts, prompt);
     let pushed: Vec<_> = token_ids.iter().map(|&id| detokenizer.push(id)).collect();
     let visible = pushed.into_iter().map(|piece| if piece.special { String::new() } else { piece.text });
     let mut pieces: Vec<_> = visible.collect();

@@ -8,6 +8,7 @@ mod detokenizer;
 mod input;
 mod model;
 mod model_file;
+mod own_text;
 mod prompts;
 mod stop_matcher;
 mod template;

@@ -10,6 +10,7 @@ use super::chat_style::{ChatStyle, RequestStyles, StyleFactory};
 use super::detokenizer::Detokenizer;
 pub use super::model_file::LoadError;
 use super::model_file::{TokenizerConfig, read_eos_token_ids};
+use super::own_text::OwnTexts;
 use super::prompts::Prompts;
 use super::template::{TemplateError, TemplateSources};
 use super::token_bytes::ByteEncoding;
@@ -23,6 +24,7 @@ const MAX_INLINE_TOKENS: usize = 512;
 #[derive(Clone)]
 pub struct TextModel {
     tokenizer: Arc<Tokenizer>,
+    own_texts: Arc<OwnTexts>,
     /// One permit for each long text that may be tokenized concurrently.
     threads: Arc<Semaphore>,
     chat_style: Arc<ChatStyle>,
@@ -103,6 +105,7 @@ impl TextModel {
             chat_style: Arc::new(styles.style(&sources, num_threads).map_err(LoadError::Renderer)?),
             request_styles: Arc::new(RequestStyles::new(styles)),
             byte_encoding: ByteEncoding::of(&tokenizer),
+            own_texts: Arc::new(OwnTexts::of(&tokenizer)),
             tokenizer: Arc::new(tokenizer),
             threads: Arc::new(Semaphore::new(num_threads.max(1))),
             eos_token_ids: eos_token_ids.into(),
@@ -240,7 +243,7 @@ impl TextModel {
 
     /// A detokenizer for the tokens that follow `prompt_token_ids`.
     pub(crate) fn detokenizer(&self, prompt_token_ids: &[u32]) -> Detokenizer {
-        Detokenizer::new(Arc::clone(&self.tokenizer), prompt_token_ids)
+        Detokenizer::new(Arc::clone(&self.tokenizer), Arc::clone(&self.own_texts), prompt_token_ids)
     }
 }
 
