@@ -233,7 +233,7 @@ fn events(
                 });
                 event.generated_text = Some(shape.generated_text(std::mem::take(&mut text)));
             }
-            yield sse::event(&event);
+            yield sse::written_event(|json| event.write_json(json));
         }
     }
 }

@@ -87,11 +87,16 @@ pub(super) fn done() -> Event {
 
 /// An event with the value as JSON.
 pub(super) fn event(value: &impl Serialize) -> Event {
+    written_event(|json| serde_json::to_writer(json, value))
+}
+
+/// An event with the JSON that `write` appends.
+pub(super) fn written_event(write: impl FnOnce(&mut Vec<u8>) -> serde_json::Result<()>) -> Event {
     let mut text = Vec::with_capacity(EVENT_BYTES);
     text.extend_from_slice(b"data: ");
     let begin = text.len();
     // Serializing our own types cannot fail: map keys are strings, and NaN becomes null. JSON has no newline.
-    if serde_json::to_writer(&mut text, value).is_err() {
+    if write(&mut text).is_err() {
         text.truncate(begin);
         text.extend_from_slice(b"null");
     }
