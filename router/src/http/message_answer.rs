@@ -84,7 +84,7 @@ impl<W: EventWriter> MessageAnswer<W> {
                 if let Some(summary) = delta.total {
                     record.answered(summary);
                 }
-                let events = lock(&writer).write(delta);
+                let events = lock(&writer).write(*delta);
                 for event in events {
                     yield sse::typed_event(&event);
                 }
@@ -106,7 +106,7 @@ impl<W: EventWriter> MessageAnswer<W> {
         while let Some(delta) = deltas.next().await {
             let delta = delta?;
             total = delta.total;
-            writer.write(delta).into_iter().for_each(|event| W::add(&mut answer, event));
+            writer.write(*delta).into_iter().for_each(|event| W::add(&mut answer, event));
         }
         let summary = total.unwrap_or_default();
         record.answered(summary);

@@ -65,7 +65,7 @@ impl<R: ChoiceReader> OpenAiAnswer<R> {
                 total = delta.total;
                 meter.add(&delta);
                 let usage = continuous_usage_stats.then(|| meter.usage(&meter.so_far));
-                for chunk in readers[delta.index].read(delta) {
+                for chunk in readers[delta.index].read(*delta) {
                     yield R::event(&envelope, vec![chunk], (include_usage || usage.is_some()).then_some(usage));
                 }
             }
@@ -94,7 +94,7 @@ impl<R: ChoiceReader> OpenAiAnswer<R> {
             total = delta.total;
             meter.add(&delta);
             let (reader, sum) = &mut choices[delta.index];
-            reader.read(delta).into_iter().for_each(|chunk| R::add(sum, chunk));
+            reader.read(*delta).into_iter().for_each(|chunk| R::add(sum, chunk));
         }
         let summary = total.unwrap_or_default();
         self.record.answered(summary);
