@@ -47,6 +47,8 @@ pub(crate) fn command() -> clap::Command {
 
 /// The word that makes this program a router in front of other servers.
 const ROUTE: &str = "route";
+/// COMPAT: SageMaker runs a container as `docker run IMAGE serve`, and the entry point of TGI's image ignores the word.
+const SERVE: &str = "serve";
 
 /// Flags of servers with a model, which have no effect with `penstock route`.
 const OF_MODELS: [&str; 34] = [
@@ -91,12 +93,17 @@ pub(crate) fn parse(
     arguments: impl IntoIterator<Item = OsString>,
     get_env: impl Fn(&str) -> Option<String>,
 ) -> Result<Parsed, clap::Error> {
-    let platform = Platform::detect(&get_env);
-    let mut command = platform.apply(command());
     let mut arguments: Vec<_> = arguments.into_iter().collect();
-    if let Some(word) = arguments.get_mut(1).filter(|word| word.as_os_str() == ROUTE) {
-        *word = "--route".into();
+    let word = arguments.get(1).and_then(|word| word.to_str());
+    let (is_router, says_serve) = (word == Some(ROUTE), word == Some(SERVE));
+    if is_router {
+        arguments[1] = "--route".into();
     }
+    if says_serve {
+        arguments.remove(1);
+    }
+    let platform = Platform::detect(says_serve, &get_env);
+    let mut command = platform.apply(command());
     let matches = command.try_get_matches_from_mut(arguments)?;
     check_route(&mut command, &matches)?;
     // A subcommand starts no server, so a refused variable does not concern it.

@@ -34,8 +34,8 @@ pub(crate) struct Platform {
 }
 
 impl Platform {
-    /// Empty variables count as unset.
-    pub(crate) fn detect(get_env: impl Fn(&str) -> Option<String>) -> Self {
+    /// Empty variables count as unset. says_serve: the command line begins with the word that SageMaker gives a container.
+    pub(crate) fn detect(says_serve: bool, get_env: impl Fn(&str) -> Option<String>) -> Self {
         let get = |name: &str| get_env(name).filter(|value| !value.is_empty());
         let given = |(origin, id): (&'static str, &'static str)| Some(Default { id, value: get(origin)?, origin });
         let mut platform = Self {
@@ -43,9 +43,11 @@ impl Platform {
             port_variable: None,
             vertex_routes: VertexRoutes { predict: get("AIP_PREDICT_ROUTE"), health: get("AIP_HEALTH_ROUTE") },
         };
+        let is_sagemaker =
+            SAGEMAKER_MARKS.into_iter().any(|name| get(name).is_some()) || (says_serve && get("HF_MODEL_ID").is_some());
         if get("AIP_HTTP_PORT").is_some() {
             platform.port_variable = Some("AIP_HTTP_PORT");
-        } else if SAGEMAKER_MARKS.into_iter().any(|name| get(name).is_some()) {
+        } else if is_sagemaker {
             platform.port_variable = Some("SAGEMAKER_BIND_TO_PORT");
             let default = Default { id: "port", value: SAGEMAKER_PORT.to_owned(), origin: "SageMaker's convention" };
             platform.defaults.push(default);
@@ -75,7 +77,11 @@ mod tests {
     use super::*;
 
     fn detect(variables: &[(&str, &str)]) -> Platform {
-        Platform::detect(|name| variables.iter().find(|pair| pair.0 == name).map(|pair| pair.1.to_owned()))
+        detect_with(false, variables)
+    }
+
+    fn detect_with(says_serve: bool, variables: &[(&str, &str)]) -> Platform {
+        Platform::detect(says_serve, |name| variables.iter().find(|pair| pair.0 == name).map(|pair| pair.1.to_owned()))
     }
 
     #[test]
@@ -87,6 +93,14 @@ mod tests {
     fn port_8080_is_the_default_only_on_sagemaker() {
         assert_eq!(detect(&[("HF_MODEL_ID", "a/b")]).origin("port"), None);
         assert_eq!(detect(&[("SM_NUM_GPUS", "1")]).origin("port"), Some("SageMaker's convention"));
+    }
+
+    #[test]
+    fn the_word_serve_with_a_model_of_sagemaker_is_sagemaker() {
+        assert_eq!(detect_with(true, &[]), Platform::default());
+        let platform = detect_with(true, &[("HF_MODEL_ID", "/opt/ml/model")]);
+        assert_eq!(platform.origin("port"), Some("SageMaker's convention"));
+        assert_eq!(platform.port_variable, Some("SAGEMAKER_BIND_TO_PORT"));
     }
 
     #[test]

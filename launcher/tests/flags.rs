@@ -425,6 +425,11 @@ fn platform_defaults_yield_to_flags_and_override_the_port_variable() {
     let message = settings(&["--model-id", "c/d", "--port", &port], &[("HF_MODEL_ID", "a/b"), ("SM_NUM_GPUS", "1")]);
     assert!(message.contains("c/d") && !message.contains("a/b") && message.contains(&busy), "{message}");
 
+    // SageMaker starts a container with the argument `serve`.
+    let variables = [("HF_MODEL_ID", "/opt/ml/model"), ("SAGEMAKER_BIND_TO_PORT", &port), ("PORT", "1")];
+    let message = settings(&["serve"], &variables);
+    assert!(message.contains("model-id is /opt/ml/model (from HF_MODEL_ID)") && message.contains(&busy), "{message}");
+
     let message = settings(&[], &[("AIP_HTTP_PORT", &port), ("PORT", "1")]);
     assert!(message.contains(&busy), "{message}");
     let message = settings(&["--port", &port], &[("HF_MODEL_QUANTIZE", "awq")]);
