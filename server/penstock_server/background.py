@@ -19,9 +19,11 @@ T = TypeVar("T")
 
 
 def lower_priority() -> None:
-    """Give this thread a low priority for the rest of its life. It does nothing on systems whose threads have none."""
+    """Give this thread a low priority for the rest of its life. It does nothing on systems whose threads have none, and
+    where the server was started with an even lower one: raising that needs a privilege."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 def use_device(device: torch.device) -> None:
