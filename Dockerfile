@@ -7,7 +7,7 @@ ARG BASE=debian:bookworm-slim
 # Everything that compiles. Nothing of it is in the image.
 FROM ${BUILD_BASE} AS tools
 RUN apt-get update && apt-get install -y --no-install-recommends build-essential python3 python3-venv \
-    && rm -rf /var/lib/apt/lists/* \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/* \
     && python3 -m venv /opt/tools && /opt/tools/bin/pip install --no-cache-dir uv
 # Without bytecode, each container would compile a thousand modules of torch at its start.
 ENV PATH=/opt/tools/bin:$PATH UV_LINK_MODE=copy UV_COMPILE_BYTECODE=1
@@ -51,7 +51,7 @@ RUN uv pip install --no-cache --target /opt/kernels --no-deps /wheels/penstock_k
 
 FROM ${BASE} AS base
 RUN apt-get update && apt-get install -y --no-install-recommends ca-certificates python3 \
-    && rm -rf /var/lib/apt/lists/* \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/* \
     && useradd --uid 1000 --no-create-home --home-dir /data penstock \
     && install --directory --mode 1777 /data \
     && ln -s /opt/server/bin/penstock /usr/local/bin/penstock \
@@ -69,7 +69,7 @@ ENTRYPOINT ["penstock"]
 FROM base AS cuda
 # Triton compiles its connection to CUDA's driver at the first start.
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev libpython3-dev \
-    && rm -rf /var/lib/apt/lists/*
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/*
 COPY --from=packages-cuda /opt/penstock /opt/penstock
 COPY --from=model /opt/model /opt/model
 COPY --from=wheels /opt/licences /usr/share/doc/penstock/crates

@@ -45,6 +45,8 @@ def test_the_targets_and_variables_are_those_of_the_image_and_the_server(service
     assert services["penstock"]["build"] == {"context": "..", "target": "${TARGET:-cpu}"}
     assert "PORT=80" in dockerfile
     assert services["penstock"]["ports"] == ["8080:80"]
+    # Podman lets only root listen on port 80.
+    assert services["penstock"]["sysctls"] == {"net.ipv4.ip_unprivileged_port_start": "80"}
     flags = subprocess.run([PENSTOCK, "--reference", "flags"], capture_output=True, text=True, check=True).stdout
     assert all(f"`{name}`" in flags for name in services["penstock"]["environment"])
 
