@@ -407,7 +407,7 @@ fn lookups_draft_where_they_are_right_more_often_than_the_model() {
 }
 
 /// Runs `num_steps` decode steps of `num_sequences` sequences with heads that extend lookup. A step takes 10 ms and 1 ms a
-/// row, and the heads 1 ms. `right`: for a sequence, a step, and whether heads draft, how many of the drafts are right, and whether
+/// row, and the heads 1 ms for each draft token. `right`: for a sequence, a step, and whether heads draft, how many of the drafts are right, and whether
 /// heads made them; `None`: there is none. Returns the scheduler, and how many steps drafted with the heads.
 fn drafting_with_heads(
     num_sequences: u64,
@@ -418,6 +418,12 @@ fn drafting_with_heads(
     let heads = Limits { drafts_with_model: true, drafts_extend_lookup: true, ..drafting(4, wide) };
     let sequences: Vec<_> = (0..num_sequences).map(|id| (id, 4, 9000 / num_sequences as u32)).collect();
     let mut scheduler = scheduler(heads, &sequences);
+    // Steps of other sizes have told what a row costs.
+    for num_decodes in 1..=64 {
+        let mut work = crate::cost::Work::default();
+        (0..num_decodes).for_each(|_| work.add_decode(4));
+        scheduler.cost.observe(&work, Duration::from_millis(10 + num_decodes));
+    }
     step(&mut scheduler);
     let mut num_model_steps = 0;
     for index in 0..num_steps {
@@ -435,7 +441,9 @@ fn drafting_with_heads(
         let outputs: Vec<_> = plan.advances.iter().map(output).collect();
         let num_tokens = outputs.iter().map(|output| output.num_draft_tokens).sum();
         let by_model = outputs.iter().any(|output| output.drafted_by_model);
-        let making = Duration::from_millis(u64::from(by_model || (uses_heads && num_tokens == 0)));
+        let made = outputs.iter().filter(|output| output.drafted_by_model).map(|output| output.num_draft_tokens);
+        let num_passes = made.max().unwrap_or(u32::from(uses_heads && num_tokens == 0));
+        let making = Duration::from_millis(u64::from(num_passes));
         let duration = making + Duration::from_millis(10 + num_sequences + u64::from(num_tokens));
         scheduler.observe(plan.step, duration, Drafted { num_tokens, by_model, duration: making });
         scheduler.apply(&StepResult { step: plan.step, outputs }).unwrap();
@@ -448,11 +456,8 @@ fn heads_that_often_find_no_draft_are_measured_in_few_steps() {
     let right = |id, index, uses_heads| (uses_heads && (id + 2 * index) % 5 < 3).then_some((0, true));
     let (scheduler, num_model_steps) = drafting_with_heads(32, 250, right);
     let share = scheduler.drafting_cost.share();
-    assert!(
-        (0.003..0.03).contains(&share),
-        "{share}: 1 of 42 ms, or of 61 with the rows of drafts, for one to four tokens"
-    );
-    assert!((2..=16).contains(&num_model_steps), "{num_model_steps} of 250 steps");
+    assert!((0.01..0.03).contains(&share), "{share}: 1 of 42 ms, or of 61 with the rows of drafts");
+    assert!((2..=10).contains(&num_model_steps), "{num_model_steps} of 250 steps");
 }
 
 #[test]
