@@ -1,8 +1,12 @@
 //! The protocols, generated at build time from `worker.proto` and `engine.proto`, which are also their specifications.
-//! Nothing is written by hand here: conversions live with their clients in the router.
+//! Conversions live with their clients in the router.
 
 #![allow(clippy::all)]
 
+#[warn(clippy::all)]
+mod frames;
+
+pub use frames::{Frames, steps_socket};
 pub use prost::Message;
 
 tonic::include_proto!("penstock.worker.v1");

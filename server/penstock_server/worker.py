@@ -49,6 +49,6 @@ def run(config: WorkerConfig, load_model: LoadModel | None = None) -> int:
     while not worker.faulted.wait(_PARENT_CHECK_S):
         if os.getppid() != parent:
             terminate(signal.SIGTERM, None)
-    server.stop(_LAST_REPLIES_S).wait()
+    server.stop(_LAST_REPLIES_S)
     remove_socket(config.endpoint)
     return 1

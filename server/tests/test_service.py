@@ -1,4 +1,5 @@
-"""The service over a real unix socket with a real client: pipelining, isolation, refusals, health while a step runs."""
+"""The service over real unix sockets with real clients: pipelining, isolation, refusals, health while a step runs.
+Steps are a call and a stream on a socket of their own in turn."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ from penstock_server.engine import Engine
 from penstock_server.engine.device_progress import DeviceProgress
 from penstock_server.engine.sampling import SAMPLING_FIELDS
 from penstock_server.errors import ConfigError, FullMemoryError, ImageError, ImagesOverloadError
+from penstock_server.frames import OK, Frames, steps_socket
 from penstock_server.message import PROTOCOL_VERSION
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
@@ -50,6 +52,7 @@ class Client:
     worker: Worker
     stub: rpc.WorkerStub
     models: list[FakeModel]
+    steps_socket: Path | None  # None: steps are a call
 
     @property
     def model(self) -> FakeModel:
@@ -64,7 +67,50 @@ class Client:
         self.model.started.clear()
 
     def steps(self) -> Steps:
-        return Steps(self.stub)
+        return Steps(self.stub, self.steps_socket)
+
+
+class StreamError(grpc.RpcError):
+    """The reason for which a stream has failed, as a call would raise it."""
+
+    def __init__(self, code: int, reason: bytes) -> None:
+        super().__init__(reason)
+        self._code, self._reason = code, reason
+
+    def code(self) -> grpc.StatusCode:
+        return next(code for code in grpc.StatusCode if code.value[0] == self._code)
+
+    def details(self) -> str:
+        return self._reason.decode()
+
+
+class SocketResults:
+    """The results of plans that are sent over the socket of steps."""
+
+    def __init__(self, path: Path, plans: Iterator[pb.Plan]) -> None:
+        self._connection = sockets.socket(sockets.AF_UNIX)
+        self._connection.settimeout(TIMEOUT_S)
+        self._connection.connect(str(path))
+        self._frames = Frames(self._connection)
+        self._received = iter(self._frames)
+        threading.Thread(target=self._send, args=(plans,), daemon=True).start()
+
+    def _send(self, plans: Iterator[pb.Plan]) -> None:
+        for plan in plans:
+            self._frames.write(OK, plan.SerializeToString())
+        self._connection.shutdown(sockets.SHUT_WR)
+
+    def __iter__(self) -> Iterator[pb.StepResult]:
+        return self
+
+    def __next__(self) -> pb.StepResult:
+        code, payload = next(self._received)
+        if code != OK:
+            raise StreamError(code, payload)
+        return pb.StepResult.FromString(payload)
+
+    def cancel(self) -> None:
+        self._frames.close()
 
 
 @dataclass
@@ -72,11 +118,15 @@ class Steps:
     """An open stream of steps."""
 
     stub: rpc.WorkerStub
+    socket: Path | None
     sent: SimpleQueue[pb.Plan | None] = field(default_factory=SimpleQueue)
     num_sent: int = 0
 
     def __post_init__(self) -> None:
-        self.results = self.stub.Steps(iter(self.sent.get, None), timeout=TIMEOUT_S)
+        plans = iter(self.sent.get, None)
+        self.results = (
+            self.stub.Steps(plans, timeout=TIMEOUT_S) if self.socket is None else SocketResults(self.socket, plans)
+        )
 
     def send(self, *advances: Advance, new: list[pb.NewSequence] | None = None, freed: list[int] | None = None) -> None:
         self.num_sent += 1
@@ -94,8 +144,8 @@ class Steps:
         self.sent.put(None)
 
 
-@pytest.fixture
-def client(tmp_path: Path) -> Iterator[Client]:
+@pytest.fixture(params=["call", "socket"])
+def client(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Client]:
     models: list[FakeModel] = []
 
     def load(options: LoadOptions, group: RankGroup) -> FakeModel:
@@ -106,8 +156,9 @@ def client(tmp_path: Path) -> Iterator[Client]:
     worker = Worker(WorkerConfig(UnixEndpoint(path)), load_model=load)
     server = start_server(worker, UnixEndpoint(path))
     with grpc.insecure_channel(f"unix:{path}") as channel:
-        yield Client(worker, rpc.WorkerStub(channel), models)
-    server.stop(None).wait()
+        own_socket = steps_socket(path) if request.param == "socket" else None
+        yield Client(worker, rpc.WorkerStub(channel), models, own_socket)
+    server.stop()
 
 
 def new_sequence(sequence_id: int, prompt: list[int], sampling: pb.Sampling = GREEDY) -> pb.NewSequence:
@@ -511,6 +562,23 @@ def test_a_broken_plan_ends_the_stream_and_not_the_worker(client: Client, plan: 
     assert next(again.results).step == 1
 
 
+@pytest.mark.parametrize("cut", [b"\x05\x00", b"\x05\x00\x00\x00\x00\x08", b"\x00\x00\x00\x00"])
+def test_a_connection_that_breaks_within_a_frame_ends_its_stream_only(client: Client, cut: bytes) -> None:
+    if client.steps_socket is None:
+        pytest.skip("a call has no frames of ours")
+    client.make_ready()
+    with sockets.socket(sockets.AF_UNIX) as connection:
+        connection.settimeout(TIMEOUT_S)
+        connection.connect(str(client.steps_socket))
+        connection.sendall(cut)
+        connection.shutdown(sockets.SHUT_WR)
+        assert connection.recv(1) == b""
+    steps = client.steps()
+    steps.send()
+    assert next(steps.results).step == 1
+    assert not client.worker.faulted.is_set()
+
+
 def test_a_crash_in_a_step_is_internal_and_ends_the_worker(client: Client) -> None:
     client.make_ready()
     steps = client.steps()
@@ -532,10 +600,10 @@ def test_a_message_may_be_larger_than_grpc_s_default_limit(client: Client) -> No
 
 def test_a_stale_socket_is_replaced_and_a_file_is_not(tmp_path: Path) -> None:
     stale = tmp_path / "stale"
-    with sockets.socket(sockets.AF_UNIX) as left_behind:
-        left_behind.bind(str(stale))
-    server = start_server(Worker(WorkerConfig(UnixEndpoint(stale))), UnixEndpoint(stale))
-    server.stop(None).wait()
+    for path in (stale, steps_socket(stale)):
+        with sockets.socket(sockets.AF_UNIX) as left_behind:
+            left_behind.bind(str(path))
+    start_server(Worker(WorkerConfig(UnixEndpoint(stale))), UnixEndpoint(stale)).stop()
     file = tmp_path / "file"
     file.write_text("precious")
     with pytest.raises(ConfigError, match="cannot listen on"):

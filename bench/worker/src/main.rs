@@ -11,10 +11,12 @@ use clap::Parser;
 use futures::StreamExt;
 use futures::stream::BoxStream;
 use penstock_proto as proto;
+use penstock_proto::Frames;
 use penstock_proto::worker_server::{Worker, WorkerServer};
-use tokio::net::UnixListener;
+use tokio::net::{UnixListener, UnixStream};
 use tokio::time::Instant;
 use tokio_stream::wrappers::UnixListenerStream;
+use tokio_util::codec::{FramedRead, FramedWrite};
 use tonic::{Request, Response, Status, Streaming};
 
 use cache::{BLOCK_TOKENS, Cache, numbers};
@@ -105,19 +107,29 @@ impl Worker for Script {
 
     type StepsStream = BoxStream<'static, Result<proto::StepResult, Status>>;
 
-    async fn steps(&self, plans: Request<Streaming<proto::Plan>>) -> Result<Response<Self::StepsStream>, Status> {
-        let cache = Cache::new(self.args.num_blocks as usize);
-        let state = (plans.into_inner(), self.args.clone(), cache, Instant::now());
-        let results = futures::stream::unfold(state, |(mut plans, args, mut cache, free_at)| async move {
-            let plan: proto::Plan = plans.next().await?.ok()?;
+    async fn steps(&self, _: Request<Streaming<proto::Plan>>) -> Result<Response<Self::StepsStream>, Status> {
+        Err(Status::unimplemented("steps have a socket of their own"))
+    }
+}
+
+/// Executes the steps of one stream.
+async fn execute_steps(connection: UnixStream, args: Args) {
+    let (reader, writer) = connection.into_split();
+    let plans = FramedRead::new(reader, Frames::<proto::Plan>::default());
+    let cache = Cache::new(args.num_blocks as usize);
+    let results = futures::stream::unfold((plans, cache, Instant::now()), |(mut plans, mut cache, free_at)| {
+        let args = args.clone();
+        async move {
+            let plan = plans.next().await?.ok()?.ok()?;
             // Like a device, starts the next step at once when its plan is already here.
             let ends_at = free_at.max(Instant::now()) + duration(&args, &plan);
             tokio::time::sleep_until(ends_at).await;
             let result = execute(&args, &mut cache, &plan);
-            Some((Ok(result), (plans, args, cache, ends_at)))
-        });
-        Ok(Response::new(results.boxed()))
-    }
+            Some((Ok(Ok(result)), (plans, cache, ends_at)))
+        }
+    });
+    // The router may leave at any time.
+    let _ = results.forward(FramedWrite::new(writer, Frames::<proto::StepResult>::default())).await;
 }
 
 fn duration(args: &Args, plan: &proto::Plan) -> Duration {
@@ -149,6 +161,15 @@ async fn main() -> anyhow::Result<()> {
     let args = Args::parse();
     // The fork server gave it to the process that became this one.
     std::fs::write("/proc/self/comm", &args.name)?;
+    let mut streams = UnixListenerStream::new(UnixListener::bind(proto::steps_socket(&args.socket))?);
+    tokio::spawn({
+        let args = args.clone();
+        async move {
+            while let Some(Ok(connection)) = streams.next().await {
+                tokio::spawn(execute_steps(connection, args.clone()));
+            }
+        }
+    });
     let listener = UnixListenerStream::new(UnixListener::bind(&args.socket)?);
     let service = WorkerServer::new(Script { args })
         .max_decoding_message_size(MAX_MESSAGE_BYTES)

@@ -1,13 +1,19 @@
-//! One rank: a gRPC channel to its endpoint.
+//! One rank: a gRPC channel to its endpoint, and beside a unix socket another one for steps.
 
+use std::io;
+use std::path::PathBuf;
 use std::time::Duration;
 
-use futures::stream::{self, BoxStream, StreamExt, TryStreamExt};
+use futures::stream::{self, BoxStream, Stream, StreamExt, TryStreamExt};
 use penstock_proto as proto;
+use penstock_proto::Frames;
 use penstock_proto::worker_client::WorkerClient;
+use tokio::net::UnixStream;
 use tokio::sync::mpsc::{self, UnboundedSender};
 use tokio::time::Instant;
 use tokio_stream::wrappers::UnboundedReceiverStream;
+use tokio_util::codec::{FramedRead, FramedWrite};
+use tokio_util::task::AbortOnDropHandle;
 use tonic::transport::Channel;
 
 use super::progress::{DeviceProgress, RankProgress};
@@ -125,17 +131,40 @@ impl Rank {
         &self,
     ) -> (UnboundedSender<proto::Plan>, BoxStream<'static, Result<proto::StepResult, WorkerError>>) {
         let (plans, receiver) = mpsc::unbounded_channel();
-        let Self { index, mut client, .. } = self.clone();
-        // A gRPC server may hold back its response headers until its first message, so the call is made with the first read.
-        let results = async move { client.steps(UnboundedReceiverStream::new(receiver)).await };
-        let results = stream::once(results)
-            .map_ok(tonic::Response::into_inner)
-            .try_flatten()
-            .map_err(move |status| WorkerError::of_status(index, &status));
-        (plans, results.boxed())
+        let receiver = UnboundedReceiverStream::new(receiver);
+        let Self { index, endpoint, mut client } = self.clone();
+        let results = match endpoint {
+            Endpoint::Unix(socket) => {
+                let socket = proto::steps_socket(&socket);
+                let results = stream::once(steps_over_socket(socket, receiver)).try_flatten();
+                let results =
+                    results.map_err(move |error| WorkerError::Lost { rank: index, reason: error.to_string() });
+                results.map(move |result| result?.map_err(|status| WorkerError::of_status(index, &status))).boxed()
+            }
+            Endpoint::Tcp { .. } => {
+                // A gRPC server may hold back its response headers until its first message, so the call is made with the first
+                // read.
+                let results = stream::once(async move { client.steps(receiver).await });
+                let results = results.map_ok(tonic::Response::into_inner).try_flatten();
+                results.map_err(move |status| WorkerError::of_status(index, &status)).boxed()
+            }
+        };
+        (plans, results)
     }
 
     fn error(&self, status: &tonic::Status) -> WorkerError {
         WorkerError::of_status(self.index, status)
     }
+}
+
+/// Opens a stream of steps on this socket.
+async fn steps_over_socket(
+    socket: PathBuf,
+    plans: UnboundedReceiverStream<proto::Plan>,
+) -> io::Result<impl Stream<Item = io::Result<Result<proto::StepResult, tonic::Status>>>> {
+    let (reader, writer) = UnixStream::connect(socket).await?.into_split();
+    let sending = plans.map(|plan| Ok(Ok(plan))).forward(FramedWrite::new(writer, Frames::default()));
+    // If plans cannot be sent, no results come either, and say why.
+    let sending = AbortOnDropHandle::new(tokio::spawn(sending));
+    Ok(FramedRead::new(reader, Frames::default()).inspect(move |_| _ = &sending))
 }

@@ -1,4 +1,5 @@
-//! A worker without a model: a real tonic server on a unix socket whose next token is a hash of all tokens before it.
+//! A worker without a model: a real tonic server on a unix socket, and one for steps beside it, whose next token is a hash of all
+//! tokens before it.
 //!
 //! It tracks each sequence as a real worker does, and panics the test when a plan breaks the protocol.
 
@@ -13,8 +14,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use futures::StreamExt;
-use futures::stream::BoxStream;
+use futures::stream::{BoxStream, Stream};
 use penstock_proto as proto;
+use penstock_proto::Frames;
 use penstock_proto::worker_server::{Worker, WorkerServer};
 use penstock_router::worker::Endpoint;
 use sequences::Sequences;
@@ -23,6 +25,7 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio_stream::wrappers::UnixListenerStream;
+use tokio_util::codec::{FramedRead, FramedWrite};
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
 
@@ -178,19 +181,20 @@ impl FakeWorker {
     fn start(socket: &Path, script: Script, first: bool) -> Self {
         let (updates, seen) = watch::channel(Arc::default());
         let connections = Arc::new(Mutex::new(Vec::new()));
-        let listener = UnixListenerStream::new(UnixListener::bind(socket).unwrap());
-        let listener = listener.map({
-            let connections = connections.clone();
-            move |stream| {
-                let stream = stream?.into_std()?;
-                connections.lock().unwrap().push(stream.try_clone()?);
-                UnixStream::from_std(stream)
-            }
-        });
+        let mut streams = listen(&proto::steps_socket(socket), &connections);
+        let listener = listen(socket, &connections);
         let death = CancellationToken::new();
         let service = Service { script, first, updates: Arc::new(updates), death: death.clone() };
-        let server = tonic::transport::Server::builder().add_service(WorkerServer::new(service));
-        let server = tokio::spawn(async move { server.serve_with_incoming(listener).await.unwrap() });
+        let server = tonic::transport::Server::builder().add_service(WorkerServer::new(service.clone()));
+        let serve_steps = async move {
+            while let Some(Ok(stream)) = streams.next().await {
+                tokio::spawn(service.clone().serve_steps(stream));
+            }
+        };
+        let server = tokio::spawn(async move {
+            let (served, ()) = tokio::join!(server.serve_with_incoming(listener), serve_steps);
+            served.unwrap();
+        });
         tokio::spawn({
             let (connections, server) = (connections.clone(), server.abort_handle());
             async move {
@@ -219,6 +223,19 @@ impl FakeWorker {
     }
 }
 
+/// The connections to a socket, which are also kept to be closed.
+fn listen(
+    socket: &Path,
+    connections: &Arc<Mutex<Vec<StdUnixStream>>>,
+) -> impl Stream<Item = std::io::Result<UnixStream>> + Send + Unpin + use<> {
+    let connections = connections.clone();
+    UnixListenerStream::new(UnixListener::bind(socket).unwrap()).map(move |stream| {
+        let stream = stream?.into_std()?;
+        connections.lock().unwrap().push(stream.try_clone()?);
+        UnixStream::from_std(stream)
+    })
+}
+
 fn close(connections: &Mutex<Vec<StdUnixStream>>) {
     for connection in connections.lock().unwrap().drain(..) {
         // The other side may have closed it before.
@@ -243,6 +260,7 @@ pub fn expected_tokens(prompt: &[u32], num_tokens: usize) -> Vec<u32> {
     token_ids.split_off(prompt.len())
 }
 
+#[derive(Clone)]
 struct Service {
     script: Script,
     first: bool,
@@ -352,8 +370,26 @@ impl Worker for Service {
 
     type StepsStream = BoxStream<'static, Result<proto::StepResult, Status>>;
 
-    async fn steps(&self, request: Request<Streaming<proto::Plan>>) -> Result<Response<Self::StepsStream>, Status> {
-        let mut plans = request.into_inner();
+    async fn steps(&self, _: Request<Streaming<proto::Plan>>) -> Result<Response<Self::StepsStream>, Status> {
+        Err(Status::unimplemented("steps have a socket of their own"))
+    }
+}
+
+impl Service {
+    async fn serve_steps(self, connection: UnixStream) {
+        let (reader, writer) = connection.into_split();
+        let plans = FramedRead::new(reader, Frames::default());
+        let plans = plans.filter_map(async |plan: std::io::Result<Result<proto::Plan, Status>>| plan.ok()?.ok());
+        // The router may leave at any time.
+        let _ =
+            self.results(plans).map(Ok).forward(FramedWrite::new(writer, Frames::<proto::StepResult>::default())).await;
+    }
+
+    fn results(
+        &self,
+        plans: impl Stream<Item = proto::Plan> + Send + 'static,
+    ) -> BoxStream<'static, Result<proto::StepResult, Status>> {
+        let mut plans = Box::pin(plans);
         let (received, queue) = tokio::sync::mpsc::unbounded_channel();
         let updates = self.updates.clone();
         let in_flight = Arc::new(Mutex::new(0_usize));
@@ -361,7 +397,7 @@ impl Worker for Service {
         tokio::spawn({
             let (updates, in_flight) = (updates.clone(), in_flight.clone());
             async move {
-                while let Some(Ok(plan)) = plans.next().await {
+                while let Some(plan) = plans.next().await {
                     let now = {
                         let mut in_flight = in_flight.lock().unwrap();
                         *in_flight += 1;
@@ -410,6 +446,6 @@ impl Worker for Service {
                 Some((Ok(result), (queue, sequences)))
             }
         });
-        Ok(Response::new(results.boxed()))
+        results.boxed()
     }
 }
