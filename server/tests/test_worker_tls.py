@@ -55,7 +55,7 @@ def port(tls: Tls) -> Iterator[int]:
         endpoint = TcpEndpoint("127.0.0.1", port, tls)
         server = start_server(Worker(WorkerConfig(endpoint, token=TOKEN)), endpoint)
         yield port
-        server.stop(None).wait()
+        server.stop()
 
 
 def stub(port: int, tls: Tls, authority: str, *, shows_certificate: bool = True) -> rpc.WorkerStub:
