@@ -264,6 +264,104 @@ mod tests {
         assert_eq!(cost.lookup_share(), 0.0);
     }
 
+    /// After many steps of 10 ms whose drafts took this share of them.
+    fn measured(drafting: Drafting, share: f64) -> DraftingCost {
+        let mut cost = DraftingCost::default();
+        for _ in 0..200 {
+            cost.observe(drafting, 0.01, 1, Duration::from_secs_f64(0.01 * share), false);
+        }
+        cost
+    }
+
+    #[test]
+    fn measuring_lookups_takes_two_percent_of_the_time() {
+        let mut cost = measured(Drafting::Lookup, 0.5);
+        assert!((cost.lookup_share() - 0.5).abs() < 1e-6);
+        let probes = (0..10_000).filter(|_| {
+            cost.observe(Drafting::None, 0.01, 0, Duration::ZERO, false);
+            cost.begins_lookup_probe(0.01, 0.3)
+        });
+        // Each takes 0.8 of a step.
+        assert!((249..=252).contains(&probes.count()));
+    }
+
+    #[test]
+    fn measuring_a_model_takes_two_percent_of_the_time() {
+        let mut cost = measured(Drafting::Model, 0.5);
+        assert!((cost.share() - 0.5).abs() < 1e-6);
+        let mut num_probe_steps = 0;
+        for _ in 0..10_000 {
+            if cost.begins_probe(0.01, false) {
+                num_probe_steps += 1;
+                cost.observe(Drafting::Probe, 0.01, 1, Duration::from_millis(5), false);
+            } else {
+                cost.observe(Drafting::None, 0.01, 0, Duration::ZERO, false);
+            }
+        }
+        // Each takes one and a half steps, and there are two of them in a probe.
+        assert!((132..=136).contains(&num_probe_steps) && num_probe_steps % 2 == 0, "{num_probe_steps}");
+    }
+
+    #[test]
+    fn what_may_be_spent_on_measuring_is_for_one_probe_only() {
+        let mut cost = measured(Drafting::Lookup, 0.5);
+        cost.share = Some(0.5);
+        for _ in 0..10_000 {
+            cost.observe(Drafting::None, 0.01, 0, Duration::ZERO, false);
+        }
+        assert!(cost.begins_lookup_probe(0.01, 0.7) && !cost.begins_lookup_probe(0.01, 0.7));
+        assert!(cost.begins_probe(0.01, false) && cost.begins_probe(0.01, false));
+        cost.observe(Drafting::Probe, 0.01, 1, Duration::from_millis(5), false);
+        cost.observe(Drafting::Probe, 0.01, 1, Duration::from_millis(5), false);
+        assert!(!cost.begins_probe(0.01, false));
+    }
+
+    #[test]
+    fn a_probe_waits_for_a_model_that_catches_up_but_not_for_ever() {
+        let mut cost = DraftingCost::default();
+        let mut num_steps = 0;
+        while cost.begins_probe(0.01, num_steps > 0) {
+            num_steps += 1;
+            cost.observe(Drafting::Probe, 0.01, 1, Duration::from_millis(5), true);
+        }
+        // The step after the last one that adds a step had been planned before.
+        assert_eq!(num_steps, MAX_PROBE_STEPS + 1);
+        assert_eq!(cost.share, None, "a model that catches up says nothing of its speed");
+        assert!(cost.begins_probe(0.01, false), "it has still to be measured");
+    }
+
+    #[test]
+    fn steps_without_time_or_drafts_measure_nothing() {
+        let mut cost = DraftingCost::default();
+        for drafting in [Drafting::Lookup, Drafting::Model] {
+            cost.observe(drafting, 0.0, 1, Duration::from_millis(1), false);
+            cost.observe(drafting, 0.01, 0, Duration::from_millis(1), false);
+        }
+        assert_eq!((cost.share, cost.lookup_share), (None, 0.0));
+        cost.observe(Drafting::Model, 0.01, 4, Duration::from_millis(2), false);
+        assert!((cost.share() - 0.05).abs() < 1e-12, "the time of one draft token");
+    }
+
+    #[test]
+    fn finds_and_misses_are_soon_forgotten() {
+        let mut acceptance = after(&[(0, 0)]);
+        assert!((acceptance.found() - 7.0 / 8.0).abs() < 1e-12);
+        acceptance.miss();
+        assert!((acceptance.found() - 7.0 / 8.0 * 63.0 / 64.0).abs() < 1e-12);
+        let mut never = Acceptance { probability: 0.0, found: 0.0 };
+        never.recover();
+        assert!((never.found() - 1.0 / 64.0).abs() < 1e-12);
+        assert!((never.probability - 0.7 / 512.0).abs() < 1e-12);
+    }
+
+    #[test]
+    fn drafts_are_worth_what_they_save_less_what_they_and_their_making_cost() {
+        let acceptance = Acceptance { probability: 0.5, found: 0.8 };
+        // Two drafts are right 0.5 + 0.25 times; their rows cost 0.3 if they are found, and making them 0.1 always.
+        assert!((acceptance.worth(&[0.2, 0.3], 0.05) - (0.8 * (0.75 - 0.3) - 0.1)).abs() < 1e-12);
+        assert_eq!(acceptance.worth(&[0.9, 0.9], 0.0), 0.0);
+    }
+
     #[test]
     fn drafts_that_are_always_wrong_take_less_than_two_percent_whatever_their_rows_cost() {
         for row_cost in [0.01, 0.03, 0.1, 0.3, 0.5, 0.65] {
