@@ -317,6 +317,23 @@ mod tests {
     }
 
     #[test]
+    fn a_model_that_was_measured_is_measured_again_when_the_time_of_a_probe_has_been_saved() {
+        let mut cost = DraftingCost { share: Some(0.5), ..Default::default() };
+        let is_saving = |_: &u32| {
+            cost.observe(Drafting::None, 0.01, 0, Duration::ZERO, false);
+            !cost.begins_probe(0.01, false)
+        };
+        // Two steps of 15 ms, by 0.2 ms a step.
+        assert!((148..=150).contains(&(0..).take_while(is_saving).count()));
+    }
+
+    #[test]
+    fn lookups_are_free_below_a_hundredth_of_a_step() {
+        let cost = |lookup_share| DraftingCost { lookup_share, ..Default::default() };
+        assert_eq!([0.0099, 0.01, 0.5].map(|share| cost(share).lookup_share()), [0.0, 0.01, 0.5]);
+    }
+
+    #[test]
     fn a_probe_waits_for_a_model_that_catches_up_but_not_for_ever() {
         let mut cost = DraftingCost::default();
         let mut num_steps = 0;
