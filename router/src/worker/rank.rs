@@ -1,4 +1,4 @@
-//! One rank: a gRPC channel to its endpoint, and beside a unix socket another one for steps.
+//! One rank: a gRPC channel to its endpoint, and if that is a unix socket, a connection to the one for steps beside it.
 
 use std::io;
 use std::path::PathBuf;
@@ -164,7 +164,7 @@ async fn steps_over_socket(
 ) -> io::Result<impl Stream<Item = io::Result<Result<proto::StepResult, tonic::Status>>>> {
     let (reader, writer) = UnixStream::connect(socket).await?.into_split();
     let sending = plans.map(|plan| Ok(Ok(plan))).forward(FramedWrite::new(writer, Frames::default()));
-    // If plans cannot be sent, no results come either, and say why.
+    // Its outcome is not needed: where plans cannot be sent, the results end or fail as well.
     let sending = AbortOnDropHandle::new(tokio::spawn(sending));
     Ok(FramedRead::new(reader, Frames::default()).inspect(move |_| _ = &sending))
 }
