@@ -9,18 +9,22 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, VOCAB
+from mtp_checkpoint import Reference
 from native_builds import build
 from penstock_server.config import WarmUpConfig
 from penstock_server.engine import Engine
 from penstock_server.engine.drafting import medusa, ngram
 from penstock_server.engine.drafting.draft_model import DraftModel
 from penstock_server.engine.drafting.interface import Drafter
+from penstock_server.engine.drafting.load import load_drafter
 from penstock_server.grammar.compiler import GrammarCompiler
+from penstock_server.models import load_model
 from penstock_server.models.decoder import Decoder
+from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
 from penstock_server.plan import Adapter
 from safetensors.torch import save_file
-from test_adapters import CPU, load, make_adapter, save
+from test_adapters import CPU, DENSE_PARTS, load, make_adapter, save
 from test_drafts import (  # the fixture is used by its name
     BLOCK_TOKENS,
     NUM_BLOCKS,
@@ -59,6 +63,14 @@ def test_drafts_change_no_bit_of_sequences_with_adapters(
     assert num_steps < num_plain_steps, "some drafts are right"
 
 
+def dense(folder: Path) -> Path:
+    return save("llama", CASES["llama"], folder)
+
+
+def with_mtp_layer(folder: Path) -> Path:
+    return Reference.random().save(folder)
+
+
 def draft_model(folder: Path, model: Decoder) -> Drafter:
     """The base: what it drafts is right for greedy sequences of the base."""
     return DraftModel(load(folder, dtype=torch.bfloat16), model.vocab_size, CPU)
@@ -77,22 +89,35 @@ def heads(folder: Path, model: Decoder) -> Drafter:
     return medusa.MedusaDrafter(found)
 
 
-@pytest.mark.parametrize("make_drafter", [draft_model, heads])
+def mtp_layer(folder: Path, model: Decoder) -> Drafter:
+    options = LoadOptions(folder, torch.bfloat16, CPU, BLOCK_TOKENS, drafts_with_mtp=True)
+    return load_drafter(None, model, options, load_model, RankGroup())
+
+
+@pytest.mark.parametrize(
+    ("save_base", "make_drafter"), [(dense, draft_model), (dense, heads), (with_mtp_layer, mtp_layer)]
+)
 def test_drafts_of_models_and_heads_change_no_bit_of_sequences_with_adapters(
-    make_drafter: Callable[[Path, Decoder], Drafter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    save_base: Callable[[Path], Path],
+    make_drafter: Callable[[Path, Decoder], Drafter],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(medusa, "_LEAST_LOGPROB", -70.0)
     monkeypatch.setattr("test_drafts.SAMPLINGS", [each for each in SAMPLINGS if each.grammar is None][::2])
-    folder = save("llama", CASES["llama"], tmp_path / "base")
-    one, _ = make_adapter(tmp_path / "one", folder, 1)
-    other, _ = make_adapter(tmp_path / "other", folder, 2, r=3)
+    folder = save_base(tmp_path / "base")
+    changed = {} if save_base is dense else {"target_modules": DENSE_PARTS}
+    one, _ = make_adapter(tmp_path / "one", folder, 1, **changed)
+    other, _ = make_adapter(tmp_path / "other", folder, 2, r=3, **changed)
     adapters = [Adapter(1, one), None, Adapter(2, other)]
-    model = load(folder, dtype=torch.bfloat16)
+    model = load(folder, dtype=torch.bfloat16, drafts_with_mtp=True)
     drafter = make_drafter(folder, model)
     engine = Engine(model, RankGroup(), CPU, BLOCK_TOKENS, drafter=drafter)
     engine.warm_up(WarmUpConfig(max_step_tokens=128, max_step_sequences=64, num_blocks=NUM_BLOCKS, proven=True))
     texts = prompts(3, [6 + 11 * i % 30 for i in range(6)], VOCAB)
     plain, _ = generate(engine, texts, 0, max_drafts=0, adapters=adapters)
+    of_base, _ = generate(engine, texts, 0, max_drafts=0)
+    assert [tokens == base for tokens, base in zip(plain, of_base, strict=True)] == [False, True, False] * 2
     draft, num_drafts = drafter.draft, []
 
     def counted(*args: Any) -> Any:
