@@ -3,6 +3,7 @@ no protobuf."""
 
 from __future__ import annotations
 
+import logging
 import socket
 import struct
 import threading
@@ -10,8 +11,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+logger = logging.getLogger(__name__)
+
 OK = 0  # the status code of a frame that holds a message
 _LENGTH = struct.Struct("<I")
+_RETRY_S = 0.1  # after a connection could not be accepted
 _HEAD = struct.Struct("<IB")  # the length of what follows it, and the status code that this begins with
 
 
@@ -53,6 +57,7 @@ class FrameListener:
     """Accepts connections on a unix socket. Raises OSError if it cannot be bound."""
 
     def __init__(self, path: Path) -> None:
+        self._closed = threading.Event()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._listener.bind(str(path))
@@ -62,12 +67,20 @@ class FrameListener:
             raise
 
     def __iter__(self) -> Iterator[Frames]:
-        """Each connection, until `close`."""
-        with self._listener, suppress(OSError):
-            while True:
-                yield Frames(self._listener.accept()[0])
+        """Each connection, until `close`. One that cannot be accepted, for example because the process has too many
+        files open, waits for the next attempt."""
+        with self._listener:
+            while not self._closed.is_set():
+                try:
+                    connection, _ = self._listener.accept()
+                except OSError as error:
+                    if not self._closed.wait(_RETRY_S):
+                        logger.warning("a connection for steps cannot be accepted: %s", error)
+                else:
+                    yield Frames(connection)
 
     def close(self) -> None:
         """End the iteration."""
+        self._closed.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
