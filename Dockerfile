@@ -67,9 +67,12 @@ HEALTHCHECK --interval=15s --timeout=5s --start-period=60m --retries=3 \
 ENTRYPOINT ["penstock"]
 
 FROM base AS cuda
-# Triton compiles its connection to CUDA's driver at the first start.
+# Triton compiles its connection to CUDA's driver at the first start. It needs neither optimization at link time nor the
+# sanitizers, a profiler and a static Python.
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev libpython3-dev \
-    && rm -rf /var/lib/apt/lists/* /var/cache/apt/*
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /usr/lib/gcc/*/*/lto1 /usr/bin/*-lto-dump-* \
+    /usr/lib/python3*/config-*/*.a \
+    && find /usr/lib \( -name 'lib?san*' -o -name 'libgprofng*' \) -delete
 COPY --from=packages-cuda /opt/penstock /opt/penstock
 COPY --from=model /opt/model /opt/model
 COPY --from=wheels /opt/licences /usr/share/doc/penstock/crates
