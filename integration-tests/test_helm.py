@@ -65,6 +65,7 @@ EVERYTHING = {
 CPU: dict[str, Any] = {"gpus": 0, "image": {"tag": "cpu"}, "weights": {"kind": "emptyDir"}}
 ROUTER: dict[str, Any] = {"enabled": True, "secret": "engine", "tls": {"secret": "engine-tls"}}
 NODES: dict[str, Any] = {"count": 3, "secret": "nodes"}
+GPU_NODES = {**NODES, "count": 2, "unencryptedGpus": True}
 GROUPED = {"cpu-isa": "avx2"}
 LOGGED = {"json-output": False}  # `start` sets it
 CASES: dict[str, dict[str, Any]] = {
@@ -76,6 +77,8 @@ CASES: dict[str, dict[str, Any]] = {
     "router": {**EVERYTHING, "router": ROUTER},
     "groups": {"gpus": 0, "nodes": NODES, "weights": {"accessModes": ["ReadWriteMany"]}},
     "groups behind a router": {**EVERYTHING, "gpus": 0, "flags": GROUPED, "nodes": NODES, "router": ROUTER},
+    "groups with GPUs": {"gpus": 4, "nodes": GPU_NODES, "weights": {"accessModes": ["ReadWriteMany"]}},
+    "groups with GPUs behind a router": {**EVERYTHING, "gpus": 1, "flags": {}, "nodes": GPU_NODES, "router": ROUTER},
 }
 
 
@@ -282,6 +285,20 @@ def test_the_gpus_of_a_pod_are_divided(flags: dict[str, int], num_shard: int) ->
     assert server["resources"]["limits"]["nvidia.com/gpu"] == 8
 
 
+@pytest.mark.parametrize(("flags", "num_shard"), [({}, 8), ({"pipeline-parallel-size": 2}, 4)])
+def test_each_pod_of_a_group_has_gpus_for_its_ranks(flags: dict[str, int], num_shard: int) -> None:
+    group = render({**CASES["groups with GPUs"], "flags": flags})["LeaderWorkerSet engines"]
+    server = container(group)
+    assert {f"--num-shard={num_shard}", "--unencrypted-gpus"} <= set(server["args"])
+    assert "nvidia.com/gpu" not in server["resources"]["limits"], "its ranks are on the nodes"
+    leader, worker = templates(group)
+    for pod, (node,) in ((leader, leader["spec"]["initContainers"]), (worker, worker["spec"]["containers"])):
+        assert "--unencrypted-gpus" in node["args"]
+        assert node["resources"]["limits"]["nvidia.com/gpu"] == 4
+        assert {"name": "shared-memory", "mountPath": "/dev/shm"} in node["volumeMounts"]
+        assert [each["key"] for each in pod["spec"]["tolerations"]] == ["nvidia.com/gpu"]
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -301,7 +318,13 @@ def test_the_gpus_of_a_pod_are_divided(flags: dict[str, int], num_shard: int) ->
         ({**CPU, "router": {"flags": {"replica": "a"}}}, "router.flags.replica is set by the chart"),
         ({**CPU, "replicas": 1025, "router": ROUTER}, "a router has at most 1024 servers"),
         ({"flags": {"--port": 1}}, "--port"),
-        ({**CASES["groups"], "gpus": 1}, "ranks on several nodes compute on CPUs"),
+        ({**CASES["groups"], "gpus": 1}, "nodes.count above 1 with gpus needs nodes.unencryptedGpus: true"),
+        ({**CASES["groups"], "nodes": GPU_NODES}, "there are no GPUs of several nodes"),
+        (
+            {**CASES["groups with GPUs"], "gpus": 1, "flags": {"pipeline-parallel-size": 4}},
+            "gpus times nodes.count is 2, must be a multiple of flags.replicas times flags.pipeline-parallel-size, 4",
+        ),
+        ({"flags": {"unencrypted-gpus": True}}, "flags.unencrypted-gpus is set by the chart"),
         ({**CASES["groups"], "nodes": {"count": 2}}, "nodes.count above 1 needs nodes.secret"),
         ({**CASES["groups"], **CPU}, "nodes.count above 1 needs weights that all pods of a group mount"),
         ({**CASES["groups"], "flags": {"replicas": 2}}, "nodes.count above 1 excludes flags.replicas"),

@@ -20,7 +20,7 @@
     - {{ printf "--model-id=%s" . | quote }}
     {{- end }}
     {{- if $gpus }}
-    - --num-shard={{ div $gpus (include "penstock.parts" .root) }}
+    - --num-shard={{ div (mul $gpus $values.nodes.count) (include "penstock.parts" .root) }}
     {{- end }}
     {{- if $values.apiKeys.secret }}
     - --api-key-file=/etc/penstock/api-keys
@@ -29,6 +29,9 @@
     - --node-secret-file=/etc/penstock-node/node-secret
     {{- range $number := until (int $values.nodes.count) }}
     - --ranks-on=node://$(POD_NAME){{ ternary (printf "-%d" $number) "" (gt $number 0) }}.{{ include "penstock.engines" $.root }}.{{ $.root.Release.Namespace }}.svc:7000
+    {{- end }}
+    {{- if $gpus }}
+    - --unencrypted-gpus
     {{- end }}
     {{- end }}
     {{- if $values.router.enabled }}
@@ -72,16 +75,18 @@
   readinessProbe: {httpGet: {path: /health/ready, port: http}, periodSeconds: 5}
   livenessProbe: {httpGet: {path: /health/live, port: http}, periodSeconds: 10, timeoutSeconds: 5}
   lifecycle: {preStop: {sleep: {seconds: {{ $values.endpointRemovalSeconds }}}}}
-  {{- $resources := deepCopy (ternary $values.router.resources (ternary $values.nodes.serverResources $values.resources $isGrouped) .isRouter) }}
-  {{- if $gpus }}
-  {{- $resources = mergeOverwrite $resources (dict "limits" (dict $values.gpuResource $gpus)) }}
+  {{- if .isRouter }}
+  resources: {{- toYaml $values.router.resources | nindent 4 }}
+  {{- else if $isGrouped }}
+  resources: {{- toYaml $values.nodes.serverResources | nindent 4 }}
+  {{- else }}
+  resources: {{- include "penstock.ranks" .root | nindent 4 }}
   {{- end }}
-  resources: {{- toYaml $resources | nindent 4 }}
   securityContext: {{- include "penstock.privileges" . | nindent 4 }}
   volumeMounts:
     - {name: data, mountPath: /data}
     - {name: tmp, mountPath: /tmp}
-    {{- if gt $gpus 1 }}
+    {{- if and (gt $gpus 1) (not $isGrouped) }}
     - {name: shared-memory, mountPath: /dev/shm}
     {{- end }}
     {{- if eq $values.weights.kind "image" }}
@@ -112,6 +117,9 @@
     - --listen=$(POD_IP):7000
     - --secret-file=/etc/penstock-node/node-secret
     - --json-output
+    {{- if $values.gpus }}
+    - --unencrypted-gpus
+    {{- end }}
   env:
     - {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
     {{- with $values.env }}
@@ -123,15 +131,27 @@
   # The pods of a group stop together. The server needs its ranks until its last request has ended.
   lifecycle: {preStop: {sleep: {seconds: {{ add $values.endpointRemovalSeconds $values.gracefulTerminationSeconds }}}}}
   {{- end }}
-  resources: {{- toYaml $values.resources | nindent 4 }}
+  resources: {{- include "penstock.ranks" .root | nindent 4 }}
   securityContext: {{- include "penstock.privileges" . | nindent 4 }}
   volumeMounts:
     - {name: data, mountPath: /data}
     - {name: tmp, mountPath: /tmp}
+    {{- if gt (int $values.gpus) 1 }}
+    - {name: shared-memory, mountPath: /dev/shm}
+    {{- end }}
     {{- if eq $values.weights.kind "image" }}
     - {name: model, mountPath: /model, readOnly: true}
     {{- end }}
     - {name: node-secret, mountPath: /etc/penstock-node, readOnly: true}
+{{- end }}
+
+{{- /* The resources of a container that has ranks. */ -}}
+{{- define "penstock.ranks" -}}
+{{- $resources := deepCopy .Values.resources }}
+{{- with int .Values.gpus }}
+{{- $resources = mergeOverwrite $resources (dict "limits" (dict $.Values.gpuResource .)) }}
+{{- end }}
+{{- toYaml $resources }}
 {{- end }}
 
 {{- define "penstock.privileges" -}}
