@@ -19,7 +19,9 @@ def main() -> None:
     record: dict[str, Any] = {**heading(), "machine": machine()}
     command = [*COMMAND, "replica::simulation", "--", "--ignored", "--nocapture", "--test-threads", "1"]
     run = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-    record["runs"] = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    # A line of a result may begin with the dot that reports the test before.
+    lines = (line.lstrip(".") for line in run.stdout.splitlines())
+    record["runs"] = [json.loads(line) for line in lines if line.startswith("{")]
     keep(record, "routing-simulation", title(record) + table_of(routing_simulation(record)), options.out)
 
 
