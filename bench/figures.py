@@ -28,7 +28,7 @@ PLOT = "docs/images/compare.svg"
 MIN_REPEATS = 3
 PREDICTED_MODEL, PREDICTED_LOADS = "llama-8b", (decode_name(1), decode_name(256), prompt_name(4096))
 BLOCK = re.compile(r"(?P<open><!-- figures: (?P<name>[a-z-]+) -->\n).*?(?P<close><!-- end of figures -->)", re.DOTALL)
-FILE_NAME = re.compile(r"\d{4}-\d\d-\d\d-[a-z]+-\d+c-(?P<benchmark>[a-z-]+?)(-\d+)?\.json")
+FILE_NAME = re.compile(r"\d{4}-\d\d-\d\d-[a-z]+-\d+c-(?P<benchmark>[a-z][a-z0-9-]*?)(-\d+)?\.json")
 
 
 class FigureError(Exception):
