@@ -542,7 +542,8 @@ def routing_simulation(record: Record) -> Iterator[Figure]:
         where = f"{run['replicas']:,} replicas{slow}, {POLICIES[run['policy']]}"
         share = 100 * run["hit_rate"] / run["hit_rate_optimum"]
         yield Figure(f"{where}: hit rate", "", [100 * run["hit_rate"]], " %", 1, is_count=True)
-        yield Figure(f"{where}: the same, to the best possible one", "", [share], " %", 1, is_count=True)
+        name = "the same, to one cache of their size that knows the future"
+        yield Figure(f"{where}: {name}", "", [share], " %", 1, is_count=True)
         yield Figure(f"{where}: p99 TTFT", "", [1e3 * run["ttft_p99_s"]], " ms", 1, is_count=True)
         yield Figure(f"{where}: imbalance", "", [run["imbalance"]], is_count=True)
         if run["policy"] == "Prefix":
