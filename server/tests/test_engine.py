@@ -480,6 +480,15 @@ def test_replicas_on_cpus_divide_the_memory_that_is_left(monkeypatch: pytest.Mon
         num_blocks(num_groups=1000)
 
 
+def test_the_default_pool_of_an_encoder_holds_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = cpu_probe(monkeypatch, 90)
+    pools = [probe.default_pool_bytes(WarmUpConfig(num_tokens, 4)) >> 24 for num_tokens in (16, 1600)]
+    assert pools == [64, 64]
+    probe.model.max_source_tokens = 64
+    pools = [probe.default_pool_bytes(WarmUpConfig(num_tokens, 4)) >> 24 for num_tokens in (16, 1600)]
+    assert pools == [4 * 64 // BLOCK_TOKENS, 4 * (1600 // BLOCK_TOKENS + 4)]
+
+
 def test_the_offloads_of_all_replicas_fit_beside_their_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     probe, config = cpu_probe(monkeypatch, 3), WarmUpConfig(16, 4, num_blocks=64, num_memory_slots=64)
     probe.check_offload(config)

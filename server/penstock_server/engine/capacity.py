@@ -29,6 +29,8 @@ _RESULT_BYTES = 4 << 10
 _MAX_RESULTS = 2  # one is converted to a message while the next one is computed
 # On a GPU, beside the weights of a standby group: CUDA's context, the kernels, and what loading needs temporarily.
 _STANDBY_BYTES = 2 << 30
+# The default pool of an encoder on a CPU holds this many of the largest steps: those that are planned, running and ending.
+_ENCODER_STEPS = 4
 # A known token: in the sequence table, and in the plan that brings it, as protobuf's number and Python's.
 _KNOWN_BYTES = 4 + 4 + 8 + 32
 
@@ -66,11 +68,10 @@ class CapacityProbe:
         longest = self.longest_sequence(config)
         per_block = self.kv_bytes_per_block
         on_cpu = self.device.type == "cpu"
-        longest_bytes = self.num_required_blocks(longest) * per_block
         share = memory.Share(
             config.memory_fraction,
             self.num_sharing(config) if on_cpu else 1,
-            cap_bytes=memory.default_cap_bytes(longest_bytes) if on_cpu and not config.num_blocks else None,
+            cap_bytes=self.default_pool_bytes(config) if on_cpu and not config.num_blocks else None,
         )
         hoped_blocks = config.num_blocks
         if not hoped_blocks:
@@ -130,6 +131,20 @@ class CapacityProbe:
         """Bytes of a block on this rank, in the pools of the model and of the draft model."""
         drafting = self.pooled_drafter
         return self.model.kv_bytes_per_block + (0 if drafting is None else drafting.kv_bytes_per_block)
+
+    def default_pool_bytes(self, config: WarmUpConfig) -> int:
+        """The default pool of this rank on a CPU."""
+        longest = self.num_required_blocks(self.longest_sequence(config))
+        if not self.is_encoder:
+            return memory.default_cap_bytes(longest * self.kv_bytes_per_block)
+        # A step computes whole sequences, and nothing of them is kept. The last block of each may be full in part.
+        of_step = config.max_step_tokens // self.block_tokens + config.max_step_sequences
+        return _ENCODER_STEPS * max(longest, of_step) * self.kv_bytes_per_block
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether all of a sequence is read at once."""
+        return self.model.max_source_tokens > 0 and not self.model.decoder_prefix
 
     @property
     def caches(self) -> list[Tensor]:
