@@ -81,7 +81,12 @@ pub(crate) trait Executor {
 
     /// Calls `work` once for each of `0..num_parts`, on all threads, and returns when all calls have returned. Threads claim parts
     /// one by one, so a late thread gets fewer of them.
-    fn for_each<F: Fn(usize) + Sync>(&self, num_parts: usize, work: F);
+    fn for_each<F: Fn(usize) + Sync>(&self, num_parts: usize, work: F) {
+        self.for_each_init(num_parts, || (), |(), part| work(part));
+    }
+
+    /// As `for_each`. A thread that claims a part calls `init` before its first one; `work` gets what that returned.
+    fn for_each_init<S>(&self, num_parts: usize, init: impl Fn() -> S + Sync, work: impl Fn(&S, usize) + Sync);
 
     /// Splits `0..num_items` into ranges of at least `least` items, about two per thread, and calls `work` for each range.
     fn for_ranges<F: Fn(Range<usize>) + Sync>(&self, num_items: usize, least: usize, work: F) {
@@ -139,24 +144,25 @@ impl Executor for Pool {
         if self.parallel.is_some() { self.num_threads } else { 1 }
     }
 
-    fn for_each<F: Fn(usize) + Sync>(&self, num_parts: usize, work: F) {
+    fn for_each_init<S>(&self, num_parts: usize, init: impl Fn() -> S + Sync, work: impl Fn(&S, usize) + Sync) {
         let next = AtomicUsize::new(0);
         let claim = || {
-            run_parts(&next, num_parts, &work);
+            run_parts(&next, num_parts, &init, &work);
         };
         if num_parts > 1 { self.on_all_threads(claim) } else { claim() }
     }
 }
 
 /// Claims and runs parts until none is left; returns their number.
-fn run_parts(next: &AtomicUsize, num_parts: usize, work: &impl Fn(usize)) -> usize {
+fn run_parts<S>(next: &AtomicUsize, num_parts: usize, init: &impl Fn() -> S, work: &impl Fn(&S, usize)) -> usize {
     let mut count = 0;
+    let mut state = None;
     loop {
         let part = next.fetch_add(1, Ordering::Relaxed);
         if part >= num_parts {
             return count;
         }
-        work(part);
+        work(state.get_or_insert_with(init), part);
         count += 1;
     }
 }
@@ -237,10 +243,10 @@ impl Executor for Walker<'_> {
         self.num_threads
     }
 
-    fn for_each<F: Fn(usize) + Sync>(&self, num_parts: usize, work: F) {
+    fn for_each_init<S>(&self, num_parts: usize, init: impl Fn() -> S + Sync, work: impl Fn(&S, usize) + Sync) {
         let phase = &self.section.phases[self.at.get()];
         self.at.set(self.at.get() + 1);
-        let count = run_parts(&phase.next.0, num_parts, &work);
+        let count = run_parts(&phase.next.0, num_parts, &init, &work);
         // Release and acquire order the writes of parts before the reads of the next kernel.
         let before = phase.done.0.fetch_add(count, Ordering::AcqRel);
         if is_complete(before + count, num_parts) {

@@ -153,14 +153,25 @@ fn for_parts(
     num_rows: usize,
     work: impl Fn(Range<usize>, Range<usize>) + Sync,
 ) {
+    for_parts_init(executor, num_units, num_rows, || (), |(), units, range| work(units, range));
+}
+
+/// As `for_parts`, with what `init` returns on each thread; see `Executor::for_each_init`.
+fn for_parts_init<S>(
+    executor: &impl Executor,
+    num_units: usize,
+    num_rows: usize,
+    init: impl Fn() -> S + Sync,
+    work: impl Fn(&S, Range<usize>, Range<usize>) + Sync,
+) {
     let num_row_parts = num_rows.div_ceil(PART_ROWS);
     let units_per_part = (num_units * num_row_parts / (executor.num_threads() * 4)).clamp(1, num_units);
     let num_unit_parts = num_units.div_ceil(units_per_part);
-    executor.for_each(num_unit_parts * num_row_parts, |part| {
+    executor.for_each_init(num_unit_parts * num_row_parts, init, |state, part| {
         let (unit_part, row_part) = (part / num_row_parts, part % num_row_parts);
         let (first_row, end_row) = (num_rows * row_part / num_row_parts, num_rows * (row_part + 1) / num_row_parts);
         let first_unit = unit_part * units_per_part;
-        work(first_unit..num_units.min(first_unit + units_per_part), first_row..end_row);
+        work(state, first_unit..num_units.min(first_unit + units_per_part), first_row..end_row);
     });
 }
 

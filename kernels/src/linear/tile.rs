@@ -13,9 +13,9 @@ pub(crate) const PANEL: usize = VECTORS * LANES;
 /// Rows per register tile.
 pub(super) const TILE_ROWS: usize = if SUMS < 8 { SUMS } else { 8 };
 
-/// Prefetch distance in bytes while a single tile streams a panel. PERF: 8 and 16 rows of 3072 × 576 took 90 and 140 µs with this
-/// distance into the second-level cache, 102 to 106 and 161 to 164 µs with 2 to 16 KiB into the first (Zen 4, 2 threads).
-const STREAM_AHEAD_BYTES: usize = 8192;
+/// Prefetch distance in bytes while a single tile streams a panel. PERF: what is read once does not displace what the next operators need
+/// (ADR 138). A distance of 2 or 8 KiB is slower (Zen 5, 2 threads).
+const STREAM_AHEAD_BYTES: usize = 4096;
 
 /// What one pass over a panel prefetches: itself, or its share of a later panel.
 #[derive(Clone, Copy)]
@@ -25,6 +25,8 @@ pub(crate) struct Ahead {
     /// How much later the panel comes that is prefetched.
     pub(super) panels: usize,
     is_stream: bool,
+    /// Whether no other pass reads the panel.
+    is_only: bool,
 }
 
 impl Ahead {
@@ -33,10 +35,16 @@ impl Ahead {
     /// the time at 3 to 64 rows (AVX2, Zen 3, 2 threads).
     pub(crate) fn plan(pass: usize, num_passes: usize, panels: usize, is_cold: bool) -> Ahead {
         if num_passes == 1 || (is_cold && pass == 0) {
-            return Ahead { pass: 0, num_passes: 1, panels: 0, is_stream: true };
+            return Ahead { pass: 0, num_passes: 1, panels: 0, is_stream: true, is_only: num_passes == 1 };
         }
         let num_streams = usize::from(is_cold);
-        Ahead { pass: pass - num_streams, num_passes: num_passes - num_streams, panels, is_stream: false }
+        Ahead {
+            pass: pass - num_streams,
+            num_passes: num_passes - num_streams,
+            panels,
+            is_stream: false,
+            is_only: false,
+        }
     }
 }
 
@@ -119,18 +127,19 @@ unsafe fn product<const R: usize>(input: Input, panel: Panel) -> Sums<R, VECTORS
     // SAFETY: the caller of `apply` vouches for all addresses; the bias covers the panel.
     unsafe {
         let mut sums = match num_prefetches {
-            VECTORS => accumulate::<R, VECTORS>(input, panel.weights, ahead, gap),
-            2 => accumulate::<R, 2>(input, panel.weights, ahead, gap),
-            _ => accumulate::<R, 1>(input, panel.weights, ahead, gap),
+            VECTORS if panel.ahead.is_only => accumulate::<R, VECTORS, true>(input, panel.weights, ahead, gap),
+            VECTORS => accumulate::<R, VECTORS, false>(input, panel.weights, ahead, gap),
+            2 => accumulate::<R, 2, false>(input, panel.weights, ahead, gap),
+            _ => accumulate::<R, 1, false>(input, panel.weights, ahead, gap),
         };
         epilogue::add_bias(&mut sums, panel.bias);
         sums
     }
 }
 
-/// Prefetches N times per step, every `gap` bytes.
+/// Prefetches N times per step, every `gap` bytes. `ONCE`: what no other pass reads.
 #[inline(always)]
-unsafe fn accumulate<const R: usize, const N: usize>(
+unsafe fn accumulate<const R: usize, const N: usize, const ONCE: bool>(
     input: Input,
     weights: *const Element,
     ahead: *const i8,
@@ -146,7 +155,8 @@ unsafe fn accumulate<const R: usize, const N: usize>(
     unsafe {
         for step in 0..num_steps {
             for number in 0..N {
-                simd::prefetch(ahead.wrapping_add((step * N + number) * gap));
+                let address = ahead.wrapping_add((step * N + number) * gap);
+                if ONCE { simd::prefetch_once(address) } else { simd::prefetch(address) }
             }
             for operation in 0..STEP / WIDTH {
                 let feature = step * STEP + operation * WIDTH;

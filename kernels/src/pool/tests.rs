@@ -45,3 +45,22 @@ fn ranges_cover_all_items_once() {
         assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == 1));
     }
 }
+
+#[test]
+fn each_thread_that_claims_a_part_has_a_state_of_its_own() {
+    for pool in [Pool::single(), spawning_pool(3)] {
+        for num_parts in [0, 1, 100] {
+            let (num_states, num_run) = (AtomicUsize::new(0), AtomicUsize::new(0));
+            let init = || (std::thread::current().id(), num_states.fetch_add(1, Ordering::Relaxed));
+            let work = |&(thread, _): &(std::thread::ThreadId, usize), _| {
+                assert_eq!(thread, std::thread::current().id());
+                num_run.fetch_add(1, Ordering::Relaxed);
+            };
+            pool.for_each_init(num_parts, init, work);
+            pool.section(1, |walker| walker.for_each_init(num_parts, init, work));
+            assert_eq!(num_run.load(Ordering::Relaxed), 2 * num_parts);
+            let most = 2 * num_parts.min(Executor::num_threads(&pool));
+            assert!((usize::from(num_parts > 0) * 2..=most).contains(&num_states.load(Ordering::Relaxed)));
+        }
+    }
+}

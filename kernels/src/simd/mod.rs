@@ -69,6 +69,25 @@ macro_rules! with_constant {
 }
 pub(crate) use with_constant;
 
+/// Starts to load the cache line of an address that is read once: into the first-level cache, past the others. The address may be
+/// anything.
+#[inline(always)]
+pub(crate) fn prefetch_once<T>(address: *const T) {
+    // SAFETY: prefetching touches nothing.
+    #[cfg(target_arch = "x86_64")]
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_NTA, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_NTA>(address.cast());
+    }
+    // SAFETY: as above.
+    #[cfg(target_arch = "aarch64")]
+    unsafe {
+        std::arch::asm!("prfm pldl1strm, [{}]", in(reg) address, options(nostack, preserves_flags, readonly));
+    }
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+    let _ = address;
+}
+
 /// Starts to load the cache line of an address into the second-level cache. The address may be anything.
 #[inline(always)]
 pub(crate) fn prefetch<T>(address: *const T) {

@@ -4,9 +4,10 @@
 use super::{InputBits, UNIT};
 use crate::element::Element;
 use crate::linear::Rows;
-use crate::pool::{Executor, Target};
+use crate::pool::{Executor, Pool, Target};
 use crate::simd::{F32, I32, LANES};
 use std::array::from_fn;
+use std::mem::MaybeUninit;
 
 /// Where the parts of quantized rows are. Rows are in groups, padded to whole ones. First come planes i8 [groups][planes][units][rows of a
 /// group][32], the high one first; then numbers of 4 bytes [groups][units][7][rows of a group]: the scale f32, the sums of the integers of
@@ -49,10 +50,9 @@ impl Layout {
         self.num_rows() * (self.num_planes * UNIT + NUMBERS * 4) * self.num_units + ALIGNMENT
     }
 
-    /// Of a row's unit in the high plane.
-    pub(super) fn place(self, row: usize, unit: usize) -> usize {
-        let (group, row) = (row / self.group_rows, row % self.group_rows);
-        group * self.num_planes * self.plane_bytes() + unit * self.unit_bytes() + row * UNIT
+    /// Of the unit of a group's first row in the high plane; its next rows follow.
+    pub(super) fn place(self, group: usize, unit: usize) -> usize {
+        group * self.num_planes * self.plane_bytes() + unit * self.unit_bytes()
     }
 
     /// From a row's unit to the same unit in the low plane.
@@ -65,22 +65,22 @@ impl Layout {
         self.group_rows * UNIT
     }
 
-    pub(super) fn scale(self, row: usize, unit: usize) -> usize {
-        self.number(row, unit, 0)
+    /// Of the scale of a group's first row; those of its next rows follow, as for the other numbers.
+    pub(super) fn scale(self, group: usize, unit: usize) -> usize {
+        self.number(group, unit, 0)
     }
 
-    pub(super) fn sum(self, row: usize, unit: usize, part: Part) -> usize {
-        self.number(row, unit, 1 + part as usize)
+    pub(super) fn sum(self, group: usize, unit: usize, part: Part) -> usize {
+        self.number(group, unit, 1 + part as usize)
     }
 
-    pub(super) fn total(self, row: usize, unit: usize, part: Part) -> usize {
-        self.number(row, unit, 4 + part as usize)
+    pub(super) fn total(self, group: usize, unit: usize, part: Part) -> usize {
+        self.number(group, unit, 4 + part as usize)
     }
 
-    fn number(self, row: usize, unit: usize, index: usize) -> usize {
-        let (group, row) = (row / self.group_rows, row % self.group_rows);
-        let before = ((group * self.num_units + unit) * NUMBERS + index) * self.group_rows + row;
-        self.num_rows() * self.num_planes * self.num_units * UNIT + before * 4
+    fn number(self, group: usize, unit: usize, index: usize) -> usize {
+        let before = (group * self.num_units + unit) * NUMBERS + index;
+        self.num_rows() * self.num_planes * self.num_units * UNIT + before * self.group_rows * 4
     }
 
     /// Padded.
@@ -124,9 +124,14 @@ pub(super) unsafe fn quantize(
     let least = PART_UNITS.div_ceil(layout.group_rows);
     executor.for_ranges(layout.num_groups * layout.num_units, least, |range| {
         for index in range {
+            let (group, unit) = (index / layout.num_units, index % layout.num_units);
             // SAFETY: the caller vouches for the rows and their places.
             unsafe {
-                quantize_unit(rows, in_features, layout, index / layout.num_units, index % layout.num_units, target);
+                if layout.group_rows == 1 {
+                    quantize_unit::<1>(rows, in_features, layout, group, unit, target);
+                } else {
+                    quantize_unit::<GROUP_ROWS>(rows, in_features, layout, group, unit, target);
+                }
             }
         }
     });
@@ -135,12 +140,45 @@ pub(super) unsafe fn quantize(
 /// Units of rows that are worth another thread.
 const PART_UNITS: usize = 64;
 
-/// Quantizes a unit of a group's rows. Rows that pad the group have numbers 0. PERF: without them the scratch would hold what was there
+/// A few quantized rows, of one thread. PERF: where one thread quantizes and the others wait, they can as well do the same, and then there
+/// is nothing to wait for.
+#[repr(align(64))]
+pub(super) struct Local([MaybeUninit<u8>; PART_UNITS * (2 * UNIT + NUMBERS * 4)]);
+
+impl Local {
+    pub(super) fn has_room_for(layout: Layout) -> bool {
+        layout.num_rows() * layout.num_units <= PART_UNITS
+    }
+
+    /// Quantizes rows for which there is room.
+    ///
+    /// # Safety
+    /// The rows must be readable.
+    pub(super) unsafe fn quantize(rows: Rows, in_features: usize, layout: Layout) -> Local {
+        let mut local = Local([const { MaybeUninit::uninit() }; _]);
+        // SAFETY: the caller vouches for the rows.
+        unsafe { quantize(&Pool::single(), rows, in_features, layout, Target::new(local.0.as_mut_ptr().cast())) };
+        local
+    }
+
+    pub(super) fn address(&self) -> *const u8 {
+        self.0.as_ptr().cast()
+    }
+}
+
+/// Quantizes a unit of the rows of a group, at most N. Rows that pad the group have numbers 0. PERF: without them the scratch would hold what was there
 /// before, which may be subnormal, and each sum of subnormal numbers takes a hundred cycles: 17 rows took twice as long as 32.
 ///
 /// # Safety
 /// As for `quantize`.
-unsafe fn quantize_unit(rows: Rows, in_features: usize, layout: Layout, group: usize, unit: usize, target: Target<u8>) {
+unsafe fn quantize_unit<const N: usize>(
+    rows: Rows,
+    in_features: usize,
+    layout: Layout,
+    group: usize,
+    unit: usize,
+    target: Target<u8>,
+) {
     let first_row = group * layout.group_rows;
     let group_rows = layout.group_rows.min(rows.num_rows - first_row);
     let left = in_features - unit * UNIT;
@@ -151,7 +189,7 @@ unsafe fn quantize_unit(rows: Rows, in_features: usize, layout: Layout, group: u
         [0, LANES].map(|half| unsafe { Element::load_first(x.wrapping_add(half), left.saturating_sub(half)) })
     };
     let (magnitude, most) = (I32::splat(0x7fff_ffff), layout.most());
-    let mut greatest = [0.0; GROUP_ROWS];
+    let mut greatest = [0.0; N];
     for (row, greatest) in greatest[..group_rows].iter_mut().enumerate() {
         // As integers, magnitudes are ordered like the floats, and NaN is above infinity.
         let [first, second] = halves(row).map(|half| half.to_bits() & magnitude);
@@ -163,9 +201,9 @@ unsafe fn quantize_unit(rows: Rows, in_features: usize, layout: Layout, group: u
         // Of a subnormal magnitude, the inverse may be infinite: such a unit counts as zeros.
         if inverse.is_finite() { inverse } else { 0.0 }
     });
-    let mut sums = [[0; GROUP_ROWS]; 3];
+    let mut sums = [[0; N]; 3];
     for row in 0..group_rows {
-        let place = target.at(layout.place(first_row + row, unit));
+        let place = target.at(layout.place(group, unit) + row * UNIT);
         for (half, numbers) in halves(row).into_iter().enumerate() {
             let codes = (numbers * F32::splat(inverses[row])).to_i32();
             // SAFETY: the target has room for the unit.
@@ -186,11 +224,11 @@ unsafe fn quantize_unit(rows: Rows, in_features: usize, layout: Layout, group: u
     let totals = sums.map(|sums| from_fn(|row| scales[row] * sums[row] as f32));
     // SAFETY: the target has room for the numbers of the group.
     unsafe {
-        let store = |place: usize, numbers: [u32; GROUP_ROWS]| store(target.at(place), numbers, layout.group_rows);
-        store(layout.scale(first_row, unit), scales.map(f32::to_bits));
+        let store = |place: usize, numbers: [u32; N]| store(target.at(place), numbers, layout.group_rows);
+        store(layout.scale(group, unit), scales.map(f32::to_bits));
         for (index, part) in [Part::Whole, Part::FirstHalf, Part::SecondHalf].into_iter().enumerate() {
-            store(layout.sum(first_row, unit, part), sums[index].map(i32::cast_unsigned));
-            store(layout.total(first_row, unit, part), totals[index].map(f32::to_bits));
+            store(layout.sum(group, unit, part), sums[index].map(i32::cast_unsigned));
+            store(layout.total(group, unit, part), totals[index].map(f32::to_bits));
         }
     }
 }
@@ -200,11 +238,11 @@ unsafe fn quantize_unit(rows: Rows, in_features: usize, layout: Layout, group: u
 /// # Safety
 /// `target` must have room for them.
 #[inline(always)]
-unsafe fn store(target: *mut u8, numbers: [u32; GROUP_ROWS], count: usize) {
+unsafe fn store<const N: usize>(target: *mut u8, numbers: [u32; N], count: usize) {
     // SAFETY: guaranteed by the caller.
     unsafe {
-        if count == GROUP_ROWS {
-            target.cast::<[u32; GROUP_ROWS]>().write_unaligned(numbers);
+        if count == N {
+            target.cast::<[u32; N]>().write_unaligned(numbers);
         } else {
             numbers[..count].iter().enumerate().for_each(|(row, number)| {
                 target.cast::<u32>().add(row).write_unaligned(*number);
@@ -216,7 +254,7 @@ unsafe fn store(target: *mut u8, numbers: [u32; GROUP_ROWS], count: usize) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pool::{Pool, Source};
+    use crate::pool::Source;
     use crate::testing::Random;
 
     #[test]
@@ -229,7 +267,9 @@ mod tests {
         // SAFETY: the vectors have the sizes of the layout.
         unsafe { quantize(&Pool::single(), rows, in_features, layout, Target::new(scratch.as_mut_ptr().cast())) };
         for (row, unit) in (0..layout.num_rows()).flat_map(|row| [(row, 0), (row, 1)]) {
-            let numbers = [0, 1, 2, 3, 4, 5, 6].map(|index| scratch[layout.number(row, unit, index) / 4]);
+            let (group, row_of_group) = (row / layout.group_rows, row % layout.group_rows);
+            let numbers = [0, 1, 2, 3, 4, 5, 6];
+            let numbers = numbers.map(|index| scratch[layout.number(group, unit, index) / 4 + row_of_group]);
             assert_eq!(numbers == [0; NUMBERS], row >= NUM_ROWS, "row {row}: {numbers:?}");
         }
     }

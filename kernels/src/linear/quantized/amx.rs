@@ -77,11 +77,11 @@ impl Tiles {
     ///
     /// # Safety
     /// The part's rows must be readable at `input`, `outcome` writable for them, and the panels made for as many units, with signed codes.
-    pub(super) unsafe fn apply(&mut self, input: Input, panel: Panel, up: Option<Panel>, outcome: Outcome) {
+    pub(super) unsafe fn apply(&mut self, input: Input, panel: &Panel, up: Option<&Panel>, outcome: Outcome) {
         // SAFETY: guaranteed by the caller.
         unsafe {
-            self.multiply(0, input, &panel);
-            if let Some(up) = &up {
+            self.multiply(0, input, panel);
+            if let Some(up) = up {
                 self.multiply(1, input, up);
             }
             self.store(panel.bias, up.map(|up| up.bias), outcome);
@@ -234,7 +234,7 @@ unsafe fn accumulate<const PLANES: usize, const HAS_MINS: bool, const IS_SHIFTED
             if step & last_split == 0 {
                 ahead.panel.prefetch_lines(unit, ahead.lines.clone());
             }
-            let inputs = input.row(0).wrapping_add(unit * layout.unit_bytes());
+            let inputs = input.row(unit);
             // SAFETY: the caller vouches for the rows.
             unsafe {
                 multiply::<PLANES>(inputs, layout, &block.codes[step].0[vector], &mut products[step % (LAG + 1)]);
@@ -243,8 +243,7 @@ unsafe fn accumulate<const PLANES: usize, const HAS_MINS: bool, const IS_SHIFTED
         let Some(step) = step.checked_sub(LAG) else { continue };
         let unit = steps.first_unit + (step >> halvings);
         let part = Part::of(step & last_split, steps.splits);
-        let (input_scales, integers, totals) =
-            (input.scale(0, unit), input.sum(0, unit, part), input.total(0, unit, part));
+        let (input_scales, integers, totals) = (input.scale(unit), input.sum(unit, part), input.total(unit, part));
         let (scales, mins) = (block.scales[step][vector], block.mins[step][vector]);
         let Products(planes) = &products[step % (LAG + 1)];
         for quarter in 0..results.len() {

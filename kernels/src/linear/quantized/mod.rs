@@ -19,13 +19,14 @@ pub(crate) use pack::{QuantizedLinear, QuantizedRows, Segment};
 
 use super::epilogue::Outcome;
 use super::tile::Input as Factors;
-use super::{Output, Rows, for_parts};
+use super::{Output, Rows, for_parts, for_parts_init};
 #[cfg(target_feature = "avx512bf16")]
 use crate::cpu::Amx;
 use crate::pool::{Executor, Target};
 use crate::product::with_factors;
-use activation::Layout;
+use activation::{Layout, Local};
 use pack::Panel;
+use std::ops::Range;
 use tile::{Input, TILE_ROWS};
 
 /// Input features that share a scale of the input; they are also the smallest group of a weight but one half.
@@ -57,10 +58,11 @@ impl QuantizedLinear {
 
     /// Bytes that `apply` needs for this number of rows.
     pub(crate) fn scratch_bytes(&self, num_rows: usize) -> usize {
-        if self.is_float() { 0 } else { self.layout(num_rows).bytes() }
+        let layout = self.layout(num_rows);
+        if self.is_float() || Local::has_room_for(layout) { 0 } else { layout.bytes() }
     }
 
-    /// Like `PackedLinear::apply`, in two phases.
+    /// Like `PackedLinear::apply`, in two phases, or in one if rows are few.
     ///
     /// # Safety
     /// As there; `scratch` must have `scratch_bytes`.
@@ -73,34 +75,60 @@ impl QuantizedLinear {
             return unsafe { self.apply_floats(executor, rows, output) };
         }
         let layout = self.layout(rows.num_rows);
+        if Local::has_room_for(layout) {
+            // SAFETY: the caller vouches for the rows, which nothing changes before the last part is done.
+            let quantize = || unsafe { Local::quantize(rows, self.in_features(), layout) };
+            for_parts_init(executor, self.num_units(), rows.num_rows, quantize, |local, units, range| {
+                // SAFETY: the caller vouches for the output; units are disjoint in columns.
+                unsafe { self.apply_units(local.address(), layout, units, range, rows.num_rows, output) };
+            });
+            return;
+        }
         let scratch = Target::new(scratch.at(scratch.at(0).align_offset(activation::ALIGNMENT)));
         // SAFETY: the caller vouches for the rows and the scratch.
         unsafe { activation::quantize(executor, rows, self.in_features(), layout, scratch) };
         for_parts(executor, self.num_units(), rows.num_rows, |units, range| {
-            // Parts are whole groups of rows.
-            let whole = |row: usize| row.next_multiple_of(layout.group_rows).min(rows.num_rows);
-            let (first, num_rows) = (whole(range.start), whole(range.end) - whole(range.start));
-            let input = Input { address: scratch.at(0).cast_const(), layout, first };
-            #[cfg(target_feature = "avx512bf16")]
-            if let Some(amx) = self.amx_for(rows.num_rows) {
-                let mut tiles = amx::Tiles::configure(amx, num_rows);
-                for unit in units {
-                    let (panel, up) = self.unit(unit);
-                    // SAFETY: the scratch holds the rows; the caller vouches for the output; units are disjoint in columns.
-                    unsafe { tiles.apply(input, panel, up, self.outcome(panel, first, output)) };
-                }
-                return;
-            }
+            // SAFETY: as above.
+            unsafe { self.apply_units(scratch.at(0), layout, units, range, rows.num_rows, output) };
+        });
+    }
+
+    /// Computes panels, or pairs of a gate panel and an up panel, for some of the rows that are quantized at `address`.
+    ///
+    /// # Safety
+    /// The rows must be there, and the output be writable.
+    unsafe fn apply_units(
+        &self,
+        address: *const u8,
+        layout: Layout,
+        units: Range<usize>,
+        range: Range<usize>,
+        all_rows: usize,
+        output: Output,
+    ) {
+        // Parts are whole groups of rows.
+        let whole = |row: usize| row.next_multiple_of(layout.group_rows).min(all_rows);
+        let (first, num_rows) = (whole(range.start), whole(range.end) - whole(range.start));
+        let input = Input { address, layout, group: first / layout.group_rows };
+        #[cfg(target_feature = "avx512bf16")]
+        if let Some(amx) = self.amx_for(all_rows) {
+            let mut tiles = amx::Tiles::configure(amx, num_rows);
             for unit in units {
                 let (panel, up) = self.unit(unit);
-                let outcome = self.outcome(panel, first, output);
-                for tile in (0..num_rows).step_by(TILE_ROWS) {
-                    let height = TILE_ROWS.min(num_rows - tile);
-                    // SAFETY: as above.
-                    unsafe { tile::apply(height, input.below(tile), panel, up, outcome.below(tile)) };
-                }
+                // SAFETY: guaranteed by the caller.
+                unsafe { tiles.apply(input, panel, up, self.outcome(panel, first, output)) };
             }
-        });
+            return;
+        }
+        for unit in units {
+            let (panel, up) = self.unit(unit);
+            let outcome = self.outcome(panel, first, output);
+            for tile in (0..num_rows).step_by(TILE_ROWS) {
+                let height = TILE_ROWS.min(num_rows - tile);
+                // SAFETY: guaranteed by the caller.
+                unsafe { tile::apply(height, input.below(tile), panel, up, outcome.below(tile)) };
+            }
+        }
     }
 
     /// As `apply`, with weights in floating point.
@@ -117,7 +145,7 @@ impl QuantizedLinear {
                     let mut tiles = float::Tiles::new(Factors { rows, stride, in_features }, range.len());
                     for unit in units {
                         let (panel, up) = self.unit(unit);
-                        tiles.apply(&panel, up.as_ref(), self.outcome(panel, range.start, output));
+                        tiles.apply(panel, up, self.outcome(panel, range.start, output));
                     }
                 });
             }
@@ -125,7 +153,7 @@ impl QuantizedLinear {
     }
 
     /// Where a panel's results go, from row `first` on.
-    fn outcome(&self, panel: Panel, first: usize, output: Output) -> Outcome {
+    fn outcome(&self, panel: &Panel, first: usize, output: Output) -> Outcome {
         output.outcome(self.output_columns(), first, panel.first_column, panel.num_columns)
     }
 }

@@ -11,11 +11,15 @@ use crate::pool::{Executor, Source, Target};
 use crate::product::LINE;
 use crate::simd::{self, F32, I32, LANES};
 use std::io;
+#[cfg(target_feature = "avx512bf16")]
 use std::ops::Range;
 
 /// How far ahead of its use a panel's memory is prefetched. PERF: a unit is soon multiplied, and the hardware does not look so far ahead.
-/// 8 rows of the embedded model's 8-bit head took 4.3 ms without, 1.3 ms with 8 KiB and 1.0 ms with 16 KiB (Zen 5, one thread).
-const AHEAD_BYTES: usize = 16 << 10;
+/// 2 to 12 KiB are equally fast (Zen 5, 2 threads); half of a small first-level cache is left.
+const AHEAD_BYTES: usize = 4 << 10;
+/// Where AMX multiplies: into the second-level cache, which has room for more.
+#[cfg(target_feature = "avx512bf16")]
+const AMX_AHEAD_BYTES: usize = 16 << 10;
 /// The kind of codes that stand for bytes of a table.
 pub(super) const TABLE: usize = 0;
 
@@ -46,8 +50,8 @@ pub(super) struct Numbers {
     pub(super) factors: *const u16,
 }
 
-/// The addresses of one panel.
-#[derive(Clone, Copy)]
+/// Up to 32 rows of the weight, which are the columns of a panel, and its addresses. PERF: they are computed once; to compute them for each
+/// product took a twentieth of a step of one row.
 pub(super) struct Panel {
     pub(super) codes: *const u8,
     pub(super) scales: Numbers,
@@ -61,20 +65,13 @@ pub(super) struct Panel {
     lines_per_unit: usize,
 }
 
-/// Up to 32 rows of the weight, which are the columns of a panel.
-struct Place {
-    offset: usize,
-    first_row: usize,
-    num_rows: usize,
-    format: Format,
-}
-
 /// A quantized weight in panels.
 pub(crate) struct QuantizedLinear {
-    memory: Piece,
-    places: Vec<Place>,
+    /// What the panels point to.
+    _memory: Piece,
+    panels: Vec<Panel>,
     /// By column of the panels, padded; empty without a bias.
-    bias: Vec<f32>,
+    _bias: Vec<f32>,
     out_features: usize,
     in_features: usize,
     gated: bool,
@@ -83,7 +80,7 @@ pub(crate) struct QuantizedLinear {
     amx: Option<Amx>,
 }
 
-// SAFETY: only `fill` writes the memory, and its callers guarantee that nothing reads it meanwhile.
+// SAFETY: only `fill` writes what the panels point to, and its callers guarantee that nothing reads it meanwhile.
 unsafe impl Send for QuantizedLinear {}
 // SAFETY: as above.
 unsafe impl Sync for QuantizedLinear {}
@@ -143,7 +140,22 @@ impl QuantizedLinear {
             let columns = place.first_row..place.first_row + place.num_rows;
             padded[panel * PANEL..][..place.num_rows].copy_from_slice(&numbers[columns]);
         }
-        Ok(QuantizedLinear { memory, places, bias: padded, out_features: row, in_features, gated, input_bits, amx })
+        let panels = places.iter().enumerate().map(|(index, place)| {
+            let bias =
+                padded.get(index * PANEL..).filter(|bias| !bias.is_empty()).map_or(std::ptr::null(), <[f32]>::as_ptr);
+            Panel::new(place, memory.as_ptr(), bias, in_features)
+        });
+        let panels = panels.collect();
+        Ok(QuantizedLinear {
+            _memory: memory,
+            panels,
+            _bias: padded,
+            out_features: row,
+            in_features,
+            gated,
+            input_bits,
+            amx,
+        })
     }
 
     /// Fills rows of the weight from row `first` on.
@@ -155,30 +167,30 @@ impl QuantizedLinear {
             return;
         }
         let end = first + rows.num_rows;
-        let places = &self.places[self.place_of(first)..=self.place_of(end - 1)];
+        let panels = self.panel_of(first)..self.panel_of(end - 1) + 1;
         // A panel is one thread's: in a plane of single bits, a byte has bits of several rows.
-        executor.for_each(places.len(), |index| {
-            let place = &places[index];
-            for row in place.first_row.max(first)..(place.first_row + place.num_rows).min(end) {
+        executor.for_each(panels.len(), |index| {
+            let panel = &self.panels[panels.start + index];
+            for row in panel.first_column.max(first)..(panel.first_column + panel.num_columns).min(end) {
                 // SAFETY: the caller vouches for the rows.
-                unsafe { self.fill_row(rows, row - first, place, row - place.first_row) };
+                unsafe { self.fill_row(rows, row - first, panel, row - panel.first_column) };
             }
         });
     }
 
     /// The number of the panel that has a row.
-    fn place_of(&self, row: usize) -> usize {
-        self.places.partition_point(|place| place.first_row + place.num_rows <= row)
+    fn panel_of(&self, row: usize) -> usize {
+        self.panels.partition_point(|panel| panel.first_column + panel.num_columns <= row)
     }
 
-    unsafe fn fill_row(&self, rows: QuantizedRows, from: usize, place: &Place, column: usize) {
-        let format = place.format;
+    unsafe fn fill_row(&self, rows: QuantizedRows, from: usize, panel: &Panel, column: usize) {
+        let format = panel.format;
         let num_groups = format.num_groups(self.in_features);
         let num_super_groups = format.num_super_groups(self.in_features);
         let offsets = format.offsets(self.in_features);
-        // SAFETY: the place lies in the memory.
+        // SAFETY: the panel lies in the memory.
         unsafe {
-            let base = self.memory.as_ptr().add(place.offset);
+            let base = panel.codes.cast_mut();
             for feature in 0..self.in_features {
                 let code = rows.codes.at(from * self.in_features + feature).read();
                 write_code(base, format, feature, column, code);
@@ -212,10 +224,9 @@ impl QuantizedLinear {
             // SAFETY: the caller vouches for `rows` and `output`; a row below `out_features` is a column of a panel.
             unsafe {
                 let row = rows.at(index).read() as usize;
-                let panel = self.place_of(row);
-                let column = row - self.places[panel].first_row;
+                let panel = &self.panels[self.panel_of(row)];
+                let column = row - panel.first_column;
                 let target = output.at(index * self.in_features);
-                let panel = self.panel(panel);
                 for feature in 0..self.in_features {
                     target.add(feature).write(Element::from_f32(panel.weight(feature, column)));
                 }
@@ -242,12 +253,12 @@ impl QuantizedLinear {
 
     /// The format of this row.
     pub(crate) fn format_of(&self, row: usize) -> Format {
-        self.places[self.place_of(row)].format
+        self.panels[self.panel_of(row)].format
     }
 
     /// Whether codes are floating-point numbers: then inputs are not quantized.
     pub(super) fn is_float(&self) -> bool {
-        self.places.first().is_some_and(|place| place.format.float.is_some())
+        self.panels.first().is_some_and(|panel| panel.format.float.is_some())
     }
 
     pub(super) fn input_bits(&self) -> InputBits {
@@ -260,18 +271,27 @@ impl QuantizedLinear {
     }
 
     pub(super) fn num_units(&self) -> usize {
-        if self.gated { self.places.len() / 2 } else { self.places.len() }
+        if self.gated { self.panels.len() / 2 } else { self.panels.len() }
     }
 
     /// A panel of outputs, or the panels of a gate and of what it gates.
-    pub(super) fn unit(&self, index: usize) -> (Panel, Option<Panel>) {
-        (self.panel(index), self.gated.then(|| self.panel(self.places.len() / 2 + index)))
+    pub(super) fn unit(&self, index: usize) -> (&Panel, Option<&Panel>) {
+        (&self.panels[index], self.gated.then(|| &self.panels[self.panels.len() / 2 + index]))
     }
+}
 
-    fn panel(&self, index: usize) -> Panel {
-        let place = &self.places[index];
-        let (format, offsets) = (place.format, place.format.offsets(self.in_features));
-        let address = self.memory.as_ptr().cast_const().wrapping_add(place.offset);
+/// Where a panel begins in the memory, and the rows of the weight that are its columns.
+struct Place {
+    offset: usize,
+    first_row: usize,
+    num_rows: usize,
+    format: Format,
+}
+
+impl Panel {
+    fn new(place: &Place, memory: *mut u8, bias: *const f32, in_features: usize) -> Panel {
+        let (format, offsets) = (place.format, place.format.offsets(in_features));
+        let address = memory.wrapping_add(place.offset).cast_const();
         let numbers_at = |kind: usize| Numbers {
             number: format.number(kind),
             numbers: address.wrapping_add(offsets.numbers[kind]),
@@ -285,29 +305,35 @@ impl QuantizedLinear {
             codes: address,
             scales: numbers_at(0),
             mins: numbers_at(1),
-            bias: if self.bias.is_empty() { std::ptr::null() } else { self.bias[index * PANEL..].as_ptr() },
+            bias,
             format,
             table: format.table.unwrap_or_default(),
             first_column: place.first_row,
             num_columns: place.num_rows,
-            lines_per_unit: offsets.end.div_ceil(self.in_features.div_ceil(UNIT) * LINE),
+            lines_per_unit: offsets.end.div_ceil(in_features.div_ceil(UNIT) * LINE),
         }
     }
-}
 
-impl Panel {
-    /// Starts to load a unit's share of the panel, and of the next one, which begins where this one ends.
+    /// Starts to load a unit's share of the panel, and of the next one, which begins where this one ends. PERF: it is read once (ADR 138).
     #[inline(always)]
     pub(super) fn prefetch(&self, unit: usize) {
-        self.prefetch_lines(unit, 0..self.lines_per_unit);
+        for line in 0..self.lines_per_unit {
+            simd::prefetch_once(self.line(unit, line).wrapping_add(AHEAD_BYTES));
+        }
     }
 
-    /// Starts to load some lines of a unit's share.
+    /// Starts to load some lines of a unit's share for AMX.
+    #[cfg(target_feature = "avx512bf16")]
     #[inline(always)]
     pub(super) fn prefetch_lines(&self, unit: usize, lines: Range<usize>) {
         for line in lines {
-            simd::prefetch(self.codes.wrapping_add(AHEAD_BYTES + (unit * self.lines_per_unit + line) * LINE));
+            simd::prefetch(self.line(unit, line).wrapping_add(AMX_AHEAD_BYTES));
         }
+    }
+
+    /// A line of a unit's share.
+    fn line(&self, unit: usize, line: usize) -> *const u8 {
+        self.codes.wrapping_add((unit * self.lines_per_unit + line) * LINE)
     }
 
     /// The lines of a unit's share that part `part` of `num_parts` loads.
@@ -430,7 +456,7 @@ mod tests {
     impl Watched<'_> {
         fn bytes(&self) -> Vec<u8> {
             // SAFETY: the memory has the bytes, and nothing else uses it.
-            unsafe { std::slice::from_raw_parts(self.weight.memory.as_ptr(), self.num_bytes) }.to_vec()
+            unsafe { std::slice::from_raw_parts(self.weight.panels[0].codes, self.num_bytes) }.to_vec()
         }
     }
 
@@ -439,10 +465,10 @@ mod tests {
             2
         }
 
-        fn for_each<F: Fn(usize) + Sync>(&self, num_parts: usize, work: F) {
+        fn for_each_init<S>(&self, num_parts: usize, init: impl Fn() -> S + Sync, work: impl Fn(&S, usize) + Sync) {
             for part in 0..num_parts {
                 let before = self.bytes();
-                work(part);
+                work(&init(), part);
                 let changes =
                     before.iter().zip(self.bytes()).enumerate().filter(|(_, (before, after))| *before != after);
                 self.changed.lock().unwrap().push(changes.map(|(index, _)| index).collect());
@@ -471,8 +497,8 @@ mod tests {
                 QuantizedLinear::new(&arena, &segments, in_features, std::ptr::null(), false, InputBits::Eight, None)
             };
             let weight = weight.unwrap();
-            let last = weight.places.last().unwrap();
-            let num_bytes = last.offset + last.format.offsets(in_features).end;
+            let last = weight.panels.last().unwrap();
+            let num_bytes = last.codes.addr() - weight.panels[0].codes.addr() + last.format.offsets(in_features).end;
             let watched = Watched { weight: &weight, num_bytes, changed: Mutex::default() };
             let codes = vec![u8::MAX >> (8 - bits); num_rows * in_features];
             let numbers = vec![1.0f32; num_rows * in_features / 32];

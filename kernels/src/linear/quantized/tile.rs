@@ -24,38 +24,43 @@ const BYTES: i32 = 0x0101_0101;
 /// The sums of a row with a panel.
 type Sums = [F32; VECTORS];
 
-/// Quantized rows, from one of them on.
+/// Quantized rows, from a group of them on.
 #[derive(Clone, Copy)]
 pub(super) struct Input {
     pub(super) address: *const u8,
     pub(super) layout: Layout,
-    pub(super) first: usize,
+    pub(super) group: usize,
 }
 
 impl Input {
-    /// The rows from a later one on.
+    /// The rows from a later one on, the first one of a group.
     pub(super) fn below(self, num_rows: usize) -> Input {
-        Input { first: self.first + num_rows, ..self }
+        debug_assert!(num_rows.is_multiple_of(self.layout.group_rows));
+        self.below_groups(num_rows / self.layout.group_rows)
     }
 
-    /// The first unit of a row in the high plane.
-    pub(super) fn row(self, index: usize) -> *const u8 {
-        self.address.wrapping_add(self.layout.place(self.first + index, 0))
+    pub(super) fn below_groups(self, num_groups: usize) -> Input {
+        Input { group: self.group + num_groups, ..self }
     }
 
-    /// A row's scale for a unit. The next row of a group has its numbers next to these.
-    pub(super) fn scale(self, row: usize, unit: usize) -> *const f32 {
-        self.address.wrapping_add(self.layout.scale(self.first + row, unit)).cast()
+    /// A unit of the first row in the high plane.
+    pub(super) fn row(self, unit: usize) -> *const u8 {
+        self.address.wrapping_add(self.layout.place(self.group, unit))
     }
 
-    /// The sum of a row's integers in a part of a unit.
-    pub(super) fn sum(self, row: usize, unit: usize, part: Part) -> *const i32 {
-        self.address.wrapping_add(self.layout.sum(self.first + row, unit, part)).cast()
+    /// The first row's scale for a unit. The next row of a group has its numbers next to these.
+    pub(super) fn scale(self, unit: usize) -> *const f32 {
+        self.address.wrapping_add(self.layout.scale(self.group, unit)).cast()
+    }
+
+    /// The sum of the first row's integers in a part of a unit.
+    pub(super) fn sum(self, unit: usize, part: Part) -> *const i32 {
+        self.address.wrapping_add(self.layout.sum(self.group, unit, part)).cast()
     }
 
     /// The sum of what they stand for.
-    pub(super) fn total(self, row: usize, unit: usize, part: Part) -> *const f32 {
-        self.address.wrapping_add(self.layout.total(self.first + row, unit, part)).cast()
+    pub(super) fn total(self, unit: usize, part: Part) -> *const f32 {
+        self.address.wrapping_add(self.layout.total(self.group, unit, part)).cast()
     }
 }
 
@@ -63,13 +68,13 @@ impl Input {
 ///
 /// # Safety
 /// The rows must be readable at `input`, from the first one of a group on, `outcome` writable for them, and the panels made for as many units.
-pub(super) unsafe fn apply(num_rows: usize, input: Input, panel: Panel, up: Option<Panel>, outcome: Outcome) {
+pub(super) unsafe fn apply(num_rows: usize, input: Input, panel: &Panel, up: Option<&Panel>, outcome: Outcome) {
     let mut buffers = [const { MaybeUninit::uninit() }; 2];
     let [buffer, up_buffer] = &mut buffers;
     // SAFETY: guaranteed by the caller.
     unsafe {
-        let sums = product(num_rows, input, &panel, buffer);
-        let up_sums = up.map(|up| product(num_rows, input, &up, up_buffer));
+        let sums = product(num_rows, input, panel, buffer);
+        let up_sums = up.map(|up| product(num_rows, input, up, up_buffer));
         for (row, &mut sums) in sums.iter_mut().enumerate() {
             match &up_sums {
                 Some(up_sums) => epilogue::store_gated(&[sums], &[up_sums[row]], outcome.below(row)),
@@ -162,13 +167,11 @@ unsafe fn add_group<
     // SAFETY: the caller of `apply` vouches for the rows and the panel.
     unsafe {
         let unpacked = Group::<COUNT>::unpack::<KIND, PLANES, HAS_MINS, SPLIT>(panel, unit, group);
-        let mut first = 0;
-        for rows in sums.chunks_mut(input.layout.group_rows) {
-            let operands = Operands::of(input.below(first), unit, SPLIT, QUADS / COUNT);
+        for (group, rows) in sums.chunks_mut(input.layout.group_rows).enumerate() {
+            let operands = Operands::of(input.below_groups(group), unit, SPLIT, QUADS / COUNT);
             for (row, sums) in rows.iter_mut().enumerate() {
                 unpacked.add::<KIND, PLANES, HAS_MINS>(&operands, row, panel.format.offset, sums);
             }
-            first += rows.len();
         }
     }
 }
@@ -186,13 +189,13 @@ impl Operands {
     #[inline(always)]
     fn of(input: Input, unit: usize, split: usize, splits: usize) -> Operands {
         let (layout, part) = (input.layout, Part::of(split, splits));
-        let high = input.row(0).wrapping_add(unit * layout.unit_bytes() + split * UNIT / 2);
+        let high = input.row(unit).wrapping_add(split * UNIT / 2);
         Operands {
             high,
             low: high.wrapping_add((layout.num_planes - 1) * layout.plane_bytes()),
-            scales: input.scale(0, unit),
-            integers: input.sum(0, unit, part),
-            totals: input.total(0, unit, part),
+            scales: input.scale(unit),
+            integers: input.sum(unit, part),
+            totals: input.total(unit, part),
         }
     }
 }
