@@ -115,6 +115,8 @@ def plan_of(message: pb.Plan) -> Plan:
 
 
 def _transfers(message: pb.Transfers) -> Sequence[Transfer]:
+    if not (message.kinds or message.sources or message.targets):
+        return ()
     columns = (_column(message.kinds, "u1"), _column(message.sources, "<u4"), _column(message.targets, "<u4"))
     if len({len(column) for column in columns}) > 1:
         raise PlanError("the columns of the transfers do not have the same length")

@@ -63,6 +63,10 @@ class FewTokens:
     def __init__(self) -> None:
         self.told: dict[int, list[int]] = {}
 
+    @property
+    def is_empty(self) -> bool:
+        return not self.told
+
     def apply(self, plan: Plan) -> None:
         self.told |= {new.sequence_id: [] for new in plan.new_sequences if new.sampling.grammar is not None}
 

@@ -31,10 +31,12 @@ class Selection:
     max_drafts: Rows  # [selected] draft tokens that the plan allows
     num_drafts: Rows  # [selected] draft tokens among num_tokens; the advance samples after each of them, too
     by_model: npt.NDArray[np.bool_]  # [selected] whether a model or heads made its drafts
+    has_drafts: bool = False
 
     @property
-    def has_drafts(self) -> bool:
-        return bool(self.num_drafts.any())
+    def samples_all(self) -> bool:
+        """Whether each advance samples one token."""
+        return not self.has_drafts and len(self.samples) == len(self.rows)
 
     def offsets(self) -> Rows:
         """[samples]: the draft tokens of its advance that each sampled token follows."""
@@ -45,13 +47,14 @@ class Selection:
 
 def select(table: SequenceTable, advances: Advances) -> Selection:
     """Bring the plan's last tokens into the table, append the new blocks, and fail the sequences whose advance breaks a
-    rule."""
+    rule. PERF: after the model has run, its weights are in the caches, and each operation here takes some microseconds;
+    what few plans need is left out of the others, here and in `build`."""
     sequence_ids, rows = advances.sequence_ids, table.rows(advances.sequence_ids.tolist())
     num_tokens, num_new_blocks = advances.num_tokens.astype(np.int64), advances.num_new_blocks.astype(np.int64)
     sample, new_block_ids = advances.sample, advances.new_block_ids
     max_drafts = _max_drafts(advances)
     failures: dict[int, Failure] = {}
-    is_allowed = _allowed(table, advances, rows)
+    is_allowed = _allowed(table, advances, rows, num_new_blocks, max_drafts)
     if len(advances.last_token_ids):
         places = rows[is_allowed]
         table.token_ids[places, table.known[places] - 1] = advances.last_token_ids[is_allowed]
@@ -66,7 +69,7 @@ def select(table: SequenceTable, advances: Advances) -> Selection:
         num_new_blocks, sample, max_drafts = num_new_blocks[is_allowed], sample[is_allowed], max_drafts[is_allowed]
     if len(new_block_ids):
         table.append_blocks(rows, num_new_blocks, new_block_ids)
-    if table.adapter[rows].any():
+    if table.has_adapters and table.adapter[rows].any():
         # PERF: an adapter's weights are read once for adjacent rows.
         order = np.argsort(table.adapter[rows], kind="stable")
         sequence_ids, rows, num_tokens = sequence_ids[order], rows[order], num_tokens[order]
@@ -82,27 +85,32 @@ def _max_drafts(advances: Advances) -> Rows:
     return np.zeros(len(advances), np.int64)
 
 
-def _allowed(table: SequenceTable, advances: Advances, rows: Rows) -> npt.NDArray[np.bool_]:
+def _allowed(
+    table: SequenceTable, advances: Advances, rows: Rows, num_new_blocks: Rows, max_drafts: Rows
+) -> npt.NDArray[np.bool_]:
     """[advances]: whether each keeps all rules. `rows` are -1 where the sequence is unknown or failed."""
-    num_new_blocks = advances.num_new_blocks.astype(np.int64)
     ends = table.computed[rows] + advances.num_tokens
     known = table.known[rows]
     num_blocks = table.num_blocks[rows] + num_new_blocks
-    max_drafts = _max_drafts(advances)
-    ends_with_drafts = ends + max_drafts
     allowed: npt.NDArray[np.bool_] = (
         (rows >= 0)
         & (advances.num_tokens >= 1)
         & (ends <= known)
-        & (ends >= table.source[rows])
-        & (ends_with_drafts <= table.limits.max_sequence_tokens)
-        & (ends_with_drafts <= num_blocks * table.limits.block_tokens)
         & (num_blocks <= table.block_ids.shape[1])
         & (~advances.sample | (ends == known))
-        & (advances.sample | (max_drafts == 0))
-        & ~table.splits_images(rows, ends)
-        & ~table.splits_prompts(rows, ends)
     )
+    ends_with_drafts = ends
+    if len(advances.num_draft_tokens):
+        ends_with_drafts = ends + max_drafts
+        allowed &= advances.sample | (max_drafts == 0)
+    room = np.minimum(num_blocks * table.limits.block_tokens, table.limits.max_sequence_tokens)
+    allowed &= ends_with_drafts <= room
+    if table.limits.max_source_tokens:
+        allowed &= ends >= table.source[rows]
+    if table.has_images:
+        allowed &= ~table.splits_images(rows, ends)
+    if table.limits.has_whole_prompts:
+        allowed &= ~table.splits_prompts(rows, ends)
     if len(advances.last_token_ids):
         allowed &= advances.last_token_ids < table.limits.vocab_size
     is_outside = advances.new_block_ids >= table.limits.num_blocks
@@ -211,7 +219,7 @@ def build(table: SequenceTable, chosen: Selection) -> Built:
     batch, token_rows = text_batch(table, rows, computed, counts)
     positions = batch.positions
     last_tokens = batch.sample_rows
-    outputs = last = last_tokens[chosen.samples]
+    outputs = last = last_tokens if chosen.samples_all else last_tokens[chosen.samples]
     if chosen.has_drafts:
         outputs = last = last - chosen.num_drafts[chosen.samples] + chosen.offsets()
     samples, prompt = np.arange(len(last)), None
@@ -227,13 +235,15 @@ def build(table: SequenceTable, chosen: Selection) -> Built:
             ids = table.token_ids[token_rows[of_prompt], positions[of_prompt] + 1].astype(np.int64)
             places = np.repeat(np.arange(len(rows)), counts)[of_prompt]
             prompt = PromptRows(np.searchsorted(outputs, of_prompt), ids, places)
-    batch = replace(batch, sample_rows=outputs)
-    if table.adapter[rows].any():
+    if outputs is not batch.sample_rows:
+        batch = replace(batch, sample_rows=outputs)
+    if table.has_adapters and table.adapter[rows].any():
         batch = replace(batch, adapters=table.adapters_of(token_rows))
-    if table.shift[rows].any():
-        batch = replace(batch, positions=positions - table.shift[token_rows])
-    if (computed < table.images_end[rows]).any() or (table.has_attended_images and table.images_end[rows].any()):
-        batch = with_images(batch, table.images_of(rows), computed)
+    if table.has_images:
+        if table.shift[rows].any():
+            batch = replace(batch, positions=positions - table.shift[token_rows])
+        if (computed < table.images_end[rows]).any() or (table.has_attended_images and table.images_end[rows].any()):
+            batch = with_images(batch, table.images_of(rows), computed)
     if table.limits.has_whole_prompts and (computed < table.prompt[rows]).any():
         batch = replace(batch, ends=prompt_ends(positions, table.prompt[token_rows]))
     if not table.limits.has_answers:

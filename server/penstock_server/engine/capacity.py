@@ -29,7 +29,7 @@ _RESULT_BYTES = 4 << 10
 _MAX_RESULTS = 2  # one is converted to a message while the next one is computed
 # On a GPU, beside the weights of a standby group: CUDA's context, the kernels, and what loading needs temporarily.
 _STANDBY_BYTES = 2 << 30
-# The default pool of an encoder on a CPU holds this many of the largest steps: those that are planned, running and ending.
+# The default pool of an encoder on a CPU holds this many of the largest steps: some are planned, running or ending.
 _ENCODER_STEPS = 4
 # A known token: in the sequence table, and in the plan that brings it, as protobuf's number and Python's.
 _KNOWN_BYTES = 4 + 4 + 8 + 32

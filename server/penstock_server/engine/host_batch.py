@@ -119,10 +119,12 @@ class HostBatch:
 
     def put(self, put: Put) -> StepBatch:
         """On the device. The arrays are put in the order of the fields."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        values = {name: put(value) if isinstance(value, np.ndarray) else value for name, value in values.items()}
-        parts = {name: getattr(self, name) for name in ("sources", "adapters", "seen")}
-        return StepBatch(**values | {name: None if part is None else part.put(put) for name, part in parts.items()})
+        values = [(name, getattr(self, name)) for name in _FIELDS]
+        step: dict[str, Any] = {name: put(value) if isinstance(value, np.ndarray) else value for name, value in values}
+        for name in ("sources", "adapters", "seen"):
+            if step[name] is not None:
+                step[name] = step[name].put(put)
+        return StepBatch(**step)
 
     def copied_to(self, device: torch.device) -> StepBatch:
         upload = Upload(device)
@@ -150,6 +152,9 @@ class HostBatch:
             source_lens=None if self.source_lens is None else _filled(self.source_lens, shape[:1]),
             adapters=adapters,
         )
+
+
+_FIELDS = tuple(field.name for field in fields(HostBatch))
 
 
 def _filled(array: npt.NDArray[Any], shape: tuple[int, ...], value: int = 0) -> npt.NDArray[Any]:

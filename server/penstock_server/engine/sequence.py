@@ -91,6 +91,16 @@ class SequenceTable:
         """Sequences that asked for logprobs of their prompt."""
         return len(self._scoring_prompts)
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether any sequence has one."""
+        return bool(self._adapter_of)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether any sequence has one."""
+        return bool(self._images_of)
+
     def rows(self, sequence_ids: Sequence[int]) -> npt.NDArray[np.int64]:
         """[sequence_ids]: the row of each; -1 where the sequence is unknown or has failed."""
         return np.fromiter((self._row_of.get(i, -1) for i in sequence_ids), np.int64, len(sequence_ids))

@@ -91,7 +91,13 @@ def _with_rows(table: SequenceTable, chosen: Selection, drafts: npt.NDArray[np.i
     for place in np.flatnonzero(num_drafts).tolist():
         table.write_drafts(int(chosen.rows[place]), drafts[place, : num_drafts[place]])
     samples = np.repeat(chosen.samples, 1 + num_drafts[chosen.samples])
-    return replace(chosen, num_tokens=chosen.num_tokens + num_drafts, samples=samples, num_drafts=num_drafts)
+    return replace(
+        chosen,
+        num_tokens=chosen.num_tokens + num_drafts,
+        samples=samples,
+        num_drafts=num_drafts,
+        has_drafts=bool(num_drafts.any()),
+    )
 
 
 def drafts_of(table: SequenceTable, chosen: Selection) -> list[list[int]]:

@@ -159,7 +159,7 @@ class StepRunner:
         if self._grammars is not None:
             self._grammars.apply(plan)
         chosen = batch.select(table, plan.advances)
-        if self._drafter is not None and chosen.max_drafts.any():
+        if self._drafter is not None and len(plan.advances.num_draft_tokens) and chosen.max_drafts.any():
             waits_from = waits_from or self._timed_event()
             self._settle_all()  # drafts continue the tokens that are known
             drafting, drafter = time.perf_counter(), self._drafter
@@ -177,16 +177,17 @@ class StepRunner:
         residencies, positions = table.residency[chosen.rows], table.known[sampled_rows] + chosen.offsets()
         pending = Pending(plan.step, chosen, residencies, failures, sampled_rows, positions)
         self._in_flight.append(pending)
-        if len(chosen.rows):
-            timing = self._run(pending, started, waits_from)
-        else:
-            timing = StepTiming(time.perf_counter() - started)
+        times = self._run(pending, waits_from) if len(chosen.rows) else None
         self._ended = time.perf_counter()
-        pending.timing = replace(timing, idle_s=idle_s, draft_s=draft_s)
+        prepared, forwarded = times or (self._ended, self._ended)
+        pending.timing = StepTiming(
+            prepared - started, forwarded - prepared, self._ended - forwarded, idle_s=idle_s, draft_s=draft_s
+        )
         return pending
 
-    def _run(self, pending: Pending, started: float, waits_from: torch.cuda.Event | None) -> StepTiming:
-        """Give a step with at least one advance to the device. waits_from: as of `Pending.waiting`."""
+    def _run(self, pending: Pending, waits_from: torch.cuda.Event | None) -> tuple[float, float]:
+        """Give a step with at least one advance to the device. waits_from: as of `Pending.waiting`. Returns when the
+        step was prepared, and when the model had run."""
         table, chosen, rows = self._table, pending.chosen, pending.rows
         built = batch.build(table, chosen)
         upload, download = Upload(self._device, expected_bytes=self._upload_bytes), Download(self._device)
@@ -240,8 +241,7 @@ class StepRunner:
             self._sample(pending, logits, prepared, masks, download)
             download.start()
             self._mark()
-        ended_at = time.perf_counter()
-        return StepTiming(prepared_at - started, forwarded_at - prepared_at, ended_at - forwarded_at)
+        return prepared_at, forwarded_at
 
     def collect(self, pending: Pending) -> StepResult:
         """The result of the oldest launched step; waits for the device."""
@@ -298,7 +298,7 @@ class StepRunner:
 
     def _start_masks(self, chosen: Selection) -> Masks:
         """Start the masks of this step's samples, so that they are made while the model computes."""
-        if self._grammars is None:
+        if self._grammars is None or self._grammars.is_empty:
             return NO_MASKS
         sequence_ids = chosen.sequence_ids[np.unique(chosen.samples)].tolist()
         return self._grammars.start(sequence_ids, drafts_of(self._table, chosen))

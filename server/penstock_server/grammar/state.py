@@ -255,6 +255,11 @@ class GrammarStates:
                 end_ids = (*self._compiler.eos_ids, *new.sampling.stop_token_ids)
                 self._states[new.sequence_id] = _State(start, generated, end_ids)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no sequence is constrained."""
+        return not self._states
+
     def clear(self) -> None:
         """Drops all sequences."""
         self._states.clear()
@@ -274,8 +279,6 @@ class GrammarStates:
     def start(self, sequence_ids: Sequence[int], drafts: Sequence[Sequence[int]]) -> Masks:
         """Starts to compute the masks of the constrained sequences among those given: of the next token, and of the one
         after each of the sequence's draft tokens. Sequences and draft tokens are those of the rows, in their order."""
-        if not self._states:
-            return NO_MASKS
         fills: list[_Fill] = []
         places: list[int] = []
         first = 0
