@@ -6,7 +6,7 @@
 
 use super::epilogue::{self, Outcome, Sums};
 use super::pack::PADDING;
-use super::tile::{Ahead, PANEL, Panel, VECTORS};
+use super::tile::{Ahead, PANEL, Panel, STREAM_AHEAD_BYTES, VECTORS};
 use crate::cpu::Amx;
 use crate::element::Element;
 use crate::registers::{REGISTER_BYTES, REGISTER_ROWS, Registers};
@@ -158,7 +158,7 @@ fn prefetches(panel: &Panel) -> (*const i8, usize) {
     let Ahead { pass, num_passes, .. } = panel.ahead;
     let lines_per_pass = VECTORS.div_ceil(num_passes);
     let [before, after] = [pass, pass + 1].map(|pass| VECTORS.min(pass * lines_per_pass));
-    (panel.ahead_from(before, VECTORS), after - before)
+    (panel.ahead_from(before, VECTORS, STREAM_AHEAD_BYTES), after - before)
 }
 
 /// The loop of a chain over all steps of all segments: `zero` the sums, `multiply` a step, `store` the sums. Prefetches some lines after

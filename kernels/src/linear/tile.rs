@@ -13,9 +13,13 @@ pub(crate) const PANEL: usize = VECTORS * LANES;
 /// Rows per register tile.
 pub(super) const TILE_ROWS: usize = if SUMS < 8 { SUMS } else { 8 };
 
-/// Prefetch distance in bytes while a single tile streams a panel. PERF: what is read once does not displace what the next operators need
-/// (ADR 138). A distance of 2 or 8 KiB is slower (Zen 5, 2 threads).
-const STREAM_AHEAD_BYTES: usize = 4096;
+/// Prefetch distance in bytes while a tile streams a panel, into the second-level cache. PERF: 8 and 16 rows of a layer of 3072 × 576, which
+/// the last-level cache has, took 90 and 140 µs with this distance, 102 to 106 and 161 to 164 µs with 2 to 16 KiB into the first-level cache
+/// (Zen 4, 2 threads).
+pub(super) const STREAM_AHEAD_BYTES: usize = 8192;
+/// As `STREAM_AHEAD_BYTES`, past the second-level cache, where no other tile reads the panel. PERF: what is read once does not displace what
+/// the next operators need (ADR 138). 2 or 8 KiB are slower (Zen 5, 2 threads).
+const ONCE_AHEAD_BYTES: usize = 4096;
 
 /// What one pass over a panel prefetches: itself, or its share of a later panel.
 #[derive(Clone, Copy)]
@@ -58,9 +62,9 @@ pub(crate) struct Panel {
 }
 
 impl Panel {
-    /// Where the prefetches of pass `pass` begin, if `num_passes` share a panel's memory.
-    pub(super) fn ahead_from(&self, pass: usize, num_passes: usize) -> *const i8 {
-        let distance = if self.ahead.is_stream { STREAM_AHEAD_BYTES } else { self.bytes * self.ahead.panels };
+    /// Where the prefetches of pass `pass` begin, if `num_passes` share a panel's memory. `stream`: the distance of a stream.
+    pub(super) fn ahead_from(&self, pass: usize, num_passes: usize, stream: usize) -> *const i8 {
+        let distance = if self.ahead.is_stream { stream } else { self.bytes * self.ahead.panels };
         self.weights.cast::<i8>().wrapping_add(distance + self.bytes * pass / num_passes)
     }
 }
@@ -123,7 +127,8 @@ unsafe fn product<const R: usize>(input: Input, panel: Panel) -> Sums<R, VECTORS
     let num_prefetches = VECTORS.div_ceil(num_passes);
     // PERF: all passes prefetch alike, each less than a line per step. Where the first ones did it for all, 8 rows took 1.2 times as long.
     let gap = LINE * VECTORS / num_passes / num_prefetches;
-    let ahead = panel.ahead_from(pass, num_passes);
+    let stream = if panel.ahead.is_only { ONCE_AHEAD_BYTES } else { STREAM_AHEAD_BYTES };
+    let ahead = panel.ahead_from(pass, num_passes, stream);
     // SAFETY: the caller of `apply` vouches for all addresses; the bias covers the panel.
     unsafe {
         let mut sums = match num_prefetches {
