@@ -45,6 +45,8 @@ pub(crate) struct Routing {
     pub(crate) norm: Option<WeightNorm>,
     /// Factor of the weights, applied last.
     pub(crate) scale: f64,
+    /// Whether weights are factors of the experts' inputs, not of their outputs.
+    pub(crate) scales_inputs: bool,
 }
 
 impl Routing {
@@ -52,7 +54,8 @@ impl Routing {
     #[cfg(test)]
     pub(crate) fn plain(num_experts: usize, top_k: usize) -> Routing {
         let (correction, groups, norm) = (Vec::new(), None, None);
-        Routing { num_experts, top_k, scoring: Scoring::Softmax, correction, groups, norm, scale: 1.0 }
+        let (scoring, scale, scales_inputs) = (Scoring::Softmax, 1.0, false);
+        Routing { num_experts, top_k, scoring, correction, groups, norm, scale, scales_inputs }
     }
 
     /// Validates the sizes. The error names those that do not fit together.

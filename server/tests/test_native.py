@@ -825,6 +825,20 @@ WRONG_PROGRAMS: dict[str, tuple[str, Write]] = {
             program.rotate(small_attention(), angles(18), interleaved=False),
         ),
     ),
+    "queries without factors": (
+        "0 factors for 8 positions each",
+        lambda ops, program: (
+            projected(ops, program),
+            program.scale_queries(small_attention(), torch.zeros(0), 8),
+        ),
+    ),
+    "factors without positions": (
+        "1 factors for 0 positions each",
+        lambda ops, program: (
+            projected(ops, program),
+            program.scale_queries(small_attention(), torch.ones(1), 0),
+        ),
+    ),
     "heads of more columns than there are": (
         "3 heads do not fit: 16 columns each to 8",
         lambda ops, program: (

@@ -20,6 +20,7 @@ pub(super) struct RoutingSpec {
     top_groups: usize,
     group_score: String,
     jitter: f64,
+    scales_inputs: bool,
 }
 
 impl RoutingSpec {
@@ -40,7 +41,7 @@ impl RoutingSpec {
             other => return Err(format!("group_score is {other:?}, must be best or best-two")),
         };
         let has_scores = matches!(scoring, Scoring::Softmax | Scoring::Sigmoid);
-        let RoutingSpec { num_experts, top_k, num_groups, top_groups, scale, .. } = self;
+        let RoutingSpec { num_experts, top_k, num_groups, top_groups, scale, scales_inputs, .. } = self;
         let groups = Some(Groups { num_groups, top_groups, num_summed });
         let norm = self.norm_power.map(|power| WeightNorm { power, epsilon: self.norm_epsilon });
         routing::Routing {
@@ -51,6 +52,7 @@ impl RoutingSpec {
             groups: groups.filter(|_| has_scores && num_groups != 1),
             norm: norm.filter(|_| has_scores),
             scale,
+            scales_inputs,
         }
         .checked()
     }

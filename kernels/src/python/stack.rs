@@ -195,6 +195,19 @@ impl Program {
         self.append(|program| program.rotate(&attention.attention, rotation))
     }
 
+    /// Multiplies the queries in "qkv" by the factor of their position: factors[(position + 1) / period].
+    fn scale_queries(
+        &mut self,
+        attention: PyRef<'_, PagedAttention>,
+        factors: View<'_, f32, 1>,
+        period: usize,
+    ) -> PyResult<()> {
+        let [num_factors] = factors.shape();
+        let given = (factors.source("factors")?, num_factors);
+        self.tensors.push(factors.tensor());
+        self.append(|program| program.scale_queries(&attention.attention, given, period))
+    }
+
     /// Stores keys and values in the step's next cache. scales: as in `PagedAttention.write`.
     #[pyo3(signature = (attention, scales=None))]
     fn write(&mut self, attention: PyRef<'_, PagedAttention>, scales: Option<KvScales>) -> PyResult<()> {

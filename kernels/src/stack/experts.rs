@@ -8,6 +8,7 @@ use crate::element::Element;
 use crate::linear::{Linear, Output, Rows, WideLinear};
 use crate::pool::{Executor, Target, Walker};
 use crate::routing::Routing;
+use crate::row;
 use crate::simd::{F32, LANES};
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
@@ -138,7 +139,7 @@ impl Experts {
         scratch: Target<u8>,
         failure: &OnceLock<Failure>,
     ) {
-        let &Routing { top_k, .. } = &self.routing;
+        let &Routing { top_k, scales_inputs, .. } = &self.routing;
         let (hidden, routed) = (self.hidden(), registers[Register::Routed as usize]);
         let inputs = registers[self.from as usize];
         // SAFETY: the caller vouches for registers and routes. In each phase, a row or pair is one thread's, and the next phase reads what
@@ -153,6 +154,11 @@ impl Experts {
                     if mine.contains(&place) {
                         let target = routed.at(place * hidden);
                         target.copy_from_nonoverlapping(inputs.at(pair / top_k * hidden), hidden);
+                        if scales_inputs {
+                            // The product of two elements, as torch computes it.
+                            let weight = Element::from_f32(routes.weights.at(pair).read());
+                            row::scale(target, weight.to_f32(), hidden);
+                        }
                     }
                 }
             });
@@ -272,7 +278,7 @@ impl Experts {
 
     /// The weighted sum of a row's experts in float32, in the order of their weights, and the shared expert.
     unsafe fn sum(&self, row: usize, registers: &PerRegister<Target<Element>>, routes: &RoutePlaces) {
-        let (hidden, top_k) = (self.hidden(), self.routing.top_k);
+        let (hidden, &Routing { top_k, scales_inputs, .. }) = (self.hidden(), &self.routing);
         let at = |register: Register, index: usize| registers[register as usize].at(index);
         // SAFETY: as for `run`.
         unsafe {
@@ -285,7 +291,8 @@ impl Experts {
                 let mut total = F32::splat(0.0);
                 for pair in row * top_k..(row + 1) * top_k {
                     let result = at(Register::Routed, routes.places.at(pair).read() * hidden + first);
-                    total = total + Element::load_first(result, count) * F32::splat(routes.weights.at(pair).read());
+                    let weight = if scales_inputs { 1.0 } else { routes.weights.at(pair).read() };
+                    total = total + Element::load_first(result, count) * F32::splat(weight);
                 }
                 if self.shared != Shared::Nothing {
                     let shared = Element::load_first(at(Register::Shared, row * hidden + first), count);

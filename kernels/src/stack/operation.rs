@@ -124,6 +124,13 @@ pub(super) enum RowOperation {
         factor: f32,
         width: usize,
     },
+    /// The queries of `Qkv`, in its first `width` columns, by the factor of their position: `factors[(position + 1) / period]`.
+    ScaleQueries {
+        factors: Source<f32>,
+        period: usize,
+        width: usize,
+        stride: usize,
+    },
     Clamp {
         register: Register,
         bound: f32,
@@ -204,6 +211,7 @@ impl RowOperation {
             RowOperation::NormHeads { norm, num_groups, .. } => num_groups * norm.dim(),
             RowOperation::Activate { width, .. }
             | RowOperation::Scale { width, .. }
+            | RowOperation::ScaleQueries { width, .. }
             | RowOperation::Clamp { width, .. }
             | RowOperation::Add { width, .. } => *width,
             RowOperation::Copy { count, width, .. } => count * width,
@@ -218,7 +226,7 @@ impl RowOperation {
     /// Applies the operation to a row.
     ///
     /// # Safety
-    /// The registers must have the row at its widths; `Rotate` and `Write` need a row of the step.
+    /// The registers must have the row at its widths; `ScaleQueries`, `Rotate` and `Write` need a row of the step.
     pub(super) unsafe fn apply(&self, row: usize, context: &TokenContext<'_>) {
         let at = |register: Register, width: usize| context.registers[register as usize].at(row * width);
         let qkv = context.registers[Register::Qkv as usize];
@@ -237,6 +245,10 @@ impl RowOperation {
                     activation.apply_row(at(from, width), at(to, columns), width);
                 }
                 RowOperation::Scale { register, factor, width } => row::scale(at(register, width), factor, width),
+                RowOperation::ScaleQueries { factors, period, width, stride } => {
+                    let position = *context.step.positions.at(row) as usize;
+                    row::scale(at(Register::Qkv, stride), *factors.at((position + 1) / period), width);
+                }
                 RowOperation::Clamp { register, bound, width } => row::clamp(at(register, width), bound, width),
                 RowOperation::Add { from, to, width } => row::add(at(from, width), at(to, width), width),
                 RowOperation::Copy { from, to, count, width } => {

@@ -273,6 +273,24 @@ impl Program {
         Ok(())
     }
 
+    /// Scales the queries of an attention by their positions: a position's factor is `factors[(position + 1) / period]`.
+    pub(crate) fn scale_queries(
+        &mut self,
+        attention: &Attention,
+        factors: (Source<f32>, usize),
+        period: usize,
+    ) -> Result<(), String> {
+        let Layout { num_heads, head_dim, .. } = attention.layout;
+        let stride = self.expect_qkv(attention)?;
+        let (factors, num_factors) = factors;
+        let num_positions = num_factors.checked_mul(period).and_then(|end| end.checked_sub(1));
+        let num_positions =
+            num_positions.ok_or_else(|| format!("{num_factors} factors for {period} positions each"))?;
+        self.stack.num_positions = self.stack.num_positions.min(num_positions);
+        self.push_row(RowOperation::ScaleQueries { factors, period, width: num_heads * head_dim, stride });
+        Ok(())
+    }
+
     /// Stores keys and values in the next cache, which belongs to this attention.
     pub(crate) fn write(&mut self, attention: &Arc<Attention>, scales: KvScales) -> Result<(), String> {
         let layout = attention.layout;

@@ -53,10 +53,10 @@ class TemperatureSpec:
         if self.period < 1:
             raise ConfigError(f"config.json: floor_scale must be at least 1, not {self.period}")
 
-    def scale(self, queries: Tensor, positions: Tensor) -> Tensor:
-        """queries [tokens, heads, head_dim], of tokens at these positions [tokens]"""
-        factors = torch.log1p(torch.floor((positions.float() + 1.0) / self.period)) * self.strength + 1.0
-        return (queries * factors[:, None, None]).to(queries.dtype)
+    def factors(self, max_positions: int, device: torch.device) -> Tensor:
+        """[periods] float32; of a position, the one at (position + 1) // period."""
+        periods = torch.arange((max_positions + 1) // self.period + 1, dtype=torch.float32, device=device)
+        return torch.log1p(periods) * self.strength + 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +124,7 @@ class AttentionBlock:
     sinks: Tensor | None  # [heads on this rank]
     bias: Tensor | None  # [heads on this rank, distances]
     scales: KvScales | None
+    factors: Tensor | None  # of queries by their positions; see `TemperatureSpec.factors`
     site: int | None  # of `qkv`
 
     @staticmethod
@@ -178,6 +179,7 @@ class AttentionBlock:
             sinks=loader.read(f"{prefix}.sinks") if spec.sinks else None,
             bias=None if spec.relative_bias is None else context.relative_bias(spec.relative_bias),
             scales=context.kv_scales(f"{prefix}.k", f"{prefix}.v"),
+            factors=spec.temperature and spec.temperature.factors(context.max_position_tokens, loader.device),
             site=site,
         )
 
@@ -194,8 +196,9 @@ class AttentionBlock:
         queries, keys, values = qkv.view(x.shape[0], heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], 1)
         if is_apart:
             queries, keys, rotation = self._transform_apart(queries, keys, rotation)
-        if self.spec.temperature is not None:
-            queries = self.spec.temperature.scale(queries, step.batch.positions)
+        if self.spec.temperature is not None and self.factors is not None:
+            factors = self.factors[(step.batch.positions + 1) // self.spec.temperature.period]
+            queries = (queries * factors[:, None, None]).to(queries.dtype)
         transform = None if clip is norms is rotation is None else Transform(queries, clip, norms, rotation)
         self.attention.write_kv(cache, keys, values, step.batch.slots, transform, self.scales)
         return queries
@@ -214,8 +217,6 @@ class AttentionBlock:
         """Appends `store` and `attend` of the input in `source` to a native stack. Returns where the result is."""
         if self.bias is not None:
             raise NotNativeError("attention with a learned bias")
-        if self.spec.temperature is not None:
-            raise NotNativeError("queries that are scaled by position")
         heads, dim, padded_dim = self.shape.num_heads, self.shape.head_dim, padded_head_dim(self.attention)
         product: Register = "qkv" if padded_dim == dim else "unpadded"
         program.linear(self.qkv, source, product)
@@ -232,6 +233,8 @@ class AttentionBlock:
             program.rotate(self.attention, self.rope, interleaved=self.spec.rope.interleaved)
         if self._norms_follow_rope:
             self._append_norms(program, "qkv")
+        if self.spec.temperature is not None and self.factors is not None:
+            program.scale_queries(self.attention, self.factors, self.spec.temperature.period)
         program.write(self.attention, self.scales)
         program.attend(self.sinks)
         if padded_dim == dim:

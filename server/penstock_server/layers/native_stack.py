@@ -139,6 +139,10 @@ class NativeProgram:
         """Rotates the queries and keys in "qkv"; of keys that contain values, what is behind these."""
         self._native.rotate(_native_attention(attention).native, *rope, interleaved)
 
+    def scale_queries(self, attention: Attention, factors: Tensor, period: int) -> None:
+        """Multiplies the queries in "qkv" by the factor of their position, `factors[(position + 1) // period]`."""
+        self._native.scale_queries(_native_attention(attention).native, factors, period)
+
     def write(self, attention: Attention, scales: KvScales | None = None) -> None:
         """Stores the keys and values in "qkv" in the cache of the next layer. scales: of the layer, as of
         `Attention.write_kv`."""

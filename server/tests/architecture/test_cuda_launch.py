@@ -35,7 +35,7 @@ EXPERT_LAUNCHES = 5
 # 1 for the sum.
 SCALED_LAUNCHES = 3
 # Queries that are scaled by position.
-TEMPERATURE_LAUNCHES = 9
+TEMPERATURE_LAUNCHES = 5
 
 
 @pytest.mark.parametrize("name", CASES)

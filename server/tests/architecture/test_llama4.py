@@ -40,7 +40,7 @@ def test_options_give_the_logits_of_transformers(tmp_path: Path, caplog: pytest.
     options = LoadOptions(save_model(reference, tmp_path), torch.float32, torch.device("cpu"), 16)
     with caplog.at_level(logging.INFO):
         driver = ModelDriver(load_model(options, RankGroup()), block_tokens=16)
-    assert "layers: one by one (experts whose inputs are scaled)" in caplog.messages
+    assert "layers: one native call" in caplog.messages
     (text,) = prompts(1, [30], VOCAB)
     sequence = driver.sequence(text)
     found = [driver.step([(sequence, num)], every_row=True) for num in (17, 12, 1)]

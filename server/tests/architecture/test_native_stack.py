@@ -98,6 +98,7 @@ EXPERTS = [
     "gpt-oss",
     "granitemoe",
     "granitemoeshared",
+    "llama4",
     "mixtral",
     "mixtral-two-experts",
     "olmoe",

@@ -120,8 +120,6 @@ class ListedExperts:
         """Appends the weighted sum of the experts and of "shared", if there is a shared expert, to a native stack."""
         if self.shard.intermediate is not None:
             raise NotNativeError("fewer experts than ranks")
-        if self.router.spec.scales_inputs:
-            raise NotNativeError("experts whose inputs are scaled")
         assert self.router.native is not None, "only native operators have a native stack"
         activations = [each.activation for each in self.gate_up if isinstance(each, ActivatedLinear)]
         gate_up = [each.linear if isinstance(each, ActivatedLinear) else each for each in self.gate_up]
