@@ -114,7 +114,9 @@ unsafe fn gated<const R: usize>(input: Input, panels: [Panel; 2], outcome: Outco
     if const { R <= TILE_ROWS } {
         // SAFETY: the caller of `apply_gated` vouches for all addresses.
         unsafe {
-            let [gates, ups] = panels.map(|panel| product::<R>(input, panel));
+            // PERF: `panels.map` would copy the sums, which took 3 % of a prompt's time.
+            let gates = product::<R>(input, panels[0]);
+            let ups = product::<R>(input, panels[1]);
             epilogue::store_gated(&gates, &ups, outcome);
         }
     }
