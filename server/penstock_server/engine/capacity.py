@@ -16,7 +16,7 @@ from penstock_server.engine import memory, warmup
 from penstock_server.engine.drafting.pooled import PooledDrafter
 from penstock_server.errors import ConfigError
 from penstock_server.models.adapter import NEUTRAL
-from penstock_server.models.interface import CausalModel
+from penstock_server.models.interface import CausalModel, is_encoder
 from penstock_server.parallel import RankGroup
 from penstock_server.phase import PhaseClock
 from penstock_server.plan import Plan, StepTiming
@@ -135,16 +135,11 @@ class CapacityProbe:
     def default_pool_bytes(self, config: WarmUpConfig) -> int:
         """The default pool of this rank on a CPU."""
         longest = self.num_required_blocks(self.longest_sequence(config))
-        if not self.is_encoder:
+        if not is_encoder(self.model):
             return memory.default_cap_bytes(longest * self.kv_bytes_per_block)
         # A step computes whole sequences, and nothing of them is kept. The last block of each may be full in part.
         of_step = config.max_step_tokens // self.block_tokens + config.max_step_sequences
         return _ENCODER_STEPS * max(longest, of_step) * self.kv_bytes_per_block
-
-    @property
-    def is_encoder(self) -> bool:
-        """Whether all of a sequence is read at once."""
-        return self.model.max_source_tokens > 0 and not self.model.decoder_prefix
 
     @property
     def caches(self) -> list[Tensor]:

@@ -50,7 +50,7 @@ from penstock_server.grammar.compiler import GrammarCompiler
 from penstock_server.grammar.state import GrammarStates
 from penstock_server.heap import return_free_pages
 from penstock_server.kernels.native_build import find_build
-from penstock_server.models.interface import CausalModel
+from penstock_server.models.interface import CausalModel, is_encoder
 from penstock_server.parallel import RankGroup
 from penstock_server.phase import PhaseClock
 from penstock_server.plan import Adapter, Advances, Grammar, Image, NewSequence, Plan, StepResult, StepTiming
@@ -258,7 +258,7 @@ class Engine:
                 max_sequence_tokens=longest,
                 num_rows=config.max_step_sequences,
                 max_source_tokens=self.model.max_source_tokens,
-                has_answers=not self._is_encoder,
+                has_answers=not is_encoder(self.model),
                 has_whole_prompts=self.model.images is not None and self.model.images.family.is_prompt_whole,
                 has_token_types=self.model.pooler is not None and self.model.pooler.pooling.has_token_types,
             )
@@ -352,7 +352,7 @@ class Engine:
     def _rehearse(self) -> None:
         """Run a prompt and a decode, if there is any, so that no request is the first to use any part."""
         num_source = 1 if self.model.max_source_tokens else 0
-        prompt = [0] * (num_source if self._is_encoder else num_source + 1)
+        prompt = [0] * (num_source if is_encoder(self.model) else num_source + 1)
         blocks = range(-(-(len(prompt) + 1) // self._block_tokens))
         started = -(-len(prompt) // self._block_tokens)
         new = NewSequence(0, prompt, len(prompt), block_ids=blocks[:started], num_source_tokens=num_source)
@@ -386,11 +386,6 @@ class Engine:
     def is_asynchronous(self) -> bool:
         """Whether `launch` returns before the device has done the step."""
         return self._device.type != "cpu"
-
-    @property
-    def _is_encoder(self) -> bool:
-        """Whether all of a sequence is read at once."""
-        return self.model.max_source_tokens > 0 and not self.model.decoder_prefix
 
     @property
     def _runner(self) -> Runner:

@@ -179,7 +179,9 @@ class AttentionBlock:
             sinks=loader.read(f"{prefix}.sinks") if spec.sinks else None,
             bias=None if spec.relative_bias is None else context.relative_bias(spec.relative_bias),
             scales=context.kv_scales(f"{prefix}.k", f"{prefix}.v"),
-            factors=spec.temperature and spec.temperature.factors(context.max_position_tokens, loader.device),
+            factors=None
+            if spec.temperature is None
+            else spec.temperature.factors(context.max_position_tokens, loader.device),
             site=site,
         )
 

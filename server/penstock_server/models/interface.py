@@ -93,3 +93,8 @@ class CausalModel(Protocol):
         """The rows [tokens, hidden] of the output matrix, in the model's dtype, the same on all ranks, which call it
         together. Called only if drafts are verified. Those of a quantized matrix may be rounded."""
         ...
+
+
+def is_encoder(model: CausalModel) -> bool:
+    """Whether all of a sequence is read at once."""
+    return model.max_source_tokens > 0 and not model.decoder_prefix
