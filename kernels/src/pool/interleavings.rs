@@ -95,7 +95,7 @@ fn parts_are_claimed_once_by_three_threads() {
         let shared = Arc::new((Count::new(0), Cells::new(3)));
         let claim = {
             let shared = Arc::clone(&shared);
-            move || run_parts(&shared.0, 3, &|part| shared.1.add(part, 1))
+            move || run_parts(&shared.0, 3, &|| (), &|(), part| shared.1.add(part, 1))
         };
         let others = [thread::spawn(claim.clone()), thread::spawn(claim.clone())];
         let count = claim() + others.into_iter().map(|other| other.join().expect("no thread panics")).sum::<usize>();
