@@ -166,8 +166,8 @@ impl Local {
     }
 }
 
-/// Quantizes a unit of the rows of a group, at most N. Rows that pad the group have numbers 0. PERF: without them the scratch would hold what was there
-/// before, which may be subnormal, and each sum of subnormal numbers takes a hundred cycles: 17 rows took twice as long as 32.
+/// Quantizes a unit of the rows of a group, at most N. Rows that pad the group have numbers 0. PERF: without them the scratch would hold
+/// what was there before, which may be subnormal, and each sum of subnormal numbers takes a hundred cycles: 17 rows took twice as long as 32.
 ///
 /// # Safety
 /// As for `quantize`.
