@@ -30,7 +30,7 @@ def generated_per_s(model: LLM, words: Sequence[str], num_prompts: int, seed: st
     source = random.Random(seed)
     prompts = [prompt_of(words, INPUT_TOKENS, source) for _ in range(num_prompts)]
     start = time.perf_counter()
-    results = model.generate(prompts, SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0), progress=False)
+    results = model.generate(prompts, SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0), use_tqdm=False)
     return sum(len(result.token_ids) for result in results) / (time.perf_counter() - start)
 
 

@@ -17,20 +17,22 @@ from pathlib import Path
 from typing import Any
 
 import byte_model
+import numpy as np
 import pytest
 from binary import PENSTOCK, TIMEOUT_S, Server, children, name
 from client import ask
 from penstock import (
     LLM,
     AsyncLLM,
-    Completion,
     FileSummary,
     PenstockError,
     RequestError,
+    Result,
     SamplingParams,
     SettingError,
     StartError,
     StoppedError,
+    StructuredOutputsParams,
 )
 from test_lifecycle import wait_until_gone
 
@@ -55,8 +57,8 @@ def llm(binary: None) -> Iterator[LLM]:
         yield llm
 
 
-def texts(completions: list[Completion]) -> list[str]:
-    return [completion.text for completion in completions]
+def texts(results: list[Result]) -> list[str]:
+    return [result.text for result in results]
 
 
 def test_tokens_and_logprobs_are_the_bits_of_the_server(llm: LLM, server: Server) -> None:
@@ -64,14 +66,17 @@ def test_tokens_and_logprobs_are_the_bits_of_the_server(llm: LLM, server: Server
         found = llm.generate(PROMPTS, SamplingParams(max_tokens=12, logprobs=2, ignore_eos=True, **params))
         body = {"max_tokens": 12, "logprobs": 2, "return_token_ids": True, "ignore_eos": True, **params}
         answers = [ask(server, "/v1/completions", {"prompt": prompt, **body}).json for prompt in PROMPTS]
-        choices = [(index, choice) for index, answer in enumerate(answers) for choice in answer["choices"]]
-        assert [(one.index, one.choice) for one in found] == [(index, choice["index"]) for index, choice in choices]
-        for one, (index, choice) in zip(found, choices, strict=True):
-            assert one.prompt == PROMPTS[index]
-            assert (one.text, one.token_ids) == (choice["text"], choice["token_ids"])
-            assert (one.prompt_token_ids, one.finish_reason) == (choice["prompt_token_ids"], choice["finish_reason"])
-            assert one.logprobs == choice["logprobs"]["token_logprobs"]
-            assert [token in top for token, top in zip(one.token_ids, one.top_logprobs, strict=True)] == [True] * 12
+        assert [(one.index, one.prompt) for one in found] == list(enumerate(PROMPTS))
+        for one, answer in zip(found, answers, strict=True):
+            assert one.prompt_token_ids == answer["choices"][0]["prompt_token_ids"]
+            for number, (output, choice) in enumerate(zip(one.outputs, answer["choices"], strict=True)):
+                assert output.index == choice["index"] == number
+                assert (output.text, output.token_ids) == (choice["text"], choice["token_ids"])
+                assert output.finish_reason == choice["finish_reason"]
+                assert output.logprobs == choice["logprobs"]["token_logprobs"]
+                held = [token in top for token, top in zip(output.token_ids, output.top_logprobs, strict=True)]
+                assert held == [True] * 12
+            assert (one.text, one.token_ids) == (one.outputs[0].text, one.outputs[0].token_ids)
 
 
 def test_token_ids_are_a_prompt(llm: LLM) -> None:
@@ -91,7 +96,7 @@ def test_results_have_the_order_of_the_prompts_and_each_prompt_its_params(llm: L
     found = llm.generate([f"{i}:" for i in range(60)], params)
     assert [one.prompt for one in found] == [f"{i}:" for i in range(60)]
     assert [len(one.token_ids) for one in found] == num_tokens
-    with pytest.raises(ValueError, match="1 params were given for 2 prompts"):
+    with pytest.raises(ValueError, match="1 sampling_params were given for 2 prompts"):
         llm.generate(["a", "b"], [GREEDY])
 
 
@@ -161,6 +166,81 @@ def test_a_refused_parameter_is_an_error_with_the_servers_message(llm: LLM) -> N
         llm.embed(["x"])
     with pytest.raises(TypeError, match="heat"):
         SamplingParams(heat=1)
+
+
+def test_every_prompt_is_checked_before_one_is_computed(llm: LLM) -> None:
+    """An endless prompt stands before the bad one: the error does not wait for it."""
+    endless = SamplingParams(max_tokens=1000, ignore_eos=True)
+    before = llm.info()
+    with pytest.raises(RequestError, match=r"prompt 2: .*max_total_tokens|prompt 2: .*must be <= ") as refused:
+        llm.generate(["a", "b", "word " * 2000], endless)
+    assert (refused.value.index, refused.value.status) == (2, 400)
+    assert llm.info() == before
+    for bad, message in [
+        ("", "prompt 2: is empty"),
+        (None, "prompt 2: is None"),
+        (float("nan"), "prompt 2: is nan"),
+        ([1 << 30], "prompt 2: "),
+    ]:
+        with pytest.raises(RequestError, match=message):
+            llm.generate(["a", "b", bad], endless)
+    with pytest.raises(RequestError, match="prompt 1: message 0 is 'Hi'"):
+        llm.chat([CHAT, ["Hi"]], endless)
+    with pytest.raises(RequestError, match="prompt 1: temperature is nan"):
+        llm.generate(["a", "b"], [GREEDY, SamplingParams(temperature=float("nan"))])
+
+
+def test_kept_errors_leave_the_other_results(llm: LLM) -> None:
+    given = ["a", None, "b", "word " * 2000, "c"]
+    found = llm.generate(given, GREEDY, on_error="keep")
+    assert [one.error is None for one in found] == [True, False, True, False, True]
+    assert texts([found[0], found[2], found[4]]) == texts(llm.generate(["a", "b", "c"], GREEDY))
+    with pytest.raises(RequestError, match="prompt 1: is None"):
+        _ = found[1].text
+    assert [row.get("status") for one in found for row in one.rows()] == [None, 400, None, 400, None]
+    with pytest.raises(ValueError, match='on_error is \'skip\', must be "raise" or "keep"'):
+        llm.generate("a", on_error="skip")
+
+
+def test_code_for_vllm_runs(llm: LLM) -> None:
+    """As in vLLM's examples, with its names of prompts, parameters, results and the tokenizer's methods."""
+    params = SamplingParams(temperature=0, top_p=1.0, max_tokens=np.int64(4), n=1)
+    prompts = [{"prompt": PROMPTS[0]}, {"prompt_token_ids": np.array([1, 2, 3])}]
+    outputs = llm.generate(prompts, sampling_params=params, use_tqdm=False)
+    for output in outputs:
+        assert output.outputs[0].text == output.text
+        assert len(output.outputs[0].token_ids) == 4
+        assert output.finished
+    assert outputs[1].prompt_token_ids == [1, 2, 3]
+    assert texts(llm.generate(prompt_token_ids=[[1, 2, 3]], sampling_params=params)) == [outputs[1].text]
+    constrained = SamplingParams(max_tokens=8, structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
+    assert llm.chat(messages=CHAT, sampling_params=constrained, use_tqdm=False)[0].outputs[0].text in ("yes", "no")
+    tokenizer = llm.get_tokenizer()
+    text = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True)
+    assert tokenizer.encode(text, add_special_tokens=False) == ids == llm.chat(CHAT, params)[0].prompt_token_ids
+    assert tokenizer.decode(ids) == text
+    assert tokenizer("a")["input_ids"] == tokenizer.encode("a")
+    with pytest.raises(ImportError, match="penstock has no AsyncLLMEngine; use AsyncLLM"):
+        from penstock import AsyncLLMEngine  # noqa: F401
+
+
+def test_the_limits_for_clients_do_not_bind_the_only_user(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=2, temperature=0, logprobs=20, stop=[f"stop {i}" for i in range(40)])
+    (found,) = llm.generate("a", params)
+    assert [len(top) for top in found.top_logprobs] == [20, 20]
+
+
+def test_a_seed_of_the_model_makes_requests_without_one_repeatable(binary: None) -> None:
+    def sampled() -> list[list[int]]:
+        with LLM(max_model_len=256, gpu_memory_utilization=0.9, enforce_eager=True, dtype="auto", seed=7) as seeded:
+            assert seeded.info()["max_total_tokens"] == 256
+            results = seeded.generate(["A", "A", "A"], SamplingParams(max_tokens=8, ignore_eos=True))
+            return [result.token_ids for result in results]
+
+    first, second = sampled(), sampled()
+    assert first == second
+    assert first[0] != first[1]
 
 
 @pytest.mark.parametrize(

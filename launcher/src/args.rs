@@ -182,7 +182,7 @@ pub(crate) struct Args {
     #[arg(long, env, default_value_t = 4)]
     pub(crate) max_stop_sequences: usize,
 
-    /// Maximum value of top_n_tokens
+    /// Maximum value of top_n_tokens, and of logprobs in completions if above 5
     #[arg(long, env, default_value_t = 5)]
     pub(crate) max_top_n_tokens: u32,
 

@@ -7,8 +7,9 @@ from penstock.async_llm import AsyncLLM
 from penstock.batch_file import FileSummary
 from penstock.errors import PenstockError, RequestError, SettingError, StartError, StoppedError
 from penstock.llm import LLM
-from penstock.result import Chunk, Completion, Embedding
-from penstock.sampling import SamplingParams
+from penstock.result import Chunk, Completion, Embedding, Result
+from penstock.sampling import SamplingParams, StructuredOutputsParams
+from penstock.tokenizer import Tokenizer
 
 __all__ = [
     "LLM",
@@ -19,8 +20,27 @@ __all__ = [
     "FileSummary",
     "PenstockError",
     "RequestError",
+    "Result",
     "SamplingParams",
     "SettingError",
     "StartError",
     "StoppedError",
+    "StructuredOutputsParams",
+    "Tokenizer",
 ]
+
+_INSTEAD = {
+    "AsyncLLMEngine": "AsyncLLM, whose stream method yields the chunks of a generation",
+    "AsyncEngineArgs": "the keyword arguments of AsyncLLM",
+    "EngineArgs": "the keyword arguments of LLM",
+    "LLMEngine": "LLM, or AsyncLLM",
+    "LoRARequest": "LLM(lora_adapters=…)",
+    "BeamSearchParams": "SamplingParams: this server samples, and has no beam search",
+}
+
+
+def __getattr__(name: str) -> object:
+    """vLLM's names that this package has not say what to use."""
+    if name in _INSTEAD:
+        raise ImportError(f"penstock has no {name}; use {_INSTEAD[name]}")
+    raise AttributeError(f"module 'penstock' has no attribute {name!r}")

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from penstock.errors import PenstockError, RequestError
 from penstock.in_order import in_order
 from penstock.progress import Progress
-from penstock.result import Completion, Message, Prompt
+from penstock.result import Message, Prompt, Result
 from penstock.sampling import SamplingParams
 
 _KEYS = {"id", "prompt", "messages", "params"}
@@ -58,7 +58,7 @@ async def run(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
     params: SamplingParams,
-    complete: Callable[[Line], Awaitable[list[Completion]]],
+    complete: Callable[[Line], Awaitable[Result]],
     max_pending: int,
     *,
     progress: bool | None,
@@ -67,10 +67,10 @@ async def run(
 
     async def attempt(line: Line) -> _Outcome:
         try:
-            choices = await complete(line)
+            result = await complete(line)
         except RequestError as error:
             return _Outcome(0, True, _failure(line, error))
-        return _Outcome(sum(len(choice.token_ids) for choice in choices), False, _success(line, choices))
+        return _Outcome(sum(len(output.token_ids) for output in result.outputs), False, _success(line, result))
 
     with open(source, "rb") as lines, open(destination, "a+b") as results:
         _lock(results, destination)
@@ -92,18 +92,11 @@ async def run(
     return FileSummary(num_resumed, num_completed, num_failed)
 
 
-def _success(line: Line, choices: Sequence[Completion]) -> str:
-    """A line for each choice: the fields of a Completion, without those that the source has and those that are None."""
+def _success(line: Line, result: Result) -> str:
+    """A line for each output, without the fields that the source has and those that are None."""
     left_out = {"index", "prompt"}
-    results = (
-        {
-            name: value
-            for name, value in dataclasses.asdict(choice).items()
-            if name not in left_out and value is not None
-        }
-        for choice in choices
-    )
-    return "".join(_line({"id": line.id, "num_choices": len(choices), **result}) for result in results)
+    rows = ({k: v for k, v in row.items() if k not in left_out and v is not None} for row in result.rows())
+    return "".join(_line({"id": line.id, "num_choices": len(result.outputs), **row}) for row in rows)
 
 
 def _failure(line: Line, error: RequestError) -> str:

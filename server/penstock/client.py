@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ from penstock.process import ServerProcess
 
 _DATA = "data: "
 _END = "[DONE]"
+_HEADERS = {"content-type": "application/json"}
 # Made once: reading the certificates for each connection would take longer than connecting.
 _NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
@@ -40,7 +42,8 @@ class Client:
 
     async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Any]:
         """The events of the streamed answer to `body`."""
-        async with self._connection() as http, http.stream("POST", path, json={**body, "stream": True}) as response:
+        content = _json({**body, "stream": True})
+        async with self._connection() as http, http.stream("POST", path, content=content, headers=_HEADERS) as response:
             if response.is_error:
                 raise _refusal(response.status_code, await response.aread())
             async for line in response.aiter_lines():
@@ -58,7 +61,8 @@ class Client:
 
     async def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
         async with self._connection() as http:
-            response = await http.request(method, path, json=body)
+            content = None if body is None else _json(body)
+            response = await http.request(method, path, content=content, headers=_HEADERS)
         if response.is_error:
             raise _refusal(response.status_code, response.content)
         return json.loads(response.content)
@@ -92,6 +96,38 @@ class Client:
                 return failure
             await asyncio.sleep(0.05)
         return StoppedError(f"the connection to the server broke: {error!r}")
+
+
+def _json(body: Mapping[str, Any]) -> bytes:
+    """A body as JSON. Numbers and arrays of numpy and torch, and objects of client libraries, are what they hold.
+
+    Raises RequestError for what JSON cannot hold: a number that is not finite, half of a surrogate pair, other objects.
+    """
+    try:
+        return json.dumps(body, default=_plain, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError as error:
+        raise _unsendable("a text has half of a surrogate pair", None) from error
+    except (ValueError, TypeError) as error:
+        for name, value in body.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise _unsendable(f"{name} is {value}, must be a finite number", name) from error
+        raise _unsendable(str(error), None) from error
+
+
+def _unsendable(what: str, param: str | None) -> RequestError:
+    return RequestError(what, status=400, code="validation", param=param)
+
+
+def _plain(value: object) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if hasattr(value, "model_dump"):
+        return value.model_dump(exclude_none=True)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    raise TypeError(f"{value!r} ({type(value).__name__}) cannot be sent as JSON")
 
 
 def _refusal(status: int, body: bytes) -> RequestError:

@@ -21,6 +21,7 @@ from typing import Any
 
 from penstock import setting
 from penstock.errors import PenstockError, SettingError, StartError, StoppedError
+from penstock.progress import StartProgress
 from penstock.server_log import ServerLog
 
 # One line per request would cost as much as a small request itself.
@@ -50,7 +51,9 @@ def find_binary() -> Path:
 class ServerProcess:
     """A running server. The constructor returns at once; `wait_until_ready` waits until the server answers."""
 
-    def __init__(self, model: str | os.PathLike[str] | None, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model: str | os.PathLike[str] | None, settings: Mapping[str, Any], use_tqdm: bool | None = None
+    ) -> None:
         binary = find_binary()
         arguments = setting.command_line(binary, settings)
         if model is not None:
@@ -74,7 +77,7 @@ class ServerProcess:
             shutil.rmtree(folder)
             raise
         assert self._process.stdout is not None
-        self._log = ServerLog(self._process.stdout)
+        self._log = ServerLog(self._process.stdout, StartProgress(shown=use_tqdm))
         # At the latest when the interpreter exits.
         self._finalizer = weakref.finalize(self, _stop, self._process, folder, os.getpid())
         _RUNNING.add(self)

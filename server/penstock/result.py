@@ -1,10 +1,17 @@
-"""What the server generated: plain dataclasses, one for each generation, so that they make a `pandas.DataFrame`."""
+"""What the server generated: a `Result` for each prompt, with a `Completion` for each of its generations.
+
+The names are vLLM's where the meaning is the same: `result.outputs[0].text`. A prompt usually has one generation, so a
+result has its fields too: `result.text`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from penstock.errors import RequestError
 
 Message = Mapping[str, Any]
 """A message of a conversation, as in OpenAI's API: `{"role": "user", "content": "Hi"}`."""
@@ -21,25 +28,106 @@ _TOKEN_PREFIX = "token_id:"  # noqa: S105
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One generation. With `n` above 1 each prompt has several, `choice` 0 to n - 1."""
+    """One generation. `index` is its number among those of its prompt, 0 to n - 1."""
 
     index: int
-    """Position of the prompt."""
-    choice: int
-    prompt: Prompt | Sequence[Message]
     text: str
     finish_reason: str
     """`stop`, `length` or `tool_calls`."""
     token_ids: list[int]
-    prompt_token_ids: list[int]
-    num_cached_tokens: int
-    """Prompt tokens that the prefix cache had, of all choices together."""
     logprobs: list[float] | None = None
     top_logprobs: TokenLogprobs | None = None
-    prompt_logprobs: Sequence[Mapping[int, float] | None] | None = None
     reasoning: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     drafts: Drafts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What became of one prompt. `index` is its position among the prompts.
+
+    A prompt that the server refused has no outputs but an `error`, if the call was told to keep errors; reading one of
+    the generation's fields then raises it.
+    """
+
+    index: int
+    prompt: Prompt | Sequence[Message]
+    outputs: list[Completion] = field(default_factory=list)
+    prompt_token_ids: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache had, of all outputs together."""
+    prompt_logprobs: Sequence[Mapping[int, float] | None] | None = None
+    error: RequestError | None = None
+
+    def _first(self) -> Completion:
+        if self.error is not None:
+            raise self.error
+        return self.outputs[0]
+
+    @property
+    def text(self) -> str:
+        """Text of the first output."""
+        return self._first().text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Token ids of the first output."""
+        return self._first().token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        """Why the first output ended."""
+        return self._first().finish_reason
+
+    @property
+    def logprobs(self) -> list[float] | None:
+        """Logprobs of the first output's tokens."""
+        return self._first().logprobs
+
+    @property
+    def top_logprobs(self) -> TokenLogprobs | None:
+        """Most probable tokens at each position of the first output."""
+        return self._first().top_logprobs
+
+    @property
+    def reasoning(self) -> str | None:
+        """Reasoning of the first output."""
+        return self._first().reasoning
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]] | None:
+        """Tool calls of the first output."""
+        return self._first().tool_calls
+
+    @property
+    def drafts(self) -> Drafts | None:
+        """Drafts of the first output."""
+        return self._first().drafts
+
+    @property
+    def finished(self) -> bool:
+        """True: a result is made when its last output has ended."""
+        return True
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A flat dictionary for each output, or one with `error`: the rows of a table."""
+        shared = {"index": self.index, "prompt": self.prompt}
+        if self.error is not None:
+            return [{**shared, "choice": 0, "error": self.error.args[0], "status": self.error.status}]
+        of_prompt = {
+            "prompt_token_ids": self.prompt_token_ids,
+            "num_cached_tokens": self.num_cached_tokens,
+            "prompt_logprobs": self.prompt_logprobs,
+        }
+        return [
+            {**shared, "choice": output.index, **_without_index(output), **of_prompt} for output in self.outputs
+        ]
+
+
+def _without_index(output: Completion) -> dict[str, Any]:
+    fields = dataclasses.asdict(output)
+    del fields["index"]
+    return fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,52 +151,55 @@ class Embedding:
     vector: list[float]
 
 
-def completions(index: int, prompt: Prompt, answer: Mapping[str, Any]) -> list[Completion]:
-    """The generations in an answer of /v1/completions."""
-    return [_completion(index, prompt, answer, choice) for choice in answer["choices"]]
+def of_completion(index: int, prompt: Prompt, answer: Mapping[str, Any]) -> Result:
+    """The result in an answer of /v1/completions to one prompt."""
+    choices = answer["choices"]
+    return Result(
+        index,
+        prompt,
+        [_completion(choice) for choice in choices],
+        choices[0]["prompt_token_ids"],
+        _num_cached_tokens(answer),
+        _prompt_logprobs(choices[0]),
+    )
 
 
-def _completion(index: int, prompt: Prompt, answer: Mapping[str, Any], choice: Mapping[str, Any]) -> Completion:
+def _completion(choice: Mapping[str, Any]) -> Completion:
     logprobs = choice.get("logprobs")
     return Completion(
-        index=index,
-        choice=choice["index"],
-        prompt=prompt,
+        index=choice["index"],
         text=choice["text"],
         finish_reason=choice["finish_reason"],
         token_ids=choice["token_ids"],
-        prompt_token_ids=choice["prompt_token_ids"],
-        num_cached_tokens=_num_cached_tokens(answer),
         logprobs=logprobs and logprobs["token_logprobs"],
         top_logprobs=logprobs and [_by_id(top or {}) for top in logprobs["top_logprobs"]],
-        prompt_logprobs=_prompt_logprobs(choice),
         drafts=choice.get("drafts"),
     )
 
 
-def chat_completions(index: int, conversation: Sequence[Message], answer: Mapping[str, Any]) -> list[Completion]:
-    """The generations in an answer of /v1/chat/completions."""
-    return [_chat_completion(index, conversation, answer, choice) for choice in answer["choices"]]
+def of_chat(index: int, conversation: Sequence[Message], answer: Mapping[str, Any]) -> Result:
+    """The result in an answer of /v1/chat/completions."""
+    return Result(
+        index,
+        conversation,
+        [_chat_completion(choice) for choice in answer["choices"]],
+        answer["prompt_token_ids"],
+        _num_cached_tokens(answer),
+        _prompt_logprobs(answer),
+    )
 
 
-def _chat_completion(
-    index: int, conversation: Sequence[Message], answer: Mapping[str, Any], choice: Mapping[str, Any]
-) -> Completion:
+def _chat_completion(choice: Mapping[str, Any]) -> Completion:
     message, logprobs = choice["message"], choice.get("logprobs")
     tokens = logprobs and logprobs["content"]
     return Completion(
-        index=index,
-        choice=choice["index"],
-        prompt=conversation,
+        index=choice["index"],
         text=message["content"] or "",
         finish_reason=choice["finish_reason"],
         token_ids=choice["token_ids"],
-        prompt_token_ids=answer["prompt_token_ids"],
-        num_cached_tokens=_num_cached_tokens(answer),
         logprobs=tokens and [token["logprob"] for token in tokens],
         top_logprobs=tokens
         and [_by_id({top["token"]: top["logprob"] for top in token["top_logprobs"]}) for token in tokens],
-        prompt_logprobs=_prompt_logprobs(answer),
         reasoning=message.get("reasoning"),
         tool_calls=message.get("tool_calls"),
         drafts=choice.get("drafts"),

@@ -15,6 +15,10 @@ _CONSTRAINTS = {
 }
 
 
+StructuredOutputsParams = dict[str, Any]
+"""vLLM's class of constraints: `json`, `regex`, `choice`, `grammar`, `structural_tag`, `json_object`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How tokens are sampled, and when a generation ends. The server checks the values; None means its default."""
@@ -63,11 +67,14 @@ class SamplingParams:
     grammar: str | None = None
     """The text matches this grammar, in Lark's syntax or in GBNF."""
     structural_tag: Mapping[str, Any] | None = None
+    structured_outputs: Mapping[str, Any] | None = None
+    """The same constraints under vLLM's names, as `StructuredOutputsParams` makes them."""
 
     def fields(self, *, is_chat: bool) -> dict[str, Any]:
         """The request's fields."""
         given = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
-        constraint = {_CONSTRAINTS[name]: given.pop(name) for name in list(given) if name in _CONSTRAINTS}
+        constraint = dict(given.pop("structured_outputs", {}))
+        constraint |= {_CONSTRAINTS[name]: given.pop(name) for name in list(given) if name in _CONSTRAINTS}
         if (schema := constraint.get("json")) is not None:
             constraint["json"] = _schema(schema)
         if constraint:

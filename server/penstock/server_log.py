@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
 
+from penstock.progress import StartProgress
+
 _LOG = logging.getLogger("penstock.server")
 _NUM_LINES = 20
 _LEVELS = {"ERROR": logging.ERROR, "WARN": logging.WARNING, "INFO": logging.INFO}
@@ -17,8 +19,9 @@ _LEVELS = {"ERROR": logging.ERROR, "WARN": logging.WARNING, "INFO": logging.INFO
 class ServerLog:
     """Reads the lines of a server that logs JSON, in a thread of its own."""
 
-    def __init__(self, lines: Iterable[str]) -> None:
+    def __init__(self, lines: Iterable[str], progress: StartProgress) -> None:
         self._lines = lines
+        self._progress = progress
         self._last: deque[str] = deque(maxlen=_NUM_LINES)
         self._errors: deque[str] = deque(maxlen=_NUM_LINES)
         self.is_ready: Future[bool] = Future()
@@ -41,6 +44,7 @@ class ServerLog:
 
     def _decide(self, is_ready: bool) -> None:
         if not self.is_ready.done():
+            self._progress.close()
             self.is_ready.set_result(is_ready)
 
     def _read(self, line: str) -> None:
@@ -57,5 +61,6 @@ class ServerLog:
         if level == "ERROR":
             self._errors.append(text)
         _LOG.log(_LEVELS.get(level, logging.DEBUG), "%s", text)
+        self._progress.say(text)
         if "url" in fields:
             self._decide(True)

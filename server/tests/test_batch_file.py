@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from penstock import PenstockError, RequestError, SamplingParams
 from penstock.batch_file import FileSummary, Line, run
-from penstock.result import Completion
+from penstock.result import Completion, Result
 
 MAX_PENDING = 8
 
@@ -26,16 +26,14 @@ def prompts(num: int) -> list[dict[str, Any]]:
     return [{"id": f"é-{i}", "prompt": f"prompt {i}"} for i in range(num)]
 
 
-async def complete(line: Line) -> list[Completion]:
+async def complete(line: Line) -> Result:
     """Answers later prompts sooner, and refuses some."""
     for _ in range(10 - line.number % 10):
         await asyncio.sleep(0)
     if line.prompt == "prompt 3":
         raise RequestError("too long\nby far", status=400, code=None, param="prompt")
-    return [
-        Completion(line.number, choice, line.prompt, f"{line.prompt} ☃ {choice}", "stop", [1, 2], [3], 0)
-        for choice in range(line.params.n or 1)
-    ]
+    outputs = [Completion(n, f"{line.prompt} ☃ {n}", "stop", [1, 2]) for n in range(line.params.n or 1)]
+    return Result(line.number, line.prompt, outputs, [3])
 
 
 def completed(source: Path, destination: Path, **params: Any) -> FileSummary:
@@ -79,7 +77,7 @@ def test_a_file_that_was_cut_off_at_any_byte_is_completed_to_the_same_file(tmp_p
 def test_no_more_lines_are_taken_than_wait_for_their_results(tmp_path: Path) -> None:
     running = most = 0
 
-    async def count(line: Line) -> list[Completion]:
+    async def count(line: Line) -> Result:
         nonlocal running, most
         running += 1
         most = max(most, running)
@@ -130,7 +128,7 @@ def test_a_file_that_holds_no_results_is_kept(tmp_path: Path) -> None:
 def test_a_second_run_on_the_same_results_is_refused(tmp_path: Path) -> None:
     source, destination = write(tmp_path / "in", prompts(1)), tmp_path / "out"
 
-    async def nested(line: Line) -> list[Completion]:
+    async def nested(line: Line) -> Result:
         with pytest.raises(PenstockError, match="out is being written by another run"):
             await run(source, destination, SamplingParams(), complete, MAX_PENDING, progress=False)
         return await complete(line)

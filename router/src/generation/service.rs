@@ -10,7 +10,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::adapter::{AdapterLease, AdapterUpdateError, Adapters};
 use super::adapter_download::{AdapterDownload, AdapterPlace, download};
-use super::admission::{Admission, QueueReservation};
+use super::admission::{Admission, Permit, QueueReservation};
 use super::chat::{ChatAnswer, ToolCallIds};
 use super::deadline::{Deadlines, reached};
 use super::error::GenerationError;
@@ -46,6 +46,15 @@ struct Inner {
     abandoned: CancellationToken,
     /// Hashes salts with a secret of this process, so that no client can find two salts with one hash.
     salts: RandomState,
+}
+
+/// A checked request, with its place in the server.
+struct Admitted {
+    prompts: Vec<Prepared>,
+    adapter_id: Option<String>,
+    num_per_prompt: usize,
+    deadlines: Deadlines,
+    permit: Permit,
 }
 
 /// A checked and encoded prompt, with queue space reserved for each of its generations.
@@ -148,6 +157,36 @@ impl GenerationService {
         request: GenerationRequest,
         record: &RequestRecord,
     ) -> Result<Generations, GenerationError> {
+        let (stop_text, streams) = (request.stop_text, request.streams);
+        let Admitted { prompts, adapter_id, num_per_prompt, deadlines, permit } = self.admit(request, record).await?;
+        // After the prompts, whose images may be fetched from slow hosts: other requests wait for the adapter's place.
+        let adapter = match &adapter_id {
+            Some(name) => Some(Arc::new(self.in_time(deadlines, self.adapters().lease(name)).await?)),
+            None => None,
+        };
+        let mut generations =
+            Generations { prompts: Vec::with_capacity(prompts.len()), num_per_prompt, running: Vec::new(), permit };
+        for prompt in prompts {
+            self.submit(prompt, adapter.as_ref(), stop_text, deadlines, record, &mut generations);
+        }
+        if streams && self.config().queue.timeout.is_some() {
+            generations.started().await?;
+        }
+        Ok(generations)
+    }
+
+    /// The prompts of a request that `start` would not refuse, each with the most tokens that it would generate.
+    pub(crate) async fn render(
+        &self,
+        request: GenerationRequest,
+        record: &RequestRecord,
+    ) -> Result<Vec<(StartedPrompt, u32)>, GenerationError> {
+        let admitted = self.admit(request, record).await?;
+        Ok(admitted.prompts.into_iter().map(|prepared| (prepared.prompt, prepared.max_new_tokens)).collect())
+    }
+
+    /// Makes every check of a request, and reserves its place.
+    async fn admit(&self, request: GenerationRequest, record: &RequestRecord) -> Result<Admitted, GenerationError> {
         let Inner { config, admission, .. } = &*self.inner;
         if let Some(pooling) = &config.pooling {
             return Err(ValidationError::Task { served: pooling.task }.into());
@@ -155,32 +194,19 @@ impl GenerationService {
         if let Some(trace) = record.trace() {
             trace.set_parameters(request.described());
         }
-        let GenerationRequest { prompts, parameters, stop_text, streams } = request;
-        let num_per_prompt = parameters.num_generations(&config.limits, prompts.len())?;
-        let permit = admission.admit(prompts.len() * num_per_prompt)?;
+        let GenerationRequest { prompts: given, parameters, .. } = request;
+        let num_per_prompt = parameters.num_generations(&config.limits, given.len())?;
+        let permit = admission.admit(given.len() * num_per_prompt)?;
         let checked = parameters.check(&config.limits, num_per_prompt)?;
         let deadlines = Deadlines::new(record.received(), checked.timeout, config.queue.timeout);
         if let Some(name) = &checked.adapter_id {
             self.adapters().expect_usable(name)?;
         }
-        let mut prepared = Vec::with_capacity(prompts.len());
-        for prompt in prompts {
-            prepared.push(self.prepare(prompt, checked.clone(), deadlines).await?);
+        let mut prompts = Vec::with_capacity(given.len());
+        for prompt in given {
+            prompts.push(self.prepare(prompt, checked.clone(), deadlines).await?);
         }
-        // After the prompts, whose images may be fetched from slow hosts: other requests wait for the adapter's place.
-        let adapter = match &checked.adapter_id {
-            Some(name) => Some(Arc::new(self.in_time(deadlines, self.adapters().lease(name)).await?)),
-            None => None,
-        };
-        let mut generations =
-            Generations { prompts: Vec::with_capacity(prepared.len()), num_per_prompt, running: Vec::new(), permit };
-        for prepared in prepared {
-            self.submit(prepared, adapter.as_ref(), stop_text, deadlines, record, &mut generations);
-        }
-        if streams && config.queue.timeout.is_some() {
-            generations.started().await?;
-        }
-        Ok(generations)
+        Ok(Admitted { prompts, adapter_id: checked.adapter_id, num_per_prompt, deadlines, permit })
     }
 
     /// Loads an adapter, after a download if it is on the hub, and serves it by this name. `replaces`: also if another adapter has the

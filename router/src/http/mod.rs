@@ -25,6 +25,7 @@ mod messages;
 mod observe;
 mod openai_answer;
 mod playground;
+mod render;
 mod request_id;
 mod rerank;
 mod response_store;
@@ -103,6 +104,8 @@ fn routes(serves_embeddings: bool) -> (Router<Service>, OpenApi) {
         .routes(routes!(tokenize::chat_tokenize))
         .routes(routes!(chat::chat_completions))
         .routes(routes!(completion::completions))
+        .routes(routes!(render::chat_completions))
+        .routes(routes!(render::completions))
         .routes(routes!(embed::embeddings))
         .routes(routes!(embed::embed))
         .routes(routes!(rerank::rerank))

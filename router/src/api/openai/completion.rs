@@ -11,7 +11,7 @@ use crate::config::Config;
 use crate::generation::{FieldNames, GenerationRequest, Parameters, Prompt, ValidationError};
 use crate::limits::RequestLimits;
 
-/// OpenAI's limit.
+/// OpenAI's limit, which `--max-top-n-tokens` raises.
 const MAX_LOGPROBS: u32 = 5;
 /// OpenAI's default of `max_tokens`.
 const DEFAULT_MAX_TOKENS: u32 = 16;
@@ -146,8 +146,9 @@ impl CompletionRequest {
                 parameters.extension.n = Some(best_of);
             }
         }
-        if let Some(given) = self.logprobs.filter(|&given| given > MAX_LOGPROBS) {
-            return Err(ValidationError::Logprobs { field: "logprobs", max: MAX_LOGPROBS, given });
+        let max = MAX_LOGPROBS.max(limits.max_top_n_tokens);
+        if let Some(given) = self.logprobs.filter(|&given| given > max) {
+            return Err(ValidationError::Logprobs { field: "logprobs", max, given });
         }
         parameters.max_new_tokens = if self.hides_generated() { Some(1) } else { self.max_tokens };
         parameters.default_new_tokens = Some(DEFAULT_MAX_TOKENS);

@@ -29,7 +29,7 @@ pub(crate) use chat_answer::{
 pub(crate) use completion::CompletionRequest;
 pub(crate) use completion_answer::{Completion, CompletionChoice, CompletionChunk};
 pub(crate) use embedding::{EmbeddingList, EmbeddingRequest, EmbeddingUsage};
-pub(crate) use tokenize::{DetokenizeRequest, Detokenized, TokenizeChat, TokenizePrompt, Tokenized};
+pub(crate) use tokenize::{DetokenizeRequest, Detokenized, Rendered, TokenizeChat, TokenizePrompt, Tokenized};
 pub(crate) use value::StreamOptions;
 pub(super) use value::{OneOrMany, SamplingFields};
 

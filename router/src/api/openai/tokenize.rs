@@ -45,6 +45,15 @@ pub(crate) struct Tokenized {
     pub(crate) token_strs: Option<Vec<String>>,
 }
 
+/// The prompt that a request would be generated from.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct Rendered {
+    pub(crate) model: String,
+    pub(crate) token_ids: Vec<u32>,
+    /// Most tokens that the request would generate.
+    pub(crate) max_tokens: u32,
+}
+
 #[derive(Debug, Deserialize, ToSchema)]
 #[schema(example = json!({"tokens": [1, 2, 3]}))]
 pub(crate) struct DetokenizeRequest {
