@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import re
@@ -231,16 +232,14 @@ def test_the_limits_for_clients_do_not_bind_the_only_user(llm: LLM) -> None:
     assert [len(top) for top in found.top_logprobs] == [20, 20]
 
 
-def test_a_seed_of_the_model_makes_requests_without_one_repeatable(binary: None) -> None:
-    def sampled() -> list[list[int]]:
-        with LLM(max_model_len=256, gpu_memory_utilization=0.9, enforce_eager=True, dtype="auto", seed=7) as seeded:
-            assert seeded.info()["max_total_tokens"] == 256
-            results = seeded.generate(["A", "A", "A"], SamplingParams(max_tokens=8, ignore_eos=True))
-            return [result.token_ids for result in results]
-
-    first, second = sampled(), sampled()
-    assert first == second
-    assert first[0] != first[1]
+def test_a_seed_of_the_model_numbers_the_requests_without_one(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    with LLM(max_model_len=256, gpu_memory_utilization=0.9, enforce_eager=True, dtype="auto", seed=7) as seeded:
+        assert seeded.info()["max_total_tokens"] == 256
+        found = [*seeded.generate(["A", "A"], params), *seeded.generate("A", params)]
+    expected = llm.generate(["A"] * 3, [dataclasses.replace(params, seed=seed) for seed in (7, 8, 9)])
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert found[0].token_ids != found[1].token_ids
 
 
 @pytest.mark.parametrize(

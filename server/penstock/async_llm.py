@@ -134,8 +134,9 @@ class AsyncLLM:
         """Continues each prompt: a text, the ids of its tokens, or a mapping with `prompt` or `prompt_token_ids`.
 
         Returns a result for each, in their order. `sampling_params` is for all prompts, or one for each. `use_tqdm`
-        shows a bar, by default in terminals and notebooks. All prompts are checked before the first one is computed: raises
-        RequestError for the first one that is refused or, with `on_error="keep"`, returns it as that prompt's `error`.
+        shows a bar, by default in terminals and notebooks. All prompts are checked before the first one is computed:
+        raises RequestError for the first one that is refused or, with `on_error="keep"`, returns it as that prompt's
+        `error`.
         """
         if (prompts is None) == (prompt_token_ids is None):
             raise TypeError("give either prompts or prompt_token_ids")
@@ -344,9 +345,12 @@ def _requests(
     else:
         listed = params
     if len(listed) != len(given):
-        raise ValueError(f"{len(listed)} sampling_params were given for {len(given)} prompts; give one, or one for each")
+        raise ValueError(
+            f"{len(listed)} sampling_params were given for {len(given)} prompts; give one, or one for each"
+        )
     return [
-        Request(i, one, params, is_chat, fields or {}) for i, (one, params) in enumerate(zip(given, listed, strict=True))
+        Request(i, one, params, is_chat, fields or {})
+        for i, (one, params) in enumerate(zip(given, listed, strict=True))
     ]
 
 

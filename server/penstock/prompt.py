@@ -62,12 +62,16 @@ def _prompt(index: int, given: Any) -> Given:
         fields = {key: value for key, value in given.items() if value is not None}
         named = [key for key in _KEYS if key in fields]
         if not named:
-            return _refused(index, given, f"has {', '.join(map(repr, given)) or 'no keys'}, must have {_KEYS[0]} or {_KEYS[1]}")
+            return _refused(
+                index, given, f"has {', '.join(map(repr, given)) or 'no keys'}, must have {_KEYS[0]} or {_KEYS[1]}"
+            )
         # With both, the token ids are the prompt, and the text is what they were made of.
         given = _plain(fields[named[-1]])
         fields = {key: value for key, value in fields.items() if key not in _KEYS}
         if unknown := fields.keys() - {"cache_salt"}:
-            return _refused(index, given, f"has {', '.join(sorted(unknown))}, which LLM does not support; chats take images")
+            return _refused(
+                index, given, f"has {', '.join(sorted(unknown))}, which LLM does not support; chats take images"
+            )
     if isinstance(given, str):
         return Given(given, fields) if given else _refused(index, given, "is empty")
     if _is_ids(given):

@@ -119,9 +119,7 @@ class Result:
             "num_cached_tokens": self.num_cached_tokens,
             "prompt_logprobs": self.prompt_logprobs,
         }
-        return [
-            {**shared, "choice": output.index, **_without_index(output), **of_prompt} for output in self.outputs
-        ]
+        return [{**shared, "choice": output.index, **_without_index(output), **of_prompt} for output in self.outputs]
 
 
 def _without_index(output: Completion) -> dict[str, Any]:

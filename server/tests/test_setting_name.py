@@ -14,7 +14,10 @@ from penstock.setting_name import translated
     ("given", "ours"),
     [
         ({"tensor_parallel_size": 2}, {"num_shard": 2}),
-        ({"max_model_len": 4096, "gpu_memory_utilization": 0.8}, {"max_total_tokens": 4096, "cuda_memory_fraction": 0.8}),
+        (
+            {"max_model_len": 4096, "gpu_memory_utilization": 0.8},
+            {"max_total_tokens": 4096, "cuda_memory_fraction": 0.8},
+        ),
         ({"dtype": "auto"}, {"dtype": None}),
         ({"dtype": "half"}, {"dtype": "float16"}),
         ({"dtype": torch.bfloat16}, {"dtype": "bfloat16"}),

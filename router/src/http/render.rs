@@ -43,8 +43,7 @@ pub(super) async fn chat_completions(
     OpenAiJson(request): OpenAiJson<ChatRequest>,
 ) -> Result<Json<Rendered>, OpenAiError> {
     let (model, names) = (request.model.clone(), request.names());
-    let generation =
-        request.into_generation(service.config()).map_err(|error| OpenAiError::named(error, names))?;
+    let generation = request.into_generation(service.config()).map_err(|error| OpenAiError::named(error, names))?;
     let mut rendered = rendered(&service, &record, model.as_deref(), generation, names).await?;
     Ok(Json(rendered.remove(0)))
 }
