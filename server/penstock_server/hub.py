@@ -37,9 +37,12 @@ from penstock_server.weights.folder import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     IMAGE_ADAPTER,
+    Choice,
     choose_weights,
+    find_gguf,
     find_weights,
 )
+from penstock_server.weights.gguf.selection import Reference, choose_gguf
 
 SMALL_FILE_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 DEFAULT_REVISION = "main"
@@ -59,13 +62,23 @@ class Snapshot:
 
 
 def download(
-    model_id: str, revision: str | None = None, with_code: bool = False, with_weights: bool = True
+    reference: Reference, revision: str | None = None, with_code: bool = False, with_weights: bool = True
 ) -> Snapshot:
     """Downloads the missing files, or uses the cache when the hub cannot be reached.
 
-    with_code: also the checkpoint's Python files. with_weights: whether to download weights.
+    reference: a model of a repository. with_code: also the checkpoint's Python files. with_weights: whether to download
+    weights.
     Raises ConfigError when the model does not exist, is not accessible, or has no supported weights.
     """
+    model_id = reference.repository
+    if reference.is_of_gguf:
+        # The file has all that the model needs.
+        return online_or_cached(
+            model_id,
+            revision,
+            lambda: _download(model_id, revision, lambda names, read: list(hub_weights(reference, names, read).names)),
+            is_complete=lambda folder: _has_gguf(folder, reference),
+        )
     return online_or_cached(
         model_id,
         revision,
@@ -74,6 +87,22 @@ def download(
         ),
         is_complete=lambda folder: _is_complete(folder, with_weights),
     )
+
+
+def hub_weights(reference: Reference, names: Collection[str], read: Read) -> Choice:
+    """The weights that a reference names, among the names of its repository's files. Raises ConfigError."""
+    if reference.is_of_gguf:
+        return Choice("gguf", choose_gguf(reference.repository, names, reference))
+    # Repositories of split GGUF files have a folder for each quantization.
+    own = [name for name in names if "/" not in name or (name.count("/") == 1 and name.endswith(".gguf"))]
+    return choose_weights(reference.repository, own, read)
+
+
+def _has_gguf(folder: Path, reference: Reference) -> bool:
+    try:
+        return bool(find_gguf(folder, reference))
+    except ConfigError:
+        return False
 
 
 def download_adapter(adapter_id: str, revision: str | None = None) -> Snapshot:
@@ -211,7 +240,7 @@ def wanted_files(
     read: returns the text of a file; only an index is read. with_code: also select Python files.
     """
     top = [name for name in names if "/" not in name]
-    weights = choose_weights(model_id, top, read).names if with_weights else ()
+    weights = hub_weights(Reference(model_id), names, read).names if with_weights else ()
     suffixes = (*SMALL_FILE_SUFFIXES, ".py") if with_code else SMALL_FILE_SUFFIXES
     # An index of another format would name files that are not downloaded.
     small = [name for name in top if name.endswith(suffixes) and not _is_other_index(name, weights)]

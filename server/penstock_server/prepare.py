@@ -18,9 +18,11 @@ from pathlib import Path
 
 from penstock_server.errors import ConfigError
 from penstock_server.tokenizer.folder import with_tokenizer
+from penstock_server.tokenizer.slow import vocabulary_files
 from penstock_server.weights.conversion import converted_folder
-from penstock_server.weights.folder import find_weights
+from penstock_server.weights.folder import find_gguf, find_weights
 from penstock_server.weights.gguf.folder import gguf_folder
+from penstock_server.weights.gguf.selection import Reference
 from penstock_server.weights.override import with_weights as override
 
 EMBEDDED_MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -46,7 +48,8 @@ def prepare(
 ) -> Prepared:
     """Finds or downloads the model, and converts it in the cache where needed: pickles, GGUF files, slow tokenizers.
 
-    model_id: a folder, a GGUF file or a hub id; None for the embedded model.
+    model_id: a folder, a GGUF file or a hub id, or one of the GGUF files in a folder or on the hub (`Reference`); None
+    for the embedded model.
     with_weights: whether the model is loaded here. Otherwise only configuration and tokenizer are needed.
     weights: a folder with the weights of a hub model. COMPAT: like TGI, it is ignored for other models.
     Raises ConfigError when there is no such model, or it cannot be served.
@@ -67,11 +70,17 @@ def prepare(
                 f"{model_id} is a file but not a GGUF file; give a model folder, a .gguf file or a hub id"
             )
         return Prepared(model_id, str(gguf_folder(path)))
+    if (found := local_gguf(model_id)) is not None:
+        return Prepared(model_id, str(gguf_folder(found)))
     if looks_like_path(model_id):
         raise ConfigError(f"there is no file or folder {model_id}")
     from penstock_server.hub import download
 
-    snapshot = download(model_id, revision, with_code=trust_remote_code, with_weights=with_weights and weights is None)
+    reference = Reference.parse(model_id)
+    snapshot = download(reference, revision, with_code=trust_remote_code, with_weights=with_weights and weights is None)
+    if reference.is_of_gguf:
+        file = find_gguf(snapshot.folder, reference)[0]
+        return Prepared(model_id, str(gguf_folder(file)), snapshot.sha, snapshot.pipeline_tag)
     folder = snapshot.folder if weights is None else override(snapshot.folder, weights, model_id)
     folder = readable_folder(folder, model_id, with_weights)
     return Prepared(model_id, str(folder), snapshot.sha, snapshot.pipeline_tag)
@@ -118,17 +127,33 @@ def readable_folder(folder: Path, name: str, with_weights: bool = True) -> Path:
         return with_tokenizer(folder, name)
     files = find_weights(folder)
     has_config = (folder / "config.json").is_file()
-    if files.kind == "gguf" and not has_config:
+    # Published GGUF repositories often have a config.json, but no tokenizer that belongs to it.
+    if files.kind == "gguf" and not (has_config and _has_tokenizer(folder)):
         return gguf_folder(files.paths[0])
     if not has_config:
         raise ConfigError(f"{folder} holds no config.json, so it is not a model folder")
     return with_tokenizer(converted_folder(folder, files, name) if files.kind == "bin" else folder, name)
 
 
+def _has_tokenizer(folder: Path) -> bool:
+    return (folder / "tokenizer.json").is_file() or bool(vocabulary_files(folder))
+
+
+def local_gguf(model_id: str) -> Path | None:
+    """The first file of a GGUF model that is named as FOLDER:QUANTIZATION; None if this is no such name. Raises
+    ConfigError."""
+    folder, _, quantization = model_id.rpartition(":")
+    path = Path(folder).expanduser()
+    if not folder or not path.is_dir():
+        return None
+    return find_gguf(path.resolve(), Reference(folder, quantization=quantization))[0]
+
+
 def looks_like_path(model_id: str) -> bool:
-    """Whether the reference cannot be a hub id."""
-    is_hub_id = model_id.count("/") <= 1 and not model_id.lower().endswith(".gguf")
-    return not is_hub_id or model_id.startswith(("/", "./", "../", "~"))
+    """Whether the reference cannot be one to the hub: an id, or an id with a GGUF file."""
+    names_file = model_id.lower().endswith(".gguf")
+    is_on_hub = model_id.count("/") >= 2 if names_file else model_id.count("/") <= 1
+    return not is_on_hub or model_id.startswith(("/", "./", "../", "~"))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -20,14 +20,16 @@ from typing import Any
 
 import pytest
 import torch
+from gguf_files import mixtral_file
 from hf_xet import XetAuthenticationError, XetObjectNotFoundError
 from hub_server import SHA, Hub, running
 from huggingface_hub.errors import LocalEntryNotFoundError
 from penstock_server.errors import ConfigError
-from penstock_server.hub import wanted_files
+from penstock_server.hub import hub_weights, wanted_files
 from penstock_server.hub_disk import check_room, write_errors
 from penstock_server.hub_retry import DEFAULT_RETRIES, Passing, Retries, transfer_errors
 from penstock_server.weights.folder import choose_weights
+from penstock_server.weights.gguf.selection import Reference
 from safetensors.torch import load_file
 from tiny_models import make_model, save_model
 
@@ -468,7 +470,7 @@ def test_weights_of_one_format_are_chosen() -> None:
     for names in (["adapter_model.bin", "training_args.bin", "consolidated.00.pth"], ["config.json"]):
         with pytest.raises(ConfigError, match="holds no weights"):
             choose_weights("x", names, unread)
-    with pytest.raises(ConfigError, match="several GGUF files"):
+    with pytest.raises(ConfigError, match="several GGUF models"):
         choose_weights("x", ["a.gguf", "b.gguf"], unread)
 
 
@@ -521,3 +523,77 @@ def test_an_invalid_weights_folder_is_refused(hub: Hub, home: Path, tmp_path: Pa
     answer, said = prepare(hub, home, "--weights", str(weights))
     assert not answer
     assert reason in said
+
+
+QUANTIZATIONS = [f"tiny-{name}.gguf" for name in ("BF16", "Q4_K_M", "Q8_0", "UD-Q4_K_XL")]
+SPLIT = [f"Q6_K/tiny-Q6_K-0000{number}-of-00002.gguf" for number in (1, 2)]
+REPOSITORY = ["README.md", "config.json", "imatrix.gguf", "mmproj-tiny-f16.gguf", *QUANTIZATIONS, *SPLIT]
+
+
+@pytest.mark.parametrize(
+    ("reference", "chosen"),
+    [
+        ("someone/tiny", ["tiny-Q4_K_M.gguf"]),
+        ("someone/tiny:Q8_0", ["tiny-Q8_0.gguf"]),
+        ("someone/tiny:q8_0", ["tiny-Q8_0.gguf"]),
+        ("someone/tiny:Q4_K_XL", ["tiny-UD-Q4_K_XL.gguf"]),
+        ("someone/tiny:UD-Q4_K_XL", ["tiny-UD-Q4_K_XL.gguf"]),
+        ("someone/tiny:Q6_K", SPLIT),
+        ("someone/tiny/tiny-BF16.gguf", ["tiny-BF16.gguf"]),
+        (f"someone/tiny/{SPLIT[0]}", SPLIT),
+    ],
+)
+def test_one_gguf_model_of_a_repository_is_chosen_by_quantization_or_file(reference: str, chosen: list[str]) -> None:
+    parsed = Reference.parse(reference)
+    assert parsed.repository == "someone/tiny"
+    assert list(hub_weights(parsed, REPOSITORY, unread).names) == chosen
+
+
+@pytest.mark.parametrize(
+    ("reference", "names", "message"),
+    [
+        (
+            "a/b:Q2_K",
+            REPOSITORY,
+            r"a/b has no GGUF model of quantization Q2_K; it has Q6_K/tiny-Q6_K.gguf, tiny-BF16.gguf",
+        ),
+        ("a/b/x.gguf", REPOSITORY, "a/b has no GGUF model x.gguf; it has "),
+        ("a/b:Q4", REPOSITORY, "a/b has no GGUF model of quantization Q4; it has "),
+        (
+            "a/b",
+            ["x-Q8_0.gguf", "x-Q6_K.gguf"],
+            "a/b holds several GGUF models: x-Q6_K.gguf, x-Q8_0.gguf; name one as ",
+        ),
+        ("a/b", ["x-Q4_K_M.gguf", "other-Q8_0.gguf"], "a/b holds several GGUF models: other-Q8_0.gguf, x-Q4_K_M.gguf"),
+        ("a/b:Q6_K", SPLIT[:1], "a/b lacks 1 of 2 weight files that their numbering implies"),
+        ("a/b", ["mmproj-x-f16.gguf"], "a/b holds no weights"),
+        ("a/b:Q8_0", ["mmproj-x-Q8_0.gguf"], "a/b has no GGUF model of quantization Q8_0; it has none"),
+    ],
+)
+def test_a_reference_to_no_gguf_model_or_to_several_is_refused(reference: str, names: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        hub_weights(Reference.parse(reference), names, unread)
+
+
+def test_a_projector_is_no_second_model() -> None:
+    for projector in ("mmproj-model-f16.gguf", "x.mmproj.gguf", "x-mmproj-BF16.gguf", "mmproj.gguf"):
+        assert choose_weights("x", ["x-Q8_0.gguf", projector], unread).names == ("x-Q8_0.gguf",)
+
+
+def test_a_quantization_is_downloaded_alone_and_found_again_offline(hub: Hub, home: Path, tmp_path: Path) -> None:
+    local = tmp_path / "local"
+    local.mkdir()
+    paths = {f"x-{kind}.gguf": mixtral_file(local / f"x-{kind}.gguf", kind) for kind in ("Q8_0", "F16")}
+    hub.files = {"config.json": b"{}", **{name: path.read_bytes() for name, path in paths.items()}}
+    for _ in range(2):
+        prepared, _ = prepare(hub, home, "--model-id", "someone/tiny:q8_0")
+        assert (prepared["model_id"], prepared["sha"]) == ("someone/tiny:q8_0", SHA)
+        (link,) = Path(prepared["folder"]).glob("*.gguf")
+        assert link.resolve().read_bytes() == hub.files["x-Q8_0.gguf"]
+    assert {name for name, _ in hub.gets} == {"x-Q8_0.gguf"}
+    offline, _ = prepare(hub, home, "--model-id", "someone/tiny:Q8_0", HF_HUB_OFFLINE="1")
+    assert offline["folder"] == prepared["folder"]
+    _, said = prepare(hub, home, "--model-id", "someone/tiny")
+    assert "someone/tiny holds several GGUF models: x-F16.gguf, x-Q8_0.gguf" in error(said)
+    prepared, _ = prepare(hub, home, "--model-id", f"{local}:Q8_0")
+    assert next(Path(prepared["folder"]).glob("*.gguf")).resolve() == paths["x-Q8_0.gguf"]

@@ -6,25 +6,31 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
-from penstock_server.hub import Snapshot, hub_cache, online_or_cached, wanted_files
+from penstock_server.hub import Snapshot, hub_cache, hub_weights, online_or_cached, repository_name, wanted_files
 from penstock_server.hub_retry import transfer_errors
 from penstock_server.inspection.files import ModelFiles, StoredTensor
-from penstock_server.inspection.local_model import inspect_folder
-from penstock_server.weights.folder import choose_weights
+from penstock_server.inspection.local_model import inspect_folder, inspect_gguf
+from penstock_server.weights.folder import find_gguf
+from penstock_server.weights.gguf.selection import Reference
 
 
-def inspect_hub(files: ModelFiles, model_id: str, revision: str | None) -> None:
+def inspect_hub(files: ModelFiles, reference: Reference, revision: str | None) -> None:
     """Fills `files`, from the local snapshot when it is complete or the hub cannot be reached.
 
     Raises ConfigError when there is no such model.
     """
-    snapshot = online_or_cached(model_id, revision, lambda: _inspect(files, model_id, revision))
-    if snapshot is not None:
+    snapshot = online_or_cached(reference.repository, revision, lambda: _inspect(files, reference, revision))
+    if snapshot is None:
+        return
+    if reference.is_of_gguf:
+        inspect_gguf(files, find_gguf(snapshot.folder, reference)[0])
+    else:
         inspect_folder(files, snapshot.folder, f"from the hub, commit {snapshot.sha}, in the cache")
 
 
-def _inspect(files: ModelFiles, model_id: str, revision: str | None) -> Snapshot | None:
+def _inspect(files: ModelFiles, reference: Reference, revision: str | None) -> Snapshot | None:
     """Returns the snapshot in the cache when it is complete; otherwise fills `files`."""
+    model_id = reference.repository
     info = HfApi().model_info(model_id, revision=revision, files_metadata=True)
     commit, cache = info.sha, hub_cache(model_id)
     sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
@@ -34,15 +40,15 @@ def _inspect(files: ModelFiles, model_id: str, revision: str | None) -> Snapshot
             path = hf_hub_download(model_id, name, revision=commit, cache_dir=cache)
         return Path(path).read_text(encoding="utf-8")
 
-    names = wanted_files(model_id, sizes, read)
-    choice = choose_weights(model_id, [name for name in sizes if "/" not in name], read)
-    small = [name for name in names if name not in choice.names]
-    if small:
+    choice = hub_weights(reference, sizes, read)
+    names = list(choice.names) if reference.is_of_gguf else wanted_files(model_id, sizes, read)
+    folder = cache / repository_name(model_id) / "snapshots" / str(commit)
+    if small := [name for name in names if name not in choice.names]:
         with transfer_errors():
-            folder = Path(snapshot_download(model_id, revision=commit, allow_patterns=small, cache_dir=cache))
-        if all((folder / name).is_file() for name in names):
-            return Snapshot(folder, commit, info.pipeline_tag)
+            snapshot_download(model_id, revision=commit, allow_patterns=small, cache_dir=cache)
         files.folder = folder
+    if all((folder / name).is_file() for name in names):
+        return Snapshot(folder, commit, info.pipeline_tag)
     files.origin = f"on the hub, commit {commit}"
     files.kind = choice.kind
     files.sizes = {name: sizes[name] for name in choice.names}

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock_server.errors import ConfigError
+from penstock_server.weights.gguf.selection import Reference, choose_gguf
+from penstock_server.weights.series import check_complete, series
 
 SUFFIXES = {"safetensors": (".safetensors",), "bin": (".bin", ".pt", ".pth"), "gguf": (".gguf",)}
 STEMS = {"safetensors": "model", "bin": "pytorch_model"}
@@ -25,7 +27,6 @@ NOT_WEIGHTS = re.compile(
     r"openvino_|tokenizer|params|tf_model|flax_model|\.).*",
     re.IGNORECASE,
 )
-NUMBERED = re.compile(r".*-(\d{5})-of-(\d{5})\.\w+")
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 IMAGE_ADAPTER = "vision-lora"  # the folder, in that of a model, of its adapter for prompts with images
@@ -52,15 +53,23 @@ class WeightFiles:
 def find_weights(folder: Path) -> WeightFiles:
     """Raises ConfigError when the folder holds no supported weights, or lacks files that its index names."""
     names = [path.name for path in folder.iterdir() if path.is_file()]
+    # Repositories of split GGUF files have a folder for each quantization.
+    names += [str(path.relative_to(folder)) for path in folder.glob("*/*.gguf")]
     choice = choose_weights(str(folder), names, lambda name: (folder / name).read_text(encoding="utf-8"))
     return WeightFiles(choice.kind, tuple(folder / name for name in choice.names), choice.weight_map)
+
+
+def find_gguf(folder: Path, reference: Reference) -> tuple[Path, ...]:
+    """The files of the GGUF model in or below a folder that a reference names. Raises ConfigError if there is none."""
+    names = [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]
+    return tuple(folder / name for name in choose_gguf(str(folder), names, reference))
 
 
 def choose_weights(where: str, names: Collection[str], read: Callable[[str], str]) -> Choice:
     """Chooses among the file names of a folder or repository.
 
     where: the place, for messages. read: returns the text of a file; only an index is read. Raises ConfigError when
-    there are no weights, some are missing, or there are several models.
+    there are no weights, some are missing, or there are several models. Of GGUF quantizations it chooses Q4_K_M.
     """
     for kind, stem in STEMS.items():
         suffix = SUFFIXES[kind][0]
@@ -68,21 +77,16 @@ def choose_weights(where: str, names: Collection[str], read: Callable[[str], str
         if index in names:
             weight_map = _weight_map(where, index, read, SUFFIXES[kind])
             required = tuple(sorted(set(weight_map.values())))
-            _check_complete(where, required, names, "its index names")
+            check_complete(where, required, names, "its index names")
             return Choice(kind, required, weight_map)
         if stem + suffix in names:
             return Choice(kind, (stem + suffix,))
         several = tuple(sorted(name for name in names if is_weight_name(name, kind)))
         if several:
-            _check_complete(where, _series(several), names, "their numbering implies")
+            check_complete(where, series(several), names, "their numbering implies")
             return Choice(kind, several)
-    ggufs = tuple(sorted(name for name in names if name.endswith(SUFFIXES["gguf"])))
-    series = _series(ggufs[:1])
-    if ggufs and set(ggufs) <= set(series):
-        _check_complete(where, series, names, "their numbering implies")
+    if ggufs := choose_gguf(where, names):
         return Choice("gguf", ggufs)
-    if ggufs:
-        raise ConfigError(f"{where} holds several GGUF files ({', '.join(ggufs)}); give the path of one as --model-id")
     if ADAPTER_CONFIG in names:
         raise ConfigError(_adapter_message(where, read))
     raise ConfigError(f"{where} holds no weights: no *.safetensors, no pytorch_model*.bin and no *.gguf file")
@@ -113,24 +117,6 @@ def _weight_map(where: str, index: str, read: Callable[[str], str], suffixes: tu
     if not files:
         raise ConfigError(f"{where}/{index} is damaged: it names no tensors")
     return pairs
-
-
-def _series(names: tuple[str, ...]) -> tuple[str, ...]:
-    """The names, completed to full series of numbered files such as `x-00001-of-00003`."""
-    required = set(names)
-    for name in names:
-        if match := NUMBERED.fullmatch(name):
-            start, stop = match.span(1)
-            total = int(match[2])
-            if total <= len(names) * 1000:  # ignore absurd totals
-                required |= {f"{name[:start]}{number:05}{name[stop:]}" for number in range(1, total + 1)}
-    return tuple(sorted(required))
-
-
-def _check_complete(where: str, required: tuple[str, ...], names: Collection[str], why: str) -> None:
-    missing = [name for name in required if name not in names]
-    if missing:
-        raise ConfigError(f"{where} lacks {len(missing)} of {len(required)} weight files that {why}, e.g. {missing[0]}")
 
 
 def _adapter_message(where: str, read: Callable[[str], str]) -> str:
