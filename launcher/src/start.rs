@@ -1,10 +1,12 @@
 //! From settings to a running engine: worker processes, the prepared model, load, warm-up. Each phase is timed.
 
+use std::collections::HashSet;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures::future::{select_all, try_join_all};
+use penstock_router::config::{AdapterConfig, AdapterSource};
 use penstock_router::engine::{EngineOptions, RestartGroup};
 use penstock_router::remote::ServerDescription;
 use penstock_router::replica::Replicas;
@@ -73,6 +75,8 @@ pub(crate) enum StartError {
     Limits(#[from] ResolveError),
     #[error("cannot read the model's files: {0}")]
     Fingerprint(std::io::Error),
+    #[error("--lora-adapters: {name} cannot be used: {reason}")]
+    Adapter { name: String, reason: String },
 }
 
 /// The first group with its weights.
@@ -153,7 +157,11 @@ pub(crate) async fn start(
     if !others.is_empty() {
         loaded.phases.push(phase("load other replicas", since.elapsed()));
     }
-    let measured = match group::while_alive(&mut workers, measure(args, settings, &mut loaded)).await? {
+    let checked = async {
+        check_adapters(&loaded.group, &adapters.config(&prepared.adapters)).await?;
+        measure(args, settings, &mut loaded).await
+    };
+    let measured = match group::while_alive(&mut workers, checked).await? {
         Err(StartError::Group(error)) => return Err(error.explained(&mut workers).await.into()),
         result => result?,
     };
@@ -385,6 +393,19 @@ async fn load_first(mut group: Group, load: &LoadOptions, mut phases: Vec<Phase>
         model.weight_bytes >> 20,
     );
     Ok(Loaded { group, model, phases })
+}
+
+/// Refuses adapters that requests could never use. Only at the start: a server that serves restarts its workers without those
+/// whose files have gone meanwhile.
+async fn check_adapters(group: &Group, adapters: &AdapterConfig) -> Result<(), StartError> {
+    let mut checked = HashSet::new();
+    for AdapterSource { name, path } in &adapters.sources {
+        if checked.insert(path) {
+            let usable = group.check_adapter(path).await.map_err(GroupError::from)?;
+            usable.map_err(|reason| StartError::Adapter { name: name.clone(), reason })?;
+        }
+    }
+    Ok(())
 }
 
 /// Warms up the first group, whose limits and memory hold for all others.

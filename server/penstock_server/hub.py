@@ -35,12 +35,13 @@ from penstock_server.hub_retry import Passing, Retries, as_passing, transfer_err
 from penstock_server.progress import Progress
 from penstock_server.weights.folder import (
     ADAPTER_CONFIG,
+    ADAPTER_PICKLE,
     ADAPTER_WEIGHTS,
     IMAGE_ADAPTER,
     Choice,
     choose_weights,
     find_gguf,
-    find_weights,
+    find_model,
 )
 from penstock_server.weights.gguf.selection import Reference, choose_gguf
 
@@ -114,18 +115,23 @@ def download_adapter(adapter_id: str, revision: str | None = None) -> Snapshot:
         adapter_id,
         revision,
         lambda: _download(adapter_id, revision, lambda names, _: _adapter_files(adapter_id, names)),
-        is_complete=lambda folder: all((folder / name).exists() for name in ADAPTER_FILES),
+        is_complete=_is_adapter,
     )
     _adapter_files(adapter_id, [path.name for path in snapshot.folder.iterdir()])
     return snapshot
 
 
+def _is_adapter(folder: Path) -> bool:
+    has_weights = any((folder / name).exists() for name in (ADAPTER_WEIGHTS, ADAPTER_PICKLE))
+    return has_weights and (folder / ADAPTER_CONFIG).exists()
+
+
 def _adapter_files(adapter_id: str, names: Collection[str]) -> list[str]:
-    for name in ADAPTER_FILES:
-        if name not in names:
-            hint = "; convert adapter_model.bin with peft" if "adapter_model.bin" in names else ""
-            raise ConfigError(f"{adapter_id} is not a LoRA adapter: it holds no {name}{hint}")
-    return list(ADAPTER_FILES)
+    weights = next((name for name in (ADAPTER_WEIGHTS, ADAPTER_PICKLE) if name in names), None)
+    for name, has_it in ((ADAPTER_CONFIG, ADAPTER_CONFIG in names), (ADAPTER_WEIGHTS, weights is not None)):
+        if not has_it:
+            raise ConfigError(f"{adapter_id} is not a LoRA adapter: it holds no {name}")
+    return [ADAPTER_CONFIG, str(weights)]
 
 
 def online_or_cached(
@@ -171,7 +177,7 @@ def _num_blobs(model_id: str) -> int:
 
 def _is_complete(folder: Path, with_weights: bool) -> bool:
     try:
-        return not with_weights or bool(find_weights(folder).paths)
+        return not with_weights or bool(find_model(folder).paths)
     except ConfigError:
         return False
 

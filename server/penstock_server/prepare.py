@@ -19,8 +19,9 @@ from pathlib import Path
 from penstock_server.errors import ConfigError
 from penstock_server.tokenizer.folder import with_tokenizer
 from penstock_server.tokenizer.slow import vocabulary_files
+from penstock_server.weights.adapted import adapted_folder, base_of
 from penstock_server.weights.conversion import converted_folder
-from penstock_server.weights.folder import find_gguf, find_weights
+from penstock_server.weights.folder import ADAPTER_CONFIG, DEFAULT_ADAPTER, find_gguf, find_model, find_weights
 from penstock_server.weights.gguf.folder import gguf_folder
 from penstock_server.weights.gguf.selection import Reference
 from penstock_server.weights.override import with_weights as override
@@ -39,6 +40,14 @@ class Prepared:
     pipeline_tag: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a model and its base are prepared, as of `prepare`."""
+
+    trust_remote_code: bool
+    with_weights: bool
+
+
 def prepare(
     model_id: str | None,
     revision: str | None = None,
@@ -48,8 +57,8 @@ def prepare(
 ) -> Prepared:
     """Finds or downloads the model, and converts it in the cache where needed: pickles, GGUF files, slow tokenizers.
 
-    model_id: a folder, a GGUF file or a hub id, or one of the GGUF files in a folder or on the hub (`Reference`); None
-    for the embedded model.
+    model_id: a folder, a GGUF file or a hub id, each of a model or of a LoRA adapter, or one of the GGUF files in a
+    folder or on the hub (`Reference`); None for the embedded model.
     with_weights: whether the model is loaded here. Otherwise only configuration and tokenizer are needed.
     weights: a folder with the weights of a hub model. COMPAT: like TGI, it is ignored for other models.
     Raises ConfigError when there is no such model, or it cannot be served.
@@ -62,8 +71,9 @@ def prepare(
     if not model_id:
         raise ConfigError("the model id is empty; give a model folder, a .gguf file or a hub id")
     path = Path(model_id).expanduser()
+    options = Options(trust_remote_code, with_weights)
     if path.is_dir():
-        return Prepared(model_id, str(readable_folder(path.resolve(), path.resolve().name, with_weights)))
+        return Prepared(model_id, str(_servable(path.resolve(), path.resolve().name, options)))
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise ConfigError(
@@ -82,8 +92,27 @@ def prepare(
         file = find_gguf(snapshot.folder, reference)[0]
         return Prepared(model_id, str(gguf_folder(file)), snapshot.sha, snapshot.pipeline_tag)
     folder = snapshot.folder if weights is None else override(snapshot.folder, weights, model_id)
-    folder = readable_folder(folder, model_id, with_weights)
+    folder = _servable(folder, model_id, options)
     return Prepared(model_id, str(folder), snapshot.sha, snapshot.pipeline_tag)
+
+
+def _servable(folder: Path, name: str, options: Options) -> Path:
+    """As `readable_folder`; that of an adapter has its base's files. Raises ConfigError."""
+    if not _is_adapter(folder, with_weights=options.with_weights):
+        return readable_folder(folder, name, options.with_weights)
+    base, revision = base_of(folder)
+    try:
+        prepared = prepare(base, revision, options.trust_remote_code, with_weights=options.with_weights)
+    except ConfigError as error:
+        raise ConfigError(f"{name} is an adapter of {base}: {error}") from error
+    print(f"{name} is an adapter: serving its base {base} with it", file=sys.stderr, flush=True)
+    return adapted_folder(Path(prepared.folder), folder, name)
+
+
+def _is_adapter(folder: Path, *, with_weights: bool) -> bool:
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return False
+    return find_model(folder).kind == "adapter" if with_weights else not (folder / "config.json").is_file()
 
 
 def prepare_adapter(given: str) -> str:
@@ -156,6 +185,12 @@ def looks_like_path(model_id: str) -> bool:
     return not is_on_hub or model_id.startswith(("/", "./", "../", "~"))
 
 
+def _weight_paths(folder: Path) -> list[Path]:
+    """The files with the weights that are served from a prepared folder."""
+    own = folder / DEFAULT_ADAPTER
+    return [*find_weights(folder).paths, *(find_model(own).paths if own.is_dir() else ())]
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="penstock_server.prepare", description=__doc__.split("\n")[0] if __doc__ else ""
@@ -176,7 +211,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         with_weights = not options.without_weights
         prepared = prepare(options.model_id, options.revision, options.trust_remote_code, options.weights, with_weights)
-        weights = [str(path) for path in find_weights(Path(prepared.folder)).paths] if with_weights else []
+        weights = [str(path) for path in _weight_paths(Path(prepared.folder))] if with_weights else []
         adapters = {given: prepare_adapter(given) for given in options.adapter}
         if options.speculative_model is not None:
             drafter = prepare_speculative_model(options.speculative_model, options.trust_remote_code).folder

@@ -191,7 +191,10 @@ class Worker(rpc.WorkerServicer):
         if engine is None or adapter is None:
             _refuse(context, "LoadAdapter needs a loaded model, and an adapter with an id")
         try:
-            engine.load_adapter(adapter, request.unloaded_ids)
+            if request.only_checks:
+                engine.check_adapter(adapter)
+            else:
+                engine.load_adapter(adapter, request.unloaded_ids)
         except ConfigError as error:
             return pb.LoadAdapterResponse(error=str(error), is_memory_full=isinstance(error, FullMemoryError))
         except Exception as error:  # noqa: BLE001 - the service's boundary

@@ -100,7 +100,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "no weights": (remove("*.safetensors"), "holds no weights"),
     "no config": (remove("config.json"), "holds no config.json"),
     "nothing": (remove("*"), "is empty; a model folder holds"),
-    "adapter": (make_adapter, "holds a LORA adapter, not a model; merge it into its base model some/base"),
+    "adapter": (make_adapter, "is an adapter of some/base: some/base is not in the cache"),
     "broken config": (
         lambda folder: (folder / "config.json").write_text("{") and None,
         "config.json is not valid JSON",

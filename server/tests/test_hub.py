@@ -356,12 +356,32 @@ def test_a_repository_with_pickles_only_is_converted(hub: Hub, home: Path) -> No
     assert {name for name, _ in hub.gets} >= {"pytorch_model.bin", "config.json"}
 
 
-def test_an_adapter_is_refused_before_the_download(hub: Hub, home: Path) -> None:
-    config = {"peft_type": "LORA", "base_model_name_or_path": "org/base"}
+def test_an_adapter_is_served_with_its_base_and_its_own_tokenizer(hub: Hub, home: Path, tmp_path: Path) -> None:
+    base = save_model(make_model("llama"), tmp_path / "base")
+    (base / "tokenizer.json").write_text("{}")
+    (base / "tokenizer_config.json").write_text("{}")
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(base), "revision": None}
     hub.files = {"adapter_config.json": json.dumps(config).encode(), "adapter_model.safetensors": b"x"}
-    message = "error: someone/tiny holds a LORA adapter, not a model; merge it into its base model org/base"
-    assert error(prepare(hub, home)[1]).startswith(message)
-    assert [name for name, _ in hub.gets] == ["adapter_config.json"]
+    prepared, said = prepare(hub, home)
+    folder = Path(prepared["folder"])
+    assert (prepared["model_id"], prepared["sha"]) == ("someone/tiny", SHA)
+    assert f"someone/tiny is an adapter: serving its base {base} with it" in said
+    assert (folder / "default-adapter" / "adapter_model.safetensors").read_bytes() == b"x"
+    assert [Path(path).name for path in prepared["weights"]] == ["model.safetensors", "adapter_model.safetensors"]
+    assert (folder / "tokenizer_config.json").resolve() == (base / "tokenizer_config.json").resolve()
+    hub.files |= {"tokenizer.json": b"{}", "chat_template.jinja": b"own"}
+    folder = Path(prepare(hub, home / "other")[0]["folder"])
+    assert (folder / "chat_template.jinja").read_text() == "own"
+    assert not (folder / "tokenizer_config.json").exists(), "of another tokenizer"
+
+
+def test_an_adapter_without_its_base_is_refused_by_both_names(hub: Hub, home: Path) -> None:
+    config: dict[str, Any] = {"peft_type": "LORA", "base_model_name_or_path": "org/base"}
+    hub.files = {"adapter_config.json": json.dumps(config).encode(), "adapter_model.bin": b"x"}
+    assert error(prepare(hub, home)[1]).startswith("error: someone/tiny is an adapter of org/base: there is no folder")
+    hub.files["adapter_config.json"] = b"{}"
+    said = error(prepare(hub, home / "other")[1])
+    assert "adapter_config.json names no base_model_name_or_path" in said
 
 
 def test_adapters_are_downloaded_with_the_model(hub: Hub, home: Path, tmp_path: Path) -> None:
@@ -386,8 +406,14 @@ def test_adapters_are_downloaded_with_the_model(hub: Hub, home: Path, tmp_path: 
     assert "has no revision law" in error(prepare(hub, home, *wanted[:2], "--adapter", "someone/tiny@law")[1])
     assert prepare(hub, home, "--only-adapter", "someone/tiny")[0] == str(folder)
     del hub.files["adapter_model.safetensors"]
+    pickled, _ = prepare(hub, home / "pickled", *wanted)
+    assert {path.name for path in Path(pickled["adapters"]["someone/tiny"]).iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.bin",
+    }
+    del hub.files["adapter_model.bin"]
     said = error(prepare(hub, home / "other", *wanted)[1])
-    assert "is not a LoRA adapter: it holds no adapter_model.safetensors; convert adapter_model.bin with peft" in said
+    assert said.endswith("is not a LoRA adapter: it holds no adapter_model.safetensors")
 
 
 def test_the_cache_is_used_without_a_connection(hub: Hub, home: Path) -> None:

@@ -7,7 +7,7 @@ use std::time::Duration;
 use futures::future::{join_all, try_join_all};
 use penstock_proto::{self as proto, Message as _};
 
-use super::adapter::AdapterLoader;
+use super::adapter::{self, AdapterLoader};
 use super::endpoint::Endpoint;
 use super::grammar::GrammarCompiler;
 use super::image::ImageEncoder;
@@ -330,6 +330,12 @@ impl Group {
     /// Compiles grammars on rank 0, which makes the masks of all ranks.
     pub(crate) fn grammars(&self) -> GrammarCompiler {
         GrammarCompiler::new(self.ranks.first().expect("invariant: a group has at least one rank").clone())
+    }
+
+    /// Whether the adapter in `folder` can be used with this model, by its configuration and the shapes of its tensors. The
+    /// inner error says why not, for people.
+    pub async fn check_adapter(&self, folder: &Path) -> Result<Result<(), String>, WorkerError> {
+        adapter::check(self.ranks.first().expect("invariant: a group has at least one rank").clone(), folder).await
     }
 
     /// Loads adapters on all ranks.

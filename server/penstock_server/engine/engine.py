@@ -179,7 +179,7 @@ class Engine:
             drafts_with_model=not drafter.is_lookup,
             drafts_extend_lookup=drafter.extends_lookup,
             image_input=_image_input(
-                model.images, has_adapter=model.adapters is not None and model.adapters.own is not None
+                model.images, has_adapter=model.adapters is not None and model.adapters.own_is_of_images
             ),
         )
         recent = config.recent_answer_tokens
@@ -192,6 +192,12 @@ class Engine:
         if self._compiler is None:
             raise GrammarError("grammars are compiled by the first rank only")
         self._compiler.compile(grammar)
+
+    def check_adapter(self, adapter: Adapter) -> None:
+        """Raises ConfigError if `load_adapter` would, except for a lack of memory. Loads nothing."""
+        if self.model.adapters is None:
+            raise ConfigError("the model was loaded without adapters")
+        self.model.adapters.check(adapter.folder)
 
     def load_adapter(self, adapter: Adapter, unloaded_ids: Sequence[int]) -> None:
         """Load an adapter, after freeing others, which no sequence has. Any thread may call it while steps run. Raises

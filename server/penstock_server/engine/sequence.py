@@ -113,9 +113,10 @@ class SequenceTable:
         return images, _image_refusal(new, images)
 
     def _adapter(self, new: NewSequence) -> Adapter | None:
-        """The one that it names, or with images the model's own."""
-        own = self.adapters.own if self.adapters is not None and new.images else None
-        return new.adapter or own
+        """The one that it names, or the model's own."""
+        if new.adapter is not None or self.adapters is None:
+            return new.adapter
+        return self.adapters.own if new.images or not self.adapters.own_is_of_images else None
 
     @property
     def has_attended_images(self) -> bool:

@@ -61,10 +61,12 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class OwnAdapter:
-    """An adapter that belongs to the model, and is loaded with its weights."""
+    """An adapter that belongs to the model, and is loaded with its weights. Sequences that name no adapter have it: all
+    of them, or those with images."""
 
     folder: Path
     rank: int
+    is_of_images: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)

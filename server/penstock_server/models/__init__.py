@@ -51,6 +51,7 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     from penstock_server.models.vision import load_images, own_adapter
     from penstock_server.weights import kv_scale
     from penstock_server.weights.adapter import StoredWeight
+    from penstock_server.weights.folder import DEFAULT_ADAPTER
     from penstock_server.weights.format import open_checkpoint
     from penstock_server.weights.loader import Loader
     from penstock_server.weights.quantization.flag import format_at_load
@@ -59,7 +60,7 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     if not is_described(options.folder):
         if read_pooling(options.folder) is not None:
             raise ConfigError(f"{options.folder}: embedding models and rerankers of this model type are not supported")
-        if options.max_adapters:
+        if options.max_adapters or (options.folder / DEFAULT_ADAPTER).is_dir():
             raise refusal("its model type runs on transformers")
         return load_fallback(options, group)
     spec, names = read_spec(options.folder)

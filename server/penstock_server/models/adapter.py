@@ -15,7 +15,7 @@ from penstock_server.errors import ConfigError
 from penstock_server.kernels.native_build import NativeBuild
 from penstock_server.layers.adapter import AdapterSites, OwnAdapter
 from penstock_server.plan import Adapter
-from penstock_server.weights.adapter import Change, read_adapter
+from penstock_server.weights.adapter import Change, check_adapter, read_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +55,18 @@ class Adapters:
         self._neutral = pack({})
         self._loaded: dict[int, Any] = {}
         self.own: Adapter | None = None
-        """The model's own, of sequences with images that name no adapter."""
+        """The model's own, of sequences that name no adapter."""
+        self.own_is_of_images = sites.own is not None and sites.own.is_of_images
+        """Whether only sequences with images have it."""
         self.own_bytes = 0
         if sites.own is not None:
             self.own = Adapter(_OWN_ID, sites.own.folder)
             self._own = self._read(self.own, sites.own.rank)
             self.own_bytes = sites.own.rank * sites.elements_per_rank * dtype.itemsize
+
+    def check(self, folder: Path) -> None:
+        """Raises ConfigError if the adapter in this folder cannot be used with this model. Reads no weights."""
+        check_adapter(folder, self._sites.modules, self._sites.max_rank)
 
     def load(self, adapter: Adapter) -> Any:
         """The adapter, read from its folder. Raises ConfigError if it cannot be used with this model."""
@@ -94,5 +100,8 @@ class Adapters:
 
 def refusal(reason: str, own: OwnAdapter | None = None) -> ConfigError:
     """Why a model cannot have adapters. own: the model's own."""
-    advice = "omit --lora-adapters" if own is None else f"this model's images need the one in {own.folder}"
-    return ConfigError(f"LoRA adapters are not supported for this model on this device: {reason}; {advice}")
+    advice = "omit --lora-adapters" if own is None else f"this model needs the one in {own.folder}"
+    return ConfigError(
+        f"LoRA adapters are not supported for this model on this device: {reason}; {advice}, or merge the adapter into "
+        "its base with peft (merge_and_unload)"
+    )

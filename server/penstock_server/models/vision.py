@@ -23,7 +23,7 @@ from penstock_server.vision.family import FAMILIES, TextLayout, image_token_id
 from penstock_server.vision.tiles import TileProcessor
 from penstock_server.vision.tower import VisionTower
 from penstock_server.weights.adapter import highest_rank
-from penstock_server.weights.folder import IMAGE_ADAPTER
+from penstock_server.weights.folder import DEFAULT_ADAPTER, IMAGE_ADAPTER
 
 logger = logging.getLogger(__name__)
 
@@ -139,15 +139,17 @@ def moved(names: NameMap, layout: TextLayout, others: tuple[str, ...]) -> NameMa
 
 
 def own_adapter(folder: Path, spec: ModelSpec) -> OwnAdapter | None:
-    """The adapter beside a model's weights that its sequences with images have. None: they use the plain weights, as
-    those of a model in which the adapter is merged. Raises ConfigError if it is damaged."""
+    """The adapter beside a model's weights that its sequences have, or those with images. None: they use the plain
+    weights, as those of a model in which the adapter is merged. Raises ConfigError if it is damaged."""
+    if (path := folder / DEFAULT_ADAPTER).is_dir():
+        return OwnAdapter(path, highest_rank(path), is_of_images=False)
     if not spec.reads_images or not FAMILIES[spec.architecture].has_adapter:
         return None
     path = folder / IMAGE_ADAPTER
     if not path.is_dir():
         logger.warning("there is no %s, an adapter for images: prompts with images use the plain weights", path)
         return None
-    return OwnAdapter(path, highest_rank(path))
+    return OwnAdapter(path, highest_rank(path), is_of_images=True)
 
 
 def load_images(options: LoadOptions) -> ImageEncoder:

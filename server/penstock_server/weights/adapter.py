@@ -1,4 +1,4 @@
-"""Reads LoRA adapters as PEFT saves them: `adapter_config.json` beside `adapter_model.safetensors`, never pickles.
+"""Reads LoRA adapters as PEFT saves them: `adapter_config.json` beside the tensors (`adapter_file`).
 
 An adapter changes modules of the base model, by the names that transformers gives them: y += scale · B(A(x)). What is
 saved for training only is ignored. Whatever else changes the result is refused by name, so no adapter is applied in
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,13 @@ import torch
 from torch import Tensor
 
 from penstock_server.errors import ConfigError
-from penstock_server.weights.checkpoint import Part
+from penstock_server.weights.adapter_file import open_adapter
+from penstock_server.weights.checkpoint import Checkpoint, Part
 from penstock_server.weights.folder import ADAPTER_CONFIG as CONFIG_NAME
-from penstock_server.weights.folder import ADAPTER_WEIGHTS as WEIGHTS_NAME
 from penstock_server.weights.format import open_checkpoint
 from penstock_server.weights.loader import Parameter, shortened
 from penstock_server.weights.location import Location, Locator
 from penstock_server.weights.memory import PIECE_BYTES
-from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
 
 PREFIX = "base_model.model."  # of tensor names: PEFT's two wrappers around the base model; published ones may lack it
 OF_LINEAR = (".lora_A.weight", ".lora_B.weight")
@@ -133,25 +133,28 @@ def read_adapter(folder: Path, modules: Mapping[str, Module], max_rank: int, dty
     """The changes of an adapter, by the names of their modules. modules: those that adapters can change, by the names
     that adapters may give them. Raises ConfigError if the adapter is damaged, was made for another base, or needs what
     is not supported."""
-    config = _Config.read(folder)
-    path = folder / WEIGHTS_NAME
-    if not path.is_file():
-        hint = "; convert adapter_model.bin with peft" if (folder / "adapter_model.bin").is_file() else ""
-        raise ConfigError(f"{folder} holds no {WEIGHTS_NAME}{hint}")
-    try:
-        checkpoint = SafetensorsCheckpoint((path,))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    try:
-        prefix = PREFIX if any(name.startswith(PREFIX) for name in checkpoint.names()) else ""
-        names = _changed_modules(checkpoint, path, prefix, modules)
-        if len({modules[name].name for name in names}) < len(names):
-            raise ConfigError(f"{path} changes a module under two names: {shortened(names)}")
-        config.check_complete(names, modules)
+    with _opened(folder) as (config, path, checkpoint):
+        prefix, names = _changed_modules(checkpoint, config, path, modules)
         return {
             modules[name].name: _change(checkpoint, config, path, prefix, name, modules[name], max_rank, dtype)
             for name in names
         }
+
+
+def check_adapter(folder: Path, modules: Mapping[str, Module], max_rank: int) -> None:
+    """Refuses an adapter as `read_adapter` does, by the names and shapes of its tensors, which it does not read."""
+    with _opened(folder) as (config, path, checkpoint):
+        prefix, names = _changed_modules(checkpoint, config, path, modules)
+        for name in names:
+            _check_shapes(checkpoint, config, path, prefix, name, modules[name], max_rank)
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[tuple[_Config, Path, Checkpoint]]:
+    config = _Config.read(folder)
+    path, checkpoint = open_adapter(folder)
+    try:
+        yield config, path, checkpoint
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     finally:
@@ -159,9 +162,10 @@ def read_adapter(folder: Path, modules: Mapping[str, Module], max_rank: int, dty
 
 
 def _changed_modules(
-    checkpoint: SafetensorsCheckpoint, path: Path, prefix: str, modules: Mapping[str, Module]
-) -> list[str]:
-    """The modules that the tensors belong to, each with both of its tensors."""
+    checkpoint: Checkpoint, config: _Config, path: Path, modules: Mapping[str, Module]
+) -> tuple[str, list[str]]:
+    """The prefix of the tensors' names, and the modules that they belong to, each with both of its tensors."""
+    prefix = PREFIX if any(name.startswith(PREFIX) for name in checkpoint.names()) else ""
     found: dict[str, set[str]] = {}
     for tensor in checkpoint.names():
         suffix = next((suffix for suffix in (*OF_LINEAR, *OF_EMBEDDING, COPY) if tensor.endswith(suffix)), None)
@@ -186,10 +190,14 @@ def _changed_modules(
             raise ConfigError(f"{path}: tensor {prefix}{name}{other} does not belong to a module of this kind")
         if COPY in suffixes and module.stored is not None:
             _check_copy(checkpoint, f"{prefix}{name}{COPY}", path, module.stored)
-    return list(found)
+    names = list(found)
+    if len({modules[name].name for name in names}) < len(names):
+        raise ConfigError(f"{path} changes a module under two names: {shortened(names)}")
+    config.check_complete(names, modules)
+    return prefix, names
 
 
-def _check_copy(checkpoint: SafetensorsCheckpoint, tensor: str, path: Path, stored: StoredWeight) -> None:
+def _check_copy(checkpoint: Checkpoint, tensor: str, path: Path, stored: StoredWeight) -> None:
     """Refuses a copy of a weight of the base that is not this base's."""
     num_rows, num_columns = stored.shape
     other = f"{path}: tensor {tensor} is not the weight of this base"
@@ -215,7 +223,7 @@ def _check_copy(checkpoint: SafetensorsCheckpoint, tensor: str, path: Path, stor
 
 
 def _change(
-    checkpoint: SafetensorsCheckpoint,
+    checkpoint: Checkpoint,
     config: _Config,
     path: Path,
     prefix: str,
@@ -224,24 +232,36 @@ def _change(
     max_rank: int,
     dtype: torch.dtype,
 ) -> Change:
-    down_name, up_name = (f"{prefix}{name}{suffix}" for suffix in module.suffixes)
-    down_shape, up_shape = checkpoint.shape(down_name), checkpoint.shape(up_name)
+    rank = _check_shapes(checkpoint, config, path, prefix, name, module, max_rank)
+    down = torch.empty((rank, module.in_features), dtype=dtype)
+    up = torch.empty((module.out_features, rank), dtype=dtype)
+    for suffix, matrix in zip(module.suffixes, (down, up), strict=True):
+        checkpoint.read(f"{prefix}{name}{suffix}", None, matrix)
+    return Change(down, up, config.scale(name, rank))
+
+
+def _check_shapes(
+    checkpoint: Checkpoint,
+    config: _Config,
+    path: Path,
+    prefix: str,
+    name: str,
+    module: Module,
+    max_rank: int,
+) -> int:
+    """The rank of a module's change, whose tensors must have the shapes that it implies."""
     rank = config.rank(name)
     if rank > max_rank:
         raise ConfigError(f"{path}: the rank of {name} is {rank}, at most {max_rank} is allowed; raise --max-lora-rank")
-    for tensor, shape, expected in (
-        (down_name, down_shape, (rank, module.in_features)),
-        (up_name, up_shape, (module.out_features, rank)),
-    ):
-        if shape != expected:
+    shapes = ((rank, module.in_features), (module.out_features, rank))
+    for suffix, expected in zip(module.suffixes, shapes, strict=True):
+        tensor = f"{prefix}{name}{suffix}"
+        if (shape := checkpoint.shape(tensor)) != expected:
             raise ConfigError(
                 f"{path}: tensor {tensor} has shape {list(shape)}, but base model and {CONFIG_NAME} imply "
                 f"{list(expected)}; was the adapter trained on another base?"
             )
-    down, up = torch.empty(down_shape, dtype=dtype), torch.empty(up_shape, dtype=dtype)
-    checkpoint.read(down_name, None, down)
-    checkpoint.read(up_name, None, up)
-    return Change(down, up, config.scale(name, rank))
+    return rank
 
 
 class _Config:
@@ -308,7 +328,7 @@ class _Config:
         named = {modules[name].name for name in modules if self._is_target(name)}
         if missing := named - {modules[name].name for name in found}:
             raise ConfigError(
-                f"{self._path.parent / WEIGHTS_NAME} lacks the tensors of {len(missing)} modules that {CONFIG_NAME} "
+                f"{self._path.parent} lacks the tensors of {len(missing)} modules that {CONFIG_NAME} "
                 f"names: {shortened(missing)}"
             )
 

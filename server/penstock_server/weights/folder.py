@@ -29,6 +29,8 @@ NOT_WEIGHTS = re.compile(
 )
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_PICKLE = "adapter_model.bin"
+DEFAULT_ADAPTER = "default-adapter"  # the folder, in that of a model, of the adapter that it is served with
 IMAGE_ADAPTER = "vision-lora"  # the folder, in that of a model, of its adapter for prompts with images
 
 
@@ -36,7 +38,7 @@ IMAGE_ADAPTER = "vision-lora"  # the folder, in that of a model, of its adapter 
 class Choice:
     """The files of one checkpoint, by name."""
 
-    kind: str  # "safetensors", "bin" or "gguf"
+    kind: str  # "safetensors", "bin", "gguf", or "adapter": a LoRA adapter without its base
     names: tuple[str, ...]
     weight_map: Mapping[str, str] | None = None  # tensor → file name, if there is an index
 
@@ -45,13 +47,21 @@ class Choice:
 class WeightFiles:
     """The files of one checkpoint, by path."""
 
-    kind: str  # "safetensors", "bin" or "gguf"
+    kind: str  # "safetensors", "bin", "gguf", or "adapter": a LoRA adapter without its base
     paths: tuple[Path, ...]
     weight_map: Mapping[str, str] | None = None  # tensor → file name, if there is an index
 
 
 def find_weights(folder: Path) -> WeightFiles:
     """Raises ConfigError when the folder holds no supported weights, or lacks files that its index names."""
+    files = find_model(folder)
+    if files.kind == "adapter":
+        raise ConfigError(f"{folder} holds an adapter, not a model")
+    return files
+
+
+def find_model(folder: Path) -> WeightFiles:
+    """The weights of a model, or of an adapter of the kind "adapter". Raises ConfigError as `find_weights`."""
     names = [path.name for path in folder.iterdir() if path.is_file()]
     # Repositories of split GGUF files have a folder for each quantization.
     names += [str(path.relative_to(folder)) for path in folder.glob("*/*.gguf")]
@@ -88,7 +98,10 @@ def choose_weights(where: str, names: Collection[str], read: Callable[[str], str
     if ggufs := choose_gguf(where, names):
         return Choice("gguf", ggufs)
     if ADAPTER_CONFIG in names:
-        raise ConfigError(_adapter_message(where, read))
+        weights = next((name for name in (ADAPTER_WEIGHTS, ADAPTER_PICKLE) if name in names), None)
+        if weights is None:
+            raise ConfigError(f"{where} is an adapter without weights: it has no {ADAPTER_WEIGHTS}")
+        return Choice("adapter", (weights,))
     raise ConfigError(f"{where} holds no weights: no *.safetensors, no pytorch_model*.bin and no *.gguf file")
 
 
@@ -117,15 +130,3 @@ def _weight_map(where: str, index: str, read: Callable[[str], str], suffixes: tu
     if not files:
         raise ConfigError(f"{where}/{index} is damaged: it names no tensors")
     return pairs
-
-
-def _adapter_message(where: str, read: Callable[[str], str]) -> str:
-    try:
-        config = json.loads(read(ADAPTER_CONFIG))
-        base, kind = config.get("base_model_name_or_path"), config.get("peft_type")
-    except (ValueError, AttributeError):
-        base = kind = None
-    return (
-        f"{where} holds {f'a {kind}' if kind else 'an'} adapter, not a model; "
-        f"merge it into its base model {base or '(which adapter_config.json does not name)'} and serve the result"
-    )

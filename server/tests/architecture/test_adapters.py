@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from model_driver import ModelDriver
 from penstock_server.attention.interface import StepAdapters
 from penstock_server.config import WarmUpConfig
 from penstock_server.engine import Engine
+from penstock_server.engine.sequence import SequenceTable, TableLimits
 from penstock_server.errors import ConfigError
 from penstock_server.layers.native_stack import NativeStack
 from penstock_server.models import load_model
@@ -25,6 +27,7 @@ from penstock_server.models.decoder import Decoder
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
 from penstock_server.plan import Adapter, NewSequence
+from penstock_server.weights.adapted import adapted_folder
 from plans import Advance, plan, step
 from rank_threads import run_native_ranks
 from safetensors.torch import load_file, save_file
@@ -284,14 +287,66 @@ def test_patterns_and_a_part_of_the_layers_are_applied(served: tuple[Path, Path,
     torch.testing.assert_close(logits_of(model, [text], [adapter])[0], reference(reference_model, text), **ACCURATE)
 
 
-def test_an_adapter_of_pickles_or_of_no_module_is_refused(served: tuple[Path, Path, Decoder], tmp_path: Path) -> None:
+def test_an_adapter_of_an_older_peft_is_the_same(served: tuple[Path, Path, Decoder], tmp_path: Path) -> None:
+    """In a pickle, and with the adapter's name in the names of its tensors."""
     _, adapter, model = served
-    folder = shutil.copytree(adapter, tmp_path / "pickled")
-    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
-    with pytest.raises(ConfigError, match=r"convert adapter_model\.bin with peft"):
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    named = {re.sub(r"(lora_[AB])\.", r"\1.default.", name): tensor for name, tensor in tensors.items()}
+    assert named.keys() != tensors.keys()
+    folders = [adapter]
+    for name, content, save in (
+        ("pickled", tensors, lambda tensors, folder: torch.save(tensors, folder / "adapter_model.bin")),
+        ("named", named, lambda tensors, folder: save_file(tensors, folder / "adapter_model.safetensors")),
+        ("both", named, lambda tensors, folder: torch.save(tensors, folder / "adapter_model.bin")),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        shutil.copy(adapter / "adapter_config.json", folder)
+        save(content, folder)
+        folders.append(folder)
+    text = texts()[0]
+    expected, *others = (logits_of(model, [text], loaded(model, [folder]))[0] for folder in folders)
+    assert all(torch.equal(logits, expected) for logits in others)
+    for folder in folders:
+        assert model.adapters is not None
+        model.adapters.check(folder)
+
+
+def test_files_that_are_no_adapter_are_refused(served: tuple[Path, Path, Decoder], tmp_path: Path) -> None:
+    _, adapter, model = served
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    several = {
+        re.sub(r"(lora_A)\.", r"\1.one.", re.sub(r"(lora_B)\.", r"\1.two.", name)): tensors[name] for name in tensors
+    }
+    folder = shutil.copytree(adapter, tmp_path / "several")
+    save_file(several, folder / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match="holds several adapters: one, two; save one of them alone"):
+        loaded(model, [folder])
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"holds neither adapter_model\.safetensors nor adapter_model\.bin"):
         loaded(model, [folder])
     with pytest.raises(ConfigError, match=r"is not a LoRA adapter: cannot read adapter_config\.json"):
         loaded(model, [tmp_path])
+
+
+def test_a_model_that_is_served_with_an_adapter_has_it_in_every_sequence(tmp_path: Path) -> None:
+    base = save("llama", widened(CASES["llama"]), tmp_path / "base")
+    own, reference_model = make_adapter(tmp_path / "own", base, 1)
+    other, other_model = make_adapter(tmp_path / "other", base, 2)
+    folder = adapted_folder(base, own, "test")
+    model = load(folder)
+    assert model.adapters is not None
+    table = SequenceTable(TableLimits(model.vocab_size, 16, 16, 256, 4), model.adapters)
+    named = Adapter(1, other)
+    for number, adapter in enumerate((None, named), 1):
+        table.add(NewSequence(number, [1, 2], 2, adapter=adapter))
+    assert model.adapters.own is not None
+    assert table.adapter[table.rows([1, 2])].tolist() == [model.adapters.own.id, named.id]
+    chosen = [model.adapters.own, named]
+    text = texts()[0]
+    logits = logits_of(model, [text, text], [model.adapters.get(adapter) for adapter in chosen])
+    torch.testing.assert_close(logits[0], reference(reference_model, text), **ACCURATE)
+    torch.testing.assert_close(logits[1], reference(other_model, text), **ACCURATE)
 
 
 @pytest.mark.parametrize(

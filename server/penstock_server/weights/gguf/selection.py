@@ -78,7 +78,7 @@ def choose_gguf(where: str, names: Collection[str], reference: Reference | None 
 
 
 def _default(models: Collection[str]) -> list[str]:
-    """The model of the default quantization, if the others are quantizations of the same one: their names begin alike."""
+    """The model of the default quantization, if all names begin as those of one model's quantizations do."""
     chosen = _of_quantization(models, DEFAULT_QUANTIZATION)
     if len(chosen) != 1:
         return chosen
