@@ -44,7 +44,7 @@ test-isas: setup ## pytest with ISA_TESTS on each instruction set of this machin
 # STEPS=1 runs only the scenario of SEED. Without SEED, the clock chooses one.
 SEED ?= $(shell date +%s)
 STEPS ?= 20000000
-chaos: setup .make/aiperf ## the slow tests: faults of clients, workers and hosts, and `penstock bench` with AIPerf
+chaos: setup .make/aiperf .make/frameworks ## the slow tests: faults of clients, workers and hosts, and `penstock bench` with AIPerf
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 simulate: ## simulate the scheduler in virtual time; make simulate SEED=7 STEPS=20000000
@@ -115,6 +115,8 @@ lock: .make/venv ## upgrade the locked Python dependencies
 		--custom-compile-command "make lock" -o requirements.txt
 	$(BIN)/uv pip compile -q --group aiperf --universal --python-version 3.11 --upgrade \
 		--custom-compile-command "make lock" -o requirements-aiperf.txt
+	$(BIN)/uv pip compile -q --group frameworks --universal --python-version 3.11 --upgrade \
+		--custom-compile-command "make lock" -o requirements-frameworks.txt
 
 proto: .make/venv ## generate the Python side of the worker protocol
 	$(BIN)/python packaging/backend.py
@@ -137,6 +139,13 @@ clean: ## remove everything that was built
 	@test -x .venv/aiperf/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python .venv/aiperf
 	$(BIN)/uv pip install --quiet --python .venv/aiperf/bin/python -r requirements-aiperf.txt || \
 		echo "AIPerf cannot be installed: the tests of penstock bench are skipped"
+	@touch $@
+
+# For the slow tests of frameworks, the same.
+.make/frameworks: .make/venv requirements-frameworks.txt
+	@test -x .venv/frameworks/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python .venv/frameworks
+	$(BIN)/uv pip install --quiet --python .venv/frameworks/bin/python -r requirements-frameworks.txt || \
+		echo "the frameworks cannot be installed: their tests are skipped"
 	@touch $@
 
 .make/penstock: .make/venv $(RUST) pyproject.toml packaging/backend.py README.md

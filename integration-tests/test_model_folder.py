@@ -105,7 +105,7 @@ def cut_off_gguf(folder: Path) -> Path:
         (put_nan, "tensor model.norm.weight holds NaN"),
         (empty_vocabulary, "has no vocabulary"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer.json"),
-        (only_adapter, "model is an adapter of some/base: "),
+        (only_adapter, "model is an adapter without weights: it has no adapter_model.safetensors"),
         (
             quantize_and(scales=torch.full((1, 32), float("nan"), dtype=torch.float16)),
             f"model.safetensors is damaged: tensor {LAYER}.scales holds NaN",
