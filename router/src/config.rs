@@ -9,6 +9,7 @@ use axum::http::Uri;
 use subtle::{Choice, ConstantTimeEq};
 
 use crate::fetch::ImageUrlConfig;
+use crate::generation::SamplingDefaults;
 use crate::limits::{ConnectionLimits, QueueLimits, RequestLimits};
 use crate::sequence::{ImageInput, Pooling};
 
@@ -33,6 +34,8 @@ pub struct Config {
     pub pipeline_tag: Option<String>,
     /// Prepared model folder: tokenizer.json, tokenizer_config.json, generation_config.json, chat template.
     pub model_folder: PathBuf,
+    /// What requests on the routes of OpenAI and Anthropic leave out.
+    pub sampling_defaults: SamplingDefaults,
     /// Limits that every request is checked against.
     pub limits: RequestLimits,
     /// Of an encoder–decoder: the decoder's first tokens, which the answer continues. Empty for a decoder-only model,

@@ -19,6 +19,6 @@ pub mod worker;
 
 pub use config::Config;
 pub use fetch::{AllowedHost, AllowedHostError, ImageUrlConfig};
-pub use generation::{AdapterDownload, AdapterPlace, Adapters, is_hub_id};
+pub use generation::{AdapterDownload, AdapterPlace, Adapters, BadDefault, SamplingDefaults, is_hub_id};
 pub use http::{Listener, OriginError};
 pub use serve::{ServeError, Services, serve};

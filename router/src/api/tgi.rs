@@ -11,8 +11,8 @@ use super::grammar::GrammarField;
 use super::prediction::VerifiedDraft;
 use crate::config::Config;
 use crate::generation::{
-    self, GenerationRequest, ImageSource, Parameters, Prompt, PromptToken, StopText, TextToken, TopToken,
-    ValidationError,
+    self, GenerationRequest, ImageSource, Parameters, Prompt, PromptToken, SamplingDefaults, StopText, TextToken,
+    TopToken, ValidationError,
 };
 use crate::sequence::DraftCount;
 
@@ -372,6 +372,8 @@ pub(crate) struct Info {
     pub(crate) max_total_tokens: usize,
     pub(crate) validation_workers: usize,
     pub(crate) max_client_batch_size: usize,
+    /// What requests on the routes of OpenAI and Anthropic leave out.
+    pub(crate) sampling_defaults: SamplingDefaults,
     pub(crate) router: &'static str,
     pub(crate) version: &'static str,
 }

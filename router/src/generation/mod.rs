@@ -20,6 +20,7 @@ mod parameter;
 mod pooling;
 mod request;
 mod running;
+mod sampling_default;
 mod service;
 mod service_rate;
 mod summary;
@@ -38,6 +39,7 @@ pub(crate) use parameter::{Extension, MAX_LOGIT_BIAS, MAX_LOGIT_BIASES, Paramete
 pub(crate) use pooling::{Pooled, PoolingInput, PoolingRequest};
 pub(crate) use request::{GenerationRequest, Prompt};
 pub(crate) use running::{Finished, GenerationDelta, Generations, StartedPrompt};
+pub use sampling_default::{BadDefault, SamplingDefaults};
 pub(crate) use service::GenerationService;
 pub(crate) use text_stream::StopText;
 pub(crate) use tokenization::TokenizedChat;

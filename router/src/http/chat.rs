@@ -14,6 +14,7 @@ use super::openai_answer::OpenAiAnswer;
 use super::service::Service;
 use crate::api::error::ApiError;
 use crate::api::openai::{ChatChunk, ChatCompletion, ChatRequest};
+use crate::generation::SamplingDefaults;
 use crate::telemetry::RequestRecord;
 use choice::{ChatReader, ChatShape, ChatSum};
 
@@ -37,6 +38,17 @@ pub(super) async fn chat_completions(
     Extension(record): Extension<RequestRecord>,
     OpenAiJson(request): OpenAiJson<ChatRequest>,
 ) -> Result<Response, OpenAiError> {
+    let defaults = service.config().sampling_defaults;
+    answer(service, record, request, &defaults).await
+}
+
+/// `defaults` are of what the request leaves out.
+pub(super) async fn answer(
+    service: Service,
+    record: RequestRecord,
+    request: ChatRequest,
+    defaults: &SamplingDefaults,
+) -> Result<Response, OpenAiError> {
     record.generates();
     let (streams, stream_options) = (request.stream, request.stream_options.unwrap_or_default());
     let object = if streams { "chat.completion.chunk" } else { "chat.completion" };
@@ -58,7 +70,7 @@ pub(super) async fn chat_completions(
     let names = request.names();
     let refused = |error: ApiError| OpenAiError::named(error, names);
     let adapter_id = service.adapter_named(request.model.as_deref());
-    let mut request = request.into_generation(service.config()).map_err(|error| refused(error.into()))?;
+    let mut request = request.into_generation(service.config(), defaults).map_err(|error| refused(error.into()))?;
     request.parameters.adapter_id = adapter_id;
     let generations = service.generation().start(request, &record).await;
     let generations = generations.map_err(|error| refused(error.into()))?;

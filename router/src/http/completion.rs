@@ -13,6 +13,7 @@ use super::logprob::{CompletionLogprobWriter, TokenNames};
 use super::openai_answer::OpenAiAnswer;
 use super::service::Service;
 use crate::api::openai::{Completion, CompletionChunk, CompletionRequest};
+use crate::generation::SamplingDefaults;
 use crate::telemetry::RequestRecord;
 use choice::{CompletionReader, CompletionShape, Echo};
 
@@ -36,6 +37,17 @@ pub(super) async fn completions(
     Extension(record): Extension<RequestRecord>,
     OpenAiJson(request): OpenAiJson<CompletionRequest>,
 ) -> Result<Response, OpenAiError> {
+    let defaults = service.config().sampling_defaults;
+    answer(service, record, request, &defaults).await
+}
+
+/// `defaults` are of what the request leaves out.
+pub(super) async fn answer(
+    service: Service,
+    record: RequestRecord,
+    request: CompletionRequest,
+    defaults: &SamplingDefaults,
+) -> Result<Response, OpenAiError> {
     record.generates();
     service.model_name(request.model.as_deref())?;
     let adapter_id = service.adapter_named(request.model.as_deref());
@@ -48,7 +60,7 @@ pub(super) async fn completions(
     let shows_drafts = request.shows_drafts();
     let (hides_generated, are_ids) = (request.hides_generated(), request.vllm.return_tokens_as_token_ids);
     let names = request.names();
-    let (mut request, num_choices) = request.into_generation(service.config())?;
+    let (mut request, num_choices) = request.into_generation(service.config(), defaults)?;
     request.parameters.adapter_id = adapter_id;
     let generations = service.generation().start(request, &record).await;
     let generations = generations.map_err(|error| OpenAiError::named(error, names))?;

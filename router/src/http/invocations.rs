@@ -12,12 +12,13 @@ use utoipa::openapi::schema::AnyOfBuilder;
 use utoipa::openapi::{Ref, RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
-use super::dialect::{INVOCATIONS, OpenAiJson};
+use super::dialect::INVOCATIONS;
 use super::document::{self, EitherFailures};
 use super::service::Service;
 use super::{chat, completion, generate};
 use crate::api::openai::{ChatRequest, CompletionRequest};
 use crate::api::tgi::GenerateRequest;
+use crate::generation::SamplingDefaults;
 use crate::telemetry::RequestRecord;
 
 /// A generate, chat or completion request.
@@ -75,10 +76,10 @@ pub(super) async fn invocations(
     match Invocation::read(&body) {
         Ok(Invocation::Generate(request)) => generate::compat(state, record, Json(*request)).await.into_response(),
         Ok(Invocation::Chat(request)) => {
-            chat::chat_completions(state, record, OpenAiJson(*request)).await.into_response()
+            chat::answer(state.0, record.0, *request, &SamplingDefaults::NONE).await.into_response()
         }
         Ok(Invocation::Completion(request)) => {
-            completion::completions(state, record, OpenAiJson(*request)).await.into_response()
+            completion::answer(state.0, record.0, *request, &SamplingDefaults::NONE).await.into_response()
         }
         Err(message) => (StatusCode::UNPROCESSABLE_ENTITY, message).into_response(),
     }

@@ -39,7 +39,7 @@ pub(super) async fn messages(
     let model = service.model_name(Some(&request.conversation.model))?;
     let mut writer = MessageWriter::new(&request, model);
     let adapter_id = service.adapter_named(Some(&request.conversation.model));
-    let mut request = request.into_generation()?;
+    let mut request = request.into_generation(&service.config().sampling_defaults)?;
     request.parameters.adapter_id = adapter_id;
     let generations = service.generation().start(request, &record).await?;
     writer.read_prompt(&generations.prompts);

@@ -42,7 +42,8 @@ pub(super) async fn responses(
     let model = service.model_name(Some(&request.model))?;
     let adapter_id = service.adapter_named(Some(&request.model));
     let earlier = request.previous_response_id.as_deref().map(|id| earlier(service.responses(), id)).transpose()?;
-    let request = request.read(earlier, service.responses().is_on()).map_err(OpenAiError::of_response)?;
+    let request = request.read(earlier, service.responses().is_on(), &service.config().sampling_defaults);
+    let request = request.map_err(OpenAiError::of_response)?;
     let ReadRequest { mut generation, echo, conversation, namespaces } = request;
     generation.parameters.adapter_id = adapter_id;
     let generations = service.generation().start(generation, &record).await;

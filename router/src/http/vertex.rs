@@ -14,7 +14,7 @@ use super::{dialect, generate};
 use crate::api::error::{ApiError, TgiErrorBody};
 use crate::api::openai::ChatRequest;
 use crate::api::vertex::{VertexInstance, VertexRequest, VertexResponse};
-use crate::generation::{GenerationError, GenerationRequest, ValidationError};
+use crate::generation::{GenerationError, GenerationRequest, SamplingDefaults, ValidationError};
 use crate::telemetry::{RequestRecord, RequestSummary};
 
 /// An error as TGI writes it on this route: `error` and `error_type` are the same.
@@ -81,7 +81,7 @@ async fn answer(
     }
 }
 
-/// COMPAT: the text as the model wrote it, tool calls not parsed; `stream` has no effect.
+/// COMPAT: the text as the model wrote it, tool calls not parsed; `stream` has no effect. The defaults are TGI's.
 async fn answer_chat(
     service: &Service,
     record: &RequestRecord,
@@ -89,7 +89,8 @@ async fn answer_chat(
 ) -> Result<(String, RequestSummary), ApiError> {
     service.model_name(request.model.as_deref())?;
     let adapter_id = service.adapter_named(request.model.as_deref());
-    let mut request = GenerationRequest { streams: false, ..request.into_generation(service.config())? };
+    let request = request.into_generation(service.config(), &SamplingDefaults::NONE)?;
+    let mut request = GenerationRequest { streams: false, ..request };
     request.parameters.adapter_id = adapter_id;
     if let Some(given) = request.parameters.extension.n.filter(|&n| n > 1) {
         return Err(ValidationError::Generations { max: 1, given }.into());

@@ -21,7 +21,7 @@ use penstock_router::sequence::{
 };
 use penstock_router::telemetry::metrics::Exporter;
 use penstock_router::text::TextModel;
-use penstock_router::{AdapterDownload, Adapters, Config, Listener, ServeError, Services, serve};
+use penstock_router::{AdapterDownload, Adapters, Config, Listener, SamplingDefaults, ServeError, Services, serve};
 use penstock_scheduler::Stats;
 use serde_json::Value;
 use tokio::net::TcpListener;
@@ -345,6 +345,7 @@ fn config(folder: &Path) -> Config {
         grammar_support: true,
         prefill_logprobs: true,
         max_stored_responses: 0,
+        sampling_defaults: SamplingDefaults::NONE,
         playground: true,
         vertex_routes: VertexRoutes::default(),
         connections: ConnectionLimits::new(&LIMITS),

@@ -12,7 +12,7 @@ use crate::api::content::Content;
 use crate::api::field::{integer, is_given, named, or_default};
 use crate::api::grammar;
 use crate::api::openai::SamplingFields;
-use crate::generation::{Chat, GenerationRequest, Parameters, Prompt, StopText, ValidationError};
+use crate::generation::{Chat, GenerationRequest, Parameters, Prompt, SamplingDefaults, StopText, ValidationError};
 use crate::sequence::Grammar;
 use crate::text::ChatInputs;
 
@@ -174,8 +174,8 @@ impl<'de> Deserialize<'de> for Conversation {
 }
 
 impl MessagesRequest {
-    /// The request in the form that all dialects share.
-    pub(crate) fn into_generation(mut self) -> Result<GenerationRequest, ValidationError> {
+    /// The request in the form that all dialects share. `defaults` are of what it leaves out.
+    pub(crate) fn into_generation(mut self, defaults: &SamplingDefaults) -> Result<GenerationRequest, ValidationError> {
         if self.max_tokens == 0 {
             return Err(ValidationError::NoNewTokens);
         }
@@ -185,7 +185,7 @@ impl MessagesRequest {
             default_new_tokens: Some(self.max_tokens),
             stop,
             grammar: self.conversation.grammar()?,
-            ..SamplingFields::of(self.temperature, self.top_p, self.top_k).parameters()?
+            ..SamplingFields::of(self.temperature, self.top_p, self.top_k).parameters(defaults)?
         };
         let prompts = vec![Prompt::Chat(Box::new(self.conversation.into_chat()?))];
         Ok(GenerationRequest { prompts, parameters, stop_text: StopText::Cut, streams: self.stream })

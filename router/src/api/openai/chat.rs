@@ -13,7 +13,7 @@ use crate::api::error::CHAT_NAMES;
 use crate::api::field::{integer, is_given, or_default};
 use crate::config::Config;
 use crate::generation::{
-    Chat, FieldNames, GenerationRequest, ImageSource, Parameters, Prompt, ToolSet, ValidationError,
+    Chat, FieldNames, GenerationRequest, ImageSource, Parameters, Prompt, SamplingDefaults, ToolSet, ValidationError,
 };
 use crate::text::{ChatInputs, Tool, ToolChoice};
 
@@ -101,9 +101,13 @@ pub(crate) struct ChatRequest {
 }
 
 impl ChatRequest {
-    /// The request in the form that all dialects share.
-    pub(crate) fn into_generation(mut self, config: &Config) -> Result<GenerationRequest, ValidationError> {
-        let mut parameters = self.parameters()?;
+    /// The request in the form that all dialects share. `defaults` are of what it leaves out.
+    pub(crate) fn into_generation(
+        mut self,
+        config: &Config,
+        defaults: &SamplingDefaults,
+    ) -> Result<GenerationRequest, ValidationError> {
+        let mut parameters = self.parameters(defaults)?;
         let streams = self.stream;
         let stop_text = self.vllm.apply(&mut parameters, config, streams)?;
         let prompts = vec![Prompt::Chat(Box::new(self.into_chat(config)?))];
@@ -175,7 +179,7 @@ impl ChatRequest {
         Some(ToolSet { allowed, prompt: self.tool_prompt.take(), ..set })
     }
 
-    fn parameters(&mut self) -> Result<Parameters, ValidationError> {
+    fn parameters(&mut self, defaults: &SamplingDefaults) -> Result<Parameters, ValidationError> {
         if self.stream_options.is_some() && !self.stream {
             return Err(ValidationError::StreamOptions);
         }
@@ -193,7 +197,7 @@ impl ChatRequest {
             // COMPAT: as in TGI, without `logprobs` they are accepted and not shown.
             top_n_tokens: self.top_logprobs.filter(|_| self.logprobs),
             model_logprobs: self.logprobs,
-            ..self.sampling.parameters()?
+            ..self.sampling.parameters(defaults)?
         })
     }
 

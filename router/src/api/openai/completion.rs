@@ -8,7 +8,7 @@ use super::vllm::VllmFields;
 use crate::api::error::{ApiError, COMPLETION_NAMES};
 use crate::api::field::{integer, or_default};
 use crate::config::Config;
-use crate::generation::{FieldNames, GenerationRequest, Parameters, Prompt, ValidationError};
+use crate::generation::{FieldNames, GenerationRequest, Parameters, Prompt, SamplingDefaults, ValidationError};
 use crate::limits::RequestLimits;
 
 /// OpenAI's limit, which `--max-top-n-tokens` raises.
@@ -84,8 +84,12 @@ impl Prompts {
 
 impl CompletionRequest {
     /// The request in the form that all dialects share, and the number of choices to show for each prompt: `best_of`
-    /// asks for more generations than are shown.
-    pub(crate) fn into_generation(mut self, config: &Config) -> Result<(GenerationRequest, usize), ApiError> {
+    /// asks for more generations than are shown. `defaults` are of what the request leaves out.
+    pub(crate) fn into_generation(
+        mut self,
+        config: &Config,
+        defaults: &SamplingDefaults,
+    ) -> Result<(GenerationRequest, usize), ApiError> {
         // Some clients always send an empty suffix.
         if self.suffix.as_ref().is_some_and(|suffix| !suffix.is_empty()) {
             return Err(ApiError::Suffix);
@@ -102,7 +106,7 @@ impl CompletionRequest {
             let why = "the model is an encoder–decoder, whose answer does not go on from the prompt";
             return Err(ValidationError::Unsupported { field: "echo", why }.into());
         }
-        let (mut parameters, num_choices) = self.parameters(&config.limits)?;
+        let (mut parameters, num_choices) = self.parameters(&config.limits, defaults)?;
         if parameters.decoder_input_details && !config.prefill_logprobs {
             let why = "with `logprobs` it needs a server that runs with --enable-prefill-logprobs";
             return Err(ValidationError::Unsupported { field: "echo", why }.into());
@@ -128,8 +132,12 @@ impl CompletionRequest {
         self.echo && self.max_tokens == Some(0)
     }
 
-    fn parameters(&mut self, limits: &RequestLimits) -> Result<(Parameters, usize), ValidationError> {
-        let mut parameters = self.sampling.parameters()?;
+    fn parameters(
+        &mut self,
+        limits: &RequestLimits,
+        defaults: &SamplingDefaults,
+    ) -> Result<(Parameters, usize), ValidationError> {
+        let mut parameters = self.sampling.parameters(defaults)?;
         let n = parameters.extension.n.unwrap_or(1);
         let best_of = self.best_of.unwrap_or(n);
         if best_of < n {
@@ -151,7 +159,8 @@ impl CompletionRequest {
             return Err(ValidationError::Logprobs { field: "logprobs", max, given });
         }
         parameters.max_new_tokens = if self.hides_generated() { Some(1) } else { self.max_tokens };
-        parameters.default_new_tokens = Some(DEFAULT_MAX_TOKENS);
+        // As in vLLM, OpenAI's default stays, unless the model's is smaller.
+        parameters.default_new_tokens = Some(DEFAULT_MAX_TOKENS.min(defaults.max_new_tokens.unwrap_or(u32::MAX)));
         parameters.top_n_tokens = self.logprobs;
         parameters.model_logprobs = self.logprobs.is_some();
         parameters.decoder_input_details = self.echo && self.logprobs.is_some();

@@ -8,7 +8,7 @@ use super::constraint::ConstraintFields;
 use super::refused::RefusedFields;
 use crate::api::extension::ExtensionFields;
 use crate::api::field::{integer, named};
-use crate::generation::{Extension, Parameters, ValidationError};
+use crate::generation::{Extension, Parameters, SamplingDefaults, ValidationError};
 
 /// `"stop"` or `["stop", …]`.
 #[derive(Debug, Deserialize, ToSchema)]
@@ -108,15 +108,20 @@ impl SamplingFields {
         Self { temperature, top_p, top_k, ..Self::default() }
     }
 
-    /// Applies OpenAI's rules: sampling unless `temperature` or `top_p` is 0; neutral values have no effect. Sets no
-    /// logprobs.
-    pub(in crate::api) fn parameters(&mut self) -> Result<Parameters, ValidationError> {
+    /// Applies OpenAI's rules: sampling unless `temperature` or `top_p` is 0; neutral values have no effect. `defaults` are of
+    /// what the request leaves out. Sets no logprobs.
+    pub(in crate::api) fn parameters(&mut self, defaults: &SamplingDefaults) -> Result<Parameters, ValidationError> {
         self.refused.check()?;
+        // First, because a neutral value of the request wins as well.
+        self.temperature = self.temperature.or(defaults.temperature);
+        self.top_p = self.top_p.or(defaults.top_p);
+        self.top_k = self.top_k.or(defaults.top_k);
+        self.typical_p = self.typical_p.or(defaults.typical_p);
         let greedy = self.temperature == Some(0.0) || self.top_p == Some(0.0);
         let is_fraction = |value: f32| value > 0.0 && value < 1.0;
         let counts = |value: &f32| *value != 1.0 && !(greedy && is_fraction(*value));
         let mut extension = Extension::from(self.extension.clone());
-        extension.min_p = extension.min_p.filter(|min_p| !(greedy && (0.0..=1.0).contains(min_p)));
+        extension.min_p = extension.min_p.or(defaults.min_p).filter(|min_p| !(greedy && (0.0..=1.0).contains(min_p)));
         Ok(Parameters {
             do_sample: !greedy,
             temperature: self.temperature.filter(|&temperature| !(greedy && temperature >= 0.0)),
@@ -124,8 +129,9 @@ impl SamplingFields {
             // Other OpenAI-compatible servers use -1 and 0 for all tokens.
             top_k: self.top_k.filter(|&top_k| !(matches!(top_k, -1 | 0) || greedy && top_k > 0)),
             typical_p: self.typical_p.filter(counts),
-            repetition_penalty: self.repetition_penalty,
+            repetition_penalty: self.repetition_penalty.or(defaults.repetition_penalty),
             frequency_penalty: self.frequency_penalty,
+            default_new_tokens: defaults.max_new_tokens,
             seed: self.seed,
             stop: self.stop.take().map(OneOrMany::into_vec).unwrap_or_default(),
             grammar: self.constraint.take()?,

@@ -14,7 +14,9 @@ use crate::api::conversation::Conversation;
 use crate::api::field::{integer, or_default};
 use crate::api::grammar;
 use crate::api::openai::SamplingFields;
-use crate::generation::{Chat, Extension, GenerationRequest, Parameters, Prompt, StopText, ToolSet, ValidationError};
+use crate::generation::{
+    Chat, Extension, GenerationRequest, Parameters, Prompt, SamplingDefaults, StopText, ToolSet, ValidationError,
+};
 use crate::sequence::Grammar;
 use crate::text::ChatInputs;
 
@@ -170,14 +172,23 @@ pub(crate) struct ReadRequest {
 }
 
 impl ResponsesRequest {
-    /// `earlier`: the conversation of the response that this one continues. `stores`: whether responses are stored.
-    pub(crate) fn read(mut self, earlier: Option<Conversation>, stores: bool) -> Result<ReadRequest, ValidationError> {
+    /// `earlier`: the conversation of the response that this one continues. `stores`: whether responses are stored. `defaults` are
+    /// of what the request leaves out.
+    pub(crate) fn read(
+        mut self,
+        earlier: Option<Conversation>,
+        stores: bool,
+        defaults: &SamplingDefaults,
+    ) -> Result<ReadRequest, ValidationError> {
         self.check_supported()?;
+        // The response repeats them.
+        self.temperature = self.temperature.or(defaults.temperature);
+        self.top_p = self.top_p.or(defaults.top_p);
         let functions = functions(self.tools.take().unwrap_or_default())?;
         let namespaces = Namespaces::of(&functions);
         let choice = self.tool_choice.take().filter(|choice| !choice.is_null());
         let echo = self.echo(&functions, choice.as_ref(), stores);
-        let parameters = self.parameters()?;
+        let parameters = self.parameters(defaults)?;
         let tools = self.tool_set(&functions, choice)?;
         let mut conversation = earlier.unwrap_or_default();
         add_items(&mut conversation, self.input)?;
@@ -208,8 +219,8 @@ impl ResponsesRequest {
         tool_set(functions, choice.transpose()?, self.parallel_tool_calls.unwrap_or(true))
     }
 
-    fn parameters(&mut self) -> Result<Parameters, ValidationError> {
-        let parameters = SamplingFields::of(self.temperature, self.top_p, None).parameters()?;
+    fn parameters(&mut self, defaults: &SamplingDefaults) -> Result<Parameters, ValidationError> {
+        let parameters = SamplingFields::of(self.temperature, self.top_p, None).parameters(defaults)?;
         Ok(Parameters {
             max_new_tokens: self.max_output_tokens,
             frequency_penalty: self.frequency_penalty,
