@@ -14,6 +14,7 @@ use penstock_router::{AllowedHost, ImageUrlConfig};
 
 use crate::attention::Attention;
 use crate::dtype::{Dtype, KvCacheDtype};
+use crate::generation_config::{GenerationConfig, Overrides};
 use crate::isa::CpuIsa;
 use crate::node::RanksOn;
 use crate::priority::PriorityOrder;
@@ -352,6 +353,16 @@ pub(crate) struct Args {
     /// Chat template that replaces the model's own: a file, or the template itself
     #[arg(long, env, value_name = "FILE_OR_TEMPLATE", value_parser = NonEmptyStringValueParser::new())]
     pub(crate) chat_template: Option<String>,
+
+    /// Sampling parameters of requests that leave them out, except on TGI's routes: auto takes those of the model's
+    /// generation_config.json; none takes the APIs' defaults; a folder has a generation_config.json that replaces the model's,
+    /// including its end-of-sequence tokens
+    #[arg(long, env, default_value = "auto", value_name = "FOLDER")]
+    pub(crate) generation_config: GenerationConfig,
+
+    /// Entries that replace those of --generation-config, as in {"temperature": 0.6, "top_k": null}; null removes one
+    #[arg(long, env, value_name = "JSON")]
+    pub(crate) override_generation_config: Option<Overrides>,
 
     /// RoPE scaling for positions beyond those the model was trained for: linear [default with --rope-factor: linear]
     #[arg(long, env)]

@@ -16,6 +16,7 @@ mod environment;
 mod fingerprint;
 mod fork_protocol;
 mod fork_server;
+mod generation_config;
 mod group;
 mod heap;
 mod hosts;
@@ -66,7 +67,7 @@ use penstock_router::replica::Replicas;
 use penstock_router::telemetry::metrics::{self, Exporter};
 use penstock_router::text::{RENDERER_ARGUMENT, run_chat_renderer};
 use penstock_router::worker::Phase;
-use penstock_router::{Adapters, Config, Services};
+use penstock_router::{Adapters, Config, SamplingDefaults, Services};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
@@ -290,6 +291,10 @@ async fn serve(setup: Setup<'_>, listener: Reserved, stop: CancellationToken) ->
         description,
         follower,
     } = started;
+    let sampling_defaults = match &model.pooling {
+        None => generation_config::defaults(&folder.path, args)?,
+        Some(_) => SamplingDefaults::NONE,
+    };
     let queue = QueueLimits { max_tokens: limits.max_queued_tokens, timeout: settings.queue_timeout };
     let limits = RequestLimits {
         max_concurrent_requests: args.max_concurrent_requests,
@@ -314,6 +319,7 @@ async fn serve(setup: Setup<'_>, listener: Reserved, stop: CancellationToken) ->
         model_sha: prepared.sha,
         pipeline_tag: prepared.pipeline_tag.or_else(|| model.pipeline_tag().map(str::to_owned)),
         model_folder: folder.path.clone(),
+        sampling_defaults,
         limits,
         decoder_prefix: model.decoder_prefix,
         pooling: model.pooling,

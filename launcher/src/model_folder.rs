@@ -8,6 +8,7 @@ use serde_json::{Map, Value, json};
 use tempfile::TempDir;
 
 use crate::args::Args;
+use crate::generation_config;
 
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 /// Files whose chat template overrides the one in the tokenizer's configuration.
@@ -65,6 +66,9 @@ fn changes(prepared: &Path, args: &Args) -> Result<Changes, FolderError> {
         scale_rope(&mut config, args.rope_factor.unwrap_or(1.0));
         changes.push(("config.json", Some(Value::Object(config).to_string())));
     }
+    if let Some(config) = generation_config::replacement(args)? {
+        changes.push((generation_config::FILE, Some(config)));
+    }
     Ok(changes)
 }
 
@@ -97,11 +101,11 @@ fn read_template(given: &str) -> Result<String, FolderError> {
     }
 }
 
-fn read(path: &Path) -> Result<String, FolderError> {
+pub(crate) fn read(path: &Path) -> Result<String, FolderError> {
     std::fs::read_to_string(path).map_err(|source| FolderError::Read { path: path.to_owned(), source })
 }
 
-fn parse(path: &Path, text: &str) -> Result<Map<String, Value>, FolderError> {
+pub(crate) fn parse(path: &Path, text: &str) -> Result<Map<String, Value>, FolderError> {
     serde_json::from_str(text)
         .map_err(|error| FolderError::Malformed { path: path.to_owned(), reason: error.to_string() })
 }

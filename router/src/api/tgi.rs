@@ -372,10 +372,10 @@ pub(crate) struct Info {
     pub(crate) max_total_tokens: usize,
     pub(crate) validation_workers: usize,
     pub(crate) max_client_batch_size: usize,
-    /// What requests on the routes of OpenAI and Anthropic leave out.
-    pub(crate) sampling_defaults: SamplingDefaults,
     pub(crate) router: &'static str,
     pub(crate) version: &'static str,
+    /// The model's defaults of what requests on the routes of OpenAI and Anthropic leave out.
+    pub(crate) sampling_defaults: SamplingDefaults,
 }
 
 #[cfg(test)]

@@ -77,6 +77,9 @@ const NOT_APPLIED: [(&str, f64); 32] = [
     ("mirostat", 0.0),
 ];
 
+/// Without it transformers takes the most probable tokens, and ignores temperature and truncation. COMPAT: as in vLLM, requests sample.
+const DO_SAMPLE: &str = "do_sample";
+
 impl SamplingDefaults {
     /// The entries of `generation_config.json` that are defaults of requests.
     pub const KEYS: [&str; 7] =
@@ -105,8 +108,7 @@ impl SamplingDefaults {
                 .number("top_k", "an integer of at least -1", |value| is_integer(value) && value >= -1.0)
                 .map(|top_k| top_k as i32),
             min_p: reader.float("min_p", "a number from 0 to 1", fraction),
-            typical_p: reader
-                .float("typical_p", "a number above 0 and at most 1", |value| value > 0.0 && value <= 1.0),
+            typical_p: reader.float("typical_p", "a number above 0 and at most 1", |value| value > 0.0 && value <= 1.0),
             repetition_penalty: reader.float("repetition_penalty", "a number above 0", |value| value > 0.0),
             max_new_tokens: reader
                 .number("max_new_tokens", "an integer of at least 1", |value| is_integer(value) && value >= 1.0)
@@ -124,7 +126,17 @@ impl SamplingDefaults {
             Some(Value::Object(fields)) if fields.is_empty() => None,
             Some(value) => Some(format!("{name} {}", shortened(value))),
         };
-        NOT_APPLIED.iter().filter_map(applies).collect()
+        let is_greedy = config.get(DO_SAMPLE) == Some(&Value::Bool(false));
+        is_greedy
+            .then(|| format!("{DO_SAMPLE} false"))
+            .into_iter()
+            .chain(NOT_APPLIED.iter().filter_map(applies))
+            .collect()
+    }
+
+    /// Whether an entry is one of those that `of` or `not_applied` reads.
+    pub fn concerns(key: &str) -> bool {
+        Self::KEYS.contains(&key) || key == DO_SAMPLE || NOT_APPLIED.iter().any(|(name, _)| *name == key)
     }
 
     /// Whether no default differs from the API's.
@@ -204,7 +216,10 @@ mod tests {
     #[test]
     fn values_that_the_file_may_have_and_mean_greedy_or_off_are_kept() {
         let (defaults, bad) = of(json!({"temperature": 0.0, "top_p": 0, "top_k": -1}));
-        assert_eq!((defaults.temperature, defaults.top_p, defaults.top_k, bad.len()), (Some(0.0), Some(0.0), Some(-1), 0));
+        assert_eq!(
+            (defaults.temperature, defaults.top_p, defaults.top_k, bad.len()),
+            (Some(0.0), Some(0.0), Some(-1), 0)
+        );
     }
 
     #[test]
@@ -235,13 +250,14 @@ mod tests {
     #[test]
     fn entries_without_effect_are_listed_unless_they_are_neutral() {
         let config = json!({
-            "num_beams": 4, "length_penalty": 0.8, "early_stopping": "never", "suppress_tokens": (0..90).collect::<Vec<_>>(),
+            "do_sample": false, "num_beams": 4, "length_penalty": 0.8, "early_stopping": "never", "suppress_tokens": (0..90).collect::<Vec<_>>(),
             "num_beam_groups": 1, "diversity_penalty": 0.0, "bad_words_ids": [], "no_repeat_ngram_size": 0,
             "encoder_repetition_penalty": 1.0, "min_length": null, "renormalize_logits": false, "pad_token_id": 0,
         });
         assert_eq!(
             SamplingDefaults::not_applied(config.as_object().unwrap()),
             [
+                "do_sample false",
                 "num_beams 4",
                 "length_penalty 0.8",
                 "early_stopping \"never\"",

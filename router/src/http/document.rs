@@ -6,8 +6,9 @@ use std::collections::BTreeMap;
 
 use axum::Router;
 use axum::http::Method;
+use serde_json::Value;
 use utoipa::openapi::path::{Operation, PathItem};
-use utoipa::openapi::schema::{AnyOfBuilder, Schema};
+use utoipa::openapi::schema::{AnyOfBuilder, Object, Schema};
 use utoipa::openapi::security::{ApiKey, ApiKeyValue, Http, HttpAuthScheme, SecurityRequirement, SecurityScheme};
 use utoipa::openapi::{Content, Ref, RefOr, Response, ResponseBuilder};
 use utoipa::{IntoResponses, OpenApi, PartialSchema};
@@ -16,6 +17,7 @@ use utoipa_swagger_ui::SwaggerUi;
 use super::auth;
 use super::dialect::Dialect;
 use crate::api::error::{AnthropicErrorBody, OpenAiErrorBody, TgiErrorBody};
+use crate::generation::SamplingDefaults;
 
 const KEY: &str = "key";
 const KEY_HEADER: &str = "key_header";
@@ -51,6 +53,61 @@ pub(super) fn complete(document: &mut utoipa::openapi::OpenApi) {
     components.add_security_scheme(KEY_HEADER, SecurityScheme::ApiKey(ApiKey::Header(header)));
     let paths = std::mem::take(&mut document.paths.paths);
     document.paths.paths = paths.into_iter().map(|(path, item)| completed(path, item)).collect();
+}
+
+/// Fields of requests that have defaults of the model, and what it calls them.
+const DEFAULTED: [(&str, &[(&str, &str)]); 5] = [
+    (
+        "SamplingFields",
+        &[
+            ("temperature", "temperature"),
+            ("top_p", "top_p"),
+            ("top_k", "top_k"),
+            ("min_p", "min_p"),
+            ("typical_p", "typical_p"),
+            ("repetition_penalty", "repetition_penalty"),
+        ],
+    ),
+    ("ChatRequest", &[("max_tokens", MAX_NEW_TOKENS), ("max_completion_tokens", MAX_NEW_TOKENS)]),
+    ("CompletionRequest", &[("max_tokens", MAX_NEW_TOKENS)]),
+    ("ResponsesRequest", &[("temperature", "temperature"), ("top_p", "top_p"), ("max_output_tokens", MAX_NEW_TOKENS)]),
+    ("AnthropicMessagesRequest", &[("temperature", "temperature"), ("top_p", "top_p"), ("top_k", "top_k")]),
+];
+const MAX_NEW_TOKENS: &str = "max_new_tokens";
+
+/// Writes the model's defaults in the place of the APIs'.
+pub(super) fn set_sampling_defaults(document: &mut utoipa::openapi::OpenApi, defaults: &SamplingDefaults) {
+    let values = serde_json::to_value(defaults).unwrap_or_default();
+    let schemas = &mut document.components.get_or_insert_default().schemas;
+    let min_p =
+        schemas.get_mut("ExtensionFields").and_then(own).and_then(|fields| fields.properties.get("min_p").cloned());
+    if let (Some(min_p), true) = (min_p, values.get("min_p").is_some())
+        && let Some(fields) = schemas.get_mut("SamplingFields").and_then(own)
+    {
+        // The field is that of all routes, but the default is not: the copy overrides the field for these routes.
+        fields.properties.insert("min_p".to_owned(), min_p);
+    }
+    for (name, fields) in DEFAULTED {
+        let Some(request) = schemas.get_mut(name).and_then(own) else { continue };
+        for (field, key) in fields {
+            let property = request.properties.get_mut(*field);
+            if let (Some(value), Some(RefOr::T(Schema::Object(property)))) = (values.get(key), property) {
+                let is_larger = |own: &Value| *key == MAX_NEW_TOKENS && own.as_u64() < value.as_u64();
+                if !property.default.as_ref().is_some_and(is_larger) {
+                    property.default = Some(value.clone());
+                }
+            }
+        }
+    }
+}
+
+/// A schema's own fields, without those of flattened parts.
+fn own(schema: &mut RefOr<Schema>) -> Option<&mut Object> {
+    match schema {
+        RefOr::T(Schema::Object(object)) => Some(object),
+        RefOr::T(Schema::AllOf(all)) => all.items.iter_mut().find_map(own),
+        _ => None,
+    }
 }
 
 fn completed(path: String, mut item: PathItem) -> (String, PathItem) {

@@ -72,7 +72,8 @@ pub(crate) fn router(service: Service) -> Result<Router, OriginError> {
     let api_keys = config.api_keys.clone();
     let traces = service.traces().cloned();
     let serves_embeddings = config.pooling.as_ref().is_some_and(|pooling| pooling.task == Task::Embed);
-    let (router, document) = routes(serves_embeddings);
+    let (router, mut document) = routes(serves_embeddings);
+    document::set_sampling_defaults(&mut document, &config.sampling_defaults);
     let playground = if config.playground { playground::routes() } else { Router::new() };
     let router = router
         .merge(document::pages(document))

@@ -56,9 +56,9 @@ pub(super) async fn info(State(service): State<Service>) -> Json<Info> {
         max_total_tokens: limits.max_total_tokens,
         validation_workers: config.validation_workers,
         max_client_batch_size: limits.max_client_batch_size,
-        sampling_defaults: config.sampling_defaults,
         router: ROUTER,
         version: env!("CARGO_PKG_VERSION"),
+        sampling_defaults: config.sampling_defaults,
     })
 }
 

@@ -26,6 +26,7 @@ mod playground;
 mod request_id;
 mod responses;
 mod responses_input;
+mod sampling_default;
 mod server;
 mod status;
 mod stream;

@@ -59,7 +59,7 @@ async fn live_ready_and_progressing_are_independent() {
 #[tokio::test]
 async fn info_and_models_report_the_served_model() {
     let server = Server::answering(&[IM_END]).await;
-    insta::assert_snapshot!(server.get("/info").await.body, @r#"{"model_id":"test/model","model_sha":null,"model_pipeline_tag":null,"max_concurrent_requests":4,"max_best_of":2,"max_stop_sequences":4,"max_input_tokens":200,"max_total_tokens":256,"validation_workers":1,"max_client_batch_size":4,"router":"text-generation-router","version":"0.1.0"}"#);
+    insta::assert_snapshot!(server.get("/info").await.body, @r#"{"model_id":"test/model","model_sha":null,"model_pipeline_tag":null,"max_concurrent_requests":4,"max_best_of":2,"max_stop_sequences":4,"max_input_tokens":200,"max_total_tokens":256,"validation_workers":1,"max_client_batch_size":4,"router":"text-generation-router","version":"0.1.0","sampling_defaults":{}}"#);
     let models = server.get("/v1/models").await.body;
     let model = server.get("/v1/models/test/model").await.body;
     assert_eq!(models, format!(r#"{{"object":"list","data":[{model}]}}"#));
