@@ -88,6 +88,8 @@ def _unknown(name: str, known: Mapping[str, Flag]) -> str:
 def _text(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, Mapping):
+        return json.dumps(dict(value))
     if isinstance(value, (list, tuple)):
         return ",".join(_text(part) for part in value)
     return os.fspath(value) if isinstance(value, os.PathLike) else str(value)

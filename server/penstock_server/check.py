@@ -16,6 +16,7 @@ from typing import Any
 
 from penstock_server.inspection.files import ModelFiles
 from penstock_server.inspection.reference import find_model
+from penstock_server.inspection.sampling import described, inspect_sampling
 from penstock_server.inspection.text import TextFacts, inspect_text
 
 MEMORY_FRACTION = 0.9  # as --cuda-memory-fraction
@@ -71,6 +72,8 @@ def check(
             )
         else:
             files.problems.append(f"{files.folder} holds no config.json, so it is not a model folder")
+        if layout is None or layout.serves == "generation":
+            text.sampling_defaults = inspect_sampling(files.folder, files.notes)
     return Report(files, text, layout)
 
 
@@ -116,6 +119,8 @@ def as_text(report: Report) -> str:
         rows.append(("chat template", text.chat_template or "none"))
     if text.eos_token_ids:
         rows.append(("EOS tokens", ", ".join(map(str, text.eos_token_ids))))
+    if text.sampling_defaults:
+        rows.append(("sampling", f"{described(text.sampling_defaults)}, except on TGI's routes"))
     if layout is not None:
         if layout.quantization:
             rows.append(("quantization", layout.quantization))

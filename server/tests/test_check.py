@@ -132,6 +132,26 @@ def test_weights_of_one_layer_stay_quantized_only_together() -> None:
     assert not stays_quantized([(integers, None)], Kept(any=False))
 
 
+def test_sampling_defaults_are_shown_and_entries_without_effect_are_named(folder: Path, capsys: Any) -> None:
+    config = {"temperature": 0.6, "top_p": "0.9", "top_k": 20.0, "min_p": None, "num_beams": 4, "length_penalty": 1.0}
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    status, report = run(capsys, str(folder))
+    assert (status, report["text"]["sampling_defaults"]) == (0, {"temperature": 0.6, "top_k": 20})
+    assert report["notes"] == [
+        'generation_config.json: top_p is "0.9", must be a number from 0 to 1; it is ignored',
+        "generation_config.json: no effect here, but in transformers: num_beams 4",
+    ]
+    check.main([str(folder)])
+    assert "sampling       temperature 0.6, top_k 20, except on TGI's routes\n" in capsys.readouterr().out
+
+
+def test_a_generation_config_that_the_server_cannot_read_is_a_problem(folder: Path, capsys: Any) -> None:
+    (folder / "generation_config.json").write_text('{"temperature": NaN}')
+    status, report = run(capsys, str(folder))
+    assert status == 1
+    assert "generation_config.json is not valid JSON: NaN is not a number of JSON" in report["problems"][0]
+
+
 def test_all_problems_are_reported_at_once(folder: Path, capsys: Any) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors["stray"] = tensors.pop("model.norm.weight")

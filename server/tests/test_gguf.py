@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -324,6 +325,22 @@ def test_bos_and_eos_are_added_as_the_metadata_say(tmp_path: Path) -> None:
     changes = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}
     assert tokenizer(tmp_path, **changes).encode("hell").tokens == ["<|user|>", "hell", "<|end|>"]
     assert tokenizer(tmp_path, **changes).encode("hell", add_special_tokens=False).tokens == ["hell"]
+
+
+def test_sampling_defaults_are_those_of_the_metadata(tmp_path: Path) -> None:
+    names = {"temp": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "penalty_repeat": 1.05, "mirostat": math.nan}
+    changes = {f"general.sampling.{name}": value for name, value in names.items()}
+    path = save_gguf(make_model("llama"), tmp_path / "tiny.gguf", **changes)
+    config = json.loads((gguf_folder(path) / "generation_config.json").read_text())
+    assert {name: config[name] for name in config if not name.endswith("_id")} == {
+        "temperature": 0.6,
+        "top_p": 0.95,
+        "top_k": 20,
+        "min_p": 0.05,
+        "repetition_penalty": 1.05,
+        "mirostat": "nan",
+    }
+    assert "temperature" not in json.loads((gguf_folder(path) / "config.json").read_text())
 
 
 def test_the_tokenizer_configuration_has_special_tokens_and_template(tmp_path: Path) -> None:

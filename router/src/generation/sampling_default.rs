@@ -139,6 +139,13 @@ impl SamplingDefaults {
         Self::KEYS.contains(&key) || key == DO_SAMPLE || NOT_APPLIED.iter().any(|(name, _)| *name == key)
     }
 
+    /// Those that the model has, by their keys.
+    pub(crate) fn values(&self) -> Map<String, Value> {
+        // By way of text, because 0.7 as f32 is not 0.7 as f64.
+        let text = serde_json::to_string(self).unwrap_or_default();
+        serde_json::from_str(&text).unwrap_or_default()
+    }
+
     /// Whether no default differs from the API's.
     pub fn is_none(&self) -> bool {
         *self == Self::NONE
@@ -148,8 +155,8 @@ impl SamplingDefaults {
 /// As `temperature 0.6, top_p 0.95`.
 impl fmt::Display for SamplingDefaults {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let fields = serde_json::to_value(self).unwrap_or_default();
-        let named = |key: &&str| Some(format!("{key} {}", fields.get(*key)?));
+        let values = self.values();
+        let named = |key: &&str| Some(format!("{key} {}", values.get(*key)?));
         formatter.write_str(&Self::KEYS.iter().filter_map(named).collect::<Vec<_>>().join(", "))
     }
 }

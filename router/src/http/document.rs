@@ -77,11 +77,11 @@ const MAX_NEW_TOKENS: &str = "max_new_tokens";
 
 /// Writes the model's defaults in the place of the APIs'.
 pub(super) fn set_sampling_defaults(document: &mut utoipa::openapi::OpenApi, defaults: &SamplingDefaults) {
-    let values = serde_json::to_value(defaults).unwrap_or_default();
+    let values = defaults.values();
     let schemas = &mut document.components.get_or_insert_default().schemas;
     let min_p =
         schemas.get_mut("ExtensionFields").and_then(own).and_then(|fields| fields.properties.get("min_p").cloned());
-    if let (Some(min_p), true) = (min_p, values.get("min_p").is_some())
+    if let (Some(min_p), true) = (min_p, values.contains_key("min_p"))
         && let Some(fields) = schemas.get_mut("SamplingFields").and_then(own)
     {
         // The field is that of all routes, but the default is not: the copy overrides the field for these routes.
@@ -91,7 +91,7 @@ pub(super) fn set_sampling_defaults(document: &mut utoipa::openapi::OpenApi, def
         let Some(request) = schemas.get_mut(name).and_then(own) else { continue };
         for (field, key) in fields {
             let property = request.properties.get_mut(*field);
-            if let (Some(value), Some(RefOr::T(Schema::Object(property)))) = (values.get(key), property) {
+            if let (Some(value), Some(RefOr::T(Schema::Object(property)))) = (values.get(*key), property) {
                 let is_larger = |own: &Value| *key == MAX_NEW_TOKENS && own.as_u64() < value.as_u64();
                 if !property.default.as_ref().is_some_and(is_larger) {
                     property.default = Some(value.clone());

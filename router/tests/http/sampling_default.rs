@@ -56,7 +56,7 @@ async fn what_a_request_leaves_out_is_the_models_default() {
 #[tokio::test]
 async fn a_value_of_the_request_wins_also_if_it_is_neutral() {
     let server = server(json!({
-        "temperature": 0, "top_p": 0.5, "top_k": 1, "min_p": 0.5, "typical_p": 0.5, "repetition_penalty": 1.5,
+        "temperature": 0, "top_p": 0.5, "top_k": 9, "min_p": 0.5, "typical_p": 0.5, "repetition_penalty": 1.5,
         "max_new_tokens": 7,
     }))
     .await;
@@ -75,7 +75,7 @@ async fn a_value_of_the_request_wins_also_if_it_is_neutral() {
     let (_, responses) = &bodies()[2];
     let fields = json!({"temperature": 0.5, "top_p": 1, "max_output_tokens": 50});
     let (sampling, max_new_tokens) = asked(&server, "/v1/responses", with(responses.clone(), fields)).await;
-    assert_eq!((sampling.temperature, sampling.top_p, sampling.top_k, max_new_tokens), (0.5, 1.0, 1, 50));
+    assert_eq!((sampling.temperature, sampling.top_p, sampling.typical_p, max_new_tokens), (0.5, 1.0, 0.5, 50));
 }
 
 #[tokio::test]
@@ -92,7 +92,11 @@ async fn a_greedy_request_stays_greedy_with_the_models_repetition_penalty() {
 
 #[tokio::test]
 async fn a_model_may_be_greedy_by_default() {
-    for greedy in [json!({"temperature": 0, "top_k": 50}), json!({"top_p": 0, "temperature": 0.7})] {
+    for greedy in [
+        json!({"temperature": 0, "top_k": 50}),
+        json!({"top_p": 0, "temperature": 0.7}),
+        json!({"top_k": 1, "temperature": 0.7, "top_p": 0.9, "min_p": 0.1}),
+    ] {
         let server = server(greedy).await;
         for (path, body) in bodies() {
             assert!(!asked(&server, path, body).await.0.do_sample, "{path}");
@@ -141,12 +145,12 @@ async fn tgis_routes_keep_tgis_defaults() {
 
 #[tokio::test]
 async fn info_the_document_and_responses_show_the_defaults() {
-    let server = server(json!({"temperature": 0.5, "top_p": 0.75, "min_p": 0.25, "max_new_tokens": 7})).await;
+    let server = server(json!({"temperature": 0.7, "top_p": 0.75, "min_p": 0.25, "max_new_tokens": 7})).await;
     let info = server.get("/info").await.json();
-    let shown = json!({"temperature": 0.5, "top_p": 0.75, "min_p": 0.25, "max_new_tokens": 7});
+    let shown = json!({"temperature": 0.7, "top_p": 0.75, "min_p": 0.25, "max_new_tokens": 7});
     assert_eq!(info["sampling_defaults"], shown);
     let response = server.post("/v1/responses", json!({"model": "tgi", "input": "Hi", "top_p": 1})).await.json();
-    assert_eq!((&response["temperature"], &response["top_p"]), (&json!(0.5), &json!(1.0)));
+    assert_eq!((&response["temperature"], &response["top_p"]), (&json!(0.7), &json!(1.0)));
     let document = server.get("/api-doc/openapi.json").await.json();
     // A request's own fields are in the last part of its schema.
     let default = |request: &str, field: &str| {
@@ -155,14 +159,14 @@ async fn info_the_document_and_responses_show_the_defaults() {
         own["properties"][field]["default"].clone()
     };
     for (request, field, expected) in [
-        ("SamplingFields", "temperature", json!(0.5)),
+        ("SamplingFields", "temperature", json!(0.7)),
         ("SamplingFields", "min_p", json!(0.25)),
         ("SamplingFields", "repetition_penalty", json!(1)),
         ("ChatRequest", "max_tokens", json!(7)),
         ("CompletionRequest", "max_tokens", json!(7)),
         ("ResponsesRequest", "top_p", json!(0.75)),
         ("ResponsesRequest", "max_output_tokens", json!(7)),
-        ("AnthropicMessagesRequest", "temperature", json!(0.5)),
+        ("AnthropicMessagesRequest", "temperature", json!(0.7)),
         ("GenerateParameters", "temperature", json!(1)),
         ("ExtensionFields", "min_p", json!(0)),
     ] {

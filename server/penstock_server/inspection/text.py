@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from penstock_server.errors import ConfigError
 from penstock_server.tokenizer.slow import convert, vocabulary_files
@@ -22,6 +22,8 @@ class TextFacts:
     num_tokens: int | None = None
     chat_template: str | None = None
     eos_token_ids: tuple[int, ...] = ()
+    sampling_defaults: dict[str, float] = field(default_factory=dict)
+    """Of requests that leave them out, except on TGI's routes."""
 
 
 def inspect_text(folder: Path, problems: list[str], notes: list[str]) -> TextFacts:
@@ -75,10 +77,15 @@ def _inspect_tokenizer(folder: Path, facts: TextFacts, problems: list[str]) -> N
         problems.append(f"{path} has no vocabulary, so it cannot encode text")
 
 
+def _refuse(constant: str) -> NoReturn:
+    """The server's parser refuses NaN and infinities, which Python's would accept."""
+    raise ValueError(f"{constant} is not a number of JSON")
+
+
 def _read_object(path: Path, problems: list[str]) -> dict[str, Any]:
     """Reads a JSON object; empty when the file does not exist or is invalid."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
     except FileNotFoundError:
         return {}
     except ValueError as error:

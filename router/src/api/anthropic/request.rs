@@ -33,7 +33,7 @@ pub(crate) struct MessagesRequest {
     /// Sample from the smallest set of most probable tokens whose probabilities add up to `top_p`. 1 means all tokens.
     #[schema(minimum = 0, maximum = 1, default = 1)]
     top_p: Option<f32>,
-    /// Sample from the `top_k` most probable tokens. 0 means all tokens.
+    /// Sample from the `top_k` most probable tokens. 0 means all tokens, 1 means greedy.
     #[serde(default, deserialize_with = "integer")]
     #[schema(value_type = Option<i32>, minimum = 0, default = 0)]
     top_k: Option<i32>,

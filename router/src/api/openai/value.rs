@@ -79,7 +79,7 @@ pub(crate) struct SamplingFields {
     stop: Option<OneOrMany>,
     #[serde(flatten)]
     constraint: ConstraintFields,
-    /// Sample from the `top_k` most probable tokens. -1 and 0 mean all tokens.
+    /// Sample from the `top_k` most probable tokens. -1 and 0 mean all tokens, 1 means greedy.
     #[serde(default, deserialize_with = "integer")]
     #[schema(value_type = Option<i32>, minimum = -1, default = 0)]
     top_k: Option<i32>,
@@ -108,7 +108,7 @@ impl SamplingFields {
         Self { temperature, top_p, top_k, ..Self::default() }
     }
 
-    /// Applies OpenAI's rules: sampling unless `temperature` or `top_p` is 0; neutral values have no effect. `defaults` are of
+    /// Applies OpenAI's rules: sampling unless `temperature` or `top_p` is 0, or `top_k` is 1; neutral values have no effect. `defaults` are of
     /// what the request leaves out. Sets no logprobs.
     pub(in crate::api) fn parameters(&mut self, defaults: &SamplingDefaults) -> Result<Parameters, ValidationError> {
         self.refused.check()?;
@@ -117,7 +117,8 @@ impl SamplingFields {
         self.top_p = self.top_p.or(defaults.top_p);
         self.top_k = self.top_k.or(defaults.top_k);
         self.typical_p = self.typical_p.or(defaults.typical_p);
-        let greedy = self.temperature == Some(0.0) || self.top_p == Some(0.0);
+        // Sampling would choose at random among equally probable tokens.
+        let greedy = self.temperature == Some(0.0) || self.top_p == Some(0.0) || self.top_k == Some(1);
         let is_fraction = |value: f32| value > 0.0 && value < 1.0;
         let counts = |value: &f32| *value != 1.0 && !(greedy && is_fraction(*value));
         let mut extension = Extension::from(self.extension.clone());

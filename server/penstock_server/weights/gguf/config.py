@@ -6,12 +6,24 @@ metadata are derived from the tensors, or else taken from llama.cpp's constants.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from penstock_server.errors import ConfigError
 from penstock_server.weights.gguf import experts, layer_norm, llama, t5
-from penstock_server.weights.gguf.metadata import Metadata
+from penstock_server.weights.gguf.metadata import Metadata, shortest_float32
+
+# The name in `generation_config.json` → llama.cpp's, after `general.sampling.`.
+SAMPLING = {
+    "temperature": "temp",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+    "xtc_probability": "xtc_probability",
+    "mirostat": "mirostat",
+}
 
 BUILDERS: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     **llama.BUILDERS,
@@ -42,7 +54,25 @@ def unsupported(metadata: Metadata) -> ConfigError:
 
 
 def generation_config(metadata: Metadata) -> dict[str, Any]:
-    """`generation_config.json`: the special tokens at the beginning and end of a text, and for padding."""
+    """`generation_config.json`: special tokens, and the sampling parameters that the model's authors chose."""
+    return {**_special_tokens(metadata), **_sampling(metadata)}
+
+
+def _sampling(metadata: Metadata) -> dict[str, Any]:
+    """As llama.cpp's converter has them from the model's own `generation_config.json`. A float that JSON lacks is a
+    text, which the server reports and ignores."""
+    given = {name: metadata.get(f"general.sampling.{key}") for name, key in SAMPLING.items()}
+
+    def value(given: Any) -> Any:
+        if not isinstance(given, float):
+            return given
+        return shortest_float32(given) if math.isfinite(given) else str(given)
+
+    return {name: value(given) for name, given in given.items() if given is not None}
+
+
+def _special_tokens(metadata: Metadata) -> dict[str, Any]:
+    """The tokens at the beginning and end of a text, and for padding."""
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
     eos_ids = sorted({int(metadata.get(key)) for key in keys if metadata.get(key) is not None})
     config: dict[str, Any] = {}
@@ -62,5 +92,5 @@ def _shared(metadata: Metadata) -> dict[str, Any]:
     return {
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": not metadata.has("output.weight"),
-        **generation_config(metadata),
+        **_special_tokens(metadata),
     }
