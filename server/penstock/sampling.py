@@ -21,7 +21,8 @@ StructuredOutputsParams = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are sampled, and when a generation ends. The server checks the values; None means its default."""
+    """How tokens are sampled, and when a generation ends. The server checks the values; None means the model's default, or
+    else the API's."""
 
     max_tokens: int | None = None
     """Most tokens to generate. By default 16 for a prompt, as in OpenAI's API, and all that fit for a chat."""
@@ -29,7 +30,7 @@ class SamplingParams:
     n: int | None = None
     """Generations for each prompt."""
     temperature: float | None = None
-    """0 is greedy; 1 by default."""
+    """0 is greedy. 1 by default, unless the model has another."""
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
