@@ -21,8 +21,8 @@ StructuredOutputsParams = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are sampled, and when a generation ends. The server checks the values; None means the model's default, or
-    else the API's."""
+    """How tokens are sampled, and when a generation ends. The server checks the values; None means the model's default,
+    or else the API's."""
 
     max_tokens: int | None = None
     """Most tokens to generate. By default 16 for a prompt, as in OpenAI's API, and all that fit for a chat."""

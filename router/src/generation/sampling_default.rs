@@ -268,7 +268,7 @@ mod tests {
                 "num_beams 4",
                 "length_penalty 0.8",
                 "early_stopping \"never\"",
-                "suppress_tokens [0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17…",
+                "suppress_tokens [0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,1…",
             ]
         );
     }
