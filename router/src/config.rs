@@ -34,7 +34,7 @@ pub struct Config {
     pub pipeline_tag: Option<String>,
     /// Prepared model folder: tokenizer.json, tokenizer_config.json, generation_config.json, chat template.
     pub model_folder: PathBuf,
-    /// What requests on the routes of OpenAI and Anthropic leave out.
+    /// Parameters for requests on the routes of OpenAI and Anthropic that leave them out.
     pub sampling_defaults: SamplingDefaults,
     /// Limits that every request is checked against.
     pub limits: RequestLimits,

@@ -374,7 +374,7 @@ pub(crate) struct Info {
     pub(crate) max_client_batch_size: usize,
     pub(crate) router: &'static str,
     pub(crate) version: &'static str,
-    /// The model's defaults of what requests on the routes of OpenAI and Anthropic leave out.
+    /// The model's parameters for requests on the routes of OpenAI and Anthropic that leave them out.
     pub(crate) sampling_defaults: SamplingDefaults,
 }
 

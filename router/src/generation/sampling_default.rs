@@ -7,7 +7,7 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
-/// Of a request that has neither its own value nor the model's, the API's default holds.
+/// A request that leaves out a parameter gets the model's value, or else the API's default.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, ToSchema)]
 pub struct SamplingDefaults {
     /// 0 is greedy.
@@ -72,7 +72,7 @@ const NOT_APPLIED: [(&str, f64); 32] = [
     ("forced_decoder_ids", 0.0),
     ("watermarking_config", 0.0),
     ("dola_layers", 0.0),
-    // Of GGUF files.
+    // Known from GGUF files only.
     ("xtc_probability", 0.0),
     ("mirostat", 0.0),
 ];

@@ -41,7 +41,7 @@ pub(super) async fn completions(
     answer(service, record, request, &defaults).await
 }
 
-/// `defaults` are of what the request leaves out.
+/// `defaults` fill in what the request leaves out.
 pub(super) async fn answer(
     service: Service,
     record: RequestRecord,

@@ -57,7 +57,7 @@ _NOT_APPLIED = {
     "forced_decoder_ids": 0,
     "watermarking_config": 0,
     "dola_layers": 0,
-    # Of GGUF files.
+    # Known from GGUF files only.
     "xtc_probability": 0,
     "mirostat": 0,
 }

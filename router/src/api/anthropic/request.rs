@@ -174,7 +174,7 @@ impl<'de> Deserialize<'de> for Conversation {
 }
 
 impl MessagesRequest {
-    /// The request in the form that all dialects share. `defaults` are of what it leaves out.
+    /// The request in the form that all dialects share. `defaults` fill in what it leaves out.
     pub(crate) fn into_generation(mut self, defaults: &SamplingDefaults) -> Result<GenerationRequest, ValidationError> {
         if self.max_tokens == 0 {
             return Err(ValidationError::NoNewTokens);

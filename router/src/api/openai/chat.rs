@@ -101,7 +101,7 @@ pub(crate) struct ChatRequest {
 }
 
 impl ChatRequest {
-    /// The request in the form that all dialects share. `defaults` are of what it leaves out.
+    /// The request in the form that all dialects share. `defaults` fill in what it leaves out.
     pub(crate) fn into_generation(
         mut self,
         config: &Config,

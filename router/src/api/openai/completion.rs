@@ -84,7 +84,7 @@ impl Prompts {
 
 impl CompletionRequest {
     /// The request in the form that all dialects share, and the number of choices to show for each prompt: `best_of`
-    /// asks for more generations than are shown. `defaults` are of what the request leaves out.
+    /// asks for more generations than are shown. `defaults` fill in what the request leaves out.
     pub(crate) fn into_generation(
         mut self,
         config: &Config,

@@ -108,8 +108,8 @@ impl SamplingFields {
         Self { temperature, top_p, top_k, ..Self::default() }
     }
 
-    /// Applies OpenAI's rules: sampling unless `temperature` or `top_p` is 0, or `top_k` is 1; neutral values have no effect. `defaults` are of
-    /// what the request leaves out. Sets no logprobs.
+    /// Applies OpenAI's rules: sampling unless `temperature` or `top_p` is 0, or `top_k` is 1; neutral values have no effect.
+    /// `defaults` fill in what the request leaves out. Sets no logprobs.
     pub(in crate::api) fn parameters(&mut self, defaults: &SamplingDefaults) -> Result<Parameters, ValidationError> {
         self.refused.check()?;
         // First, because a neutral value of the request wins as well.

@@ -172,8 +172,8 @@ pub(crate) struct ReadRequest {
 }
 
 impl ResponsesRequest {
-    /// `earlier`: the conversation of the response that this one continues. `stores`: whether responses are stored. `defaults` are
-    /// of what the request leaves out.
+    /// `earlier`: the conversation of the response that this one continues. `stores`: whether responses are stored.
+    /// `defaults` fill in what the request leaves out.
     pub(crate) fn read(
         mut self,
         earlier: Option<Conversation>,
