@@ -14,6 +14,7 @@ from binary import PENSTOCK, Server, launch, start
 from byte_model import save
 from client import ask, events
 from fault.drain import ENVIRONMENT, engine_url, start_server
+from penstock.setting import command_line
 
 # One token is left to choose from, at any temperature.
 GREEDY = {"temperature": 1.7, "top_k": 1, "max_new_tokens": 24, "num_beams": 4, "top_p": "0.9"}
@@ -141,3 +142,8 @@ def test_settings_that_have_no_effect_are_refused_by_name(folder: Path, tmp_path
         output, _ = process.communicate(timeout=240)
         assert process.returncode in (1, 2)
         assert reason in output
+
+
+def test_the_python_package_takes_an_override_as_a_dict() -> None:
+    arguments = command_line(PENSTOCK, {"override_generation_config": {"temperature": 0.5, "top_k": None}})
+    assert arguments == ['--override-generation-config={"temperature": 0.5, "top_k": null}']
