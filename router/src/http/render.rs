@@ -25,7 +25,7 @@ pub(super) async fn completions(
     OpenAiJson(request): OpenAiJson<CompletionRequest>,
 ) -> Result<Json<Vec<Rendered>>, OpenAiError> {
     let (model, names) = (request.model.clone(), request.names());
-    let (generation, _) = request.into_generation(service.config())?;
+    let (generation, _) = request.into_generation(service.config(), &service.config().sampling_defaults)?;
     rendered(&service, &record, model.as_deref(), generation, names).await.map(Json)
 }
 
@@ -43,7 +43,9 @@ pub(super) async fn chat_completions(
     OpenAiJson(request): OpenAiJson<ChatRequest>,
 ) -> Result<Json<Rendered>, OpenAiError> {
     let (model, names) = (request.model.clone(), request.names());
-    let generation = request.into_generation(service.config()).map_err(|error| OpenAiError::named(error, names))?;
+    let defaults = &service.config().sampling_defaults;
+    let generation = request.into_generation(service.config(), defaults);
+    let generation = generation.map_err(|error| OpenAiError::named(error, names))?;
     let mut rendered = rendered(&service, &record, model.as_deref(), generation, names).await?;
     Ok(Json(rendered.remove(0)))
 }
