@@ -176,6 +176,17 @@ def test_all_problems_are_reported_at_once(folder: Path, capsys: Any) -> None:
     assert len(report["problems"]) == 7
 
 
+def test_only_biases_of_zeros_may_be_more_than_the_model_has(folder: Path, capsys: Any) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    bias = "model.layers.0.mlp.down_proj.bias"
+    save_file(tensors | {bias: torch.zeros(48)}, folder / "model.safetensors")
+    assert run(capsys, str(folder))[0] == 0
+    save_file(tensors | {bias: torch.ones(48)}, folder / "model.safetensors")
+    status, report = run(capsys, str(folder))
+    assert status == 1
+    assert f"holds 1 biases of layers that have none in this model: {bias}" in report["problems"][0]
+
+
 def test_every_damaged_file_is_named(tmp_path: Path, capsys: Any) -> None:
     folder = with_tokenizer(save_model(make_model("llama"), tmp_path / "model", "60KB"))
     files = sorted(folder.glob("*.safetensors"))

@@ -76,9 +76,14 @@ def test_an_extra_tensor_is_named(folder: Path) -> None:
 
 def test_a_bias_that_the_configuration_lacks_is_refused(folder: Path) -> None:
     name = Q_WEIGHT.replace("weight", "bias")
-    rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(48)}))
-    with pytest.raises(ConfigError, match=name):
+    rewrite(folder, lambda tensors: tensors.update({name: torch.eye(48)[47].clone()}))
+    with pytest.raises(ConfigError, match=f"holds 1 biases of layers that have none .*: {name}; they are not zero"):
         load(folder)
+
+
+def test_biases_of_zeros_that_the_configuration_lacks_change_nothing(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({Q_WEIGHT.replace("weight", "bias"): torch.zeros(48)}))
+    load(folder)
 
 
 def test_rope_tables_of_old_exporters_are_ignored(folder: Path) -> None:

@@ -28,10 +28,10 @@ from penstock_server.models.stage import stage_of
 from penstock_server.parallel import RankGroup, Stage
 from penstock_server.vision.family import FAMILIES
 from penstock_server.vision.tower import tower_dtype
-from penstock_server.weights.folder import ADAPTER_WEIGHTS, IMAGE_ADAPTER
-from penstock_server.weights.loader import expected_shapes, mismatches, shortened
+from penstock_server.weights.folder import ADAPTER_WEIGHTS, IMAGE_ADAPTER, find_weights
+from penstock_server.weights.loader import expected_shapes, is_zero, mismatches, shortened, unused_biases
 from penstock_server.weights.location import Locator
-from penstock_server.weights.safetensors_file import LOADABLE
+from penstock_server.weights.safetensors_file import LOADABLE, SafetensorsCheckpoint
 from penstock_server.weights.safetensors_header import ITEM_BYTES, read_header
 
 _SERVES = {"embed": "embeddings", "rerank": "reranking"}
@@ -91,7 +91,8 @@ def lay_out(
             layout = WeightLayout(Shard.of(spec.hidden_size, spec.vocab_size, RankGroup()))
             table = parameters(spec, layout)
             expected = expected_shapes(table, locator)
-            shapes = {name: tensor.shape for name, tensor in tensors.items()}
+            zeros = _zeros(files, folder, unused_biases(tensors, expected))
+            shapes = {name: tensor.shape for name, tensor in tensors.items() if name not in zeros}
             problems += mismatches(shapes, expected, locator.ignored)
             problems += [] if found is not None else _unloadable(tensors, expected)
         memory = MemoryMeter(device).measure()
@@ -134,6 +135,25 @@ def lay_out(
         serves,
         spec.reads_images,
     )
+
+
+def _zeros(files: ModelFiles, folder: Path, biases: set[str]) -> set[str]:
+    """Those of `unused_biases` that are zeros; all of them if they cannot be read yet, which a note says."""
+    if not biases:
+        return biases
+    try:
+        checkpoint = SafetensorsCheckpoint(find_weights(folder).paths) if files.kind == "safetensors" else None
+    except ConfigError:
+        checkpoint = None  # not downloaded
+    if checkpoint is None:
+        files.notes.append(
+            f"{len(biases)} biases belong to layers that have none in this model: {shortened(biases)}; the model is "
+            "refused at start if they are not zeros"
+        )
+        return biases
+    zeros = {name for name in biases if is_zero(checkpoint, name)}
+    checkpoint.close()
+    return zeros
 
 
 def _unloadable(tensors: Mapping[str, StoredTensor], expected: Iterable[str]) -> list[str]:

@@ -70,7 +70,9 @@ class Loader:
         self.loaded_bytes = 0
         self._scratch = Scratch()
         shapes = {name: checkpoint.shape(name) for name in checkpoint.names()}
-        problems = mismatches(shapes, expected_shapes(parameters, locator), locator.ignored)
+        expected = expected_shapes(parameters, locator)
+        zeros = {name for name in unused_biases(shapes, expected) if is_zero(checkpoint, name)}
+        problems = mismatches({name: shapes[name] for name in shapes.keys() - zeros}, expected, locator.ignored)
         if problems:
             raise ConfigError(problems[0])
 
@@ -177,19 +179,45 @@ def expected_shapes(parameters: Mapping[str, Parameter], locator: Locator) -> di
     return shapes
 
 
+def unused_biases(found: Collection[str], expected: Collection[str]) -> set[str]:
+    """Tensors that are biases of weights which the model adds no bias to. AutoGPTQ and other quantizers store zeros
+    there; they change nothing."""
+    return {
+        name
+        for name in found
+        if name.endswith(".bias") and name not in expected and f"{name.removesuffix('.bias')}.weight" in expected
+    }
+
+
+def is_zero(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether all of a tensor's values are zeros."""
+    values = torch.empty(checkpoint.shape(name))
+    checkpoint.read(name, None, values)
+    return not bool(values.any())
+
+
 def mismatches(
     found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], ignored: Iterable[str]
 ) -> list[str]:
-    """Every difference between a checkpoint's tensor shapes and the expected ones, as messages for the user."""
+    """Every difference between a checkpoint's tensor shapes and the expected ones, as messages for the user. found:
+    without biases of zeros, see `unused_biases`."""
     problems = []
     patterns = [re.compile(pattern) for pattern in (*ignored, kv_scale.PATTERN)]
     missing = expected.keys() - found.keys()
     extra = {name for name in found.keys() - expected.keys() if not any(p.fullmatch(name) for p in patterns)}
+    biases = extra & unused_biases(found, expected)
+    extra -= biases
     if missing:
         problems.append(f"the checkpoint lacks {len(missing)} of {len(expected)} tensors: {shortened(missing)}")
     if extra:
         problems.append(
             f"the checkpoint holds {len(extra)} tensors that the model has no place for: {shortened(extra)}"
+        )
+    if biases:
+        problems.append(
+            f"the checkpoint holds {len(biases)} biases of layers that have none in this model: {shortened(biases)}; "
+            "they are not zeros, so results without them would be wrong; if the model has them, config.json must say "
+            "so, for example as attention_bias or mlp_bias"
         )
     different = [name for name, shape in expected.items() if found.get(name, shape) != shape]
     for name in different[:MAX_NAMES_SHOWN]:
