@@ -252,6 +252,98 @@ def compressed(
     return options, quantize
 
 
+FP4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+
+
+def fp4(weight: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
+    """The numbers [out, in / 2] uint8 nearest to the weight over its scales [out, in], and what they stand for."""
+    levels = torch.tensor(FP4)
+    codes = ((weight / spread).abs()[..., None] - levels).abs().argmin(-1)
+    exact = levels[codes] * weight.sign() * spread
+    codes = (codes + 8 * (weight < 0)).to(torch.uint8)
+    return codes[:, ::2] | codes[:, 1::2] << 4, exact
+
+
+def nvfp4(names: tuple[str, str], *, divides: bool, inputs: str = "") -> Quantize:
+    """names: of the numbers and of the scale of the whole weight. inputs: the name of a scale of inputs."""
+
+    def quantize(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+        factor = 448 * 6 / weight.abs().max().clamp(min=1e-6)
+        scales = (weight.unflatten(1, (-1, 16)).abs().amax(2) / 6 * factor).to(torch.float8_e4m3fn)
+        whole = factor if divides else 1 / factor
+        each = scales.float() / whole if divides else scales.float() * whole
+        packed, exact = fp4(weight, each.clamp(min=1e-12).repeat_interleave(16, 1))
+        tensors = {names[0]: packed, "weight_scale": scales, names[1]: whole.reshape(1) if divides else whole}
+        if inputs:
+            tensors[inputs] = torch.tensor([0.01])
+        return {f"{name}.{key}": tensor for key, tensor in tensors.items()}, exact
+
+    return quantize
+
+
+def compressed_fp4(kind: str, *, inputs: int | None = None) -> tuple[dict[str, Any], Quantize]:
+    """`quantization_config` of compressed-tensors, and its layers. kind: nvfp4 or mxfp4. inputs: their bits."""
+    group = 16 if kind == "nvfp4" else 32
+    values = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": group, "symmetric": True}
+    if kind == "nvfp4":
+        values["strategy"] = "tensor_group"
+    activations = None if inputs is None else {**values, "num_bits": inputs, "dynamic": "local"}
+    layout = f"{kind}-pack-quantized"
+    group_0 = {"targets": ["Linear"], "weights": values, "input_activations": activations, "format": layout}
+    options = {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"group_0": group_0},
+        "ignore": ["lm_head"],
+    }
+    if kind == "nvfp4":
+        inputs_name = "" if inputs is None else "input_global_scale"
+        return options, nvfp4(("weight_packed", "weight_global_scale"), divides=True, inputs=inputs_name)
+
+    def quantize(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+        exponents = (weight.unflatten(1, (-1, 32)).abs().amax(2).clamp(min=1e-9) / 6).log2().ceil()
+        packed, exact = fp4(weight, (2.0**exponents).repeat_interleave(32, 1))
+        scales = (exponents + 127).to(torch.uint8)
+        return {f"{name}.weight_packed": packed, f"{name}.weight_scale": scales}, exact
+
+    return options, quantize
+
+
+def modelopt_w4a16(group: int) -> Quantize:
+    """Signed numbers of 4 bits, two outputs in a byte."""
+
+    def quantize(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+        scales = weight.unflatten(1, (-1, group)).abs().amax(2).clamp(min=1e-6) / 7
+        codes = (weight / scales.repeat_interleave(group, 1)).round().clamp(-8, 7)
+        nibbles = codes.to(torch.int8).view(torch.uint8) & 15
+        tensors = {f"{name}.weight": nibbles[::2] | nibbles[1::2] << 4, f"{name}.weight_scale": scales}
+        return tensors, codes * scales.repeat_interleave(group, 1)
+
+    return quantize
+
+
+def rescaled(quantize: Quantize) -> Quantize:
+    """With `pre_quant_scale`, which multiplies the inputs of the quantized weight."""
+
+    def quantize_rescaled(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+        scale = torch.rand(weight.shape[1], generator=torch.Generator().manual_seed(7)) + 0.5
+        tensors, exact = quantize(name, weight / scale)
+        return {**tensors, f"{name}.pre_quant_scale": scale}, exact * scale
+
+    return quantize_rescaled
+
+
+def renamed(quantize: Quantize, **names: str) -> Quantize:
+    """With other names of a layer's tensors."""
+
+    def quantize_renamed(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+        tensors, exact = quantize(name, weight)
+        parts = {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items()}
+        return {f"{name}.{names.get(key, key)}": tensor for key, tensor in parts.items()}, exact
+
+    return quantize_renamed
+
+
 def bits_and_bytes(kind: str, *, nested: bool = False) -> Quantize:
     if importlib.util.find_spec("bitsandbytes") is None:
         return lacking("bitsandbytes")

@@ -28,12 +28,16 @@ from quantized_checkpoints import (
     awq,
     bits_and_bytes,
     compressed,
+    compressed_fp4,
     float8,
     gemv,
     gptq,
     hqq,
     marlin,
+    modelopt_w4a16,
+    nvfp4,
     quark,
+    renamed,
     save_quantized,
 )
 from safetensors.torch import load_file, save_file
@@ -45,6 +49,11 @@ SIZES = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
 
 def gptq_options(bits: int, group: int, **others: Any) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False, "sym": True} | others
+
+
+def auto_round_options(packing: str, **others: Any) -> dict[str, Any]:
+    common = {"quant_method": "auto-round", "packing_format": packing, "bits": 4, "group_size": 32, "sym": False}
+    return common | {"data_type": "int", "autoround_version": "0.8.0", "iters": 200} | others
 
 
 def quark_options(**of_all: Any) -> dict[str, Any]:
@@ -105,6 +114,22 @@ CASES: dict[str, tuple[dict[str, Any], Quantize]] = {
     "compressed fp8": compressed(8, "channel", None, symmetric=True, kind="float"),
     "fp8": ({"quant_method": "fp8", "activation_scheme": "static"}, float8("tensor")),
     "fp8 in blocks": ({"quant_method": "fp8", "weight_block_size": [32, 32]}, float8("block")),
+    "fp8 of Mistral": (
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False},
+        renamed(float8("tensor"), weight_scale="qscale_weight", input_scale="qscale_act"),
+    ),
+    "nvfp4": compressed_fp4("nvfp4"),
+    "nvfp4 with inputs of 4 bits": compressed_fp4("nvfp4", inputs=4),
+    "mxfp4": compressed_fp4("mxfp4"),
+    "modelopt fp8": ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, float8("tensor")),
+    "modelopt nvfp4": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head*"]},
+        nvfp4(("weight", "weight_scale_2"), divides=False, inputs="input_scale"),
+    ),
+    "modelopt w4a16": ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, modelopt_w4a16(32)),
+    "auto-round": (auto_round_options("auto_round"), gptq(4, 32, symmetric=False, version=2)),
+    "auto-round, gptq": (auto_round_options("auto_round:auto_gptq"), gptq(4, 32, symmetric=False)),
+    "auto-round, awq": (auto_round_options("auto_round:auto_awq"), awq(32)),
     "fbgemm_fp8": ({"quant_method": "fbgemm_fp8"}, float8("row")),
     "quark fp8": quark("fp8_e4m3", "per_tensor"),
     "quark fp8, a scale for each output": quark("fp8_e4m3", "per_channel"),
@@ -231,7 +256,7 @@ def test_tables_of_integers_are_near_the_codebooks(kind: str) -> None:
     [
         (
             {"quant_method": "exl2"},
-            r"with 'exl2', which is not supported; supported are awq, .*; serve the original model with --quant",
+            r"with 'exl2', which is not supported; supported are auto-round, awq, .*; serve the original model with --quant",
         ),
         ("gptq", "quantization_config is 'gptq', must be an object"),
         (gptq_options(5, 32), "quantization_config.bits is 5, must be one of 2, 3, 4, 8"),

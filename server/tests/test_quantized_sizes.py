@@ -23,6 +23,8 @@ MOST = 1.05
 EXCEPTIONS = {
     "bitsandbytes nf4, double": 1.10,  # scales become float32: a table and two sums for each would be slower
     "hqq 1 bit": 1.67,  # codes of 2 bits are the smallest
+    # Products of two scales become float32.
+    **dict.fromkeys(("nvfp4", "nvfp4 with inputs of 4 bits", "modelopt nvfp4"), 1.34),
 }
 # What the tests of models cut smaller, and the groups that weigh most.
 OTHERS: dict[str, tuple[dict[str, Any], Quantize]] = {

@@ -14,6 +14,8 @@ from penstock_server.weights.location import Locator
 # Files in which AutoGPTQ and AWQ describe a checkpoint whose config.json does not, in the order in which they are
 # looked for, with the method of a file that does not name it. COMPAT: TGI reads the same files.
 _DESCRIPTIONS = (("quantize_config.json", "gptq"), ("quant_config.json", "awq"))
+# ModelOpt's description, which counts before them.
+_MODELOPT = "hf_quant_config.json"
 # AWQ's names of options that `quantization_config` names otherwise.
 _SPELLINGS = {"w_bit": "bits", "q_group_size": "group_size"}
 _OF_AWQ = {"w_bit", "q_group_size", "zero_point", "version"}
@@ -47,7 +49,11 @@ def quantization_config(folder: Path) -> object:
     """The value of `quantization_config` in config.json, or else the options in a file of the tool that quantized the
     checkpoint, in the same form. None: nothing says that it is quantized. Raises ConfigError if such a file is damaged.
     """
-    return _of_config(folder / "config.json") or next(
+    if options := _of_config(folder / "config.json"):
+        return _unfolded(options) if isinstance(options, dict) else options
+    if options := _of_modelopt(folder / _MODELOPT):
+        return options
+    return next(
         (options for name, method in _DESCRIPTIONS if (options := _of_tool(folder / name, method)) is not None), None
     )
 
@@ -59,8 +65,33 @@ def _of_config(path: Path) -> object:
         return None  # the model's reader reports it
 
 
+def _of_modelopt(path: Path) -> dict[str, Any] | None:
+    """The options in ModelOpt's file; None if there is none, or if only keys and values are quantized."""
+    values = _read_object(path)
+    options = _unfolded(values or {})
+    return options if options.get("quant_algo") else None
+
+
+def _unfolded(options: dict[str, Any]) -> dict[str, Any]:
+    """ModelOpt's options, which are under `quantization` in some versions, with the method's name. Others stay."""
+    inner = options.get("quantization")
+    return {"quant_method": "modelopt", **options, **inner} if isinstance(inner, dict) else options
+
+
 def _of_tool(path: Path, method: str) -> dict[str, Any] | None:
     """The options in a file of _DESCRIPTIONS, None if there is no such file. method: if the file implies no other."""
+    values = _read_object(path)
+    if values is None:
+        return None
+    options: dict[str, Any] = {str(_SPELLINGS.get(key, key)): value for key, value in values.items()}
+    if not options.keys() & {"bits", "quant_method"}:
+        return None  # another tool uses the name for something else
+    implied = "awq" if values.keys() & _OF_AWQ else method
+    return {**options, "quant_method": options.get("quant_method") or implied}
+
+
+def _read_object(path: Path) -> dict[str, Any] | None:
+    """None if there is no such file. Raises ConfigError if it is damaged."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -69,8 +100,4 @@ def _of_tool(path: Path, method: str) -> dict[str, Any] | None:
         raise ConfigError(f"{path} is damaged: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} is not a JSON object")
-    options: dict[str, Any] = {str(_SPELLINGS.get(key, key)): value for key, value in values.items()}
-    if not options.keys() & {"bits", "quant_method"}:
-        return None  # another tool uses the name for something else
-    implied = "awq" if values.keys() & _OF_AWQ else method
-    return {**options, "quant_method": options.get("quant_method") or implied}
+    return values

@@ -9,6 +9,7 @@ row, in order and padded. `gemv_fast`: qweight [out_features / 4, in_features] i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -96,6 +97,10 @@ class Awq:
     group: int
     layout: str
     name: str = "awq"
+    # AutoRound's groups of layers whose names start with a match, None if they are not quantized. The first match
+    # counts.
+    groups: tuple[tuple[re.Pattern[str], int | None], ...] = ()
+    rules_option: str = ""  # that `groups` was read from
 
     @classmethod
     def read(cls, options: Mapping[str, Any]) -> Awq:
@@ -110,10 +115,18 @@ class Awq:
     def find(self, headers: Headers) -> dict[str, StoredWeight]:
         of_layout = {"gemv": _gemv, "gemv_fast": _gemv_fast}.get(self.layout, _gemm)
         return {
-            f"{name}.weight": of_layout(name, self.group, headers)
+            f"{name}.weight": of_layout(name, self._group_of(name), headers)
             for name, _, suffix in (tensor.rpartition(".") for tensor in headers)
             if suffix == "qweight"
         }
+
+    def _group_of(self, name: str) -> int:
+        group = next((own for names, own in self.groups if names.match(name)), self.group)
+        if group is None:
+            raise ConfigError(
+                f"quantization_config.{self.rules_option} says that {name} is not quantized, but it has a qweight"
+            )
+        return group
 
 
 def _gemm(name: str, group: int, headers: Headers) -> StoredWeight:

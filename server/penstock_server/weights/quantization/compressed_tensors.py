@@ -3,8 +3,9 @@
 `pack-quantized`: weight_packed [out_features, in_features * bits / 32] int32 with unsigned codes, weight_shape [2],
 weight_scale [out_features, groups], for asymmetric weights weight_zero_point [out_features * bits / 32, groups] int32,
 for weights in activation order weight_g_idx [in_features], which is -1 where no order was chosen. `int-quantized`:
-weight [out_features, in_features] int8, weight_scale, weight_zero_point int8. `float-quantized`: as in `fp8`. Scales of
-inputs are not needed: inputs are quantized by what they contain, or not at all.
+weight [out_features, in_features] int8, weight_scale, weight_zero_point int8. `float-quantized`: as in `fp8`.
+`nvfp4-pack-quantized`, `mxfp4-pack-quantized`: as in `fp4`. Scales of inputs are not needed: inputs are quantized by
+what they contain, or not at all.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from torch import Tensor
 
 from penstock_server.errors import ConfigError
 from penstock_server.kernels.quantized import QuantizedRows
+from penstock_server.weights.quantization.fp4 import NV_GROUP, fp4_weight
 from penstock_server.weights.quantization.fp8 import block_size, find_scaled
+from penstock_server.weights.quantization.mxfp4 import GROUP
 from penstock_server.weights.quantization.stored import (
     CODE_BITS,
     FLOATS,
@@ -43,10 +46,21 @@ from penstock_server.weights.quantization.stored import (
     unpack_bits,
 )
 
-FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
+FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mxfp8-quantized",
+    "mixed-precision",
+    "dense",
+)
 KINDS = (
     Kind("compressed-tensors: W4A16, W8A16 and other packed integers, W8A8, several in a model", CODE_BITS),
-    Kind("compressed-tensors: FP8, also in blocks", (8,)),
+    Kind("compressed-tensors: FP8 and MXFP8, also in groups or blocks", (8,)),
+    Kind("compressed-tensors: NVFP4 and MXFP4", (4,)),
 )
 
 
@@ -98,6 +112,7 @@ class GroupOptions:
     has_narrow_inputs: bool
     block: tuple[int, int] | None  # of 8-bit floats, that shares a scale
     has_order: bool = False  # each weight has its `weight_g_idx`
+    is_fp4: bool = False
 
     @classmethod
     def read(cls, options: Mapping[str, Any], layout: str) -> GroupOptions:
@@ -110,20 +125,28 @@ class GroupOptions:
             )
         weights = options["weights"]
         is_float, strategy, bits = weights.get("type") == "float", weights.get("strategy"), weights.get("num_bits", 8)
-        if is_float and bits != 8:
-            raise ConfigError(f"floating-point weights of {bits} bits are not supported; {INSTEAD}")
+        size = weights.get("group_size")
+        if is_float and (bits != 8 and (bits != 4 or size not in (NV_GROUP, GROUP))):
+            raise ConfigError(
+                f"floating-point weights of {bits} bits in groups of {size} are not supported; supported are 8 bits, "
+                f"and 4 bits in groups of {NV_GROUP} (NVFP4) or {GROUP} (MXFP4); {INSTEAD}"
+            )
         if type(bits) is not int or bits not in CODE_BITS:
             raise ConfigError(
                 f"quantization_config has weights of num_bits {bits!r}, must be one of "
                 f"{', '.join(map(str, CODE_BITS))}; {INSTEAD}"
             )
+        block = block_size("weights.block_structure", weights.get("block_structure")) if strategy == "block" else None
+        if is_float and bits == 8 and strategy == "group":
+            block = block_size("weights.group_size", [1, size])
         return cls(
             bits,
-            group_size(weights.get("group_size") or -1) if strategy == "group" else -1,
+            group_size(size or -1) if strategy == "group" else -1,
             weights.get("symmetric", True),
             (options.get("input_activations") or {}).get("num_bits") == 8,
-            block_size("weights.block_structure", weights.get("block_structure")) if strategy == "block" else None,
+            block,
             strategy == "group" and weights.get("actorder") in ("group", "dynamic"),
+            is_float and bits == 4,
         )
 
 
@@ -173,8 +196,10 @@ class CompressedTensors:
             name, _, suffix = tensor.rpartition(".")
             if suffix == "weight_packed":
                 options = self.options_of(name)
-                found[f"{name}.weight"] = _integers(
-                    name, suffix, options, headers, self._shape(name, options.bits, headers)
+                found[f"{name}.weight"] = (
+                    fp4_weight(name, suffix, headers)
+                    if options.is_fp4
+                    else _integers(name, suffix, options, headers, self._shape(name, options.bits, headers))
                 )
         return found
 

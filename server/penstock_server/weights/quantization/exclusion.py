@@ -45,7 +45,12 @@ def _refuse(option: str, weights: Iterable[str], is_excluded: IsExcluded) -> Non
 
 def by_part(entries: Sequence[str]) -> IsExcluded:
     """As in transformers: an entry is how a name ends, or a regular expression of how it starts, up to the end of one
-    of its parts. Raises ConfigError for an invalid one."""
+    of its parts. One that starts with `*`, as no regular expression does, is read as in `by_wildcard`. Raises
+    ConfigError for an invalid one."""
+    if wildcards := [entry for entry in entries if entry.startswith("*")]:
+        others = [entry for entry in entries if entry not in wildcards]
+        is_wild, is_other = by_wildcard(wildcards), by_part(others) if others else lambda _: False
+        return lambda name: is_wild(name) or is_other(name)
     ends = tuple(entries)
     starts = pattern(f"(?:{'|'.join(f'(?:{pattern(entry).pattern})' for entry in entries)})" r"(?:(?<=\.)|(?=\.|$))")
     return lambda name: name.endswith(ends) or starts.match(name) is not None
@@ -60,8 +65,8 @@ def by_name(entries: Sequence[str]) -> IsExcluded:
 
 
 def by_wildcard(entries: Sequence[str]) -> IsExcluded:
-    """As in Quark: an entry is a name in which `*` stands for any characters, or with `re:` a regular expression of how
-    a name starts. Raises ConfigError for an invalid one."""
+    """As in Quark and ModelOpt: an entry is a name in which `*` stands for any characters, or with `re:` a regular
+    expression of how a name starts. Raises ConfigError for an invalid one."""
     is_named = by_name(entries)
     return lambda name: is_named(name) or any(fnmatchcase(name, entry) for entry in entries)
 
@@ -79,9 +84,11 @@ def _is_place(part: str) -> bool:
 # GPTQModel excludes layers by rules of its option `dynamic`.
 _OPTIONS: Mapping[str, Callable[[Sequence[str]], IsExcluded]] = {
     "exclude": by_wildcard,  # Quark
-    "ignore": by_name,  # compressed-tensors
+    "exclude_modules": by_wildcard,  # ModelOpt
+    "ignore": by_wildcard,  # compressed-tensors, whose names have no wildcards, and ModelOpt
     "ignored_layers": by_part,  # fp8, by other tools than transformers
     "llm_int8_skip_modules": by_part,  # bitsandbytes
+    "module_not_to_convert": by_part,
     "modules_to_not_convert": by_part,
     "skip_modules": by_tag,  # HQQ
 }

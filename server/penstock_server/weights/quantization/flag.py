@@ -11,6 +11,7 @@ from penstock_server.kernels.quantized import QuantFormat
 from penstock_server.weights.folder import find_weights
 from penstock_server.weights.format import quantization_config
 from penstock_server.weights.gguf.header import read_header
+from penstock_server.weights.quantization.auto_round import packing_of
 from penstock_server.weights.quantization.bitsandbytes import FP4, NF4, STATE, table_of
 from penstock_server.weights.quantization.method import quantization_method
 from penstock_server.weights.quantization.stored import INSTEAD
@@ -19,15 +20,22 @@ from penstock_server.weights.safetensors_header import read_header as read_safet
 # By value of the flag: the methods of checkpoints that it stands for. TGI's kernels for 8-bit floats and GPTQ's Marlin
 # serve checkpoints of several methods.
 _METHODS = {
-    "awq": ("awq",),
+    "awq": ("awq", "auto-round"),
     "bitsandbytes": ("bitsandbytes",),
     "bitsandbytes-fp4": ("bitsandbytes",),
     "bitsandbytes-nf4": ("bitsandbytes",),
     "compressed-tensors": ("compressed-tensors",),
     "eetq": (),
-    "fp8": ("fp8", "fbgemm_fp8", "compressed-tensors"),
-    "gptq": ("gptq",),
-    "marlin": ("gptq", "awq"),
+    "fp8": ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "auto-round"),
+    "gptq": ("gptq", "auto-round"),
+    "marlin": ("gptq", "awq", "auto-round"),
+}
+# By value of the flag: the packings of AutoRound, as `packing_of` names them.
+_PACKINGS = {
+    "awq": ("awq",),
+    "fp8": ("float",),
+    "gptq": ("gptq", "gptq_v2"),
+    "marlin": ("gptq", "gptq_v2", "awq"),
 }
 # Formats of weights that are quantized at load. Without a table, groups are whole rows.
 _INTEGERS = QuantFormat(8, 32, offset=128)
@@ -82,10 +90,18 @@ def _contradiction(flag: str, method: str, folder: Path) -> str:
         names = {name for path in find_weights(folder).paths for name in read_safetensors_header(path)}
         kind = _bitsandbytes_kind(names)
         return "" if flag == f"bitsandbytes-{kind}" else f"bitsandbytes {kind}"
+    options = quantization_config(folder)
+    if not isinstance(options, dict):
+        return ""
     if method == "compressed-tensors" and flag == "fp8":
-        options = quantization_config(folder)
-        integers = _integer_bits(options) if isinstance(options, dict) else ()
-        return f"compressed-tensors with integers of {' and '.join(map(str, integers))} bits" if integers else ""
+        found = " and ".join(_formats_but_float8(options))
+        return f"compressed-tensors with {found}" if found else ""
+    if method == "modelopt":
+        algorithm = str(options.get("quant_algo") or "FP8")
+        return "" if algorithm.upper().startswith(("FP8", "MXFP8")) else f"modelopt {algorithm}"
+    if method == "auto-round":
+        packing = packing_of(options)
+        return "" if packing in _PACKINGS[flag] else f"auto-round packed as {packing}"
     return ""
 
 
@@ -93,13 +109,14 @@ def _bitsandbytes_kind(tensors: Collection[str]) -> str:
     return next((kind for kind in ("nf4", "fp4") if any(name.endswith(STATE + kind) for name in tensors)), "int8")
 
 
-def _integer_bits(options: Mapping[str, Any]) -> list[int]:
-    """The bits of weights that are integers, by `config_groups` of compressed-tensors."""
+def _formats_but_float8(options: Mapping[str, Any]) -> list[str]:
+    """The formats of weights that are no 8-bit floats, by `config_groups` of compressed-tensors."""
     groups = options.get("config_groups")
     weights = (
         [group.get("weights") for group in groups.values() if isinstance(group, dict)]
         if isinstance(groups, dict)
         else []
     )
-    found = [each for each in weights if isinstance(each, dict) and each.get("type") != "float"]
-    return sorted({each.get("num_bits", 8) for each in found})
+    found = [(each.get("type"), each.get("num_bits", 8)) for each in weights if isinstance(each, dict)]
+    others = {(kind, bits) for kind, bits in found if (kind, bits) != ("float", 8)}
+    return [f"{'floats' if kind == 'float' else 'integers'} of {bits} bits" for kind, bits in sorted(others, key=str)]

@@ -50,7 +50,7 @@ class GptqWeight(Affine):
     """Implements `StoredWeight`."""
 
     has_order: bool
-    zero_offset: int  # added to the stored zero points
+    zero_offsets: tuple[int, ...]  # the first is added to the stored zero points; symmetric weights may have any
 
     def order(self, read: Read) -> Tensor | None:
         return feature_order(f"{self.name}.g_idx", self.format.group, read) if self.has_order else None
@@ -59,11 +59,12 @@ class GptqWeight(Affine):
         (out_features, in_features), bits = self.shape, self.format.bits
         mine, order = slice(rows.start, rows.stop), self.order(read)
         codes = unpack_bits(read(f"{self.name}.qweight")[:, mine].T, bits, in_features)
-        zeros = unpack_bits(read(f"{self.name}.qzeros"), bits, out_features)[:, mine].T.int() + self.zero_offset
-        if not self.format.has_mins and not bool((zeros == self.format.offset).all()):
+        zeros = unpack_bits(read(f"{self.name}.qzeros"), bits, out_features)[:, mine].T.int()
+        is_symmetric = any(bool((zeros + offset == self.format.offset).all()) for offset in self.zero_offsets)
+        if not self.format.has_mins and not is_symmetric:
             raise ConfigError(f"{self.name} has zero points of its own, but the checkpoint says that it is symmetric")
         codes = codes if order is None else codes[:, order]
-        return self.affine_rows(codes, read(f"{self.name}.scales")[:, mine].T, zeros)
+        return self.affine_rows(codes, read(f"{self.name}.scales")[:, mine].T, zeros + self.zero_offsets[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +93,9 @@ class Gptq:
     # GPTQModel's `dynamic`: the options of layers whose names start with a match, None if they are not quantized. The
     # first match counts.
     dynamic: tuple[tuple[re.Pattern[str], GptqOptions | None], ...]
-    zero_offset: int
+    zero_offsets: tuple[int, ...]  # as of `GptqWeight`
     name: str = "gptq"
+    rules_option: str = "dynamic"  # that `dynamic` was read from
 
     @classmethod
     def read(cls, options: Mapping[str, Any]) -> Gptq:
@@ -107,7 +109,7 @@ class Gptq:
         if not isinstance(dynamic, dict):
             raise ConfigError(f"quantization_config.dynamic is {dynamic!r}, must be an object")
         rules = tuple(_rule(key, overrides, options) for key, overrides in dynamic.items())
-        return cls(GptqOptions.read(options), rules, 1 if layout == "gptq" else 0)
+        return cls(GptqOptions.read(options), rules, (1,) if layout == "gptq" else (0,))
 
     def find(self, headers: Headers) -> dict[str, StoredWeight]:
         return {
@@ -119,20 +121,22 @@ class Gptq:
     def _weight(self, name: str, headers: Headers) -> GptqWeight:
         options = next((own for names, own in self.dynamic if names.match(name)), self.options)
         if options is None:
-            raise ConfigError(f"quantization_config.dynamic says that {name} is not quantized, but it has a qweight")
+            raise ConfigError(
+                f"quantization_config.{self.rules_option} says that {name} is not quantized, but it has a qweight"
+            )
         has_order = options.has_order or f"{name}.g_idx" in headers
         tensors = complete(headers, name, (".qweight", ".qzeros", ".scales", *([".g_idx"] if has_order else [])))
         rows, out_features = matrix_shape(headers, tensors[0], "I32")
         in_features = rows * 32 // options.bits
         scales = headers[f"{name}.scales"].dtype
-        zeros = None if options.is_symmetric else integer_zeros((1 << options.bits) - 1 + self.zero_offset)
+        zeros = None if options.is_symmetric else integer_zeros((1 << options.bits) - 1 + self.zero_offsets[0])
         format_ = affine_format(name, options.bits, options.group, in_features, zeros=zeros, scale_dtype=scales)
         groups = -(-in_features // format_.group)
         expect(headers, f"{name}.scales", (groups, out_features), *FLOATS)
         expect(headers, f"{name}.qzeros", (groups, out_features * options.bits // 32), "I32")
         if has_order:
             expect(headers, f"{name}.g_idx", (in_features,), "I32", "I64")
-        return GptqWeight(name, (out_features, in_features), tensors, format_, has_order, self.zero_offset)
+        return GptqWeight(name, (out_features, in_features), tensors, format_, has_order, self.zero_offsets)
 
 
 def _rule(key: str, overrides: object, options: Mapping[str, Any]) -> tuple[re.Pattern[str], GptqOptions | None]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock_server.errors import ConfigError
 from penstock_server.weights.quantization import (
+    auto_round,
     awq,
     bitsandbytes,
     compressed_tensors,
@@ -15,6 +16,7 @@ from penstock_server.weights.quantization import (
     gptq,
     hqq,
     marlin,
+    modelopt,
     mxfp4,
     quark,
     torchao,
@@ -27,6 +29,7 @@ from penstock_server.weights.quantization.fp8 import Fp8
 from penstock_server.weights.quantization.gptq import Gptq
 from penstock_server.weights.quantization.hqq import Hqq
 from penstock_server.weights.quantization.marlin import Marlin, is_marlin
+from penstock_server.weights.quantization.modelopt import ModelOpt
 from penstock_server.weights.quantization.mxfp4 import Mxfp4
 from penstock_server.weights.quantization.quark import Quark
 from penstock_server.weights.quantization.stored import INSTEAD, Headers, Method, Read, ReadMetadata, StoredWeight
@@ -35,6 +38,7 @@ from penstock_server.weights.quantization.torchao import Torchao
 # By `quant_method`.
 _METHODS: Mapping[str, Callable[[Mapping[str, Any], Read, ReadMetadata], Method]] = MappingProxyType(
     {
+        "auto-round": lambda options, *_: auto_round.read(options),
         "awq": lambda options, *_: Marlin.read(options) if is_marlin(options) else Awq.read(options),
         "bitsandbytes": lambda _options, read, _: BitsAndBytes(read),
         "compressed-tensors": lambda options, read, _: CompressedTensors.read(options, read),
@@ -42,19 +46,39 @@ _METHODS: Mapping[str, Callable[[Mapping[str, Any], Read, ReadMetadata], Method]
         "fp8": lambda options, *_: Fp8.read(options),
         "gptq": lambda options, *_: Marlin.read(options) if is_marlin(options) else Gptq.read(options),
         "hqq": lambda _options, read, _: Hqq(read),
+        "modelopt": lambda options, *_: ModelOpt.read(options),
         "mxfp4": lambda *_: Mxfp4(),
         "quark": lambda options, *_: Quark.read(options),
         "torchao": lambda _options, read, read_metadata: Torchao(read, read_metadata),
     }
 )
+# Other names of methods, with `-` for `_`.
+_ALIASES = {
+    "autoawq": "awq",
+    "awq-marlin": "awq",
+    "bnb": "bitsandbytes",
+    "fbgemm-fp8": "fbgemm_fp8",
+    "finegrained-fp8": "fp8",
+    "float8": "fp8",
+    "gptq-marlin": "gptq",
+    "gptqmodel": "gptq",
+    "inc": "auto-round",
+    "intel/auto-round": "auto-round",
+    "modelopt-fp4": "modelopt",
+    "modelopt-fp8": "modelopt",
+    "modelopt-mixed": "modelopt",
+    "modelopt-mxfp8": "modelopt",
+}
 KINDS = (
     *gptq.KINDS,
     *awq.KINDS,
     *marlin.KINDS,
+    *auto_round.KINDS,
     *compressed_tensors.KINDS,
     *bitsandbytes.KINDS,
     *fp8.KINDS,
     *mxfp4.KINDS,
+    *modelopt.KINDS,
     *quark.KINDS,
     *torchao.KINDS,
     *hqq.KINDS,
@@ -68,8 +92,16 @@ def quantization_method(options: object) -> str | None:
         return None
     if not isinstance(options, dict):
         raise ConfigError(f"quantization_config is {options!r}, must be an object")
-    is_bitsandbytes = options.get("load_in_4bit") or options.get("load_in_8bit")
-    return str(options.get("quant_method", "bitsandbytes" if is_bitsandbytes else "unknown"))
+    name = str(options.get("quant_method") or _implied(options))
+    plain = name.lower().replace("_", "-")
+    return _ALIASES.get(plain, plain if plain in _METHODS else name)
+
+
+def _implied(options: Mapping[str, Any]) -> str:
+    """The method of options that do not name it."""
+    if options.get("load_in_4bit") or options.get("load_in_8bit"):
+        return "bitsandbytes"
+    return "modelopt" if "quant_algo" in options or options.get("quant_library") == "modelopt" else "unknown"
 
 
 def quantized_weights(

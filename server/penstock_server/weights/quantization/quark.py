@@ -13,25 +13,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
-
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.quantized import QuantizedRows
-from penstock_server.weights.gguf.block import half_powers
 from penstock_server.weights.quantization.compressed_tensors import GroupOptions, find_integers
+from penstock_server.weights.quantization.fp4 import fp4_weight
 from penstock_server.weights.quantization.fp8 import find_scaled
-from penstock_server.weights.quantization.mxfp4 import FORMAT, GROUP
-from penstock_server.weights.quantization.stored import (
-    INSTEAD,
-    Affine,
-    Headers,
-    Kind,
-    Read,
-    StoredWeight,
-    complete,
-    expect,
-    matrix_shape,
-)
+from penstock_server.weights.quantization.mxfp4 import GROUP
+from penstock_server.weights.quantization.stored import INSTEAD, Headers, Kind, StoredWeight
 
 KINDS = (Kind("Quark: FP8 and W8A8 with one scale or one for each output, MXFP4", (4, 8)),)
 # By `dtype` of a weight: its `qscheme`s, and other options that it must have.
@@ -41,16 +28,6 @@ _KNOWN: Mapping[str, tuple[tuple[str, ...], Mapping[str, object]]] = {
     "fp4": (("per_group",), {"group_size": GROUP, "scale_format": "e8m0"}),
 }
 _NARROW = ("fp8_e4m3", "int8")
-
-
-@dataclass(frozen=True, slots=True)
-class Fp4Weight(Affine):
-    """Implements `StoredWeight`."""
-
-    def rows(self, read: Read, rows: range) -> QuantizedRows:
-        packed, scales = (read(tensor, rows) for tensor in self.tensors[:2])
-        codes = torch.stack([packed & 15, packed >> 4], -1).flatten(1)
-        return QuantizedRows(codes, half_powers(scales).contiguous())
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +85,7 @@ class Quark:
             name, _, suffix = tensor.rpartition(".")
             if suffix == "weight" and header.dtype == "U8":
                 self._options_of(name, "fp4")
-                found[tensor] = _fp4(name, headers)
+                found[tensor] = fp4_weight(name, suffix, headers)
         return found
 
     def _integer_options(self, name: str) -> GroupOptions:
@@ -123,12 +100,3 @@ class Quark:
             stated = options.dtype or "not quantized"
             raise ConfigError(f"{name} is stored as {dtype}, but quantization_config says that it is {stated}")
         return options
-
-
-def _fp4(name: str, headers: Headers) -> Fp4Weight:
-    tensors = complete(headers, name, (".weight", ".weight_scale"))
-    out_features, columns = matrix_shape(headers, tensors[0], "U8")
-    expect(headers, tensors[1], (out_features, -(-columns * 2 // GROUP)), "U8")
-    inputs = f"{name}.input_scale"
-    tensors = (*tensors, inputs) if inputs in headers else tensors
-    return Fp4Weight(name, (out_features, columns * 2), tensors, FORMAT)
