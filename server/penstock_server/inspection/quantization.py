@@ -17,7 +17,7 @@ from penstock_server.weights.folder import find_weights
 from penstock_server.weights.format import quantization_config
 from penstock_server.weights.loader import Parameter
 from penstock_server.weights.location import Locator
-from penstock_server.weights.quantization.method import quantized_weights
+from penstock_server.weights.quantization.method import has_four_bit_inputs, quantized_weights
 from penstock_server.weights.quantization.stored import Affine, NotDownloadedError
 from penstock_server.weights.safetensors_file import LOADABLE, SafetensorsCheckpoint
 
@@ -109,6 +109,9 @@ def quantized(files: ModelFiles, folder: Path) -> Quantized | None:
     method, weights = quantized_weights(
         options, files.tensors, read, checkpoint.metadata if checkpoint is not None else lambda: files.metadata
     )
+    assert isinstance(options, dict)
+    if has_four_bit_inputs(options):
+        files.notes.append("the checkpoint is made for inputs of 4 bits; only its weights are quantized here")
     parts = {tensor for weight in weights.values() for tensor in weight.tensors}
     tensors = {name: tensor for name, tensor in files.tensors.items() if name not in parts}
     tensors |= {name: StoredTensor(method, weight.shape) for name, weight in weights.items()}

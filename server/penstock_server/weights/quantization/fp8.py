@@ -110,12 +110,12 @@ class Fp8:
     """Implements `Method`."""
 
     block: Block | None
-    name: str = "fp8"
+    name: str
 
     @classmethod
-    def read(cls, options: Mapping[str, Any]) -> Fp8:
+    def read(cls, options: Mapping[str, Any], name: str) -> Fp8:
         block = options.get("weight_block_size")
-        return cls(block_size("weight_block_size", block) if block else None, options["quant_method"])
+        return cls(block_size("weight_block_size", block) if block else None, name)
 
     def find(self, headers: Headers) -> dict[str, StoredWeight]:
         return find_scaled(headers, lambda _: (self.block, True))

@@ -70,14 +70,14 @@ class Marlin:
     name: str  # gptq or awq
 
     @classmethod
-    def read(cls, options: Mapping[str, Any]) -> Marlin:
+    def read(cls, options: Mapping[str, Any], name: str) -> Marlin:
         bits = options.get("bits", BITS)
         if bits != BITS or options.get("desc_act") or options.get("zero_point"):
             raise ConfigError(
                 f"weights of {bits} bits packed for Marlin, with desc_act={options.get('desc_act')} and zero_point="
                 f"{options.get('zero_point')}, are not supported; supported are 4 bits without either; {INSTEAD}"
             )
-        return cls(group_size(options.get("group_size", -1)), options["quant_method"])
+        return cls(group_size(options.get("group_size", -1)), name)
 
     def find(self, headers: Headers) -> dict[str, StoredWeight]:
         suffixes = _TENSORS[self.name]

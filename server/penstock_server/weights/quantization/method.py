@@ -39,12 +39,12 @@ from penstock_server.weights.quantization.torchao import Torchao
 _METHODS: Mapping[str, Callable[[Mapping[str, Any], Read, ReadMetadata], Method]] = MappingProxyType(
     {
         "auto-round": lambda options, *_: auto_round.read(options),
-        "awq": lambda options, *_: Marlin.read(options) if is_marlin(options) else Awq.read(options),
+        "awq": lambda options, *_: Marlin.read(options, "awq") if is_marlin(options) else Awq.read(options),
         "bitsandbytes": lambda _options, read, _: BitsAndBytes(read),
         "compressed-tensors": lambda options, read, _: CompressedTensors.read(options, read),
-        "fbgemm_fp8": lambda options, *_: Fp8.read(options),
-        "fp8": lambda options, *_: Fp8.read(options),
-        "gptq": lambda options, *_: Marlin.read(options) if is_marlin(options) else Gptq.read(options),
+        "fbgemm_fp8": lambda options, *_: Fp8.read(options, "fbgemm_fp8"),
+        "fp8": lambda options, *_: Fp8.read(options, "fp8"),
+        "gptq": lambda options, *_: Marlin.read(options, "gptq") if is_marlin(options) else Gptq.read(options),
         "hqq": lambda _options, read, _: Hqq(read),
         "modelopt": lambda options, *_: ModelOpt.read(options),
         "mxfp4": lambda *_: Mxfp4(),
@@ -102,6 +102,16 @@ def _implied(options: Mapping[str, Any]) -> str:
     if options.get("load_in_4bit") or options.get("load_in_8bit"):
         return "bitsandbytes"
     return "modelopt" if "quant_algo" in options or options.get("quant_library") == "modelopt" else "unknown"
+
+
+def has_four_bit_inputs(options: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint with these options is made for inputs of 4 bits too."""
+    groups = options.get("config_groups")
+    inputs = [group.get("input_activations") for group in groups.values()] if isinstance(groups, dict) else []
+    bits = {each.get("num_bits") for each in inputs if isinstance(each, dict)} | {options.get("act_bits")}
+    layers = options.get("quantized_layers")
+    algorithms = [options, *(layers.values() if isinstance(layers, dict) else [])]
+    return 4 in bits or any(each.get("quant_algo") in ("NVFP4", "NVFP4_AWQ", "MXFP4") for each in algorithms)
 
 
 def quantized_weights(
