@@ -256,7 +256,7 @@ def test_tables_of_integers_are_near_the_codebooks(kind: str) -> None:
     [
         (
             {"quant_method": "exl2"},
-            r"with 'exl2', which is not supported; supported are auto-round, awq, .*; serve the original model with --q",
+            r"with 'exl2', which is not supported; supported are auto-round, awq, .*; serve the original model with",
         ),
         ("gptq", "quantization_config is 'gptq', must be an object"),
         (gptq_options(5, 32), "quantization_config.bits is 5, must be one of 2, 3, 4, 8"),

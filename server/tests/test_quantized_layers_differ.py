@@ -48,10 +48,6 @@ GROUPS: dict[str, Any] = {
         "targets": ["model.layers.2.mlp.down_proj"],
         "weights": {"num_bits": 3, "type": "int", "strategy": "group", "group_size": 64, "symmetric": True},
     },
-    "NVFP4": {
-        "targets": ["re:.*layers.0.mlp.down_proj"],
-        "weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True},
-    },
     "others": {
         "targets": ["Linear"],
         "weights": {

@@ -12,6 +12,7 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from native_builds import BUILD
 from penstock_server import check
 from penstock_server.errors import ConfigError
 from penstock_server.weights.format import quantization_config
@@ -24,6 +25,8 @@ from quantized_checkpoints import (
     Quantize,
     Tensors,
     awq,
+    compressed,
+    compressed_fp4,
     float8,
     gptq,
     modelopt_w4a16,
@@ -161,6 +164,37 @@ def test_fp4_is_what_compressed_tensors_decompresses(kind: str, tmp_path: Path) 
     options = compressed_floats(4, group)
     found = read({f"layer.{name}": tensor for name, tensor in tensors.items()}, options, tmp_path)
     torch.testing.assert_close(found, expected["weight"].float(), rtol=2**-7, atol=0)
+
+
+def group(targets: list[str], layout: str, **weights: Any) -> dict[str, Any]:
+    return {"targets": targets, "format": layout, "weights": weights, "input_activations": {"num_bits": 8}}
+
+
+def test_groups_of_compressed_tensors_have_formats_of_their_own(tmp_path: Path) -> None:
+    """q, k and v with an NVFP4 scale each, MXFP4 and MXFP8 next to integers."""
+    four = {"num_bits": 4, "type": "float"}
+    groups = {
+        "a": group(["re:.*self_attn.*"], "nvfp4-pack-quantized", **four, strategy="tensor_group", group_size=16),
+        "b": group(["model.layers.0.mlp.up_proj"], "mxfp4-pack-quantized", **four, strategy="group", group_size=32),
+        "c": group(["re:.*down_proj"], "mxfp8-quantized", num_bits=8, type="float", strategy="group", group_size=32),
+        "d": group(["Linear"], "pack-quantized", num_bits=4, type="int", strategy="group", group_size=32),
+    }
+
+    def quantize(name: str, values: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        if "self_attn" in name:
+            return compressed_fp4("nvfp4")[1](name, values)
+        if name == "model.layers.0.mlp.up_proj":
+            return compressed_fp4("mxfp4")[1](name, values)
+        return (mxfp8 if "down_proj" in name else compressed(4, "group", 32, symmetric=True)[1])(name, values)
+
+    options = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}
+    stored, dense = save_quantized(make_model("llama", **SIZES), tmp_path, options, quantize)
+    expected, _ = logits(dense, torch.float32, 23)
+    found, _ = logits(stored, torch.float32, 23, dequantize=True)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+    if BUILD is not None:
+        found, _ = logits(stored, torch.bfloat16, 23)
+        assert (found - expected).norm() < 0.08 * expected.norm()
 
 
 @pytest.mark.parametrize("name", ["hf_quant_config.json", "config.json"])
