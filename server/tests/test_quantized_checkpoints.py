@@ -472,6 +472,17 @@ def test_a_dense_checkpoint_is_quantized_at_load(
             "bitsandbytes-fp4",
             "--quantize is bitsandbytes-fp4, but .* quantized as bitsandbytes nf4; remove",
         ),
+        (
+            "modelopt nvfp4",
+            "fp8",
+            "--quantize is fp8, but the checkpoint is quantized as modelopt NVFP4; remove the flag",
+        ),
+        (
+            "auto-round, awq",
+            "gptq",
+            "--quantize is gptq, but .* quantized as auto-round packed as awq; remove the flag",
+        ),
+        ("nvfp4", "fp8", "--quantize is fp8, but .* as compressed-tensors with floats of 4 bits; remove the flag"),
         ("w4a16", "fp8", "--quantize is fp8, but .* as compressed-tensors with integers of 4 bits; remove the flag"),
     ],
 )
@@ -498,6 +509,8 @@ def test_quantizing_and_dequantizing_at_load_is_refused(flag: str, folders: dict
         ("fbgemm_fp8", "fp8"),
         ("awq", "awq"),
         ("compressed fp8", "fp8"),
+        ("modelopt fp8", "fp8"),
+        ("auto-round", "marlin"),
         ("bitsandbytes nf4", "bitsandbytes-nf4"),
         ("bitsandbytes nf4, double", "bitsandbytes"),
         ("bitsandbytes fp4", "bitsandbytes-fp4"),

@@ -16,6 +16,7 @@ from native_builds import BUILD
 from penstock_server import check
 from penstock_server.errors import ConfigError
 from penstock_server.weights.format import quantization_config
+from penstock_server.weights.kv_scale import check_scales
 from penstock_server.weights.quantization.checkpoint import QuantizedCheckpoint
 from penstock_server.weights.quantization.exclusion import check_exclusions
 from penstock_server.weights.quantization.method import quantization_method
@@ -229,6 +230,18 @@ def test_modelopt_describes_a_checkpoint_in_either_file(
     report = json.loads(capsys.readouterr().out)
     assert report["layout"]["quantization"].startswith("modelopt: ")
     assert any("inputs of 4 bits" in note for note in report["notes"]) == (algorithm == "NVFP4")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"kv_cache_quant_algo": "NVFP4"}, {"kv_cache_scheme": {"num_bits": 4, "type": "float"}}],
+    ids=str,
+)
+def test_scales_of_keys_in_4_bits_are_not_those_of_fp8(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"made for 4 bits \(NVFP4\), not for fp8; remove --kv-cache-dtype, or use a"):
+        check_scales(options)
+    for fp8 in ({"kv_cache_quant_algo": "FP8"}, {"kv_cache_scheme": {"num_bits": 8}}, {"kv_cache_scheme": "FP8"}, None):
+        check_scales(fp8)
 
 
 def test_a_file_of_modelopt_that_quantizes_no_weights_says_nothing(tmp_path: Path) -> None:

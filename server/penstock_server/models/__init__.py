@@ -52,7 +52,7 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     from penstock_server.weights import kv_scale
     from penstock_server.weights.adapter import StoredWeight
     from penstock_server.weights.folder import DEFAULT_ADAPTER
-    from penstock_server.weights.format import open_checkpoint
+    from penstock_server.weights.format import open_checkpoint, quantization_config
     from penstock_server.weights.loader import Loader
     from penstock_server.weights.quantization.flag import format_at_load
 
@@ -115,7 +115,10 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
         adapter_sites=sites,
     )
     if options.kv_dtype is not None:
-        source = "the checkpoint" if kv_scale.has_scales(checkpoint) else "1.0, because the checkpoint has none"
+        has_scales = kv_scale.has_scales(checkpoint)
+        if has_scales:
+            kv_scale.check_scales(quantization_config(options.folder))
+        source = "the checkpoint" if has_scales else "1.0, because the checkpoint has none"
         name = str(options.kv_dtype).removeprefix("torch.")
         logger.info("keys and values are stored in %s, with scales of %s", name, source)
     opened = time.perf_counter()

@@ -14,6 +14,21 @@ from penstock_server.weights.checkpoint import Checkpoint
 PATTERN = r".*\.(?:[qkv]|kv|prob)_scale|.*(?:\.[qkv]_proj\.|\.prob_)output_scale"
 
 
+def check_scales(quantization: object) -> None:
+    """quantization: the value of `quantization_config`. Raises ConfigError if the checkpoint's scales are those of keys
+    and values in 4 bits, which are a sixth of what fp8 needs."""
+    if not isinstance(quantization, dict):
+        return
+    of_bits = quantization.get("kv_cache_scheme")
+    bits = of_bits.get("num_bits") if isinstance(of_bits, dict) else None
+    name = str(quantization.get("kv_cache_quant_algo") or of_bits)
+    if bits == 4 or name.upper().startswith("NVFP4"):
+        raise ConfigError(
+            "the checkpoint's scales of keys and values are made for 4 bits (NVFP4), not for fp8; remove "
+            "--kv-cache-dtype, or use a checkpoint with scales for fp8 or with none"
+        )
+
+
 def has_scales(checkpoint: Checkpoint) -> bool:
     return any(re.fullmatch(PATTERN, name) for name in checkpoint.names())
 
