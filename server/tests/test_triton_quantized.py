@@ -65,6 +65,7 @@ FORMATS = {
     "IQ4_NL": QuantFormat(4, 32, number="float16", table=IQ4),
     "IQ4_XS": QuantFormat(4, 32, number="int8", table=IQ4),
     "MXFP4": QuantFormat(4, 32, number="e8m0", table=MXFP4),
+    "NVFP4": QuantFormat(4, 16, table=MXFP4),
     "NF4": QuantFormat(4, 64, table=tuple(range(-120, 136, 16))),
 }
 FOUR_BITS, MIXED = FORMATS["4 bits"], (FORMATS["4 bits, K"], FORMATS["6 bits, K"])
