@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from penstock_server.errors import ConfigError
-from penstock_server.tokenizer.slow import convert, vocabulary_files
+from penstock_server.tokenizer.folder import made_files
+from penstock_server.tokenizer.slow import vocabulary_files
 
 OTHER_FILES = ("vocab.json",)
 TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates", "chat_template.json")
@@ -48,13 +49,11 @@ def inspect_text(folder: Path, problems: list[str], notes: list[str]) -> TextFac
 
 def _inspect_tokenizer(folder: Path, facts: TextFacts, problems: list[str]) -> None:
     path, slow = folder / "tokenizer.json", vocabulary_files(folder)
-    if path.is_file():
-        tokenizer = _read_object(path, problems)
-    elif slow:
-        # As `prepare` would convert it.
-        path = slow[0]
+    if path.is_file() or slow:
+        path = path if path.is_file() else slow[0]
+        # As `prepare` would make it.
         try:
-            tokenizer = convert(folder)
+            tokenizer = made_files(folder).get("tokenizer.json") or _read_object(path, problems)
         except ConfigError as error:
             problems.append(str(error))
             return

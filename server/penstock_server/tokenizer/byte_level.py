@@ -179,11 +179,12 @@ def byte_level_json(vocabulary: dict[str, int], merges: list[str] | list[list[st
     }
 
 
-def with_prefix_space(pre_tokenizer: Json) -> Json:
-    """The same pre_tokenizer, but with a space added before the first word of a text."""
+def with_prefix_space(pre_tokenizer: Json, is_added: bool = True) -> Json:
+    """The same pre_tokenizer, but with or without a space added before the first word of a text."""
     if pre_tokenizer["type"] == "Sequence":
-        return {**pre_tokenizer, "pretokenizers": [with_prefix_space(step) for step in pre_tokenizer["pretokenizers"]]}
-    return {**pre_tokenizer, "add_prefix_space": True} if pre_tokenizer["type"] == "ByteLevel" else pre_tokenizer
+        steps = [with_prefix_space(step, is_added) for step in pre_tokenizer["pretokenizers"]]
+        return {**pre_tokenizer, "pretokenizers": steps}
+    return {**pre_tokenizer, "add_prefix_space": is_added} if pre_tokenizer["type"] == "ByteLevel" else pre_tokenizer
 
 
 def bpe_model(vocabulary: dict[str, int], merges: list[Any], **options: Any) -> Json:

@@ -32,6 +32,7 @@ GEMMA_TOKENS = (("pad_token", "<pad>"), ("bos_token", "<bos>"), ("eos_token", "<
 BART_TOKENS = (*LLAMA_TOKENS, ("sep_token", "</s>"), ("pad_token", "<pad>"), ("cls_token", "<s>"))
 BERT_TOKENS = (("unk_token", "[UNK]"), ("sep_token", "[SEP]"), ("pad_token", "[PAD]"), ("cls_token", "[CLS]"))
 GPT2_TOKENS = tuple((role, "<|endoftext|>") for role in ("bos_token", "eos_token", "unk_token"))
+QWEN2_TOKENS = tuple((role, "<|endoftext|>") for role in ("eos_token", "unk_token", "pad_token"))
 LLAMA = Style(("bos_token",), (), LLAMA_TOKENS)
 T5_TOKENS = (("eos_token", "</s>"), ("unk_token", "<unk>"), ("pad_token", "<pad>"))
 T5 = Style((), ("eos_token",), T5_TOKENS, extra_ids=100)
@@ -47,7 +48,7 @@ STYLES = {
     "InternLM2": LLAMA,
     "Llama": LLAMA,
     "Pegasus": PEGASUS,
-    "Qwen2": Style(defaults=(("eos_token", "<|endoftext|>"), ("pad_token", "<|endoftext|>")), pre_tokenizer=QWEN2),
+    "Qwen2": Style(defaults=QWEN2_TOKENS, pre_tokenizer=QWEN2),
     "Roberta": BART,
     "T5": T5,
 }
@@ -82,7 +83,7 @@ class Settings:
         values = {**tokens_map, **config}
         class_name = str(config.get("tokenizer_class") or model.get("tokenizer_class") or "")
         model_type = str(model.get("model_type") or "")
-        name = class_name.removesuffix("Fast").removesuffix("Tokenizer")
+        name = class_root(config, model)
         name = {"MT5": "T5", "CodeLlama": "Llama"}.get(name, name)
         if name not in STYLES:
             name = STYLES_BY_MODEL.get(model_type, "")
@@ -129,6 +130,15 @@ class Settings:
         if roles in ((), (switched,)):
             roles = (switched,) if self.values.get(key, bool(roles)) else ()
         return [self.token(role) for role in roles]
+
+
+def class_root(config: dict[str, Any], model: dict[str, Any]) -> str:
+    """The name of the transformers class without its suffixes, as "GPT2"; of models that do not name it, by their type.
+
+    config: tokenizer_config.json. model: config.json.
+    """
+    named = str(config.get("tokenizer_class") or model.get("tokenizer_class") or "")
+    return named.removesuffix("Fast").removesuffix("Tokenizer") or STYLES_BY_MODEL.get(str(model.get("model_type")), "")
 
 
 def read_text(path: Path) -> str:
