@@ -149,7 +149,7 @@ def test_the_folder_is_one_that_transformers_understands(embedded_folder: Path) 
         assert getattr(config, key) == getattr(theirs, key)
     assert config.tie_word_embeddings
     assert config.rms_norm_eps == 1e-5
-    assert transformers.GenerationConfig.from_pretrained(embedded_folder).eos_token_id == 2
+    assert transformers.GenerationConfig.from_pretrained(embedded_folder).eos_token_id == [0, 2]
 
 
 @torch.inference_mode()

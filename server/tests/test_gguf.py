@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -28,9 +29,9 @@ from penstock_server.errors import ConfigError
 from penstock_server.tokenizer.byte_level import byte_spelling
 from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.gguf.checkpoint import GgufCheckpoint
-from penstock_server.weights.gguf.config import model_config
+from penstock_server.weights.gguf.config import generation_config, model_config
 from penstock_server.weights.gguf.folder import gguf_folder
-from penstock_server.weights.gguf.header import read_header
+from penstock_server.weights.gguf.header import GgufHeader, read_header
 from penstock_server.weights.gguf.metadata import Metadata
 from penstock_server.weights.gguf.tokenizer import tokenizer_config, tokenizer_json
 from tiny_models import make_model, prompts, save_model
@@ -349,3 +350,37 @@ def test_the_tokenizer_configuration_has_special_tokens_and_template(tmp_path: P
     assert (config["bos_token"], config["eos_token"], config["add_bos_token"]) == ("<|user|>", "<|end|>", False)
     assert config["chat_template"] == "{{ messages[0].content }}"
     assert "unk_token" not in config
+
+
+def gguf_metadata(tokens: dict[str, int], **roles: int) -> Metadata:
+    """tokens: the type of each."""
+    content = {"tokenizer.ggml.tokens": list(tokens), "tokenizer.ggml.token_type": list(tokens.values())}
+    content |= {f"tokenizer.ggml.{role}_token_id": id_ for role, id_ in roles.items()}
+    header = SimpleNamespace(metadata={"general.architecture": "llama", **content})
+    return Metadata(cast(GgufHeader, header), Path("tiny.gguf"))
+
+
+def test_known_marks_of_turns_end_a_text_beside_eos() -> None:
+    normal, control, user_defined = 1, 3, 4
+    chat = {"</s>": control, "a": normal, "<|im_start|>": control, "<|im_end|>": control, "<|own|>": control}
+    assert generation_config(gguf_metadata(chat, eos=0))["eos_token_id"] == [0, 3]
+    assert generation_config(gguf_metadata(chat, eos=0, eot=4))["eos_token_id"] == [0, 3, 4]
+    # Some files give the mark another type by mistake, but a word that only looks like an end is none.
+    gemma = {"<eos>": control, "<end_of_turn>": user_defined, "<EOT>": normal, "</s>": normal}
+    assert generation_config(gguf_metadata(gemma, eos=0))["eos_token_id"] == [0, 1]
+    # Here <|end|> ends a message, after which the turn goes on.
+    messages = {"<|return|>": control, "<|call|>": control, "<|end|>": control}
+    assert generation_config(gguf_metadata(messages, eos=0))["eos_token_id"] == [0, 1]
+    assert generation_config(gguf_metadata({"</s>": control, "a": normal}, eos=0))["eos_token_id"] == 0
+
+
+def test_a_mark_of_another_type_is_a_control_token(tmp_path: Path) -> None:
+    model = make_model("llama")
+    path = save_gguf(model, tmp_path / "tiny.gguf")
+    tokens = list(read_header(path).metadata["tokenizer.ggml.tokens"])
+    tokens[-1] = "<end_of_turn>"
+    path = save_gguf(model, path, **{"tokenizer.ggml.tokens": tokens})
+    content = json.loads((gguf_folder(path) / "tokenizer.json").read_text())
+    assert {"id": len(tokens) - 1, "content": "<end_of_turn>", "special": True}.items() <= content["added_tokens"][
+        -1
+    ].items()

@@ -13,6 +13,7 @@ from typing import Any
 from penstock_server.errors import ConfigError
 from penstock_server.weights.gguf import experts, layer_norm, llama, t5
 from penstock_server.weights.gguf.metadata import Metadata, shortest_float32
+from penstock_server.weights.gguf.tokenizer import end_token_ids
 
 # The name in `generation_config.json` → llama.cpp's, after `general.sampling.`.
 SAMPLING = {
@@ -73,8 +74,7 @@ def _sampling(metadata: Metadata) -> dict[str, Any]:
 
 def _special_tokens(metadata: Metadata) -> dict[str, Any]:
     """The tokens at the beginning and end of a text, and for padding."""
-    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-    eos_ids = sorted({int(metadata.get(key)) for key in keys if metadata.get(key) is not None})
+    eos_ids = end_token_ids(metadata)
     config: dict[str, Any] = {}
     if eos_ids:
         config["eos_token_id"] = eos_ids if len(eos_ids) > 1 else eos_ids[0]

@@ -34,7 +34,7 @@ def tokenizer_json(metadata: Metadata) -> dict[str, Any]:
             "t5 (unigrams)"
         )
     tokens: list[str] = metadata.require("tokenizer.ggml.tokens")
-    types: list[int] = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+    types = _types(metadata, tokens)
     if not tokens:
         raise metadata.error("the tokenizer's vocabulary is empty")
     if len(types) != len(tokens):
@@ -48,6 +48,31 @@ def tokenizer_json(metadata: Metadata) -> dict[str, Any]:
     ]
     prefix, suffix = (_automatic(metadata, tokens, role) for role in ("bos", "eos"))
     return complete(KINDS[kind](metadata, tokens, types), added, prefix, suffix)
+
+
+def end_token_ids(metadata: Metadata) -> list[int]:
+    """The tokens that end a text: those that the metadata name, and control tokens with known texts."""
+    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+    ids = {int(metadata.get(key)) for key in keys if metadata.get(key) is not None}
+    tokens: list[str] = metadata.get("tokenizer.ggml.tokens", [])
+    known = {
+        token: id_
+        for id_, (token, type_) in enumerate(zip(tokens, _types(metadata, tokens), strict=False))
+        if token in END_TOKENS and type_ == CONTROL
+    }
+    # In the formats with these, <|end|> ends a message, and the turn goes on.
+    if known.keys() >= {"<|return|>", "<|call|>"}:
+        known.pop("<|end|>", None)
+    return sorted(ids | set(known.values()))
+
+
+def _types(metadata: Metadata, tokens: list[str]) -> list[int]:
+    """The type of each token. Some files give marks of turns another type than CONTROL by mistake."""
+    types: list[int] = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+    if not END_MARKS.intersection(tokens):
+        return types
+    marks = [token in END_MARKS for token in tokens]
+    return [CONTROL if is_mark else type_ for type_, is_mark in zip(types, marks, strict=False)] + types[len(tokens) :]
 
 
 def _automatic(metadata: Metadata, tokens: list[str], role: str) -> list[AddedToken]:
@@ -128,6 +153,14 @@ def _pieces(metadata: Metadata, tokens: list[str], types: list[int]) -> list[Pie
 
 # tokenizer.ggml.model → builder of the parts of tokenizer.json
 KINDS = {"gpt2": _byte_level, "llama": _sentencepiece, "t5": _unigrams}
+# Tokens that end a turn whatever their type, ...
+END_MARKS = {
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>"),
+    *("<end_of_turn>", "<end_of_utterance>", "<|endoftext|>", "<|end_of_text|>", "<|END_OF_TURN_TOKEN|>", "<|eot|>"),
+    "<｜end▁of▁sentence｜>",
+}
+# ... and if they are control tokens.
+END_TOKENS = END_MARKS | {"</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"}
 # What llama.cpp writes for an unknown pre-tokenizer.
 UNSPECIFIED = "default"
 # For files older than `tokenizer.ggml.pre`: architectures whose models all use the same pre-tokenizer.
