@@ -27,6 +27,7 @@ pub(crate) fn model(device: &str) -> Description {
         device_name: String::new(),
         libraries: "torch 2.9.1".to_owned(),
         attention: "reference".to_owned(),
+        vocab_size: 128_256,
         block_tokens: 16,
         max_position_tokens: 8192,
         window_tokens: None,

@@ -143,7 +143,7 @@ pub(crate) async fn start(
         supervisors: Vec::new(),
         prepared,
         folder,
-        text,
+        text: text.with_embeddings(model.vocab_size),
         model,
         limits,
         num_blocks,

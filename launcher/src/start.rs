@@ -261,7 +261,7 @@ pub(crate) async fn start(
         supervisors,
         prepared,
         folder,
-        text,
+        text: text.with_embeddings(loaded.model.vocab_size),
         model: loaded.model,
         limits: measured.limits,
         num_blocks,

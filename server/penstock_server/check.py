@@ -70,6 +70,11 @@ def check(
                 num_stages=num_stages,
                 deterministic=deterministic,
             )
+            if layout is not None and (text.num_tokens or 0) > layout.vocab_size:
+                files.notes.append(
+                    f"the tokenizer has {text.num_tokens} tokens, but the model has {layout.vocab_size} embeddings: "
+                    "texts with the others are refused"
+                )
         else:
             files.problems.append(f"{files.folder} holds no config.json, so it is not a model folder")
         if layout is None or layout.serves == "generation":

@@ -48,6 +48,22 @@ def run(capsys: Any, *arguments: str) -> tuple[int, dict[str, Any]]:
     return status, json.loads(capsys.readouterr().out)
 
 
+def test_a_tokenizer_larger_than_the_embedding_is_named(folder: Path, capsys: Any) -> None:
+    vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    vocabulary = {f"token {id_}": id_ for id_ in range(vocab_size)}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": vocabulary}}))
+    assert run(capsys, str(folder))[1]["notes"] == []
+    # A token that only the settings of the tokenizer have counts, too.
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    status, report = run(capsys, str(folder))
+    assert (status, report["text"]["num_tokens"]) == (0, vocab_size + 1)
+    assert vocab_size in report["text"]["eos_token_ids"]
+    assert report["notes"] == [
+        f"the tokenizer has {vocab_size + 1} tokens, but the model has {vocab_size} embeddings: "
+        "texts with the others are refused"
+    ]
+
+
 def test_a_valid_folder_is_described(folder: Path, capsys: Any) -> None:
     status, report = run(capsys, str(folder), "--num-shard", "2", "--dtype", "float32")
     assert (status, report["problems"], report["notes"], report["servable"]) == (0, [], [], True)

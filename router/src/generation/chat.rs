@@ -138,9 +138,12 @@ impl ChatAnswer {
         self.style.answer_format(self.tools.is_some())
     }
 
-    /// Sets the grammar of the answer, applied after any reasoning: the client's own, that of the tools, or a choice of
+    /// Sets the token that ends the answer, if the template has another than EOS, and the grammar of the answer, applied after any reasoning: the client's own, that of the tools, or a choice of
     /// both.
     pub(super) fn constrain(&self, checked: &mut Checked, grammar_support: bool) -> Result<(), GenerationError> {
+        if !checked.ignore_eos {
+            checked.sampling.stop_token_ids.extend(self.style.turn_end(self.tools.is_some()));
+        }
         let own = checked.grammar.take();
         if own.is_some() && !grammar_support {
             return Err(ValidationError::GrammarDisabled.into());

@@ -122,7 +122,9 @@ impl GenerationService {
         let encoded = match input {
             PoolingInput::Text(text) => {
                 let truncation = truncation.map(|truncation| (max, truncation));
-                self.text().encode_input(text, truncation, pooling.has_token_types).await?
+                let encoded = self.text().encode_input(text, truncation, pooling.has_token_types).await?;
+                self.check_tokens_of_text(&encoded.token_ids)?;
+                encoded
             }
             PoolingInput::TokenIds(mut ids) => {
                 if let Some(&given) = ids.iter().find(|&&id| id >= vocabulary) {

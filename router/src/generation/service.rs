@@ -287,6 +287,9 @@ impl GenerationService {
         };
         let spans;
         (token_ids, spans) = self.place_images(token_ids, images, &checked, deadlines).await?;
+        if text.is_some() {
+            self.check_tokens_of_text(&token_ids)?;
+        }
         let max_new_tokens = checked.fit(&mut token_ids, &config.limits)?;
         checked.check_token_ids(vocabulary)?;
         let bad_words = model.encode_bad_words(&checked.bad_words);
@@ -330,6 +333,18 @@ impl GenerationService {
         let (token_ids, spans) = image::expand(&token_ids, input, images, &encoded);
         image::check_room(&spans, input)?;
         Ok((token_ids, spans))
+    }
+
+    /// Refuses a text with a token that the model has no embedding for.
+    pub(super) fn check_tokens_of_text(&self, token_ids: &[u32]) -> Result<(), ValidationError> {
+        let vocabulary = self.text().vocabulary_size();
+        match token_ids.iter().find(|&&id| id >= vocabulary) {
+            Some(&given) => {
+                let token = self.text().spellings(&[given]).concat();
+                Err(ValidationError::TokenOfText { token, vocabulary, given })
+            }
+            None => Ok(()),
+        }
     }
 
     /// How images stand in prompts; `None`: the model reads none.

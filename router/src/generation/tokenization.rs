@@ -38,7 +38,7 @@ impl GenerationService {
     /// The text of tokens, special ones included.
     pub(crate) async fn detokenize(&self, token_ids: Vec<u32>) -> Result<String, GenerationError> {
         let _permit = self.admission().permit(1)?;
-        let vocabulary = self.text().vocabulary_size();
+        let vocabulary = self.text().tokenizer_size();
         if let Some(&given) = token_ids.iter().find(|&&id| id >= vocabulary) {
             return Err(ValidationError::TokenId { field: "tokens", vocabulary, given }.into());
         }

@@ -61,6 +61,11 @@ pub(crate) enum ValidationError {
     Prompt(String),
     #[error("`dimensions` must be {allowed}. Given: {given}")]
     Dimensions { allowed: String, given: usize },
+    #[error(
+        "the text has the token `{token}` with id {given}, but the model has embeddings only for ids < {vocabulary}; \
+         leave it out, or serve a model whose embedding was resized to its tokenizer"
+    )]
+    TokenOfText { token: String, vocabulary: u32, given: u32 },
     #[error("token ids must be < {vocabulary}. Given: {given}")]
     TokenId { field: &'static str, vocabulary: u32, given: u32 },
     #[error(
@@ -170,9 +175,11 @@ impl ValidationError {
     /// The invalid field of OpenAI's API, if a single field is invalid.
     pub(crate) fn openai_param(&self, names: FieldNames) -> Option<&str> {
         match self {
-            Self::EmptyInput | Self::NumInputs { .. } | Self::InputTokens { .. } | Self::TotalTokens { .. } => {
-                Some(names.prompt)
-            }
+            Self::EmptyInput
+            | Self::NumInputs { .. }
+            | Self::TokenOfText { .. }
+            | Self::InputTokens { .. }
+            | Self::TotalTokens { .. } => Some(names.prompt),
             Self::TruncateImages => Some("truncate_prompt_tokens"),
             Self::BestOf { .. } | Self::BestOfStream | Self::BestOfSampling => Some("best_of"),
             Self::BestOfSeed => Some("seed"),

@@ -67,6 +67,7 @@ fn model(model: &Description) -> penstock_proto::LoadResponse {
         device_name: model.device_name.clone(),
         libraries: model.libraries.clone(),
         attention: model.attention.clone(),
+        vocab_size: model.vocab_size,
         block_tokens: model.block_tokens,
         max_position_tokens: model.max_position_tokens,
         window_tokens: model.window_tokens.unwrap_or(0),

@@ -24,6 +24,9 @@ pub(crate) struct ChatStyle {
     answer_format: AnswerFormat,
     /// Of requests with tools, if the model has a separate template for them.
     tool_answer_format: Option<AnswerFormat>,
+    /// The token that ends the assistant's turn, if no EOS token does; with either template.
+    turn_end: Option<u32>,
+    tool_turn_end: Option<u32>,
 }
 
 /// What styles are made with.
@@ -31,6 +34,9 @@ pub(super) struct StyleFactory {
     pub(super) special_tokens: Map<String, Value>,
     /// Ids of the tokens that the tokenizer adds to its vocabulary.
     pub(super) added_tokens: HashMap<String, u32>,
+    /// The special ones of them.
+    pub(super) control_tokens: HashMap<String, u32>,
+    pub(super) eos_token_ids: Vec<u32>,
     /// The executable of the renderer processes.
     pub(super) program: PathBuf,
 }
@@ -41,7 +47,11 @@ impl StyleFactory {
         let template = ChatTemplate::new(sources.clone(), &self.special_tokens, &self.program, num_threads)?;
         let added_token_id = |text: &str| self.added_tokens.get(text).copied();
         let format = |source: &str, with_tools| AnswerFormat::new(source, template.traits(with_tools), added_token_id);
+        let turn_end =
+            |with_tools| template.traits(with_tools).after_answer.turn_end(&self.control_tokens, &self.eos_token_ids);
         Ok(ChatStyle {
+            turn_end: turn_end(false),
+            tool_turn_end: turn_end(true),
             answer_format: format(sources.default.as_deref().unwrap_or_default(), false),
             tool_answer_format: sources.tool_use.as_deref().map(|source| format(source, true)),
             template,
@@ -58,6 +68,11 @@ impl ChatStyle {
     /// The format of answers to requests with or without tools.
     pub(crate) fn answer_format(&self, with_tools: bool) -> &AnswerFormat {
         self.tool_answer_format.as_ref().filter(|_| with_tools).unwrap_or(&self.answer_format)
+    }
+
+    /// The token that ends answers to requests with or without tools, if no EOS token does.
+    pub(crate) fn turn_end(&self, with_tools: bool) -> Option<u32> {
+        if with_tools { self.tool_turn_end } else { self.turn_end }
     }
 }
 

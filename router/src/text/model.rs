@@ -30,6 +30,8 @@ pub struct TextModel {
     chat_style: Arc<ChatStyle>,
     request_styles: Arc<RequestStyles>,
     eos_token_ids: Arc<[u32]>,
+    /// Tokens that the model has embeddings for.
+    num_embeddings: u32,
     byte_encoding: ByteEncoding,
     prompts: Arc<Prompts>,
     gives_token_types: bool,
@@ -91,14 +93,13 @@ impl TextModel {
             None => config.chat_templates(folder)?,
         };
         let gives_token_types = config.gives_token_types();
+        let added = tokenizer.get_added_vocabulary();
+        let added_tokens = || added.get_vocab().iter().map(|(text, &id)| (text.clone(), id));
         let styles = StyleFactory {
             special_tokens: config.special_tokens,
-            added_tokens: tokenizer
-                .get_added_vocabulary()
-                .get_vocab()
-                .iter()
-                .map(|(text, &id)| (text.clone(), id))
-                .collect(),
+            added_tokens: added_tokens().collect(),
+            control_tokens: added_tokens().filter(|(text, _)| added.is_special_token(text)).collect(),
+            eos_token_ids: eos_token_ids.clone(),
             program: renderer.to_owned(),
         };
         Ok(Self {
@@ -109,6 +110,7 @@ impl TextModel {
             tokenizer: Arc::new(tokenizer),
             threads: Arc::new(Semaphore::new(num_threads.max(1))),
             eos_token_ids: eos_token_ids.into(),
+            num_embeddings: u32::MAX,
             prompts: Arc::new(Prompts::read(folder)?),
             gives_token_types,
         })
@@ -129,9 +131,36 @@ impl TextModel {
         self.gives_token_types
     }
 
-    /// Upper bound of token ids, exclusive.
-    pub(crate) fn vocabulary_size(&self) -> u32 {
+    /// The same for a model with `num_embeddings` rows in its embedding; 0: unknown. Tokens after them are refused. Logs a
+    /// warning if the tokenizer has such tokens.
+    #[must_use]
+    pub fn with_embeddings(mut self, num_embeddings: u32) -> Self {
+        let num_tokens = self.tokenizer_size();
+        if num_embeddings == 0 || num_tokens <= num_embeddings {
+            return self;
+        }
+        let (lost, kept) = self.eos_token_ids.iter().partition::<Vec<u32>, _>(|&&id| id >= num_embeddings);
+        let examples: Vec<_> =
+            (num_embeddings..num_tokens).take(3).filter_map(|id| self.tokenizer.id_to_token(id)).collect();
+        let eos = if lost.is_empty() { "" } else { "; EOS tokens are among them, which the model cannot generate" };
+        tracing::warn!(
+            "the tokenizer has {num_tokens} tokens, but the model has {num_embeddings} embeddings; texts with the others are refused: {}{}{eos}",
+            examples.join(" "),
+            if num_tokens - num_embeddings > 3 { " …" } else { "" },
+        );
+        self.eos_token_ids = kept.into();
+        self.num_embeddings = num_embeddings;
+        self
+    }
+
+    /// Tokens of the tokenizer.
+    pub(crate) fn tokenizer_size(&self) -> u32 {
         u32::try_from(self.tokenizer.get_vocab_size(true)).unwrap_or(u32::MAX)
+    }
+
+    /// Upper bound of token ids that the model reads and generates, exclusive.
+    pub(crate) fn vocabulary_size(&self) -> u32 {
+        self.tokenizer_size().min(self.num_embeddings)
     }
 
     /// Token ids of the text. `add_special_tokens`: false for rendered chats, whose template writes special tokens itself.
@@ -149,12 +178,14 @@ impl TextModel {
             words.iter().map(|word| word.trim_start()).flat_map(|word| [word.to_owned(), format!(" {word}")]);
         let spellings: Vec<String> = spellings.collect();
         let is_short = spellings.iter().map(String::len).sum::<usize>() <= MAX_INLINE_BYTES;
+        let num_embeddings = self.num_embeddings;
         self.on_thread(is_short, move |tokenizer| {
             let mut encoded = Vec::with_capacity(spellings.len());
             for spelling in spellings {
                 encoded.push(tokenizer.encode_fast(spelling, false)?.get_ids().to_vec());
             }
-            encoded.retain(|token_ids| !token_ids.is_empty());
+            // What the model cannot generate needs not be forbidden.
+            encoded.retain(|ids| !ids.is_empty() && ids.iter().all(|&id| id < num_embeddings));
             encoded.sort_unstable();
             encoded.dedup();
             Ok(encoded)

@@ -89,8 +89,10 @@ pub(super) struct TokenizerConfig {
 impl TokenizerConfig {
     pub(super) fn read(folder: &Path) -> Result<Self, LoadError> {
         let fields: Map<String, Value> = read_json(&folder.join("tokenizer_config.json"))?.unwrap_or_default();
-        let named = fields.get("extra_special_tokens").and_then(Value::as_object).into_iter().flatten();
-        let special_tokens = named.chain(&fields).filter_map(|(name, value)| special_token(name, value)).collect();
+        let named = ["model_specific_special_tokens", "extra_special_tokens"];
+        let named = named.into_iter().filter_map(|key| fields.get(key)?.as_object()).flatten();
+        let roles = fields.iter().filter(|(name, _)| name.ends_with("_token"));
+        let special_tokens = named.chain(roles).filter_map(|(name, value)| special_token(name, value)).collect();
         Ok(Self { special_tokens, fields })
     }
 
@@ -123,9 +125,6 @@ impl TokenizerConfig {
 
 /// `"bos_token": "<s>"` or `"bos_token": {"content": "<s>", …}`.
 fn special_token(name: &str, value: &Value) -> Option<(String, Value)> {
-    if !name.ends_with("_token") {
-        return None;
-    }
     let text = value.as_str().or_else(|| value.get("content").and_then(Value::as_str))?;
     Some((name.to_owned(), text.into()))
 }

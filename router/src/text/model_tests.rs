@@ -52,6 +52,28 @@ fn eos_tokens_are_collected_from_all_files() {
     );
 }
 
+#[tokio::test]
+async fn tokens_without_an_embedding_are_no_part_of_the_vocabulary() {
+    let eos = ("generation_config.json", r#"{"eos_token_id": [1, 3]}"#);
+    let model = load(&[("tokenizer.json", TOKENIZER), eos]).unwrap();
+    assert_eq!((model.vocabulary_size(), model.clone().with_embeddings(0).vocabulary_size()), (4, 4));
+    assert_eq!(model.clone().with_embeddings(9).vocabulary_size(), 4);
+    let smaller = model.with_embeddings(2);
+    assert_eq!((smaller.vocabulary_size(), smaller.tokenizer_size()), (2, 4));
+    assert_eq!(&*smaller.eos_token_ids(), [1]);
+    // A word that the model cannot write needs not be forbidden.
+    assert_eq!(smaller.encode_bad_words(&["a".to_owned(), "a b".to_owned()]).await.unwrap(), [[1]]);
+}
+
+#[test]
+fn special_tokens_with_a_name_are_variables_of_templates() {
+    let config =
+        r#"{"eos_token": "</s>", "add_bos_token": true, "extra_special_tokens": {"image": "<i>"}, "sep": "x"}"#;
+    let folder = folder(&[("tokenizer_config.json", config)]);
+    let tokens = TokenizerConfig::read(folder.path()).unwrap().special_tokens;
+    assert_eq!(serde_json::Value::from(tokens), serde_json::json!({"eos_token": "</s>", "image": "<i>"}));
+}
+
 fn templates(files: &[(&str, &str)]) -> TemplateSources {
     let folder = folder(files);
     TokenizerConfig::read(folder.path()).unwrap().chat_templates(folder.path()).unwrap()

@@ -2,6 +2,7 @@
 //!
 //! INVARIANT: a rendering ends within a bounded time and in bounded memory, for any template and any conversation.
 
+mod after_answer;
 mod chat_template;
 mod compiled;
 mod continuation;

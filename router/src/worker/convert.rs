@@ -144,6 +144,7 @@ pub(crate) fn description(answer: proto::LoadResponse) -> Description {
         device_name: answer.device_name,
         libraries: answer.libraries,
         attention: answer.attention,
+        vocab_size: answer.vocab_size,
         block_tokens: answer.block_tokens,
         max_position_tokens: answer.max_position_tokens,
         window_tokens: (answer.window_tokens > 0).then_some(answer.window_tokens),

@@ -127,6 +127,8 @@ pub struct Description {
     pub libraries: String,
     /// The attention implementation, as `native`.
     pub attention: String,
+    /// Tokens that the model has embeddings and logits for. 0: unknown.
+    pub vocab_size: u32,
     /// Tokens per KV block.
     pub block_tokens: u32,
     /// The longest sequence that the model supports.

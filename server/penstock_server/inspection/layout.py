@@ -64,6 +64,7 @@ class Layout:
     quantization: str = ""  # for people; empty: the weights are not quantized
     serves: str = "generation"  # or "embeddings", "reranking"
     reads_images: bool = False
+    vocab_size: int = 0  # tokens with an embedding
 
 
 def lay_out(
@@ -134,6 +135,7 @@ def lay_out(
         quantization,
         serves,
         spec.reads_images,
+        spec.vocab_size,
     )
 
 

@@ -30,50 +30,61 @@ class TextFacts:
 def inspect_text(folder: Path, problems: list[str], notes: list[str]) -> TextFacts:
     """Appends errors to `problems` and hints to `notes`."""
     facts = TextFacts()
-    _inspect_tokenizer(folder, facts, problems)
-    config = _read_object(folder / "tokenizer_config.json", problems)
+    replaced, ids = _inspect_tokenizer(folder, facts, problems)
+    config = replaced.get("tokenizer_config.json") or _read_object(folder / "tokenizer_config.json", problems)
     found = [name for name in TEMPLATE_FILES if (folder / name).exists()]
     found += ["tokenizer_config.json"] if config.get("chat_template") else []
     facts.chat_template = found[0] if found else None
     if not found:
         notes.append("no chat template: chat requests are refused unless --chat-template is given")
     for name in ("generation_config.json", "config.json"):
-        ids = _read_object(folder / name, problems if name == "generation_config.json" else []).get("eos_token_id")
-        listed = ids if isinstance(ids, list) else [ids]
-        if ids is not None and not facts.eos_token_ids:
+        given = _read_object(folder / name, problems if name == "generation_config.json" else []).get("eos_token_id")
+        listed = given if isinstance(given, list) else [given]
+        if given is not None and not facts.eos_token_ids:
             facts.eos_token_ids = tuple(id_ for id_ in listed if isinstance(id_, int))
-    if not facts.eos_token_ids and not config.get("eos_token"):
+    named = config.get("eos_token")
+    named_id = ids.get(named.get("content") if isinstance(named, dict) else named)
+    if named_id is not None and named_id not in facts.eos_token_ids:
+        facts.eos_token_ids += (named_id,)
+    if not facts.eos_token_ids and not named:
         notes.append("no EOS token is configured: generations end only at their length or a stop sequence")
     return facts
 
 
-def _inspect_tokenizer(folder: Path, facts: TextFacts, problems: list[str]) -> None:
+def _inspect_tokenizer(
+    folder: Path, facts: TextFacts, problems: list[str]
+) -> tuple[dict[str, dict[str, Any]], dict[Any, int]]:
+    """Returns the files that `prepare` makes, and the ids of the tokens."""
     path, slow = folder / "tokenizer.json", vocabulary_files(folder)
     if path.is_file() or slow:
         path = path if path.is_file() else slow[0]
         # As `prepare` would make it.
         try:
-            tokenizer = made_files(folder).get("tokenizer.json") or _read_object(path, problems)
+            replaced = made_files(folder)
         except ConfigError as error:
             problems.append(str(error))
-            return
+            return {}, {}
+        tokenizer = replaced.get("tokenizer.json") or _read_object(path, problems)
     else:
         others = [name for name in OTHER_FILES if (folder / name).is_file()]
         hint = f"; it has {', '.join(others)}, which cannot be converted" if others else ""
         problems.append(f"{folder} has no tokenizer.json{hint}")
-        return
+        return {}, {}
     model = tokenizer.get("model")
     if not isinstance(model, dict):
         if tokenizer:
             problems.append(f"{path} is invalid: it has no model")
-        return
+        return replaced, {}
     vocabulary = model.get("vocab") or ()
     added = tokenizer.get("added_tokens") or ()
     facts.tokenizer = str(model.get("type") or "BPE")
-    texts = {entry[0] for entry in vocabulary} if isinstance(vocabulary, list) else set(vocabulary)
-    facts.num_tokens = len(texts | {entry.get("content") for entry in added})
-    if not texts:
+    if isinstance(vocabulary, list):
+        vocabulary = {entry[0]: id_ for id_, entry in enumerate(vocabulary)}
+    ids = {**dict(vocabulary), **{entry.get("content"): entry.get("id") for entry in added}}
+    facts.num_tokens = len(ids)
+    if not vocabulary:
         problems.append(f"{path} has no vocabulary, so it cannot encode text")
+    return replaced, ids
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -38,6 +38,17 @@ const EITHER: &str = "{% for m in messages %}{% if m.content is string %}{{ m.co
     {% for part in m['content'] %}<{{ part['type'] }}>{{ part.text }}{% endfor %}{% endif %}{% endfor %}";
 
 #[test]
+fn a_trial_shows_what_follows_an_answer() {
+    let source =
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{{ eos_token }}";
+    let tokens = [("</s>".to_owned(), 2), ("<|im_start|>".to_owned(), 3), ("<|im_end|>".to_owned(), 4)].into();
+    let compiled = template(source);
+    let after = &compiled.traits().after_answer;
+    assert_eq!(after.turn_end(&tokens, &[2]), Some(4));
+    assert_eq!(after.turn_end(&tokens, &[2, 4]), None);
+}
+
+#[test]
 fn whitespace_around_blocks_is_trimmed_as_by_transformers() {
     let source = "{{ bos_token }}\n{% for m in messages %}\n    {% if true %}\n{{ m.content | trim }}\n    {% endif %}\n{% endfor %}\nend\n";
     assert_eq!(render(source, hello()).unwrap(), "<s>\nHello <&> \"you\"\nend");

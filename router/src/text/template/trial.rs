@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
+use super::after_answer::AfterAnswer;
 use super::input::ChatInputs;
 use super::shape::{ContentShape, SupportedShapes, ToolPlace};
 use crate::text::answer::{Format, Frame, WrittenCall};
@@ -23,6 +24,7 @@ pub(crate) struct TemplateTraits {
     pub(crate) parallel_calls: bool,
     /// A conversation with thoughts and tools, as far as the template writes it.
     pub(crate) written: String,
+    pub(crate) after_answer: AfterAnswer,
 }
 
 /// A format that a template writes.
@@ -59,6 +61,7 @@ impl<R: Fn(ChatInputs) -> Option<String>> Trial<R> {
             format: format.map(|format| format.name().to_owned()),
             parallel_calls,
             written,
+            after_answer: self.after_answer(),
         };
         let shapes = SupportedShapes {
             user: self.content_shape(&[], "user", &[]),
@@ -77,6 +80,18 @@ impl<R: Fn(ChatInputs) -> Option<String>> Trial<R> {
 
     fn rendered(&self, messages: Vec<Value>, tools: Option<Vec<Value>>) -> Option<String> {
         (self.0)(ChatInputs { messages, tools, add_generation_prompt: Some(false), ..ChatInputs::default() })
+    }
+
+    fn after_answer(&self) -> AfterAnswer {
+        let after = |next: &[Value]| {
+            let answer = json!({"role": "assistant", "content": OTHER_NEEDLE});
+            let text = self.messages([&[user(NEEDLE.into()), answer], next].concat())?;
+            text.rsplit_once(OTHER_NEEDLE).map(|(_, rest)| rest.to_owned())
+        };
+        AfterAnswer {
+            last: after(&[]).unwrap_or_default(),
+            before_user: after(&[user("?".into())]).unwrap_or_default(),
+        }
     }
 
     /// Where the template expects tools, and the text with their names that it adds to a conversation.
