@@ -337,7 +337,7 @@ impl GenerationService {
 
     /// Refuses a text with a token that the model has no embedding for.
     pub(super) fn check_tokens_of_text(&self, token_ids: &[u32]) -> Result<(), ValidationError> {
-        let vocabulary = self.text().vocabulary_size();
+        let vocabulary = self.text().num_embeddings();
         match token_ids.iter().find(|&&id| id >= vocabulary) {
             Some(&given) => {
                 let token = self.text().spellings(&[given]).concat();

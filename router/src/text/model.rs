@@ -135,22 +135,31 @@ impl TextModel {
     /// warning if the tokenizer has such tokens.
     #[must_use]
     pub fn with_embeddings(mut self, num_embeddings: u32) -> Self {
-        let num_tokens = self.tokenizer_size();
-        if num_embeddings == 0 || num_tokens <= num_embeddings {
+        if num_embeddings == 0 {
             return self;
         }
-        let (lost, kept) = self.eos_token_ids.iter().partition::<Vec<u32>, _>(|&&id| id >= num_embeddings);
-        let examples: Vec<_> =
-            (num_embeddings..num_tokens).take(3).filter_map(|id| self.tokenizer.id_to_token(id)).collect();
-        let eos = if lost.is_empty() { "" } else { "; EOS tokens are among them, which the model cannot generate" };
-        tracing::warn!(
-            "the tokenizer has {num_tokens} tokens, but the model has {num_embeddings} embeddings; texts with the others are refused: {}{}{eos}",
-            examples.join(" "),
-            if num_tokens - num_embeddings > 3 { " …" } else { "" },
-        );
-        self.eos_token_ids = kept.into();
         self.num_embeddings = num_embeddings;
+        let num_tokens = self.tokenizer_size();
+        if num_tokens > num_embeddings {
+            let first: Vec<_> =
+                (num_embeddings..num_tokens).take(3).filter_map(|id| self.tokenizer.id_to_token(id)).collect();
+            tracing::warn!(
+                "the tokenizer has {num_tokens} tokens, but the model has {num_embeddings} embeddings; texts with the \
+                 others are refused, the first of which are {}",
+                first.join(" "),
+            );
+        }
+        let (lost, kept) = self.eos_token_ids.iter().partition::<Vec<u32>, _>(|&&id| id >= num_embeddings);
+        if !lost.is_empty() {
+            tracing::warn!("the model has no embeddings for its EOS tokens {lost:?}, so no generation ends with them");
+            self.eos_token_ids = kept.into();
+        }
         self
+    }
+
+    /// Tokens that the model has embeddings for; `u32::MAX`: unknown.
+    pub(crate) fn num_embeddings(&self) -> u32 {
+        self.num_embeddings
     }
 
     /// Tokens of the tokenizer.
