@@ -25,10 +25,12 @@ from penstock_server.models.parameters import parameters
 from penstock_server.models.registry import read_spec
 from penstock_server.models.spec import ModelSpec
 from penstock_server.models.stage import stage_of
+from penstock_server.models.tie import IsSame, fit, same_in
 from penstock_server.parallel import RankGroup, Stage
 from penstock_server.vision.family import FAMILIES
 from penstock_server.vision.tower import tower_dtype
 from penstock_server.weights.folder import ADAPTER_WEIGHTS, IMAGE_ADAPTER, find_weights
+from penstock_server.weights.format import open_checkpoint
 from penstock_server.weights.loader import expected_shapes, is_zero, mismatches, shortened, unused_biases
 from penstock_server.weights.location import Locator
 from penstock_server.weights.safetensors_file import LOADABLE, SafetensorsCheckpoint
@@ -87,8 +89,10 @@ def lay_out(
         device = choose_device("", 0)
         dtype = choose_dtype(dtype_name, device)
         if tensors is not None:
-            locator = files.locator or names.for_checkpoint(tensors)
-            spec = spec.for_checkpoint(locator, tensors)
+            shapes = {name: tensor.shape for name, tensor in tensors.items()}
+            fitted = fit(spec, names, files.locator, shapes, _same_tables(folder))
+            spec, locator = fitted.spec, fitted.locator
+            files.notes += [fitted.note] if fitted.note else []
             layout = WeightLayout(Shard.of(spec.hidden_size, spec.vocab_size, RankGroup()))
             table = parameters(spec, layout)
             expected = expected_shapes(table, locator)
@@ -156,6 +160,15 @@ def _zeros(files: ModelFiles, folder: Path, biases: set[str]) -> set[str]:
     zeros = {name for name in biases if is_zero(checkpoint, name)}
     checkpoint.close()
     return zeros
+
+
+def _same_tables(folder: Path) -> IsSame | None:
+    """Compares tables in the files; None if they are not downloaded or not converted."""
+    try:
+        checkpoint, _ = open_checkpoint(folder)
+    except ConfigError:
+        return None
+    return same_in(checkpoint)
 
 
 def _unloadable(tensors: Mapping[str, StoredTensor], expected: Iterable[str]) -> list[str]:

@@ -48,6 +48,7 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     from penstock_server.models.pooling import read_pooling
     from penstock_server.models.registry import read_spec
     from penstock_server.models.stage import stage_of
+    from penstock_server.models.tie import fit, same_in
     from penstock_server.models.vision import load_images, own_adapter
     from penstock_server.weights import kv_scale
     from penstock_server.weights.adapter import StoredWeight
@@ -84,8 +85,11 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     shard = Shard.of(spec.hidden_size, spec.vocab_size, group, exact)
     layout = WeightLayout(shard, scheme_of)
     checkpoint, locator = open_checkpoint(options.folder)
-    locator = locator or names.for_checkpoint(checkpoint.names())
-    spec = spec.for_checkpoint(locator, checkpoint.names(), drafts_with_mtp=options.drafts_with_mtp)
+    shapes = {name: checkpoint.shape(name) for name in checkpoint.names()}
+    fitted = fit(spec, names, locator, shapes, same_in(checkpoint), drafts_with_mtp=options.drafts_with_mtp)
+    spec, locator = fitted.spec, fitted.locator
+    if fitted.note and group.rank == 0 and group.stage.is_last:
+        logger.warning(fitted.note)
     table = parameters(spec, layout)
     layers, held = stage_of(spec, table, group.stage)
     sites, own = None, own_adapter(options.folder, spec)

@@ -117,14 +117,15 @@ def _names(placement: NormPlacement, is_learned: bool) -> NameMap:
             **_side("encoder", "encoder.", kind),
             **_side("decoder", "", kind),
             **_attention("layers.{i}.cross", "model.decoder.layers.{i}.encoder_attn", kind),
+            "head": "lm_head",
             "head.logits_bias": "final_logits_bias",
         },
         ignored=(
             r"model\.(encoder|decoder)\.(embed_tokens\.weight|version)",
-            r"lm_head\.weight",
             *([] if is_learned else [POSITIONS]),
         ),
         prefix="model.",
+        copies=tuple(f"model.{side}.embed_tokens.weight" for side in ("decoder", "encoder")),
     )
 
 

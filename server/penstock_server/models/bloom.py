@@ -65,6 +65,5 @@ def _names(attention: AttentionSpec) -> NameMap:
             "norm": "transformer.ln_f",
             "head": "lm_head",
         },
-        ignored=(r"lm_head\.weight",),
         prefix="transformer.",
     )

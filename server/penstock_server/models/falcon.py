@@ -79,6 +79,6 @@ def _names(attention: AttentionSpec, has_two_norms: bool) -> NameMap:
             "norm": "transformer.ln_f",
             "head": "lm_head",
         },
-        ignored=(r"transformer\.h\.\d+\.self_attention\.(maybe_)?rotary(_emb)?\.inv_freq", r"lm_head\.weight"),
+        ignored=(r"transformer\.h\.\d+\.self_attention\.(maybe_)?rotary(_emb)?\.inv_freq",),
         prefix="transformer.",
     )

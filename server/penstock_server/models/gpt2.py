@@ -78,7 +78,7 @@ def _names(attention: AttentionSpec, *, blocks: int, transposed: bool) -> NameMa
             "norm": "transformer.ln_f",
             "head": "lm_head",
         },
-        # Masks that old exporters saved, and the copy of a tied head.
-        ignored=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)", r"lm_head\.weight"),
+        # Masks that old exporters saved.
+        ignored=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",),
         prefix="transformer.",
     )

@@ -28,8 +28,8 @@ NAMES = NameMap(
         "norm": "transformer.ln_f",
         "head": "lm_head",
     },
-    # Masks that old exporters saved, and the copy of a tied head.
-    ignored=(r"transformer\.h\.\d+\.attn\.attention\.(bias|masked_bias)", r"lm_head\.weight"),
+    # Masks that old exporters saved.
+    ignored=(r"transformer\.h\.\d+\.attn\.attention\.(bias|masked_bias)",),
     prefix="transformer.",
 )
 

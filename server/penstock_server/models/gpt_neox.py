@@ -44,11 +44,8 @@ def _names(attention: AttentionSpec) -> NameMap:
             "norm": "gpt_neox.final_layer_norm",
             "head": "embed_out",
         },
-        # Masks and tables that old exporters saved, and the copy of a tied head.
-        ignored=(
-            r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
-            r"embed_out\.weight",
-        ),
+        # Masks and tables that old exporters saved.
+        ignored=(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
         prefix="gpt_neox.",
     )
     # Transformers 5 calls the module lm_head, but not the tensor.

@@ -41,6 +41,6 @@ def _names(attention: AttentionSpec) -> NameMap:
             "norm": "model.norm",
             "head": "output",
         },
-        ignored=(r"model\.layers\.\d+\.attention\.rotary_emb\.inv_freq", r"output\.weight"),
+        ignored=(r"model\.layers\.\d+\.attention\.rotary_emb\.inv_freq",),
         prefix="model.",
     )

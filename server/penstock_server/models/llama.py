@@ -34,8 +34,6 @@ NAMES = NameMap(
         # Tables that old exporters saved; they follow from the configuration.
         r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
         r"model\.rotary_emb\.inv_freq",
-        # The copy of a tied head. An untied head is a parameter, so it is never ignored.
-        r"lm_head\.weight",
     ),
     prefix="model.",
 )

@@ -71,6 +71,5 @@ def _names(attention: AttentionSpec) -> NameMap:
             "norm": "transformer.norm_f",
             "head": "lm_head",
         },
-        ignored=(r"lm_head\.weight",),
         prefix="transformer.",
     )

@@ -60,6 +60,5 @@ def _names(is_before: bool) -> NameMap:
             "project_out": "model.decoder.project_out",
             "head": "lm_head",
         },
-        ignored=(r"lm_head\.weight",),
         prefix="model.",
     )

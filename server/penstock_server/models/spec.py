@@ -73,10 +73,8 @@ class HeadSpec:
     multiplier: float = 1.0
     is_normalized: bool = False  # its weight's rows are divided by their lengths (Baichuan 2)
     soft_cap: float | None = None  # logits become cap * tanh(logits / cap) (Gemma 2)
-    # Decided by the checkpoint, see `ModelSpec.for_checkpoint`: a weight of its own although config.json says that it
-    # is tied (T5 1.1), and a number per token that is added to its logit (BART).
-    may_be_own: bool = False
-    logits_bias: bool = False
+    may_be_own: bool = False  # whatever config.json says: checkpoints of the architecture do not follow it (T5 1.1)
+    logits_bias: bool = False  # a number per token that is added to its logit (BART), if the checkpoint has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +149,6 @@ class ModelSpec:
                 raise ConfigError(
                     f"config.json: {spec.num_heads} attention heads are not a multiple of {spec.num_kv_heads} KV heads"
                 )
-        if self.head.tied and self.head.bias:
-            raise ConfigError("config.json: a head that is tied to the embedding and has a bias is not supported")
-        if self.head.tied and self.head.is_normalized:
-            raise ConfigError("config.json: a head that is tied to the embedding and normalized is not supported")
 
     @property
     def vocab_size(self) -> int:
@@ -200,15 +194,18 @@ class ModelSpec:
         return f"layers.{self.num_layers}"
 
     def for_checkpoint(self, locator: Locator, stored: Collection[str], *, drafts_with_mtp: bool = False) -> ModelSpec:
-        """The spec for a checkpoint that stores these tensors: they decide what belongs to the head, and whether there
-        is a layer `mtp`, which is kept if it drafts."""
+        """The spec for a checkpoint that stores these tensors, which decide whether logits have a bias, and whether
+        there is a layer `mtp`, which is kept if it drafts. Its head is tied only if it is so in the checkpoint. Raises
+        ConfigError for a tied head that is not supported."""
         head = self.head
-        is_own = head.may_be_own and locator.locate("head.weight").name in stored
+        if head.tied and head.bias:
+            raise ConfigError("config.json: a head that is tied to the embedding and has a bias is not supported")
+        if head.tied and head.is_normalized:
+            raise ConfigError("config.json: a head that is tied to the embedding and normalized is not supported")
         has_bias = head.logits_bias and locator.locate("head.logits_bias").name in stored
         drafts = drafts_with_mtp and self.mtp is not None
         drafts = drafts and locator.locate(f"{self.mtp_prefix}.mtp.project.weight").name in stored
-        head = replace(head, tied=head.tied and not is_own, logits_bias=has_bias)
-        return replace(self, head=head, mtp=self.mtp if drafts else None)
+        return replace(self, head=replace(head, logits_bias=has_bias), mtp=self.mtp if drafts else None)
 
     def with_expert_storage(self, storage: str) -> ModelSpec:
         """The spec for a checkpoint whose format stores experts differently. storage: a key of STORAGES."""
@@ -233,6 +230,7 @@ class NameMap:
     prefix: str = ""  # of names; absent from a model that was saved without its head
     layers: tuple[int, ...] = ()  # the checkpoint's number of each layer; empty: all have ours
     alternatives: tuple[NameMap, ...] = ()  # of checkpoints in other layouts, in which the prefix has no names
+    copies: tuple[str, ...] = ()  # tensors that hold the embedding once more, if they are there
 
     def pooled(self) -> NameMap:
         """For a model whose outputs are pooled: it may have a head, and a causal reranker has a classifier."""
@@ -258,16 +256,22 @@ class NameMap:
 
     def for_checkpoint(self, stored: Collection[str]) -> NameMap:
         """The map for a checkpoint that stores these tensors: this one, an alternative, or without the prefix."""
-        for layout in (self, *self.alternatives):
-            if not layout.prefix or any(name.startswith(layout.prefix) for name in stored):
-                return layout
+        layouts = (self, *self.alternatives)
+        fitting = [each for each in layouts if not each.prefix or any(name.startswith(each.prefix) for name in stored)]
+        if fitting:
+            # Layouts may differ in the head's name only.
+            return next((each for each in fitting if each._holds_head(stored)), fitting[0])
         names: dict[str, str | Location] = {}
         for key, found in self.names.items():
             location = Location(found) if isinstance(found, str) else found
             names[key] = replace(location, name=location.name.removeprefix(self.prefix))
         bare = re.escape(self.prefix)
         ignored = tuple(pattern.removeprefix(bare) for pattern in self.ignored)
-        return NameMap(names, ignored, layers=self.layers)
+        copies = tuple(name.removeprefix(self.prefix) for name in self.copies)
+        return NameMap(names, ignored, layers=self.layers, copies=copies)
+
+    def _holds_head(self, stored: Collection[str]) -> bool:
+        return "head" in self.names and self.locate("head.weight").name in stored
 
 
 def split_layer(parameter: str) -> tuple[int | None, str]:

@@ -24,9 +24,8 @@ def t5(config: Config) -> tuple[ModelSpec, NameMap]:
     # COMPAT: T5 1.1 is not tied, and so not scaled. transformers 5 writes tie_word_embeddings true for every T5, and
     # scale_decoder_outputs for what it was before.
     is_scaled = config.get("scale_decoder_outputs", config.get("tie_word_embeddings", True))
-    if not is_scaled:
-        return _model("t5", config, HeadSpec(tied=True, may_be_own=True))
-    return _model("t5", config, HeadSpec(tied=True, multiplier=config.require("d_model", int) ** -0.5))
+    multiplier = config.require("d_model", int) ** -0.5 if is_scaled else 1.0
+    return _model("t5", config, HeadSpec(tied=True, may_be_own=not is_scaled, multiplier=multiplier))
 
 
 def mt5(config: Config) -> tuple[ModelSpec, NameMap]:
@@ -128,9 +127,9 @@ def _names(gated: bool) -> NameMap:
         },
         ignored=(
             r"(encoder|decoder)\.embed_tokens\.weight",
-            r"lm_head\.weight",
             r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
         ),
+        copies=("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
     )
 
 

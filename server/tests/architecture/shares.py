@@ -10,16 +10,22 @@ from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.shard import Shard
 from penstock_server.models.parameters import parameters
 from penstock_server.models.registry import read_spec
+from penstock_server.models.tie import fit, same_in
 from penstock_server.parallel import RankGroup
+from penstock_server.weights.checkpoint import Checkpoint
 from penstock_server.weights.format import open_checkpoint
 from penstock_server.weights.loader import Loader, Parameter
+
+
+def shapes_of(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    return {name: checkpoint.shape(name) for name in checkpoint.names()}
 
 
 def tables(folder: Path, size: int, exact: bool) -> list[dict[str, Parameter]]:
     """The parameter table of each rank."""
     spec, names = read_spec(folder)
-    stored = open_checkpoint(folder)[0].names()
-    spec = spec.for_checkpoint(names.for_checkpoint(stored), stored)
+    checkpoint, _ = open_checkpoint(folder)
+    spec = fit(spec, names, None, shapes_of(checkpoint), same_in(checkpoint)).spec
     shards = [Shard.of(spec.hidden_size, spec.vocab_size, RankGroup(rank, size), exact) for rank in range(size)]
     return [parameters(spec, WeightLayout(shard)) for shard in shards]
 
@@ -28,10 +34,10 @@ def open_loader(folder: Path, group: RankGroup, exact: bool) -> Loader:
     """One rank's loader, in float32."""
     spec, names = read_spec(folder)
     checkpoint, locator = open_checkpoint(folder)
-    locator = locator or names.for_checkpoint(checkpoint.names())
+    fitted = fit(spec, names, locator, shapes_of(checkpoint), same_in(checkpoint))
     layout = WeightLayout(Shard.of(spec.hidden_size, spec.vocab_size, group, exact))
-    table = parameters(spec.for_checkpoint(locator, checkpoint.names()), layout)
-    return Loader(checkpoint, table, locator, torch.float32, torch.device("cpu"))
+    table = parameters(fitted.spec, layout)
+    return Loader(checkpoint, table, fitted.locator, torch.float32, torch.device("cpu"))
 
 
 def held_bytes(folder: Path, rank: int, size: int, exact: bool) -> int:
