@@ -203,6 +203,31 @@ def test_only_biases_of_zeros_may_be_more_than_the_model_has(folder: Path, capsy
     assert f"holds 1 biases of layers that have none in this model: {bias}" in report["problems"][0]
 
 
+def test_a_head_of_its_own_is_named_and_counted(tmp_path: Path, capsys: Any) -> None:
+    folder = with_tokenizer(save_model(make_model("llama-tied"), tmp_path / "model"))
+    _, tied = run(capsys, str(folder), "--dtype", "float32")
+    tensors = load_file(folder / "model.safetensors")
+    table = tensors["model.embed_tokens.weight"]
+    save_file({**tensors, "lm_head.weight": table.clone()}, folder / "model.safetensors")
+    status, copied = run(capsys, str(folder), "--dtype", "float32")
+    assert (status, copied["notes"], copied["layout"]["ranks"][0]["weight_bytes"]) == (
+        0,
+        [],
+        tied["layout"]["ranks"][0]["weight_bytes"],
+    )
+    save_file({**tensors, "lm_head.weight": table + 1}, folder / "model.safetensors")
+    status, own = run(capsys, str(folder), "--dtype", "float32")
+    note = "config.json ties the output head to the embedding, but the checkpoint's lm_head.weight differs: it is used"
+    assert (status, own["notes"]) == (0, [note])
+    assert own["layout"]["ranks"][0]["weight_bytes"] - tied["layout"]["ranks"][0]["weight_bytes"] == table.nbytes
+    torch.save({**tensors, "lm_head.weight": table + 1}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    _, unknown = run(capsys, str(folder), "--dtype", "float32")
+    assert unknown["notes"] == [
+        "if lm_head.weight differs from the embedding, it is the output head, although config.json ties the two"
+    ]
+
+
 def test_every_damaged_file_is_named(tmp_path: Path, capsys: Any) -> None:
     folder = with_tokenizer(save_model(make_model("llama"), tmp_path / "model", "60KB"))
     files = sorted(folder.glob("*.safetensors"))

@@ -257,10 +257,11 @@ class NameMap:
     def for_checkpoint(self, stored: Collection[str]) -> NameMap:
         """The map for a checkpoint that stores these tensors: this one, an alternative, or without the prefix."""
         layouts = (self, *self.alternatives)
-        fitting = [each for each in layouts if not each.prefix or any(name.startswith(each.prefix) for name in stored)]
-        if fitting:
-            # Layouts may differ in the head's name only.
-            return next((each for each in fitting if each._holds_head(stored)), fitting[0])
+        for layout in layouts:
+            if not layout.prefix or any(name.startswith(layout.prefix) for name in stored):
+                # The head may have its name in another layout.
+                heads = [each.names["head"] for each in (layout, *layouts) if each._holds_head(stored)]
+                return layout | {"head": heads[0]} if heads else layout
         names: dict[str, str | Location] = {}
         for key, found in self.names.items():
             location = Location(found) if isinstance(found, str) else found

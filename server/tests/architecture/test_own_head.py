@@ -6,22 +6,27 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from cases import CASES, VOCAB
+from cases import CASES, VOCAB, Case
+from image_cases import VOCAB as IMAGE_VOCAB
+from image_cases import make_image_model
 from model_driver import ModelDriver
 from penstock_server.errors import ConfigError
 from penstock_server.models import load_model
 from penstock_server.models.decoder import Decoder
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
+from pipeline_ranks import Recorder, loaded_engine, options_of, run_script, run_stages
+from quantized_checkpoints import gptq, save_quantized
 from rank_threads import run_native_ranks
 from safetensors.torch import load_file, save_file
 from tested_device import DEVICE
-from tiny_model import save_case
+from tiny_model import make_model, save_case, save_model
 from tiny_models import prompts
 from torch import Tensor
 
@@ -69,7 +74,7 @@ def another(table: Tensor) -> Tensor:
 
 
 def load(folder: Path, group: RankGroup | None = None) -> Decoder:
-    model = load_model(LoadOptions(folder, torch.float32, DEVICE, 16), group or RankGroup())
+    model = load_model(LoadOptions(folder, torch.float32, DEVICE, 16, activation_bits=16), group or RankGroup())
     assert isinstance(model, Decoder)
     return model
 
@@ -176,3 +181,59 @@ def test_ranks_and_stages_hold_their_parts_of_the_head(tmp_path: Path) -> None:
     expected = logits(name, load(folder))
     for found in run_native_ranks(2, lambda group: logits(name, load(folder, group))):
         assert torch.equal(found, expected)
+    plans = Recorder(loaded_engine(options_of(folder, torch.float32), RankGroup()))
+    script = run_script(plans, VOCAB, num_rounds=1)
+    found_by_stages, engines = run_stages(options_of(folder, torch.float32), 2, 1, plans.plans)
+    assert found_by_stages == script
+    tables = [engine.model.embedding is not None for engine in engines]  # type: ignore[attr-defined]
+    assert tables == [False, True], "the last stage holds the head only"
+
+
+@pytest.mark.parametrize("name", ["smolvlm-tied", "gemma3", "qwen2-vl", "llava"])
+def test_a_model_that_reads_images_may_have_a_head_of_its_own(name: str, tmp_path: Path) -> None:
+    make_image_model(name, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    (embedding,) = [each for each in stored if each.endswith("embed_tokens.weight")]
+    head = next((each for each in stored if each.endswith("lm_head.weight")), "lm_head.weight")
+    rewrite(tmp_path, lambda tensors: tensors.update({head: another(tensors[embedding])}))
+    model = load(tmp_path)
+    reference = transformers.AutoModelForMultimodalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    (text,) = prompts(3, [9], IMAGE_VOCAB)
+    with torch.inference_mode():
+        expected = reference(input_ids=torch.tensor([text]), use_cache=False).logits[0]
+    driver = ModelDriver(model, block_tokens=16)
+    found = driver.step([(driver.sequence(text), len(text))], every_row=True)
+    assert not model.spec.head.tied
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("has_quantized_head", [False, True])
+def test_a_quantized_model_may_have_a_head_of_its_own(has_quantized_head: bool, tmp_path: Path) -> None:
+    """Beside a dense embedding."""
+    name = "llama"
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128}
+    case = replace(CASES[name], values={**sizes, "tie_word_embeddings": True, "vocab_size": 160})
+    options = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+    options |= {"lm_head": True} if has_quantized_head else {}
+    quantize = gptq(4, 32, symmetric=True)
+    folder, dense = save_quantized(make_model(name, case), tmp_path, options, quantize)
+    head = another(torch.empty(160, 64))
+    stored, exact = quantize("lm_head", head) if has_quantized_head else ({"lm_head.weight": head}, head)
+    rewrite(folder, lambda tensors: tensors.update({key: each.contiguous() for key, each in stored.items()}))
+    rewrite(dense, lambda tensors: tensors.update({"lm_head.weight": exact}))
+    torch.testing.assert_close(logits(name, load(folder)), expected_logits(name, dense), atol=1e-3, rtol=1e-3)
+
+
+def test_a_model_of_transformers_may_have_a_head_of_its_own(tmp_path: Path) -> None:
+    case = Case("NanoChatConfig", {"tie_word_embeddings": True})
+    folder = save_model(make_model("nanochat", case), tmp_path)
+    rewrite(folder, lambda each: each.update({"lm_head.weight": another(each["model.embed_tokens.weight"])}))
+    with torch.inference_mode():
+        model = load_model(LoadOptions(folder, torch.float32, torch.device("cpu"), 16), RankGroup())
+    driver = ModelDriver(model, block_tokens=16, device=torch.device("cpu"))
+    (text,) = prompts(3, [9], VOCAB)
+    found = driver.step([(driver.sequence(text), len(text))], every_row=True)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = reference(torch.tensor([text]), use_cache=False).logits[0]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

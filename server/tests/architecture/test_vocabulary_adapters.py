@@ -41,6 +41,7 @@ TIED = replace(CASES["llama"], values={**CASES["llama"].values, "tie_word_embedd
 BASES = {
     "llama": CASES["llama"],
     "tied": TIED,
+    "own-head": TIED,  # in the checkpoint
     "gemma2": CASES["gemma2"],  # tied; embeddings are multiplied, logits capped
     "gpt-neox": CASES["gpt-neox"],  # other names
     "opt-350m": CASES["opt-350m"],  # embeddings of another size
@@ -53,7 +54,12 @@ DEFAULT = ["embed_tokens", "lm_head", "q_proj"]
 
 
 def save_base(name: str, folder: Path) -> Path:
-    return save(name.replace("tied", "llama"), widened(BASES[name]), folder)
+    save("llama" if BASES[name] is TIED else name, widened(BASES[name]), folder)
+    if name == "own-head":
+        tensors = load_file(folder / "model.safetensors")
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 @pytest.mark.parametrize("name", BASES)
@@ -99,7 +105,7 @@ def test_a_tied_head_has_the_adapters_of_its_own_module(
     torch.testing.assert_close(logits, reference(expected, text), **ACCURATE)
 
 
-@pytest.mark.parametrize("name", ["llama", "tied"])
+@pytest.mark.parametrize("name", ["llama", "tied", "own-head"])
 def test_two_ranks_compute_the_bits_of_one(name: str, tmp_path: Path) -> None:
     """Each has a part of the vocabulary."""
     folder = save_base(name, tmp_path / "base")
