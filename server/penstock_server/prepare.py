@@ -155,6 +155,8 @@ def readable_folder(folder: Path, name: str, with_weights: bool = True) -> Path:
     if not with_weights and (folder / "config.json").is_file():
         return with_tokenizer(folder, name)
     files = find_weights(folder)
+    if files.note:
+        print(files.note, file=sys.stderr)
     has_config = (folder / "config.json").is_file()
     # Published GGUF repositories often have a config.json, but no tokenizer that belongs to it.
     if files.kind == "gguf" and not (has_config and _has_tokenizer(folder)):

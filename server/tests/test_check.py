@@ -228,6 +228,15 @@ def test_a_head_of_its_own_is_named_and_counted(tmp_path: Path, capsys: Any) -> 
     ]
 
 
+def test_an_index_beside_a_whole_file_is_noted(folder: Path, capsys: Any) -> None:
+    shards = {name: "model-00001-of-00002.safetensors" for name in load_file(folder / "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    status, report = run(capsys, str(folder))
+    note = "model.safetensors.index.json is not used, because there is model.safetensors"
+    assert (status, report["notes"], list(report["weights"]["files"])) == (0, [note], ["model.safetensors"])
+    load_model(LoadOptions(folder, torch.float32, torch.device("cpu"), 16), RankGroup())
+
+
 def test_every_damaged_file_is_named(tmp_path: Path, capsys: Any) -> None:
     folder = with_tokenizer(save_model(make_model("llama"), tmp_path / "model", "60KB"))
     files = sorted(folder.glob("*.safetensors"))

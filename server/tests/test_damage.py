@@ -21,6 +21,7 @@ from tiny_models import make_model, save_model
 
 Q_WEIGHT = "model.layers.1.self_attn.q_proj.weight"
 FILE = "model.safetensors"
+PART = "part.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
@@ -42,10 +43,13 @@ def set_config(**values: object) -> Callable[[Path], None]:
     return change
 
 
-def set_index(**weight_map: str) -> Callable[[Path], None]:
+def set_index(**weight_map: object) -> Callable[[Path], None]:
+    """Beside a part of the weights: an index beside a whole file is not used."""
+
     def change(folder: Path) -> None:
-        names = dict.fromkeys(load_file(folder / FILE), FILE)
-        (folder / INDEX).write_text(json.dumps({"weight_map": {**names, **weight_map}}))
+        (folder / FILE).rename(folder / PART)
+        names = dict.fromkeys(load_file(folder / PART), PART)
+        (folder / INDEX).write_text(json.dumps({"weight_map": {**names, **weight_map} if weight_map else {}}))
 
     return change
 
@@ -82,14 +86,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         f"tensor {Q_WEIGHT} is of type F8_E4M3, which cannot be loaded as a weight; F64, F32, F16, BF16 can",
     ),
     "index names a tensor that is not there": (
-        set_index(stray=FILE),
-        f"the index of .* says that tensor stray is in {FILE}, which does not hold it",
+        set_index(stray=PART),
+        f"the index of .* says that tensor stray is in {PART}, which does not hold it",
     ),
     "circular index": (set_index(stray=INDEX), f"is damaged: it names '{INDEX}', which is not a .safetensors file"),
     "escaping index": (set_index(stray="../other.safetensors"), "names files outside its folder"),
-    "empty index": (lambda folder: (folder / INDEX).write_text('{"weight_map": {}}') and None, "it names no tensors"),
+    "empty index": (set_index(), "it names no tensors"),
     "number as a file": (
-        lambda folder: (folder / INDEX).write_text('{"weight_map": {"x": 3}}') and None,
+        set_index(x=3),
         "index.json (is damaged|names files outside)",
     ),
     "missing shard without an index": (

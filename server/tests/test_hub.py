@@ -500,6 +500,47 @@ def test_weights_of_one_format_are_chosen() -> None:
         choose_weights("x", ["a.gguf", "b.gguf"], unread)
 
 
+WHOLE, PICKLE = "model.safetensors", "pytorch_model.bin"
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+PICKLES = ("pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin")
+
+
+@pytest.mark.parametrize(
+    ("there", "indexed", "chosen", "is_used"),
+    [
+        ([WHOLE], SHARDS, [WHOLE], False),
+        ([WHOLE, SHARDS[1]], SHARDS, [WHOLE], False),
+        ([WHOLE, *SHARDS], SHARDS, [WHOLE], False),
+        ([WHOLE], (), [WHOLE], False),  # damaged
+        ([SHARDS[0].replace("safetensors", "gguf").replace("2.", "1.")], SHARDS, ["model-00001-of-00001.gguf"], False),
+        ([WHOLE, "mtp.safetensors"], (WHOLE, "mtp.safetensors"), [WHOLE, "mtp.safetensors"], True),
+        (["a.safetensors"], SHARDS, ["a.safetensors"], False),
+        ([PICKLE], SHARDS, [PICKLE], False),
+        ([PICKLE], PICKLES, [PICKLE], False),
+        ([*PICKLES], PICKLES, [*PICKLES], True),
+    ],
+)
+def test_an_index_of_other_files_is_not_used(
+    there: list[str], indexed: tuple[str, ...], chosen: list[str], is_used: bool
+) -> None:
+    """As in transformers, a whole file comes first."""
+    stem = PICKLE if indexed == PICKLES else WHOLE
+    choice = choose_weights("x", [*there, f"{stem}.index.json"], index(*indexed))
+    assert list(choice.names) == sorted(chosen)
+    assert (choice.weight_map is not None, bool(choice.note)) == (is_used, not is_used)
+
+
+def test_an_index_of_the_whole_file_is_not_mentioned() -> None:
+    assert choose_weights("x", [WHOLE, f"{WHOLE}.index.json"], index(WHOLE)).note == ""
+
+
+@pytest.mark.parametrize("there", [[], [SHARDS[0]], [WHOLE]])
+def test_an_index_whose_files_are_missing_is_refused(there: list[str]) -> None:
+    indexed = (*there, *SHARDS) if WHOLE in there else SHARDS
+    with pytest.raises(ConfigError, match=r"lacks \d of \d weight files that its index names, e.g. model-0000"):
+        choose_weights("x", [*there, f"{WHOLE}.index.json"], index(*indexed))
+
+
 def test_files_of_other_formats_are_not_fetched() -> None:
     names = ["a.gguf", "README.md", "additional_chat_templates/tool_use.jinja", "onnx/tool_use.jinja", "x.py", "a/b.py"]
     assert wanted_files("x/y", names, unread) == ["a.gguf", "additional_chat_templates/tool_use.jinja"]

@@ -168,6 +168,7 @@ def test_an_index_that_names_missing_files_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', '{"weight_map": {"x": "../other.safetensors"}}'])
 def test_a_damaged_index_is_refused(text: str, folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
     (folder / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json (is damaged|names files outside)"):
         load(folder)

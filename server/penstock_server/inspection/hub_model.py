@@ -51,6 +51,7 @@ def _inspect(files: ModelFiles, reference: Reference, revision: str | None) -> S
         return Snapshot(folder, commit, info.pipeline_tag)
     files.origin = f"on the hub, commit {commit}"
     files.kind = choice.kind
+    files.notes += [choice.note] if choice.note else []
     files.sizes = {name: sizes[name] for name in choice.names}
     if choice.kind == "safetensors":
         headers = [HfApi().parse_safetensors_file_metadata(model_id, file, revision=commit) for file in choice.names]

@@ -25,6 +25,7 @@ def inspect_folder(files: ModelFiles, folder: Path, origin: str) -> None:
         inspect_gguf(files, weights.paths[0])
         return
     files.kind = weights.kind
+    files.notes += [weights.note] if weights.note else []
     files.sizes = {path.name: path.stat().st_size for path in weights.paths}
     _read_tensors(files, weights)
 

@@ -107,7 +107,9 @@ def _with_stored_head(
     if head is None or embedding is None or not spec.head.tied or head.name not in stored or head == embedding:
         return spec, names, ""
     if _differ(embedding, head, stored, is_same):
-        note = f"config.json ties the output head to the embedding, but the checkpoint's {head.name} differs: it is used"
+        note = (
+            f"config.json ties the output head to the embedding, but the checkpoint's {head.name} differs: it is used"
+        )
         return replace(spec, head=replace(spec.head, tied=False)), names, "" if spec.head.may_be_own else note
     note = f"if {head.name} differs from the embedding, it is the output head, although config.json ties the two"
     names = replace(names, ignored=(*names.ignored, re.escape(head.name)))

@@ -1,7 +1,9 @@
 """Chooses the weight files of a model folder. Imports no torch.
 
-Formats in order of preference: safetensors, PyTorch pickles, GGUF. Within a format: an index of a sharded checkpoint, a
-single file, several files without an index. The same choice is made from a repository's file list before a download.
+Formats in order of preference: safetensors, PyTorch pickles, GGUF. Within a format: a whole file, an index of a sharded
+checkpoint, several files without an index. COMPAT: as in transformers, an index beside a whole file is not used, unless
+it says that the file is one of several. An index whose files are all missing is a leftover of other weights: it is used
+only if there are no others. The same choice is made from a repository's file list before a download.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ class Choice:
     kind: str  # "safetensors", "bin", "gguf", or "adapter": a LoRA adapter without its base
     names: tuple[str, ...]
     weight_map: Mapping[str, str] | None = None  # tensor → file name, if there is an index
+    note: str = ""  # for people: which index is not used
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,7 @@ class WeightFiles:
     kind: str  # "safetensors", "bin", "gguf", or "adapter": a LoRA adapter without its base
     paths: tuple[Path, ...]
     weight_map: Mapping[str, str] | None = None  # tensor → file name, if there is an index
+    note: str = ""  # for people: which index is not used
 
 
 def find_weights(folder: Path) -> WeightFiles:
@@ -66,7 +70,7 @@ def find_model(folder: Path) -> WeightFiles:
     # Repositories of split GGUF files have a folder for each quantization.
     names += [str(path.relative_to(folder)) for path in folder.glob("*/*.gguf")]
     choice = choose_weights(str(folder), names, lambda name: (folder / name).read_text(encoding="utf-8"))
-    return WeightFiles(choice.kind, tuple(folder / name for name in choice.names), choice.weight_map)
+    return WeightFiles(choice.kind, tuple(folder / name for name in choice.names), choice.weight_map, choice.note)
 
 
 def find_gguf(folder: Path, reference: Reference) -> tuple[Path, ...]:
@@ -81,22 +85,40 @@ def choose_weights(where: str, names: Collection[str], read: Callable[[str], str
     where: the place, for messages. read: returns the text of a file; only an index is read. Raises ConfigError when
     there are no weights, some are missing, or there are several models. Of GGUF quantizations it chooses Q4_K_M.
     """
+    unused, note = None, ""
     for kind, stem in STEMS.items():
         suffix = SUFFIXES[kind][0]
-        index = f"{stem}{suffix}.index.json"
+        index, whole = f"{stem}{suffix}.index.json", stem + suffix
         if index in names:
-            weight_map = _weight_map(where, index, read, SUFFIXES[kind])
+            try:
+                weight_map = _weight_map(where, index, read, SUFFIXES[kind])
+            except ConfigError:
+                if whole not in names:
+                    raise
+                weight_map = {}
             required = tuple(sorted(set(weight_map.values())))
-            check_complete(where, required, names, "its index names")
-            return Choice(kind, required, weight_map)
-        if stem + suffix in names:
-            return Choice(kind, (stem + suffix,))
+            if whole not in names or (whole in required and len(required) > 1):
+                try:
+                    check_complete(where, required, names, "its index names")
+                    return Choice(kind, required, weight_map)
+                except ConfigError as error:
+                    if not set(required).isdisjoint(names):
+                        raise
+                    unused = unused or error
+            if whole in names and required != (whole,):
+                note = f"{index} is not used, because there is {whole}"
+            elif whole not in names:
+                note = f"{index} is not used, because its files are missing"
+        if whole in names:
+            return Choice(kind, (whole,), note=note)
         several = tuple(sorted(name for name in names if is_weight_name(name, kind)))
         if several:
             check_complete(where, series(several), names, "their numbering implies")
-            return Choice(kind, several)
+            return Choice(kind, several, note=note)
     if ggufs := choose_gguf(where, names):
-        return Choice("gguf", ggufs)
+        return Choice("gguf", ggufs, note=note)
+    if unused is not None:
+        raise unused
     if ADAPTER_CONFIG in names:
         weights = next((name for name in (ADAPTER_WEIGHTS, ADAPTER_PICKLE) if name in names), None)
         if weights is None:
