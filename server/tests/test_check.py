@@ -217,7 +217,7 @@ def test_a_head_of_its_own_is_named_and_counted(tmp_path: Path, capsys: Any) -> 
     )
     save_file({**tensors, "lm_head.weight": table + 1}, folder / "model.safetensors")
     status, own = run(capsys, str(folder), "--dtype", "float32")
-    note = "config.json ties the output head to the embedding, but the checkpoint's lm_head.weight differs: it is used"
+    note = "config.json ties the output head to the embedding, but the checkpoint's lm_head.weight differs and is used"
     assert (status, own["notes"]) == (0, [note])
     assert own["layout"]["ranks"][0]["weight_bytes"] - tied["layout"]["ranks"][0]["weight_bytes"] == table.nbytes
     torch.save({**tensors, "lm_head.weight": table + 1}, folder / "pytorch_model.bin")
@@ -229,7 +229,7 @@ def test_a_head_of_its_own_is_named_and_counted(tmp_path: Path, capsys: Any) -> 
 
 
 def test_an_index_beside_a_whole_file_is_noted(folder: Path, capsys: Any) -> None:
-    shards = {name: "model-00001-of-00002.safetensors" for name in load_file(folder / "model.safetensors")}
+    shards = dict.fromkeys(load_file(folder / "model.safetensors"), "model-00001-of-00002.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
     status, report = run(capsys, str(folder))
     note = "model.safetensors.index.json is not used, because there is model.safetensors"

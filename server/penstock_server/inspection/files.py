@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock_server.weights.wrapper import note_on, unwrapped
+
 if TYPE_CHECKING:
     from penstock_server.weights.location import Locator
 
@@ -33,3 +35,9 @@ class ModelFiles:
     locator: Locator | None = None  # for formats with their own tensor names
     problems: list[str] = field(default_factory=list)  # reasons why the model cannot be served
     notes: list[str] = field(default_factory=list)
+
+    def hold(self, tensors: Mapping[str, StoredTensor]) -> None:
+        """Sets `tensors`, by their names in the files. Raises ConfigError if wrappers of training left two tensors with
+        one name."""
+        self.tensors = {plain: tensors[name] for name, plain in unwrapped(tensors).items()}
+        self.notes += [note] if (note := note_on(tensors)) else []

@@ -55,11 +55,13 @@ def _inspect(files: ModelFiles, reference: Reference, revision: str | None) -> S
     files.sizes = {name: sizes[name] for name in choice.names}
     if choice.kind == "safetensors":
         headers = [HfApi().parse_safetensors_file_metadata(model_id, file, revision=commit) for file in choice.names]
-        files.tensors = {
-            name: StoredTensor(str(tensor.dtype), tuple(tensor.shape))
-            for header in headers
-            for name, tensor in header.tensors.items()
-        }
+        files.hold(
+            {
+                name: StoredTensor(str(tensor.dtype), tuple(tensor.shape))
+                for header in headers
+                for name, tensor in header.tensors.items()
+            }
+        )
         files.metadata = {key: value for header in headers for key, value in header.metadata.items()}
     else:
         files.notes.append(f"the tensors of {choice.kind} files can only be inspected after the download")

@@ -66,7 +66,10 @@ def _read_tensors(files: ModelFiles, weights: WeightFiles) -> None:
     for name, file_name in (weights.weight_map or {}).items():
         if places.get(name) != file_name:
             files.problems.append(f"the index says that tensor {name} is in {file_name}, which does not hold it")
-    files.tensors = found
+    try:
+        files.hold(found)
+    except ConfigError as error:
+        files.problems.append(str(error))
 
 
 def _read_safetensors(path: Path) -> dict[str, StoredTensor]:

@@ -34,7 +34,7 @@ from penstock_server.models.support import (
 )
 from penstock_server.parallel import RankGroup
 from penstock_server.vision.encoder import ImageEncoder
-from penstock_server.weights.format import quantization_config
+from penstock_server.weights.format import quantization_config, transformers_renamings
 
 logger = logging.getLogger(__name__)
 
@@ -205,6 +205,7 @@ def _read(config: Config, options: LoadOptions, runs_code: bool) -> Any:
         local_files_only=True,
         use_safetensors=True,
         weights_only=True,
+        key_mapping=transformers_renamings(options.folder) or None,
         output_loading_info=True,
     )
     for key in ("missing_keys", "mismatched_keys"):

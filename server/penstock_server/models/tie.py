@@ -108,7 +108,7 @@ def _with_stored_head(
         return spec, names, ""
     if _differ(embedding, head, stored, is_same):
         note = (
-            f"config.json ties the output head to the embedding, but the checkpoint's {head.name} differs: it is used"
+            f"config.json ties the output head to the embedding, but the checkpoint's {head.name} differs and is used"
         )
         return replace(spec, head=replace(spec.head, tied=False)), names, "" if spec.head.may_be_own else note
     note = f"if {head.name} differs from the embedding, it is the output head, although config.json ties the two"

@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock_server.errors import ConfigError
 from penstock_server.kernels.native_build import find_build
 from penstock_server.vision.family import Arrays, ImageFamily, image_token_id
+from penstock_server.weights.format import transformers_renamings
 from penstock_server.weights.loader import shortened
 
 # The instruction sets of CPUs that multiply 16-bit types.
@@ -82,6 +83,7 @@ class VisionTower:
             use_safetensors=True,
             weights_only=True,
             ignore_mismatched_sizes=True,
+            key_mapping=transformers_renamings(folder) or None,
             output_loading_info=True,
         )
         of_tower = re.compile("|".join(family.tower))

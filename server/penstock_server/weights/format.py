@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ from penstock_server.errors import ConfigError
 from penstock_server.weights.checkpoint import Checkpoint
 from penstock_server.weights.folder import find_weights
 from penstock_server.weights.location import Locator
+from penstock_server.weights.wrapper import renamings
+
+logger = logging.getLogger(__name__)
 
 # Files in which AutoGPTQ and AWQ describe a checkpoint whose config.json does not, in the order in which they are
 # looked for, with the method of a file that does not name it. COMPAT: TGI reads the same files.
@@ -38,11 +42,20 @@ def open_checkpoint(folder: Path) -> tuple[Checkpoint, Locator | None]:
     from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
 
     checkpoint = SafetensorsCheckpoint(files.paths, files.weight_map)
+    if checkpoint.wrapper_note:
+        logger.info(checkpoint.wrapper_note)
     if options := quantization_config(folder):
         from penstock_server.weights.quantization.checkpoint import QuantizedCheckpoint
 
         return QuantizedCheckpoint(checkpoint, options), None
     return checkpoint, None
+
+
+def transformers_renamings(folder: Path) -> dict[str, str]:
+    """What transformers must remove from the tensor names of a prepared folder with safetensors: its `key_mapping`."""
+    from penstock_server.weights.safetensors_header import read_header
+
+    return renamings([name for path in find_weights(folder).paths for name in read_header(path)])
 
 
 def quantization_config(folder: Path) -> object:

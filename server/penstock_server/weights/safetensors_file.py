@@ -21,6 +21,7 @@ from penstock_server.weights.file import WeightFile
 from penstock_server.weights.finite import check_finite
 from penstock_server.weights.memory import PIECE_BYTES, Scratch
 from penstock_server.weights.safetensors_header import Place, read_header, read_metadata
+from penstock_server.weights.wrapper import note_on, unwrapped
 
 LOADABLE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 STORED = LOADABLE | {
@@ -45,7 +46,8 @@ class Entry:
 
 
 class SafetensorsCheckpoint:
-    """The tensors of one or several files. weight_map: tensor → file name, from the index. Implements `Checkpoint`."""
+    """The tensors of one or several files, by their names without those of wrappers. weight_map: tensor → file name,
+    from the index. Implements `Checkpoint`."""
 
     def __init__(self, paths: tuple[Path, ...], weight_map: Mapping[str, str] | None = None) -> None:
         self.entries: dict[str, Entry] = {}
@@ -61,12 +63,14 @@ class SafetensorsCheckpoint:
                         f"tensor {name} is in two files: {self.entries[name].file.path.name} and {path.name}"
                     )
                 self.entries[name] = Entry(file, place)
+        self.wrapper_note = note_on(self.entries)
         for name, file_name in (weight_map or {}).items():
             entry = self.entries.get(name)
             if entry is None or entry.file.path.name != file_name:
                 raise ConfigError(
                     f"the index of {paths[0].parent} says that tensor {name} is in {file_name}, which does not hold it"
                 )
+        self.entries = {plain: self.entries[name] for name, plain in unwrapped(self.entries).items()}
 
     def names(self) -> Collection[str]:
         return self.entries.keys()

@@ -124,10 +124,17 @@ def test_an_equal_head_shares_the_memory_of_the_embedding(
 def test_a_table_that_is_stored_under_another_name_is_the_embedding(name: str, tmp_path: Path) -> None:
     embedding, head = TABLES[name]
     folder = save_case(name, tmp_path)
+    table = load_file(folder / "model.safetensors")[embedding]
     expected = logits(name, load(folder))
-    for other in (head, *COPIES.get(name, ())):
-        rewrite(folder, lambda tensors, other=other: tensors.update({other: tensors.pop(embedding)}))
-        embedding = other
+    others = (head, *COPIES.get(name, ()))
+    for other in others:
+
+        def move(tensors: Tensors, name: str = other) -> None:
+            for each in (embedding, *others):
+                tensors.pop(each, None)
+            tensors[name] = table
+
+        rewrite(folder, move)
         assert torch.equal(logits(name, load(folder)), expected)
         torch.testing.assert_close(expected, expected_logits(name, folder), atol=1e-4, rtol=1e-4)
 
@@ -146,7 +153,7 @@ def test_the_log_says_that_the_head_is_the_checkpoints(tmp_path: Path, caplog: p
     assert [(each.levelno, each.message) for each in caplog.records if "head" in each.message] == [
         (
             logging.WARNING,
-            "config.json ties the output head to the embedding, but the checkpoint's lm_head.weight differs: it is used",
+            "config.json ties the output head to the embedding, but the checkpoint's lm_head.weight differs and is used",
         )
     ]
 
