@@ -40,6 +40,11 @@ class Config:
         """With the values that transformers uses for keys that are absent; a key with the value null is present."""
         return Config({**defaults, **self.values}, self.path)
 
+    def renamed(self, **spellings: str) -> Config:
+        """With the values of other spellings of keys that are absent. spellings: key → its other name."""
+        values = {key: self.values[other] for key, other in spellings.items() if self.values.get(other) is not None}
+        return Config({**values, **self.values}, self.path)
+
     def get(self, key: str, default: T) -> T:
         """The value, which must be of the default's type."""
         value = self.values.get(key)

@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3: latent attention; the first layers are dense, the others have experts."""
+"""DeepSeek 1 (MoE): Llama with shared experts. DeepSeek V2 and V3: latent attention; the first layers are dense, the others have experts."""
 
 from __future__ import annotations
 
@@ -64,6 +64,33 @@ V3_DEFAULTS: dict[str, Any] = {
     "topk_group": 4,
     "num_nextn_predict_layers": 1,
 }
+
+
+def deepseek(config: Config) -> tuple[ModelSpec, NameMap]:
+    scoring = config.get("scoring_func", "softmax")
+    if scoring != "softmax":
+        raise config.refuse(f"scoring_func {scoring!r} is not supported; supported: softmax")
+    bias = config.get("attention_bias", False)
+    dense = llama.llama_layer(config, qkv_bias=bias, output_bias=bias)
+    layers = [dense] * llama.num_layers(config)
+    if config.optional_int("n_routed_experts") is not None:
+        routing = RoutingSpec(
+            config.require("n_routed_experts", int),
+            config.require("num_experts_per_tok", int),
+            norm_power=1.0 if config.get("norm_topk_prob", False) else None,
+            norm_epsilon=1e-20,
+        )
+        width = config.require("moe_intermediate_size", int)
+        shared = width * config.get("n_shared_experts", 0)
+        sparse = replace(dense, mlp=MoeSpec(routing, width, config.activation(), shared_intermediate_size=shared))
+        first, step = config.get("first_k_dense_replace", 0), config.get("moe_layer_freq", 1)
+        layers = [dense if index < first or index % step else sparse for index in range(len(layers))]
+    return llama.llama_model(config, "deepseek", tuple(layers)), EXPERT_NAMES
+
+
+def kimi_k2(config: Config) -> tuple[ModelSpec, NameMap]:
+    spec, names = deepseek_v3(config)
+    return replace(spec, architecture="kimi_k2"), names
 
 
 def deepseek_v2(config: Config) -> tuple[ModelSpec, NameMap]:

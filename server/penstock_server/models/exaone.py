@@ -1,4 +1,4 @@
-"""EXAONE 4: norms after attention and MLP, and per head. In models with sliding windows, the layers with full attention
+"""EXAONE 3: Llama with its own names. EXAONE 4: norms after attention and MLP, and per head. In models with sliding windows, the layers with full attention
 have no rope."""
 
 from __future__ import annotations
@@ -11,6 +11,36 @@ from penstock_server.models import llama
 from penstock_server.models.config import Config
 from penstock_server.models.olmo import POST_NAMES
 from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap, NormPlacement
+
+
+LAYER = "transformer.h.{i}"
+NAMES = NameMap(
+    names={
+        "embedding": "transformer.wte",
+        "layers.{i}.attention_norm": f"{LAYER}.ln_1",
+        "layers.{i}.attention.q": f"{LAYER}.attn.attention.q_proj",
+        "layers.{i}.attention.k": f"{LAYER}.attn.attention.k_proj",
+        "layers.{i}.attention.v": f"{LAYER}.attn.attention.v_proj",
+        "layers.{i}.attention.output": f"{LAYER}.attn.attention.out_proj",
+        "layers.{i}.mlp_norm": f"{LAYER}.ln_2",
+        "layers.{i}.mlp.gate": f"{LAYER}.mlp.c_fc_0",
+        "layers.{i}.mlp.up": f"{LAYER}.mlp.c_fc_1",
+        "layers.{i}.mlp.down": f"{LAYER}.mlp.c_proj",
+        "norm": "transformer.ln_f",
+        "head": "lm_head",
+    },
+    ignored=(r"transformer\.(.*\.)?rotary(_emb)?\.inv_freq",),
+    prefix="transformer.",
+)
+
+
+def exaone(config: Config) -> tuple[ModelSpec, NameMap]:
+    config = config.renamed(
+        num_hidden_layers="num_layers", hidden_act="activation_function", rms_norm_eps="layer_norm_epsilon"
+    )
+    config = config.with_defaults(rms_norm_eps=1e-5, intermediate_size=4 * config.require("hidden_size", int))
+    layers = (llama.llama_layer(config),) * llama.num_layers(config)
+    return llama.llama_model(config, "exaone", layers, tied=True), NAMES
 
 
 def exaone4(config: Config) -> tuple[ModelSpec, NameMap]:

@@ -44,6 +44,15 @@ def falcon(config: Config) -> tuple[ModelSpec, NameMap]:
     return spec, _names(attention, is_parallel and num_norms == 2)
 
 
+def refined_web(config: Config) -> tuple[ModelSpec, NameMap]:
+    """Falcon's first name: RefinedWeb has grouped heads (40B), RefinedWebModel one KV head (7B) or all (RW)."""
+    config = config.renamed(num_hidden_layers="n_layer", num_attention_heads="n_head", num_kv_heads="n_head_kv")
+    config = config.with_defaults(multi_query=False)
+    has_groups = config.optional_int("num_kv_heads") is not None and not config.get("multi_query", False)
+    is_grouped = config.require("model_type", str) == "RefinedWeb" or has_groups
+    return falcon(config.with_defaults(new_decoder_architecture=is_grouped, parallel_attn=is_grouped))
+
+
 def _attention(config: Config, is_grouped: bool) -> AttentionSpec:
     num_heads, head_dim = config.heads()
     num_kv_heads = num_heads

@@ -1,4 +1,4 @@
-"""GLM 4: Llama with interleaved rope in half of each head; `glm4` has norms before and after each part."""
+"""ChatGLM and GLM 4: Llama with interleaved rope in half of each head; `glm4` has norms before and after each part."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap, NormPlace
 from penstock_server.weights.location import fused
 
 LAYER = "model.layers.{i}"
+CHAT_LAYER = "transformer.encoder.layers.{i}"
 
 
 def glm(config: Config) -> tuple[ModelSpec, NameMap]:
@@ -24,6 +25,57 @@ def glm4(config: Config) -> tuple[ModelSpec, NameMap]:
         "layers.{i}.mlp_post_norm": f"{LAYER}.post_mlp_layernorm",
     }
     return spec, names | around
+
+
+def chatglm(config: Config) -> tuple[ModelSpec, NameMap]:
+    """ChatGLM 2 and 3, and GLM 4 as it was first published: fused q, k and v."""
+    if config.values.get("position_encoding_2d") is not None or config.values.get("vision_config"):
+        raise config.refuse(
+            "the first ChatGLM, and those that read images, are not supported; ChatGLM 2, 3 and GLM 4 are"
+        )
+    required = {"rmsnorm": True, "apply_residual_connection_post_layernorm": False, "post_layer_norm": True}
+    for key, value in required.items():
+        if config.get(key, value) is not value:
+            raise config.refuse(f"{key} must be {str(value).lower()}")
+    if config.get("quantization_bit", 0):
+        raise config.refuse(
+            "quantization_bit must be 0; use an unquantized checkpoint, or one that is quantized as GPTQ"
+        )
+    num_heads = config.require("num_attention_heads", int)
+    config = config.renamed(
+        num_hidden_layers="num_layers",
+        vocab_size="padded_vocab_size",
+        intermediate_size="ffn_hidden_size",
+        max_position_embeddings="seq_length",
+        rms_norm_eps="layernorm_epsilon",
+        head_dim="kv_channels",
+        **({"num_key_value_heads": "multi_query_group_num"} if config.get("multi_query_attention", False) else {}),
+    ).with_defaults(num_key_value_heads=num_heads, partial_rotary_factor=0.5, rms_norm_eps=1e-5)
+    bias = config.get("add_bias_linear", False)
+    attention = llama.llama_attention(
+        config.with_defaults(rope_theta=10000.0 * config.get("rope_ratio", 1.0)),
+        qkv_bias=bias or config.get("add_qkv_bias", False),
+        output_bias=bias,
+        interleaved=True,
+    )
+    mlp = llama.llama_mlp(config, bias=bias)
+    layer = LayerSpec(attention, mlp, llama.rms_norm(config))
+    names = NameMap(
+        names={
+            "embedding": "transformer.embedding.word_embeddings",
+            "layers.{i}.attention_norm": f"{CHAT_LAYER}.input_layernorm",
+            **fused("layers.{i}.attention", f"{CHAT_LAYER}.self_attention.query_key_value", attention.widths),
+            "layers.{i}.attention.output": f"{CHAT_LAYER}.self_attention.dense",
+            "layers.{i}.mlp_norm": f"{CHAT_LAYER}.post_attention_layernorm",
+            **fused("layers.{i}.mlp", f"{CHAT_LAYER}.mlp.dense_h_to_4h", mlp.widths),
+            "layers.{i}.mlp.down": f"{CHAT_LAYER}.mlp.dense_4h_to_h",
+            "norm": "transformer.encoder.final_layernorm",
+            "head": "transformer.output_layer",
+        },
+        ignored=(r"transformer\.rotary_pos_emb\.inv_freq",),
+        prefix="transformer.",
+    )
+    return llama.llama_model(config, "chatglm", (layer,) * llama.num_layers(config)), names
 
 
 def _glm(config: Config, architecture: str, placement: NormPlacement) -> tuple[ModelSpec, MlpSpec]:

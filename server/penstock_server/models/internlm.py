@@ -1,4 +1,4 @@
-"""InternLM 2 and 3: Llama. InternLM 2 fuses q, k and v per KV head, and has its own tensor names."""
+"""InternLM 1, 2 and 3: Llama. InternLM 2 fuses q, k and v per KV head, and has its own tensor names."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap
 from penstock_server.weights.location import fused
 
 LAYER = "model.layers.{i}"
+
+
+def internlm(config: Config) -> tuple[ModelSpec, NameMap]:
+    bias = config.get("bias", True)
+    # `rotary` extends the rope only for texts longer than `max_position_embeddings`, which are not served.
+    rotary = config.values.get("rotary") or {}
+    base = Config(rotary, config.path).get("base", 10000.0) if isinstance(rotary, dict) else 10000.0
+    layer = llama.llama_layer(config.with_defaults(rope_theta=base), qkv_bias=bias, output_bias=bias)
+    return llama.llama_model(config, "internlm", (layer,) * llama.num_layers(config)), llama.NAMES
 
 
 def internlm2(config: Config) -> tuple[ModelSpec, NameMap]:

@@ -1,7 +1,9 @@
-"""Phi 1.5 and 2 (attention and MLP in parallel after one norm, biases), Phi 3 and 4 (Llama, fused projections)."""
+"""Phi 1, 1.5 and 2 (attention and MLP in parallel after one norm, biases), Phi 3 and 4 (Llama, fused projections)."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 
 from penstock_server.attention.interface import AttentionMask
@@ -33,6 +35,53 @@ def phi(config: Config) -> tuple[ModelSpec, NameMap]:
     layer = LayerSpec(attention, mlp, norm, parallel=True, shares_norm=True)
     spec = llama.llama_model(config, "phi", (layer,) * llama.num_layers(config))
     return replace(spec, head=replace(spec.head, bias=True)), PHI_NAMES
+
+
+def phi_msft(config: Config) -> tuple[ModelSpec, NameMap]:
+    """Phi 1.5 and 2 as they were first published: q, k and v fused, and final norm and head one module, or all modules
+    numbered in one sequence."""
+    config = config.renamed(
+        hidden_size="n_embd",
+        num_hidden_layers="n_layer",
+        num_attention_heads="n_head",
+        num_key_value_heads="n_head_kv",
+        intermediate_size="n_inner",
+        max_position_embeddings="n_positions",
+        hidden_act="activation_function",
+        layer_norm_eps="layer_norm_epsilon",
+    )
+    hidden_size, num_layers = config.require("hidden_size", int), llama.num_layers(config)
+    _, head_dim = config.heads()
+    multiple, vocab_size = config.get("pad_vocab_size_multiple", 1), config.require("vocab_size", int)
+    # Half an element more, because the part of a head is rounded down.
+    partial = min(1.0, (config.get("rotary_dim", 32) + 0.5) / head_dim)
+    config = config.with_defaults(intermediate_size=4 * hidden_size, partial_rotary_factor=partial)
+    config = Config({**config.values, "vocab_size": -(-vocab_size // multiple) * multiple}, config.path)
+    spec, _ = phi(config)
+    widths = spec.layers[0].plain_attention.widths if spec.layers else {}
+    head = {"embedding": "transformer.embd.wte", "norm": "lm_head.ln", "head": "lm_head.linear"}
+    published = _msft_names("transformer.h", widths, head)
+    last = num_layers + 1
+    head = {"embedding": "layers.0.wte", "norm": f"layers.{last}.ln", "head": f"layers.{last}.linear"}
+    sequence = replace(_msft_names("layers", widths, head), layers=tuple(range(1, last)))
+    return replace(spec, architecture="phi-msft"), replace(published, alternatives=(sequence,))
+
+
+def _msft_names(prefix: str, widths: Mapping[str, int], others: dict[str, str]) -> NameMap:
+    """others: the names of what is outside of layers."""
+    layer = f"{prefix}.{{i}}"
+    return NameMap(
+        names={
+            **others,
+            "layers.{i}.attention_norm": f"{layer}.ln",
+            **fused("layers.{i}.attention", f"{layer}.mixer.Wqkv", widths),
+            "layers.{i}.attention.output": f"{layer}.mixer.out_proj",
+            "layers.{i}.mlp.up": f"{layer}.mlp.fc1",
+            "layers.{i}.mlp.down": f"{layer}.mlp.fc2",
+        },
+        ignored=(rf"{re.escape(prefix)}\.\d+\.mixer\.(rotary_emb\.(inv_freq|scale)|causal_mask)",),
+        prefix=f"{prefix}.",
+    )
 
 
 def phi3(config: Config) -> tuple[ModelSpec, NameMap]:
