@@ -152,6 +152,15 @@ def test_layers_are_excluded_as_in_the_libraries(name: str, entries: list[str]) 
     assert by_name(entries)(name) == any(match_name(name, entry) for entry in entries)
 
 
+@pytest.mark.parametrize("value", ["null", "None", "", None, [], "lm_head"])
+def test_skipped_modules_may_be_a_text(value: object) -> None:
+    options = {"llm_int8_skip_modules": value}
+    check_exclusions(options, ["model.layers.0.mlp.up.weight"])
+    if value == "lm_head":
+        with pytest.raises(ConfigError, match="llm_int8_skip_modules says that lm_head is not quantized"):
+            check_exclusions(options, ["lm_head.weight"])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

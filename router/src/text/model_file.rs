@@ -66,15 +66,29 @@ struct TextConfig {
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum EosTokenId {
-    One(u32),
-    Many(Vec<u32>),
+    One(TokenId),
+    Many(Vec<TokenId>),
+}
+
+/// An id, which some tools write as `2.0`.
+#[derive(Deserialize)]
+#[serde(try_from = "f64")]
+struct TokenId(u32);
+
+impl TryFrom<f64> for TokenId {
+    type Error = String;
+
+    fn try_from(number: f64) -> Result<Self, Self::Error> {
+        let is_id = number.fract() == 0.0 && (0.0..=f64::from(u32::MAX)).contains(&number);
+        is_id.then_some(Self(number as u32)).ok_or_else(|| format!("{number} is not a token id"))
+    }
 }
 
 impl EosTokenId {
     fn into_vec(self) -> Vec<u32> {
         match self {
-            Self::One(id) => vec![id],
-            Self::Many(ids) => ids,
+            Self::One(id) => vec![id.0],
+            Self::Many(ids) => ids.into_iter().map(|id| id.0).collect(),
         }
     }
 }

@@ -13,7 +13,8 @@ T = TypeVar("T", int, float, bool, str)
 
 
 class Config:
-    """A parsed `config.json`. A key whose value is null counts as absent, as in transformers."""
+    """A parsed `config.json`. A key whose value is null counts as absent, as in transformers. An integer may be written
+    as 64.0 or 1e6, as some tools do."""
 
     def __init__(self, values: dict[str, Any], path: Path) -> None:
         self.values = values
@@ -60,8 +61,17 @@ class Config:
         value = self.values.get(key)
         return None if value is None else self._typed(key, value, int)
 
+    def integers(self, key: str) -> list[int] | None:
+        """A list of integers, or None if the key is absent."""
+        values = self.values.get(key)
+        if values is not None and not isinstance(values, list):
+            raise self.refuse(f"{key} must be a list of integers, not {values!r}")
+        return None if values is None else [self._typed(key, value, int) for value in values]
+
     def _typed(self, key: str, value: Any, kind: type[T]) -> T:
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            return kind(value)
+        if kind is int and isinstance(value, float) and value.is_integer():
             return kind(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise ConfigError(f"{self.path}: {key} must be of type {kind.__name__}, not {value!r}")

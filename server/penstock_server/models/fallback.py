@@ -20,7 +20,7 @@ from penstock_server.models import pager
 from penstock_server.models.adapter import Adapters
 from penstock_server.models.config import Config
 from penstock_server.models.fallback_check import check_logits
-from penstock_server.models.foreign import FOREIGN_ERRORS, transformers
+from penstock_server.models.foreign import FOREIGN_ERRORS, read_config, transformers
 from penstock_server.models.interface import LoadOptions
 from penstock_server.models.pooler import Pooler
 from penstock_server.models.registry import ARCHITECTURES
@@ -200,6 +200,8 @@ def _read(config: Config, options: LoadOptions, runs_code: bool) -> Any:
     library.utils.logging.disable_progress_bar()
     model, info = library.AutoModelForCausalLM.from_pretrained(
         options.folder,
+        # The checkpoint's own code has a configuration of its own.
+        config=None if runs_code else read_config(options.folder),
         dtype=options.dtype,
         trust_remote_code=runs_code,
         local_files_only=True,

@@ -33,10 +33,10 @@ def llama4(config: Config) -> tuple[ModelSpec, NameMap]:
     interval, step = config.get("no_rope_layer_interval", 4), config.get("interleave_moe_layer_step", 1)
     if min(interval, step) < 1:
         raise config.refuse("no_rope_layer_interval and interleave_moe_layer_step must be at least 1")
-    has_rope = _numbers(config, "no_rope_layers") or [int((index + 1) % interval != 0) for index in range(num)]
+    has_rope = config.integers("no_rope_layers") or [int((index + 1) % interval != 0) for index in range(num)]
     if len(has_rope) < num:
         raise config.refuse(f"no_rope_layers must have {num} numbers, not {len(has_rope)}")
-    given = _numbers(config, "moe_layers")
+    given = config.integers("moe_layers")
     with_experts = set(range(step - 1, num, step) if given is None else given)
     types = config.layer_types(["chunked_attention" if each else "full_attention" for each in has_rope[:num]])
     dense, sparse = _mlps(config)
@@ -75,11 +75,3 @@ def _mlps(config: Config) -> tuple[MlpSpec, MoeSpec]:
     )
     experts = MoeSpec(routing, width, activation, storage="transposed", shared_intermediate_size=width)
     return MlpSpec(config.get("intermediate_size_mlp", 16384), activation), experts
-
-
-def _numbers(config: Config, key: str) -> list[int] | None:
-    """A list of integers, or None if the key is absent."""
-    values = config.values.get(key)
-    if values is not None and (not isinstance(values, list) or not all(isinstance(value, int) for value in values)):
-        raise config.refuse(f"{key} must be a list of integers, not {values!r}")
-    return values

@@ -75,8 +75,5 @@ def _with_defaults(config: Config) -> Config:
 
 
 def _of_images(config: Config) -> list[int]:
-    given = config.values.get("cross_attention_layers")
-    of_images = list(range(3, 40, 5)) if given is None else given
-    if not isinstance(of_images, list) or not all(isinstance(index, int) for index in of_images):
-        raise config.refuse(f"cross_attention_layers must be a list of integers, not {of_images!r}")
-    return of_images
+    given = config.integers("cross_attention_layers")
+    return list(range(3, 40, 5)) if given is None else given

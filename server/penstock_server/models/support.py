@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock_server.errors import ConfigError
-from penstock_server.models.foreign import FOREIGN_ERRORS, transformers
+from penstock_server.models.foreign import FOREIGN_ERRORS, transformers, with_integers
 from penstock_server.models.registry import ARCHITECTURES, ENCODERS
 from penstock_server.vision.family import FAMILIES
 
@@ -57,7 +57,8 @@ def _refusal_of(model_type: str, model_class: Any, config: Mapping[str, Any]) ->
     """`refusal` for a config.json, completed with the defaults of transformers."""
     values = {key: value for key, value in config.items() if key != "model_type"}
     try:
-        filled = transformers().AutoConfig.for_model(model_type, **values).to_dict()
+        config_class = transformers().CONFIG_MAPPING[model_type]
+        filled = config_class(**with_integers(config_class, values)).to_dict()
     except FOREIGN_ERRORS as error:
         return f"model type {model_type!r} has a configuration that transformers rejects: {error}"
     return refusal(model_type, model_class, filled)

@@ -12,9 +12,9 @@ from typing import Any
 
 from penstock_server.errors import ConfigError
 from penstock_server.layers.adapter import OwnAdapter
-from penstock_server.models import llama, mllama, moe, phi
+from penstock_server.models import foreign, llama, mllama, moe, phi
 from penstock_server.models.config import Config
-from penstock_server.models.foreign import FOREIGN_ERRORS, transformers
+from penstock_server.models.foreign import FOREIGN_ERRORS
 from penstock_server.models.interface import LoadOptions
 from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap
 from penstock_server.vision.crops import CropProcessor
@@ -43,7 +43,7 @@ _TEXT_MODELS: dict[str, Build] = {
 def read_config(folder: Path) -> Any:
     """The configuration as transformers completes it. Raises ConfigError if transformers rejects it."""
     try:
-        return transformers().AutoConfig.from_pretrained(folder, local_files_only=True)
+        return foreign.read_config(folder)
     except FOREIGN_ERRORS as error:
         raise Config.read(folder).refuse(f"transformers rejects it: {error}") from error
 
@@ -89,8 +89,8 @@ def build(config: Config, text_models: dict[str, Build]) -> tuple[ModelSpec, Nam
 
 def _axes(config: Config, rope: dict[str, Any]) -> tuple[int, ...]:
     """`RopeSpec.axes`: frequencies by time, row and column in sections, or in turn while a section lasts."""
-    sections = rope.get("mrope_section")
-    if not isinstance(sections, list) or len(sections) != 3 or not all(isinstance(size, int) for size in sections):
+    sections = Config(rope, config.path).integers("mrope_section")
+    if sections is None or len(sections) != 3:
         raise config.refuse(f"mrope_section must be a list of three numbers, not {sections!r}")
     if rope.get("mrope_interleaved", False):
         return tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(sum(sections)))

@@ -73,7 +73,7 @@ def quantization_config(folder: Path) -> object:
 
 def _of_config(path: Path) -> object:
     try:
-        return json.loads(path.read_text(encoding="utf-8")).get("quantization_config")
+        return _with_integers(json.loads(path.read_text(encoding="utf-8")).get("quantization_config"))
     except (OSError, ValueError, AttributeError):
         return None  # the model's reader reports it
 
@@ -113,4 +113,13 @@ def _read_object(path: Path) -> dict[str, Any] | None:
         raise ConfigError(f"{path} is damaged: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} is not a JSON object")
-    return values
+    return dict(_with_integers(values))
+
+
+def _with_integers(value: Any) -> Any:
+    """JSON with integers in place of integral floats, which some tools write."""
+    if isinstance(value, dict):
+        return {key: _with_integers(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_with_integers(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
