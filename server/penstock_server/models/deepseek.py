@@ -1,4 +1,5 @@
-"""DeepSeek 1 (MoE): Llama with shared experts. DeepSeek V2 and V3: latent attention; the first layers are dense, the others have experts."""
+"""DeepSeek 1 with experts: Llama with shared experts. DeepSeek V2 and V3: latent attention. In all of them, the first
+layers are dense, the others have experts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""EXAONE 3: Llama with its own names. EXAONE 4: norms after attention and MLP, and per head. In models with sliding windows, the layers with full attention
-have no rope."""
+"""EXAONE 3: Llama with its own names. EXAONE 4: norms after attention and MLP, and per head; in models with sliding
+windows, the layers with full attention have no rope."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from penstock_server.models import llama
 from penstock_server.models.config import Config
 from penstock_server.models.olmo import POST_NAMES
 from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap, NormPlacement
-
 
 LAYER = "transformer.h.{i}"
 NAMES = NameMap(

@@ -153,7 +153,8 @@ def test_the_log_says_that_the_head_is_the_checkpoints(tmp_path: Path, caplog: p
     assert [(each.levelno, each.message) for each in caplog.records if "head" in each.message] == [
         (
             logging.WARNING,
-            "config.json ties the output head to the embedding, but the checkpoint's lm_head.weight differs and is used",
+            "config.json ties the output head to the embedding, but the checkpoint's lm_head.weight differs and "
+            "is used",
         )
     ]
 
