@@ -30,7 +30,7 @@ def read_config(folder: Path) -> Any:
     """The configuration in a folder as transformers completes it. Raises one of FOREIGN_ERRORS."""
     library = transformers()
     try:
-        return library.AutoConfig.from_pretrained(folder, local_files_only=True)
+        return library.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except StrictDataclassError:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         config_class = library.CONFIG_MAPPING[values["model_type"]]

@@ -85,7 +85,7 @@ def choose_weights(where: str, names: Collection[str], read: Callable[[str], str
     where: the place, for messages. read: returns the text of a file; only an index is read. Raises ConfigError when
     there are no weights, some are missing, or there are several models. Of GGUF quantizations it chooses Q4_K_M.
     """
-    unused, note = None, ""
+    missing, note = tuple[str, ...](), ""
     for kind, stem in STEMS.items():
         suffix = SUFFIXES[kind][0]
         index, whole = f"{stem}{suffix}.index.json", stem + suffix
@@ -97,18 +97,13 @@ def choose_weights(where: str, names: Collection[str], read: Callable[[str], str
                     raise
                 weight_map = {}
             required = tuple(sorted(set(weight_map.values())))
-            if whole not in names or (whole in required and len(required) > 1):
-                try:
-                    check_complete(where, required, names, "its index names")
-                    return Choice(kind, required, weight_map)
-                except ConfigError as error:
-                    if not set(required).isdisjoint(names):
-                        raise
-                    unused = unused or error
-            if whole in names and required != (whole,):
-                note = f"{index} is not used, because there is {whole}"
-            elif whole not in names:
-                note = f"{index} is not used, because its files are missing"
+            if whole in names and (whole not in required or len(required) == 1):
+                note = "" if whole in required else f"{index} is not used, because there is {whole}"
+            elif set(required).isdisjoint(names):
+                missing, note = missing or required, f"{index} is not used, because its files are missing"
+            else:
+                check_complete(where, required, names, "its index names")
+                return Choice(kind, required, weight_map)
         if whole in names:
             return Choice(kind, (whole,), note=note)
         several = tuple(sorted(name for name in names if is_weight_name(name, kind)))
@@ -117,8 +112,7 @@ def choose_weights(where: str, names: Collection[str], read: Callable[[str], str
             return Choice(kind, several, note=note)
     if ggufs := choose_gguf(where, names):
         return Choice("gguf", ggufs, note=note)
-    if unused is not None:
-        raise unused
+    check_complete(where, missing, names, "its index names")
     if ADAPTER_CONFIG in names:
         weights = next((name for name in (ADAPTER_WEIGHTS, ADAPTER_PICKLE) if name in names), None)
         if weights is None:

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from cases import CASES
-from transformers import LlamaForCausalLM
+from transformers import CONFIG_MAPPING
 
 SAME_BITS = "same bits"
 COLUMNS = ("float32", "bfloat16", "greedy", SAME_BITS, "2 ranks", "3 ranks", "4 ranks")
@@ -34,8 +34,8 @@ models with random weights, several if layouts differ by size, and compare them 
   fewer than ranks, heads are distributed unevenly if ranks do not divide them, and experts are whole if there are
   enough.
 
-`transformers` has no classes for {published}. Their reference is a Llama model that computes
-the same, saved in the layout in which such models are published.
+`transformers` has no classes for {published}.
+Their reference is a model that computes the same, saved in the layout in which such models are published.
 
 """
 SWEEP_HEADING = "## Other models of transformers"
@@ -106,10 +106,8 @@ class Measured:
         for model_type, outcome in sorted(self.others.items()):
             said = re.sub(r" \(\w+(, \w+){9,}\)", "", outcome).removeprefix(f"model type {model_type!r} ")
             others.append(f"| `{model_type}` | {'✓ served' if outcome == 'served' else said.replace('|', ' ')} |")
-        layouts = (case.published for case in CASES.values())
-        without_class = {each.model_type for each in layouts if each and issubclass(each.reference, LlamaForCausalLM)}
-        published = sorted(f"`{model_type}`" for model_type in without_class)
-        head = HEAD.replace("{published}", " and ".join(published))
+        published = sorted(f"`{model_type}`" for model_type in self.rows if model_type not in CONFIG_MAPPING)
+        head = HEAD.replace("{published}", ", ".join(published))
         num_served = sum(outcome == "served" for outcome in self.others.values())
         sweep = SWEEP.format(served=num_served, total=len(self.others))
         tables = "\n".join(lines), "\n".join(others)
