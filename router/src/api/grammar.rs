@@ -9,14 +9,16 @@ use utoipa::openapi::RefOr;
 use utoipa::openapi::schema::{ObjectBuilder, OneOfBuilder, Schema, Type};
 use utoipa::{PartialSchema, ToSchema};
 
-use super::{closed_schema, gbnf, structural_tag};
+use super::{closed_schema, exact, gbnf, structural_tag};
+use crate::generation::Constraint;
 use crate::sequence::Grammar;
+use crate::text::{Enforcement, make_enforceable};
 
 const KINDS: &str = "`text`, `json`, `json_object`, `json_schema`, `structural_tag`, `regex`, `choice`, `lark`, `ebnf`";
 
 /// A grammar field; `None` for `{"type": "text"}`, which is no constraint.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct GrammarField(pub(crate) Option<Grammar>);
+pub(crate) struct GrammarField(pub(crate) Option<Constraint>);
 
 impl<'de> Deserialize<'de> for GrammarField {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
@@ -26,39 +28,87 @@ impl<'de> Deserialize<'de> for GrammarField {
             #[serde(rename = "type")]
             kind: String,
             value: Option<Value>,
-            json_schema: Option<NamedSchema>,
+            #[serde(flatten)]
+            schemas: Schemas,
             #[serde(flatten)]
             others: Map<String, Value>,
         }
-        let Given { kind, value, json_schema, others } = Given::deserialize(deserializer)?;
+        let Given { kind, value, schemas, others } = Given::deserialize(deserializer)?;
         let grammar = match kind.as_str() {
             // Its fields stand beside the type.
             "structural_tag" => structural_tag::grammar(value.unwrap_or(Value::Object(others))).map(Some),
-            kind => grammar(kind, value, json_schema),
+            kind => grammar(kind, value, schemas),
         };
         grammar.map(Self).map_err(|problem| D::Error::custom(format!("grammar: {problem}")))
     }
 }
 
-/// OpenAI's named schema. `strict` and `description` have no effect: every schema is enforced strictly.
+/// The places for a schema beside the type.
+#[derive(Deserialize)]
+struct Schemas {
+    /// OpenAI's.
+    json_schema: Option<NamedSchema>,
+    /// Of llama.cpp, Together and Fireworks.
+    schema: Option<Value>,
+    strict: Option<bool>,
+}
+
+/// OpenAI's named schema. `description` has no effect.
 #[derive(Deserialize)]
 struct NamedSchema {
     schema: Option<Value>,
+    strict: Option<bool>,
 }
 
-fn grammar(kind: &str, value: Option<Value>, json_schema: Option<NamedSchema>) -> Result<Option<Grammar>, String> {
+impl Schemas {
+    /// The one schema, and whether what of it cannot be enforced is refused: as TGI's value unless `strict` is false, elsewhere only
+    /// if `strict` is true.
+    fn one(self, kind: &str, value: Option<Value>) -> Result<Option<Constraint>, String> {
+        let (value, value_strict) = match value {
+            Some(Value::Object(mut named)) if kind == "json_schema" => {
+                (named.remove("schema"), named.get("strict").and_then(Value::as_bool))
+            }
+            Some(_) if kind == "json_schema" => (None, None),
+            value => (value, None),
+        };
+        let (named, named_strict) = self.json_schema.map_or((None, None), |named| (named.schema, named.strict));
+        let mut given = [("value", value), ("json_schema", named), ("schema", self.schema)]
+            .into_iter()
+            .filter_map(|(field, schema)| Some((field, schema.filter(|schema| !schema.is_null())?)));
+        let Some((first, schema)) = given.next() else { return Ok(None) };
+        if let Some((other, _)) = given.find(|(_, other)| *other != schema) {
+            return Err(format!("`{first}` and `{other}` are different schemas, send one"));
+        }
+        let is_strict = value_strict.or(named_strict).or(self.strict).unwrap_or(first == "value");
+        let enforcement = if is_strict { Enforcement::Strict } else { Enforcement::Lenient };
+        self::schema(schema, enforcement).map(Some)
+    }
+
+    /// Refuses a schema beside a type that has none.
+    fn none(&self, kind: &str) -> Result<(), String> {
+        match &self.schema {
+            Some(_) => Err(format!("`schema` has no meaning beside type `{kind}`; send type `json_schema`")),
+            None => Ok(()),
+        }
+    }
+}
+
+fn grammar(kind: &str, value: Option<Value>, schemas: Schemas) -> Result<Option<Constraint>, String> {
     let missing = || format!("`value` is missing for type `{kind}`");
+    if !matches!(kind, "json" | "json_object" | "json_schema") {
+        schemas.none(kind)?;
+    }
     let grammar = match kind {
         "text" => return Ok(None),
-        "json" => schema(value.ok_or_else(missing)?)?,
-        "json_object" => schema(value.unwrap_or_else(|| json!({"type": "object"})))?,
-        "json_schema" => {
-            let given = match json_schema {
-                Some(named) => named.schema,
-                None => value.map(|mut named| named["schema"].take()).filter(|schema| !schema.is_null()),
-            };
-            schema(given.ok_or("type `json_schema` needs a `schema` in `json_schema`")?)?
-        }
+        "json" => return Ok(Some(schemas.one(kind, value)?.ok_or_else(missing)?)),
+        "json_object" => match schemas.one(kind, value)? {
+            None => return schema(json!({"type": "object"}), Enforcement::Strict).map(Some),
+            constraint => return Ok(constraint),
+        },
+        "json_schema" => match schemas.one(kind, value)? {
+            None => return Err("type `json_schema` needs a `schema` in `json_schema`".to_owned()),
+            constraint => return Ok(constraint),
+        },
         "regex" => Grammar::Regex(text(kind, value.ok_or_else(missing)?)?),
         "lark" | "ebnf" => lark(text(kind, value.ok_or_else(missing)?)?)?,
         "choice" => {
@@ -67,20 +117,32 @@ fn grammar(kind: &str, value: Option<Value>, json_schema: Option<NamedSchema>) -
         }
         _ => return Err(format!("type `{kind}` is unknown, the types are {KINDS}")),
     };
-    Ok(Some(grammar))
+    Ok(Some(grammar.into()))
 }
 
 /// The grammar of a schema, or of a string that holds one. Objects with `properties` are closed.
-pub(super) fn schema(value: Value) -> Result<Grammar, String> {
+pub(super) fn schema(value: Value, enforcement: Enforcement) -> Result<Constraint, String> {
+    let mut value = read_schema(value)?;
+    let left_out = make_enforceable(&mut value, enforcement)?;
+    match value {
+        Value::Object(_) | Value::Bool(_) => {
+            Ok(Constraint { grammar: Grammar::JsonSchema(value.to_string()), left_out })
+        }
+        _ => Err("a JSON schema is an object".to_owned()),
+    }
+}
+
+/// The schema, or the one in a string. Objects with `properties` are closed.
+fn read_schema(value: Value) -> Result<Value, String> {
     let mut value = match value {
-        Value::String(text) => serde_json::from_str(&text).map_err(|error| format!("not JSON: {error}"))?,
+        Value::String(text) => {
+            exact::check(text.as_bytes())?;
+            serde_json::from_str(&text).map_err(|error| format!("not JSON: {error}"))?
+        }
         value => value,
     };
     closed_schema::close(&mut value);
-    match value {
-        Value::Object(_) | Value::Bool(_) => Ok(Grammar::JsonSchema(value.to_string())),
-        _ => Err("a JSON schema is an object".to_owned()),
-    }
+    Ok(value)
 }
 
 fn text(kind: &str, value: Value) -> Result<String, String> {
@@ -165,8 +227,12 @@ impl ToSchema for GrammarField {
 mod tests {
     use super::*;
 
-    fn parse(value: Value) -> Result<Option<Grammar>, String> {
+    fn constraint(value: Value) -> Result<Option<Constraint>, String> {
         serde_json::from_value::<GrammarField>(value).map(|field| field.0).map_err(|error| error.to_string())
+    }
+
+    fn parse(value: Value) -> Result<Option<Grammar>, String> {
+        constraint(value).map(|constraint| constraint.map(|constraint| constraint.grammar))
     }
 
     #[test]
@@ -179,6 +245,11 @@ mod tests {
             json!({"type": "json_object", "value": schema}),
             json!({"type": "json_schema", "value": {"name": "n", "schema": schema}}),
             json!({"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": true}}),
+            json!({"type": "json_object", "schema": schema}),
+            json!({"type": "json_object", "schema": schema.to_string()}),
+            json!({"type": "json_object", "json_schema": {"schema": schema}}),
+            json!({"type": "json_schema", "schema": schema}),
+            json!({"type": "json_schema", "schema": schema, "json_schema": {"schema": schema}}),
         ] {
             assert_eq!(parse(given.clone()).unwrap(), expected, "{given}");
         }
@@ -187,6 +258,27 @@ mod tests {
             Some(Grammar::JsonSchema(r#"{"type":"object"}"#.into()))
         );
         assert_eq!(parse(json!({"type": "text"})).unwrap(), None);
+    }
+
+    #[test]
+    fn what_cannot_be_enforced_is_refused_where_the_client_asks_for_it() {
+        let schema = json!({"type": "array", "uniqueItems": true});
+        let refused = "grammar: `uniqueItems` at the root cannot be enforced; leave it out";
+        let left_out = vec!["`uniqueItems` at the root is not enforced".to_owned()];
+        let named = |strict: Value| json!({"schema": schema, "strict": strict});
+        for (given, is_refused) in [
+            (json!({"type": "json", "value": schema}), true),
+            (json!({"type": "json_schema", "value": named(Value::Null)}), true),
+            (json!({"type": "json_schema", "json_schema": named(true.into())}), true),
+            (json!({"type": "json_schema", "schema": schema, "strict": true}), true),
+            (json!({"type": "json_schema", "json_schema": named(false.into())}), false),
+            (json!({"type": "json_schema", "json_schema": named(Value::Null)}), false),
+            (json!({"type": "json_object", "schema": schema}), false),
+            (json!({"type": "json_schema", "value": named(false.into())}), false),
+        ] {
+            let parsed = constraint(given.clone()).map(|constraint| constraint.unwrap().left_out);
+            assert_eq!(parsed, if is_refused { Err(refused.to_owned()) } else { Ok(left_out.clone()) }, "{given}");
+        }
     }
 
     #[test]
@@ -206,6 +298,13 @@ mod tests {
             (json!({"type": "json", "value": [1]}), "is an object"),
             (json!({"type": "json_schema"}), "needs a `schema`"),
             (json!({"type": "choice", "value": []}), "at least one"),
+            (json!({"type": "text", "schema": {}}), "`schema` has no meaning beside type `text`"),
+            (json!({"type": "json_object", "schema": true, "value": {}}), "`value` and `schema` are different schemas"),
+            (json!({"type": "json", "value": {"const": 9007199254740993_i64}}), "`const` 9007199254740993 cannot be"),
+            (
+                json!({"type": "json", "value": "{\"const\": 9007199254740993.0}"}),
+                "`const` 9007199254740993.0 cannot be",
+            ),
         ] {
             let error = parse(given.clone()).unwrap_err();
             assert!(error.contains(reason), "{given}: {error}");

@@ -9,6 +9,7 @@ mod closed_schema;
 mod content;
 pub(crate) mod conversation;
 pub(crate) mod error;
+pub(crate) mod exact;
 pub(crate) mod extension;
 mod field;
 mod gbnf;

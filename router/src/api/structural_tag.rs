@@ -8,7 +8,9 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 use super::closed_schema;
+use crate::generation::Constraint;
 use crate::sequence::Grammar;
+use crate::text::{Enforcement, make_enforceable};
 
 /// Triggers, and tags.
 const MAX_PARTS: usize = 128;
@@ -62,7 +64,7 @@ struct Content {
 }
 
 /// The grammar of a structural tag, or of a string that holds one.
-pub(super) fn grammar(value: Value) -> Result<Grammar, String> {
+pub(super) fn grammar(value: Value) -> Result<Constraint, String> {
     let mut value: Map<String, Value> = match value {
         Value::String(text) => serde_json::from_str(&text).map_err(|error| format!("not a JSON object: {error}"))?,
         value => read(value)?,
@@ -121,7 +123,8 @@ fn structures(mut format: Map<String, Value>) -> Result<Structures, String> {
 }
 
 /// Each structure begins with one of the triggers.
-fn lark(triggers: &[String], structures: Vec<Structure>) -> Result<Grammar, String> {
+fn lark(triggers: &[String], structures: Vec<Structure>) -> Result<Constraint, String> {
+    let mut left_out = Vec::new();
     let mut rules = String::new();
     let mut tags = Vec::new();
     // A lazy rule ends as soon as the trigger is complete.
@@ -133,12 +136,13 @@ fn lark(triggers: &[String], structures: Vec<Structure>) -> Result<Grammar, Stri
         let (index, trigger) =
             triggers.iter().enumerate().find(|(_, trigger)| starts(trigger)).expect("invariant: begins with a trigger");
         let rest = literal(&begin[trigger.len()..]);
-        let _ = writeln!(rules, "json_{number}: %json {}", json(schema)?);
+        let _ = writeln!(rules, "json_{number}: %json {}", json(schema, &mut left_out)?);
         tags.push(format!("trigger_{index} {rest} json_{number} {}", literal(&end)));
     }
     let any_trigger: Vec<_> = triggers.iter().map(|trigger| regex::escape(trigger).replace('/', r"\/")).collect();
     let _ = writeln!(rules, "TEXT: /(?s:.*)/\nREST: /(?s:.*)/ & ~/(?s:.*)({})(?s:.*)/", any_trigger.join("|"));
-    Ok(Grammar::Lark(format!("start: ({})* REST\n{rules}", tags.join(" | "))))
+    let grammar = Grammar::Lark(format!("start: ({})* REST\n{rules}", tags.join(" | ")));
+    Ok(Constraint { grammar, left_out })
 }
 
 /// Lark writes strings as JSON does.
@@ -146,8 +150,9 @@ fn literal(text: &str) -> String {
     Value::from(text).to_string()
 }
 
-fn json(mut schema: Value) -> Result<Value, String> {
+fn json(mut schema: Value, left_out: &mut Vec<String>) -> Result<Value, String> {
     closed_schema::close(&mut schema);
+    left_out.extend(make_enforceable(&mut schema, Enforcement::Strict)?);
     let mut schema = match schema {
         Value::Object(schema) => schema,
         Value::Bool(true) => Map::new(),
@@ -177,7 +182,7 @@ mod tests {
         let tags = [tag("<f=a>", json!({"type": "integer"}), "</f>"), tag("[", json!(true), "]")];
         let format = json!({"type": "triggered_tags", "triggers": ["<f=", "["], "tags": tags, "at_least_one": false});
         let newer = json!({"type": "structural_tag", "format": format});
-        let Grammar::Lark(lark) = grammar(older.clone()).unwrap() else { panic!("not Lark") };
+        let Grammar::Lark(lark) = grammar(older.clone()).unwrap().grammar else { panic!("not Lark") };
         insta::assert_snapshot!(lark, @r#"
         start: (trigger_0 "a>" json_0 "</f>" | trigger_1 "" json_1 "]")* REST
         trigger_0[lazy]: TEXT "<f="
@@ -187,8 +192,8 @@ mod tests {
         TEXT: /(?s:.*)/
         REST: /(?s:.*)/ & ~/(?s:.*)(<f=|\[)(?s:.*)/
         "#);
-        assert_eq!(grammar(newer), Ok(Grammar::Lark(lark.clone())));
-        assert_eq!(grammar(json!(older.to_string())), Ok(Grammar::Lark(lark)));
+        assert_eq!(grammar(newer), Ok(Grammar::Lark(lark.clone()).into()));
+        assert_eq!(grammar(json!(older.to_string())), Ok(Grammar::Lark(lark).into()));
     }
 
     #[test]

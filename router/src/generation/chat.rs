@@ -138,12 +138,18 @@ impl ChatAnswer {
         self.style.answer_format(self.tools.is_some())
     }
 
-    /// Sets the token that ends the answer, if the template has another than EOS, and the grammar of the answer, applied after any reasoning: the client's own, that of the tools, or a choice of
-    /// both.
-    pub(super) fn constrain(&self, checked: &mut Checked, grammar_support: bool) -> Result<(), GenerationError> {
+    /// Sets the token that ends the answer, if the template has another than EOS, and the grammar of the answer, applied after
+    /// any reasoning: the client's own, that of the tools, or a choice of both. Returns what of the tools' schemas is not
+    /// enforced.
+    pub(super) fn constrain(
+        &self,
+        checked: &mut Checked,
+        grammar_support: bool,
+    ) -> Result<Vec<String>, GenerationError> {
         if !checked.ignore_eos {
             checked.sampling.stop_token_ids.extend(self.style.turn_end(self.tools.is_some()));
         }
+        let mut left_out = Vec::new();
         let own = checked.grammar.take();
         if own.is_some() && !grammar_support {
             return Err(ValidationError::GrammarDisabled.into());
@@ -156,7 +162,8 @@ impl ChatAnswer {
                 let grammar = set.callable().and_then(|tools| {
                     self.format().tool_grammar(self.thinking, &tools, choice, *parallel, own.as_ref())
                 });
-                let grammar = grammar.map_err(|error: ToolError| GenerationError::Tool(error.to_string()))?;
+                let (grammar, notes) = grammar.map_err(|error: ToolError| GenerationError::Tool(error.to_string()))?;
+                left_out = notes;
                 // Without grammars the model may still call tools as it was trained to, but cannot be made to.
                 if !grammar_support && set.choice != ToolChoice::Auto {
                     return Err(ValidationError::GrammarDisabled.into());
@@ -167,7 +174,7 @@ impl ChatAnswer {
         if checked.ignore_eos && checked.grammar.is_some() {
             return Err(ValidationError::IgnoreEosWithGrammar.into());
         }
-        Ok(())
+        Ok(left_out)
     }
 
     /// In a chat with tools an invalid grammar comes from their schemas, or from the client's `response_format`.

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::parameter::Parameters;
+use super::parameter::{Constraint, Parameters};
 use crate::sequence::Grammar;
 use crate::telemetry::{Operation, RequestParameters};
 
@@ -49,7 +49,7 @@ enum GrammarKind {
 
 impl Parameters {
     pub(super) fn described(&self, operation: Operation, streams: bool) -> RequestParameters {
-        let kind = |grammar: &Grammar| match grammar {
+        let kind = |constraint: &Constraint| match &constraint.grammar {
             Grammar::JsonSchema(_) => GrammarKind::Json,
             Grammar::Regex(_) => GrammarKind::Regex,
             Grammar::Lark(_) => GrammarKind::Lark,

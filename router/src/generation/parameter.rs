@@ -42,11 +42,25 @@ pub(crate) struct Parameters {
     pub(crate) top_n_tokens: Option<u32>,
     /// The limit of `top_n_tokens`, unless the dialect has checked it.
     pub(crate) max_top_n_tokens: Option<u32>,
-    pub(crate) grammar: Option<Grammar>,
+    pub(crate) grammar: Option<Constraint>,
     pub(crate) adapter_id: Option<String>,
     /// Whether logprobs are the model's own (OpenAI) or those of the distribution that was sampled from (TGI), which costs less.
     pub(crate) model_logprobs: bool,
     pub(crate) extension: Extension,
+}
+
+/// What the answer must match.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Constraint {
+    pub(crate) grammar: Grammar,
+    /// What of a schema the grammar does not enforce, one sentence each.
+    pub(crate) left_out: Vec<String>,
+}
+
+impl From<Grammar> for Constraint {
+    fn from(grammar: Grammar) -> Self {
+        Self { grammar, left_out: Vec::new() }
+    }
 }
 
 /// Parameters that TGI does not have.
@@ -179,7 +193,7 @@ impl Parameters {
         };
         Checked {
             sampling,
-            grammar: self.grammar,
+            grammar: self.grammar.map(|constraint| constraint.grammar),
             seed,
             num_generations,
             max_new_tokens: self.max_new_tokens,

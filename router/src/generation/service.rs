@@ -195,6 +195,9 @@ impl GenerationService {
             trace.set_parameters(request.described());
         }
         let GenerationRequest { prompts: given, parameters, .. } = request;
+        for note in parameters.grammar.iter().flat_map(|constraint| &constraint.left_out) {
+            record.warn(note);
+        }
         let num_per_prompt = parameters.num_generations(&config.limits, given.len())?;
         let permit = admission.admit(given.len() * num_per_prompt)?;
         let checked = parameters.check(&config.limits, num_per_prompt)?;
@@ -204,7 +207,7 @@ impl GenerationService {
         }
         let mut prompts = Vec::with_capacity(given.len());
         for prompt in given {
-            prompts.push(self.prepare(prompt, checked.clone(), deadlines).await?);
+            prompts.push(self.prepare(prompt, checked.clone(), deadlines, record).await?);
         }
         Ok(Admitted { prompts, adapter_id: checked.adapter_id, num_per_prompt, deadlines, permit })
     }
@@ -245,6 +248,7 @@ impl GenerationService {
         prompt: Prompt,
         mut checked: Checked,
         deadlines: Deadlines,
+        record: &RequestRecord,
     ) -> Result<Prepared, GenerationError> {
         let Inner { config, generator, text: model, admission, .. } = &*self.inner;
         let (mut images, mut is_framed) = (Vec::new(), false);
@@ -265,7 +269,7 @@ impl GenerationService {
                     text = image::place_in_template(text, input);
                 }
                 let answer = ChatAnswer::new(chat);
-                answer.constrain(&mut checked, config.grammar_support)?;
+                answer.constrain(&mut checked, config.grammar_support)?.iter().for_each(|note| record.warn(note));
                 (Some(text), Vec::new(), Some(answer))
             }
         };

@@ -1,6 +1,7 @@
 //! How each dialect reads requests and writes errors.
 
 use axum::Json;
+use axum::body::{Body, Bytes};
 use axum::extract::{FromRequest, Request};
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -8,6 +9,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::api::error::{ApiError, COMPLETION_NAMES, RESPONSE_NAMES};
+use crate::api::exact;
 use crate::generation::FieldNames;
 
 /// SageMaker's route, whose bodies decide the dialect.
@@ -152,8 +154,37 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for AnthropicJson<T> {
     }
 }
 
+/// `axum::Json` that refuses numbers in schemas that the parser would change.
+pub(super) struct ExactJson<T>(pub(super) T);
+
+impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for ExactJson<T> {
+    type Rejection = Response;
+
+    async fn from_request(request: Request, state: &S) -> Result<Self, Self::Rejection> {
+        let request = with_exact_numbers(request, state, StatusCode::UNPROCESSABLE_ENTITY).await;
+        let request = request.map_err(|error| TgiError(error).into_response())?;
+        let Json(value) = Json::from_request(request, state).await.map_err(IntoResponse::into_response)?;
+        Ok(Self(value))
+    }
+}
+
+/// The request with a body whose schemas the parser does not change.
+async fn with_exact_numbers<S: Send + Sync>(
+    request: Request,
+    state: &S,
+    status: StatusCode,
+) -> Result<Request, ApiError> {
+    let (parts, body) = request.into_parts();
+    let refused = |status, message| ApiError::Malformed { status, message, param: None };
+    let body = Bytes::from_request(Request::from_parts(parts.clone(), body), state).await;
+    let body = body.map_err(|rejection| refused(rejection.status(), rejection.body_text()))?;
+    exact::check(&body).map_err(|problem| refused(status, format!("a schema of the request: {problem}")))?;
+    Ok(Request::from_parts(parts, Body::from(body)))
+}
+
 /// The request's body as JSON.
 async fn read<S: Send + Sync, T: DeserializeOwned>(request: Request, state: &S) -> Result<T, ApiError> {
+    let request = with_exact_numbers(request, state, StatusCode::BAD_REQUEST).await?;
     match Json::from_request(request, state).await {
         Ok(Json(value)) => Ok(value),
         Err(rejection) => {

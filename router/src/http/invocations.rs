@@ -2,17 +2,17 @@
 
 #![expect(unused_qualifications, reason = "utoipa writes `self::` before names")]
 
+use axum::Extension;
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
-use axum::{Extension, Json};
 use serde::Deserialize;
 use serde_json::Value;
 use utoipa::openapi::schema::AnyOfBuilder;
 use utoipa::openapi::{Ref, RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
-use super::dialect::INVOCATIONS;
+use super::dialect::{ExactJson, INVOCATIONS};
 use super::document::{self, EitherFailures};
 use super::service::Service;
 use super::{chat, completion, generate};
@@ -71,10 +71,10 @@ impl ToSchema for Event {}
 pub(super) async fn invocations(
     state: State<Service>,
     record: Extension<RequestRecord>,
-    Json(body): Json<Value>,
+    ExactJson(body): ExactJson<Value>,
 ) -> Response {
     match Invocation::read(&body) {
-        Ok(Invocation::Generate(request)) => generate::compat(state, record, Json(*request)).await.into_response(),
+        Ok(Invocation::Generate(request)) => generate::compat(state, record, ExactJson(*request)).await.into_response(),
         Ok(Invocation::Chat(request)) => {
             chat::answer(state.0, record.0, *request, &SamplingDefaults::NONE).await.into_response()
         }

@@ -3,6 +3,7 @@
 use std::panic::AssertUnwindSafe;
 
 use axum::extract::{MatchedPath, Request, State};
+use axum::http::{HeaderName, HeaderValue};
 use axum::middleware::Next;
 use axum::response::Response;
 use futures::FutureExt;
@@ -12,6 +13,10 @@ use super::guarded_body;
 use crate::api::error::ApiError;
 use crate::generation::GenerationError;
 use crate::telemetry::{Exchange, RequestIdentity, RequestRecord, Traces, metrics};
+
+/// One header for each thing in a request that has no effect.
+const WARNING: HeaderName = HeaderName::from_static("x-penstock-warning");
+const MAX_WARNING_BYTES: usize = 300;
 
 /// Makes the request's record and closes it when the response's body has been sent or dropped.
 pub(super) async fn observe(State(traces): State<Option<Traces>>, mut request: Request, next: Next) -> Response {
@@ -25,7 +30,7 @@ pub(super) async fn observe(State(traces): State<Option<Traces>>, mut request: R
         status: None,
     };
     let mut closing = Closing { record, exchange };
-    let response = match AssertUnwindSafe(next.run(request)).catch_unwind().await {
+    let mut response = match AssertUnwindSafe(next.run(request)).catch_unwind().await {
         Ok(response) => response,
         Err(panic) => dialect::error_response(&closing.exchange.path, bug(panic.as_ref())),
     };
@@ -33,7 +38,21 @@ pub(super) async fn observe(State(traces): State<Option<Traces>>, mut request: R
     if let Some(error) = response.extensions().get::<ApiError>() {
         fail(&closing.record, error);
     }
+    for warning in closing.record.warnings() {
+        response.headers_mut().append(WARNING, readable(&warning));
+    }
     guarded_body::guard(response, closing)
+}
+
+/// The warning as a header's value, which holds visible ASCII characters only.
+fn readable(warning: &str) -> HeaderValue {
+    let mut text: String =
+        warning.escape_default().to_string().replace("\\\"", "\"").replace("\\'", "'").replace("\\\\", "\\");
+    if text.len() > MAX_WARNING_BYTES {
+        text.truncate(MAX_WARNING_BYTES);
+        text.push_str("...");
+    }
+    HeaderValue::try_from(text).unwrap_or(HeaderValue::from_static("part of the request has no effect"))
 }
 
 /// Writes an error into the request's record. The message is logged only if the fault is ours: others may quote the

@@ -22,7 +22,11 @@ pub(crate) struct RequestRecord {
 struct State {
     generates: bool,
     outcome: Option<Outcome>,
+    warnings: Vec<String>,
 }
+
+/// Warnings that a request keeps; a client may cause one for each part of what it sends.
+const MAX_WARNINGS: usize = 16;
 
 #[derive(Clone, Debug)]
 pub(super) enum Outcome {
@@ -46,6 +50,19 @@ impl RequestRecord {
     /// When the request arrived.
     pub(crate) fn received(&self) -> Instant {
         self.received
+    }
+
+    /// Tells the client and the log that something of the request has no effect. Only before the answer's headers are sent.
+    pub(crate) fn warn(&self, warning: &str) {
+        let warnings = &mut self.state().warnings;
+        if warnings.len() < MAX_WARNINGS && !warnings.iter().any(|other| other == warning) {
+            warnings.push(warning.to_owned());
+        }
+    }
+
+    /// What of the request has no effect.
+    pub(crate) fn warnings(&self) -> Vec<String> {
+        self.state().warnings.clone()
     }
 
     /// The request asks for a generation: counts it.
@@ -86,6 +103,9 @@ impl RequestRecord {
         let duration_ms = self.received.elapsed().as_secs_f64() * 1000.0;
         let trace_id = self.identity.trace().trace_id().map(tracing::field::display);
         let request_id = self.identity.request_id_text();
+        for warning in self.warnings() {
+            tracing::warn!(%method, path, status, request_id, trace_id, warning, "part of the request has no effect");
+        }
         match outcome {
             Some(Outcome::Answered(summary)) => {
                 metrics::request_succeeded(&summary);

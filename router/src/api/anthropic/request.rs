@@ -12,9 +12,10 @@ use crate::api::content::Content;
 use crate::api::field::{integer, is_given, named, or_default};
 use crate::api::grammar;
 use crate::api::openai::SamplingFields;
-use crate::generation::{Chat, GenerationRequest, Parameters, Prompt, SamplingDefaults, StopText, ValidationError};
-use crate::sequence::Grammar;
-use crate::text::ChatInputs;
+use crate::generation::{
+    Chat, Constraint, GenerationRequest, Parameters, Prompt, SamplingDefaults, StopText, ValidationError,
+};
+use crate::text::{ChatInputs, Enforcement};
 
 #[derive(Debug, Deserialize, ToSchema)]
 #[schema(
@@ -243,9 +244,9 @@ impl Conversation {
     }
 
     /// The grammar of the answer's text.
-    fn grammar(&mut self) -> Result<Option<Grammar>, ValidationError> {
+    fn grammar(&mut self) -> Result<Option<Constraint>, ValidationError> {
         let format = self.output_config.as_mut().and_then(|config| config.format.take());
-        let schema = format.map(|OutputFormat::JsonSchema { schema }| grammar::schema(schema));
+        let schema = format.map(|OutputFormat::JsonSchema { schema }| grammar::schema(schema, Enforcement::Strict));
         schema.transpose().map_err(|problem| ValidationError::Item { path: "output_config.format".to_owned(), problem })
     }
 }

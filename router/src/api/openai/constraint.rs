@@ -8,8 +8,9 @@ use utoipa::ToSchema;
 use crate::api::field::named;
 use crate::api::grammar::{self, GrammarField};
 use crate::api::structural_tag;
-use crate::generation::ValidationError;
+use crate::generation::{Constraint, ValidationError};
 use crate::sequence::Grammar;
+use crate::text::Enforcement;
 
 const KINDS: &str = "`json`, `regex`, `choice`, `grammar`, `json_object` and `structural_tag`";
 
@@ -93,38 +94,39 @@ impl ConstraintFields {
     }
 
     /// The one grammar of all fields.
-    pub(super) fn take(&mut self) -> Result<Option<Grammar>, ValidationError> {
+    pub(super) fn take(&mut self) -> Result<Option<Constraint>, ValidationError> {
         let of_field = |field: &mut Option<GrammarField>| Ok(field.take().and_then(|field| field.0));
         let whitespace = self.guided_whitespace_pattern.take();
         if whitespace.is_some() && self.guided_json.is_none() {
             return Err(problem("guided_whitespace_pattern", "it needs `guided_json`"));
         }
+        let from_grammar = |grammar: Option<Grammar>| grammar.map(Into::into);
         let json = |schema| spaced(schema, whitespace.as_deref(), false);
         let grammars = [
             ("response_format", of_field(&mut self.response_format)),
             ("grammar", of_field(&mut self.grammar)),
-            ("structured_outputs", self.structured_outputs.take().map(StructuredOutputs::grammar).transpose()),
+            ("structured_outputs", self.structured_outputs.take().map(StructuredOutputs::constraint).transpose()),
             ("guided_json", self.guided_json.take().map(json).transpose()),
-            ("guided_regex", Ok(self.guided_regex.take().map(Grammar::Regex))),
-            ("guided_choice", self.guided_choice.take().map(grammar::choice).transpose()),
-            ("guided_grammar", self.guided_grammar.take().map(grammar::lark).transpose()),
+            ("guided_regex", Ok(self.guided_regex.take().map(Grammar::Regex).map(Into::into))),
+            ("guided_choice", self.guided_choice.take().map(grammar::choice).transpose().map(from_grammar)),
+            ("guided_grammar", self.guided_grammar.take().map(grammar::lark).transpose().map(from_grammar)),
         ];
-        let mut found: Option<(&'static str, Grammar)> = None;
-        for (field, grammar) in grammars {
-            let Some(grammar) = grammar.map_err(|reason| problem(field, &reason))? else { continue };
+        let mut found: Option<(&'static str, Constraint)> = None;
+        for (field, constraint) in grammars {
+            let Some(constraint) = constraint.map_err(|reason| problem(field, &reason))? else { continue };
             match &found {
-                Some((one, first)) if *first != grammar => {
+                Some((one, first)) if first.grammar != constraint.grammar => {
                     return Err(ValidationError::Exclusive { one, other: field });
                 }
-                _ => found = found.or(Some((field, grammar))),
+                _ => found = found.or(Some((field, constraint))),
             }
         }
-        Ok(found.map(|(_, grammar)| grammar))
+        Ok(found.map(|(_, constraint)| constraint))
     }
 }
 
 impl StructuredOutputs {
-    fn grammar(self) -> Result<Grammar, String> {
+    fn constraint(self) -> Result<Constraint, String> {
         let is_compact = self.disable_any_whitespace == Some(true);
         let is_spaced = is_compact || self.whitespace_pattern.is_some();
         let json = self.json.or_else(|| (self.json_object == Some(true)).then(|| json!({"type": "object"})));
@@ -133,9 +135,9 @@ impl StructuredOutputs {
             (None, ..) if is_spaced => {
                 Err("`whitespace_pattern` and `disable_any_whitespace` need `json` or `json_object`".to_owned())
             }
-            (None, Some(regex), None, None, None) => Ok(Grammar::Regex(regex)),
-            (None, None, Some(choices), None, None) => grammar::choice(choices),
-            (None, None, None, Some(text), None) => grammar::lark(text),
+            (None, Some(regex), None, None, None) => Ok(Grammar::Regex(regex).into()),
+            (None, None, Some(choices), None, None) => grammar::choice(choices).map(Into::into),
+            (None, None, None, Some(text), None) => grammar::lark(text).map(Into::into),
             (None, None, None, None, Some(tag)) => structural_tag::grammar(tag),
             _ => Err(format!("send exactly one of {KINDS}")),
         }
@@ -143,19 +145,20 @@ impl StructuredOutputs {
 }
 
 /// The grammar of a schema with other whitespace between JSON's tokens than the server allows by itself.
-fn spaced(schema: Value, pattern: Option<&str>, is_compact: bool) -> Result<Grammar, String> {
-    let grammar = grammar::schema(schema)?;
+fn spaced(schema: Value, pattern: Option<&str>, is_compact: bool) -> Result<Constraint, String> {
+    let mut constraint = grammar::schema(schema, Enforcement::Strict)?;
     let layout = match pattern {
         _ if is_compact => json!({"whitespace_flexible": false}),
         Some(pattern) => json!({"whitespace_pattern": pattern}),
-        None => return Ok(grammar),
+        None => return Ok(constraint),
     };
-    let Grammar::JsonSchema(schema) = grammar else { return Ok(grammar) };
-    let Ok(Value::Object(mut schema)) = serde_json::from_str(&schema) else {
+    let Grammar::JsonSchema(schema) = &constraint.grammar else { return Ok(constraint) };
+    let Ok(Value::Object(mut schema)) = serde_json::from_str(schema) else {
         return Err("whitespace can be chosen only for a schema that is an object".to_owned());
     };
     schema.insert("x-guidance".to_owned(), layout);
-    Ok(Grammar::Lark(format!("start: %json {}", Value::Object(schema))))
+    constraint.grammar = Grammar::Lark(format!("start: %json {}", Value::Object(schema)));
+    Ok(constraint)
 }
 
 fn problem(field: &str, reason: &str) -> ValidationError {
@@ -171,7 +174,7 @@ mod tests {
         let is_named = fields.name().is_some();
         let taken = fields.take();
         assert_eq!(is_named, !matches!(taken, Ok(None)));
-        taken
+        taken.map(|constraint| constraint.map(|constraint| constraint.grammar))
     }
 
     #[test]

@@ -15,10 +15,10 @@ use crate::api::field::{integer, or_default};
 use crate::api::grammar;
 use crate::api::openai::SamplingFields;
 use crate::generation::{
-    Chat, Extension, GenerationRequest, Parameters, Prompt, SamplingDefaults, StopText, ToolSet, ValidationError,
+    Chat, Constraint, Extension, GenerationRequest, Parameters, Prompt, SamplingDefaults, StopText, ToolSet,
+    ValidationError,
 };
-use crate::sequence::Grammar;
-use crate::text::ChatInputs;
+use crate::text::{ChatInputs, Enforcement};
 
 /// Asks for what an answer does not have; accepted, because agents always send it.
 const ENCRYPTED_REASONING: &str = "reasoning.encrypted_content";
@@ -150,6 +150,8 @@ enum TextFormat {
         description: Option<String>,
         #[schema(value_type = Object)]
         schema: Value,
+        /// Whether keywords that cannot be enforced are refused. Otherwise they are left out, and named in a header.
+        strict: Option<bool>,
     },
 }
 
@@ -230,13 +232,14 @@ impl ResponsesRequest {
         })
     }
 
-    fn grammar(&self) -> Result<Option<Grammar>, ValidationError> {
-        let schema = match self.text.as_ref().and_then(|text| text.format.as_ref()) {
+    fn grammar(&self) -> Result<Option<Constraint>, ValidationError> {
+        let (schema, strict) = match self.text.as_ref().and_then(|text| text.format.as_ref()) {
             None | Some(TextFormat::Text) => return Ok(None),
-            Some(TextFormat::JsonObject) => json!({"type": "object"}),
-            Some(TextFormat::JsonSchema { schema, .. }) => schema.clone(),
+            Some(TextFormat::JsonObject) => (json!({"type": "object"}), None),
+            Some(TextFormat::JsonSchema { schema, strict, .. }) => (schema.clone(), *strict),
         };
-        grammar::schema(schema).map(Some).map_err(|reason| problem("text.format", &reason))
+        let enforcement = if strict == Some(true) { Enforcement::Strict } else { Enforcement::Lenient };
+        grammar::schema(schema, enforcement).map(Some).map_err(|reason| problem("text.format", &reason))
     }
 
     fn check_supported(&self) -> Result<(), ValidationError> {
@@ -265,8 +268,9 @@ impl ResponsesRequest {
         let format = match self.text.as_ref().and_then(|text| text.format.as_ref()) {
             None | Some(TextFormat::Text) => json!({"type": "text"}),
             Some(TextFormat::JsonObject) => json!({"type": "json_object"}),
-            Some(TextFormat::JsonSchema { name, description, schema }) => json!({
-                "type": "json_schema", "name": name, "description": description, "schema": schema, "strict": true,
+            Some(TextFormat::JsonSchema { name, description, schema, strict }) => json!({
+                "type": "json_schema", "name": name, "description": description, "schema": schema,
+                "strict": strict.unwrap_or(false),
             }),
         };
         Echo {

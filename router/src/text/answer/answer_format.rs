@@ -93,8 +93,8 @@ impl AnswerFormat {
         tool_prompt(self.traits.shows_tools, tools, instruction)
     }
 
-    /// The grammar of an answer with these tools; `None` where any answer is allowed. An answer without a call must match
-    /// `content`, if given.
+    /// The grammar of an answer with these tools, and what of their schemas it does not enforce; `None` where any answer is
+    /// allowed. An answer without a call must match `content`, if given.
     pub(crate) fn tool_grammar(
         &self,
         reasoning_state: ReasoningState,
@@ -102,15 +102,21 @@ impl AnswerFormat {
         choice: &ToolChoice,
         parallel: bool,
         content: Option<&Grammar>,
-    ) -> Result<Option<Grammar>, ToolError> {
+    ) -> Result<(Option<Grammar>, Vec<String>), ToolError> {
+        choice.check(tools)?;
         let parallel = parallel && self.traits.parallel_calls;
-        match self.format_for(Some(choice)) {
-            Some(format) => self.grammar(Some(format), reasoning_state).tools(format, tools, choice, parallel, content),
-            None => {
-                choice.check(tools)?;
-                Ok(content.map(|grammar| self.after_reasoning(reasoning_state, grammar.clone())))
-            }
+        let Some(format) = self.format_for(Some(choice)) else {
+            return Ok((content.map(|grammar| self.after_reasoning(reasoning_state, grammar.clone())), Vec::new()));
+        };
+        let (mut enforceable, mut left_out) = (Vec::with_capacity(tools.len()), Vec::new());
+        for tool in tools.iter().filter(|tool| choice.allows(tool)) {
+            let (tool, notes) = tool.enforceable()?;
+            enforceable.push(tool);
+            left_out.extend(notes);
         }
+        let grammar =
+            self.grammar(Some(format), reasoning_state).tools(format, &enforceable, choice, parallel, content);
+        Ok((grammar?, left_out))
     }
 
     /// The client's grammar, applied to the answer after its reasoning.

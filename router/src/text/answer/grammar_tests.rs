@@ -596,13 +596,17 @@ fn undeclared_arguments_are_excluded_unless_the_schema_allows_them() {
 }
 
 #[test]
-fn patterns_that_no_grammar_expresses_are_dropped() {
+fn patterns_that_no_grammar_expresses_are_left_out_and_named() {
     let email = json!({"type": "string", "pattern": "^(?!\\.)[a-z.]+$", "format": "email"});
     let word = json!({"type": "string", "pattern": "^[a-z]{1,9000}$"});
     let data = json!({"enum": [{"pattern": "(?!a)"}]});
     let properties = json!({"pattern": email, "words": {"items": word}, "data": data});
     let tool = Tool { name: "a".to_owned(), parameters: Some(json!({"properties": properties})) };
-    let kept = tool.with_regular_patterns().parameters.unwrap();
+    let (kept, left_out) = tool.enforceable().unwrap();
+    let kept = kept.parameters.unwrap();
     let email = json!({"type": "string", "format": "email"});
     assert_eq!(kept["properties"], json!({"pattern": email, "words": {"items": word}, "data": data}));
+    let [note] = &left_out[..] else { panic!("{left_out:?}") };
+    assert!(note.starts_with("the parameters of the function \"a\": `pattern` "), "{note}");
+    assert!(note.ends_with(" at `/properties/pattern` is not enforced"), "{note}");
 }

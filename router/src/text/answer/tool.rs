@@ -2,8 +2,9 @@
 
 use std::collections::HashSet;
 
-use regex::RegexBuilder;
 use serde_json::{Map, Value, json};
+
+use crate::text::schema::{Enforcement, make_enforceable};
 
 /// A function that the model may call.
 #[derive(Clone, Debug, PartialEq)]
@@ -31,6 +32,14 @@ impl ToolChoice {
     /// Whether the answer must be a call.
     pub(crate) fn is_forced(&self) -> bool {
         matches!(self, Self::Required | Self::Named(_))
+    }
+
+    /// Whether an answer may call this tool.
+    pub(super) fn allows(&self, tool: &Tool) -> bool {
+        match self {
+            Self::Named(name) => tool.name == *name,
+            _ => true,
+        }
     }
 
     /// Checks the tools and the choice among them.
@@ -71,14 +80,20 @@ pub(crate) enum ToolError {
     Name { name: String },
     #[error("the parameters of the function {name:?} are not a JSON schema of an object")]
     Parameters { name: String },
+    #[error("{problem}")]
+    Schema { problem: String },
 }
 
 impl Tool {
-    /// The tool with those patterns that a grammar can express.
-    pub(super) fn with_regular_patterns(&self) -> Self {
+    /// The tool with a schema that a grammar can express, and what of its schema is not enforced. COMPAT: keywords that cannot
+    /// be enforced are left out, because agents cannot change the schemas of their tools.
+    pub(super) fn enforceable(&self) -> Result<(Self, Vec<String>), ToolError> {
         let mut tool = self.clone();
-        tool.parameters.as_mut().map(remove_irregular_patterns);
-        tool
+        let Some(parameters) = &mut tool.parameters else { return Ok((tool, Vec::new())) };
+        let named = |problem: String| format!("the parameters of the function {:?}: {problem}", self.name);
+        let left_out = make_enforceable(parameters, Enforcement::Lenient)
+            .map_err(|problem| ToolError::Schema { problem: named(problem) })?;
+        Ok((tool, left_out.into_iter().map(named).collect()))
     }
 
     /// The schema of a call's arguments as JSON text, with options for the grammar engine.
@@ -117,30 +132,7 @@ impl Tool {
 }
 
 /// Options of the grammar engine: one line, as templates write calls, because small models can loop on unrestricted
-/// whitespace. COMPAT: keywords that the engine does not know have no effect, because agents cannot change the schemas of
-/// their tools.
+/// whitespace. COMPAT: keywords that the engine does not know have no effect, as in [`Tool::enforceable`].
 pub(super) fn json_options() -> Value {
     json!({"whitespace_flexible": false, "item_separator": ", ?", "key_separator": ": ?", "lenient": true})
-}
-
-/// Removes patterns with look-around or references from the schema: the grammar engine refuses them.
-fn remove_irregular_patterns(schema: &mut Value) {
-    match schema {
-        Value::Object(object) => {
-            if object.get("pattern").and_then(Value::as_str).is_some_and(is_irregular) {
-                object.remove("pattern");
-            }
-            // The values of these keywords are data.
-            let is_data = |key: &str| matches!(key, "const" | "enum" | "default" | "examples");
-            object.iter_mut().filter(|(key, _)| !is_data(key)).for_each(|(_, value)| remove_irregular_patterns(value));
-        }
-        Value::Array(values) => values.iter_mut().for_each(remove_irregular_patterns),
-        _ => {}
-    }
-}
-
-fn is_irregular(pattern: &str) -> bool {
-    // Without room for a program, the pattern is only parsed.
-    let parsed = RegexBuilder::new(pattern).size_limit(0).build();
-    matches!(parsed, Err(regex::Error::Syntax(_)))
 }

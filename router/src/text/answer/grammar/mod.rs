@@ -24,7 +24,7 @@ pub(super) struct AnswerGrammar<'a> {
 }
 
 impl AnswerGrammar<'_> {
-    /// The grammar of an answer with these tools; `None` if any answer is allowed.
+    /// The grammar of an answer with these tools, whose schemas must be enforceable; `None` if any answer is allowed.
     pub(super) fn tools(
         &self,
         format: &'static Format,
@@ -37,11 +37,8 @@ impl AnswerGrammar<'_> {
             return Ok(None);
         }
         choice.check(tools)?;
-        let (is_allowed, parallel): (&dyn Fn(&&Tool) -> bool, _) = match choice {
-            ToolChoice::Named(name) => (&|tool| tool.name == *name, false),
-            _ => (&|_| true, parallel),
-        };
-        let tools: Vec<_> = tools.iter().filter(is_allowed).map(Tool::with_regular_patterns).collect();
+        let parallel = parallel && !matches!(choice, ToolChoice::Named(_));
+        let tools: Vec<_> = tools.iter().filter(|tool| choice.allows(tool)).cloned().collect();
         let mut lark = Lark::new(self.tokens);
         let run = match &format.layout {
             Layout::Run(run) => run,

@@ -1,0 +1,55 @@
+//! Which patterns the engine reads: regular expressions with anchors at their ends only.
+
+use regex_syntax::hir::{Hir, HirKind, Look};
+
+/// Largest product of nested repetitions: each repeats a part of the automaton, which the engine builds while it generates.
+const MAX_REPETITIONS: u64 = 10_000;
+
+/// Why a pattern cannot be enforced.
+pub(super) fn check(pattern: &str) -> Result<(), String> {
+    let hir = regex_syntax::parse(pattern).map_err(|error| match error {
+        regex_syntax::Error::Parse(error) => format!("has an error: {}", error.kind()),
+        regex_syntax::Error::Translate(error) => format!("has an error: {}", error.kind()),
+        _ => "has an error".to_owned(),
+    })?;
+    if !has_outer_anchors(&hir, true, true) {
+        return Err("has anchors or word boundaries within".to_owned());
+    }
+    match repetitions(&hir) {
+        given if given > MAX_REPETITIONS => {
+            Err(format!("repeats a part {given} times, at most {MAX_REPETITIONS} are allowed"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Whether all anchors are where a text may start or end.
+fn has_outer_anchors(hir: &Hir, at_start: bool, at_end: bool) -> bool {
+    match hir.kind() {
+        HirKind::Look(Look::Start) => at_start,
+        HirKind::Look(Look::End) => at_end,
+        HirKind::Look(_) => false,
+        HirKind::Empty | HirKind::Literal(_) | HirKind::Class(_) => true,
+        HirKind::Repetition(repetition) => has_outer_anchors(&repetition.sub, false, false),
+        HirKind::Capture(capture) => has_outer_anchors(&capture.sub, at_start, at_end),
+        HirKind::Alternation(parts) => parts.iter().all(|part| has_outer_anchors(part, at_start, at_end)),
+        HirKind::Concat(parts) => parts.iter().enumerate().all(|(index, part)| {
+            let is_first = parts[..index].iter().all(|part| matches!(part.kind(), HirKind::Look(Look::Start)));
+            let is_last = parts[index + 1..].iter().all(|part| matches!(part.kind(), HirKind::Look(Look::End)));
+            has_outer_anchors(part, at_start && is_first, at_end && is_last)
+        }),
+    }
+}
+
+/// The most copies of a part that the pattern is an abbreviation for.
+fn repetitions(hir: &Hir) -> u64 {
+    match hir.kind() {
+        HirKind::Repetition(repetition) => {
+            let times = repetition.max.unwrap_or(repetition.min).max(1);
+            u64::from(times).saturating_mul(repetitions(&repetition.sub))
+        }
+        HirKind::Capture(capture) => repetitions(&capture.sub),
+        HirKind::Alternation(parts) | HirKind::Concat(parts) => parts.iter().map(repetitions).max().unwrap_or(1),
+        _ => 1,
+    }
+}
