@@ -36,7 +36,8 @@ from penstock_server.grammar.language import MAX_TEXT_BYTES, build_matcher
 from penstock_server.grammar.start import Start, build_start
 from penstock_server.grammar.state import GRAMMAR_ENDED, GrammarStates, Refusal
 from penstock_server.grammar.trial import Trial
-from penstock_server.grammar.vocabulary import fast_vocabulary, read_vocabulary, small_vocabulary
+from penstock_server.grammar.vocabulary import Vocabulary, fast_vocabulary, read_vocabulary, small_vocabulary
+from penstock_server.grammar.walk import walk as walk_texts
 from penstock_server.plan import Fault, Grammar, NewSequence, Plan, Sampling
 
 SCHEMAS = sorted((Path(__file__).parent / "schemas").glob("*.json"))
@@ -46,6 +47,11 @@ VOCAB = 49152
 @pytest.fixture(scope="module")
 def vocabulary(embedded_folder: Path) -> LLTokenizer:
     return fast_vocabulary(read_vocabulary(embedded_folder, VOCAB)).tokenizer
+
+
+@pytest.fixture(scope="module")
+def embedded_small(embedded_folder: Path) -> Vocabulary:
+    return small_vocabulary(read_vocabulary(embedded_folder, VOCAB))
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +236,28 @@ def test_a_grammar_that_would_kill_or_block_the_worker_is_refused(compiler: Gram
         with pytest.raises(GrammarError, match=message):
             compiler.compile(grammar)
         assert not compiler.compile(Grammar("regex", f"a{{{len(message)}}}")), "the next grammar compiles"
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        (Grammar("regex", "a{1000000}"), "too many expressions"),
+        (schema(type="object", properties={f"p{i}": {"type": "null"} for i in range(900)}), "max is 2000"),
+    ],
+    ids=["regex", "schema"],
+)
+def test_a_limit_that_shows_after_the_first_token_is_found_by_the_trial(
+    embedded_small: Vocabulary, grammar: Grammar, message: str
+) -> None:
+    start = build_start(embedded_small, grammar)
+    with pytest.raises(GrammarError, match=f"cannot be used: .*{message}"):
+        walk_texts(start, grammar)
+
+
+@pytest.mark.parametrize("path", SCHEMAS, ids=lambda path: path.stem)
+def test_usable_grammars_pass_the_whole_trial(embedded_small: Vocabulary, path: Path) -> None:
+    grammar = Grammar("json_schema", path.read_text(encoding="utf-8"))
+    walk_texts(build_start(embedded_small, grammar), grammar)
 
 
 def test_grammars_are_compiled_once_and_the_oldest_is_evicted(

@@ -123,7 +123,7 @@ fn grammar(kind: &str, value: Option<Value>, schemas: Schemas) -> Result<Option<
 /// The grammar of a schema, or of a string that holds one. Objects with `properties` are closed.
 pub(super) fn schema(value: Value, enforcement: Enforcement) -> Result<Constraint, String> {
     let mut value = read_schema(value)?;
-    let left_out = make_enforceable(&mut value, enforcement)?;
+    let left_out = make_enforceable(&mut value, enforcement).map_err(unusable)?;
     match value {
         Value::Object(_) | Value::Bool(_) => {
             Ok(Constraint { grammar: Grammar::JsonSchema(value.to_string()), left_out })
@@ -132,11 +132,16 @@ pub(super) fn schema(value: Value, enforcement: Enforcement) -> Result<Constrain
     }
 }
 
+/// As the grammar engine says it.
+fn unusable(problem: String) -> String {
+    format!("the JSON schema cannot be used: {problem}")
+}
+
 /// The schema, or the one in a string. Objects with `properties` are closed.
 fn read_schema(value: Value) -> Result<Value, String> {
     let mut value = match value {
         Value::String(text) => {
-            exact::check(text.as_bytes())?;
+            exact::check(text.as_bytes()).map_err(unusable)?;
             serde_json::from_str(&text).map_err(|error| format!("not JSON: {error}"))?
         }
         value => value,
@@ -171,10 +176,15 @@ impl PartialSchema for GrammarField {
     fn schema() -> RefOr<Schema> {
         let kinds = |kinds: &[&str]| ObjectBuilder::new().schema_type(Type::String).enum_values(Some(kinds.to_vec()));
         let of = |names: &[&str]| ObjectBuilder::new().property("type", kinds(names)).required("type");
+        let strict = || {
+            let meaning = "Whether keywords that cannot be enforced are refused. Otherwise they are left out, and named in a header.";
+            ObjectBuilder::new().schema_type(Type::Boolean).description(Some(meaning))
+        };
         let named = || {
             ObjectBuilder::new()
                 .property("name", ObjectBuilder::new().schema_type(Type::String))
                 .property("schema", json_schema())
+                .property("strict", strict())
                 .required("schema")
         };
         let text = || ObjectBuilder::new().schema_type(Type::String);
@@ -194,7 +204,7 @@ impl PartialSchema for GrammarField {
         OneOfBuilder::new()
             .item(of(&["text"]))
             .item(of(&["json"]).property("value", json_schema()).required("value"))
-            .item(of(&["json_object"]).property("value", json_schema()))
+            .item(of(&["json_object"]).property("value", json_schema()).property("schema", json_schema()))
             .item(of(&["json_schema"]).property("json_schema", named()).required("json_schema"))
             .item(of(&["json_schema"]).property("value", named()).required("value"))
             .item(of(&["regex", "lark", "ebnf"]).property("value", text()).required("value"))
@@ -263,7 +273,8 @@ mod tests {
     #[test]
     fn what_cannot_be_enforced_is_refused_where_the_client_asks_for_it() {
         let schema = json!({"type": "array", "uniqueItems": true});
-        let refused = "grammar: `uniqueItems` at the root cannot be enforced; leave it out";
+        let refused =
+            "grammar: the JSON schema cannot be used: `uniqueItems` at the root cannot be enforced; leave it out";
         let left_out = vec!["`uniqueItems` at the root is not enforced".to_owned()];
         let named = |strict: Value| json!({"schema": schema, "strict": strict});
         for (given, is_refused) in [

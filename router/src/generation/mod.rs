@@ -10,6 +10,7 @@ mod adapter_download;
 mod adapter_place;
 mod admission;
 mod chat;
+mod content_stop;
 mod deadline;
 mod delta;
 mod described;

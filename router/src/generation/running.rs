@@ -8,7 +8,8 @@ use futures::{Stream, StreamExt, stream};
 use super::adapter::AdapterLease;
 use super::admission::Permit;
 use super::chat::ToolCallIds;
-use super::delta::{Draft, Finish, PromptToken, TextDelta, TextToken};
+use super::content_stop::ContentStop;
+use super::delta::{Draft, Finish, FinishReason, PromptToken, TextDelta, TextToken};
 use super::error::GenerationError;
 use super::summary::{self, RequestTotal};
 use super::text_stream::TextStream;
@@ -132,6 +133,8 @@ pub(super) struct Running {
     pub(super) stream: TextStream,
     /// Of a chat, until its last delta.
     pub(super) parser: Option<AnswerParser>,
+    /// Of a chat with stop strings, which the stream then does not have.
+    pub(super) content_stop: Option<ContentStop>,
     /// `None` if nothing is sampled.
     pub(super) seed: Option<u64>,
     pub(super) num_prompt_tokens: usize,
@@ -155,7 +158,7 @@ impl Running {
     }
 
     async fn next(&mut self, index: usize) -> Result<Box<GenerationDelta>, GenerationError> {
-        let delta = self.stream.next().await?;
+        let mut delta = self.stream.next().await?;
         let mut parts = self.parser.as_mut().map(|parser| parser.push(&delta.text)).unwrap_or_default();
         let mut ends_in_call = false;
         if delta.finish.is_some()
@@ -163,6 +166,21 @@ impl Running {
         {
             parts.extend(rest.parts);
             ends_in_call = rest.is_cut;
+        }
+        if let Some(stop) = &mut self.content_stop {
+            let writes_content = self.parser.as_ref().is_some_and(AnswerParser::is_in_content);
+            let hidden =
+                if delta.token.special && delta.text.is_empty() && writes_content { &delta.token.text } else { "" };
+            if let Some(index) = stop.apply(hidden, &mut parts) {
+                let reason = FinishReason::StopString(index);
+                delta.finish = Some(match delta.finish {
+                    Some(finish) => Finish { reason, ..finish },
+                    None => self.stream.end(reason),
+                });
+                ends_in_call = false;
+            } else if delta.finish.is_some() {
+                parts.extend(stop.finish());
+            }
         }
         let prompt_tokens = self.stream.take_prompt_tokens();
         let summary = delta.finish.map(|finish| summary::of_generation(self.num_prompt_tokens, &finish));

@@ -12,6 +12,7 @@ use super::adapter::{AdapterLease, AdapterUpdateError, Adapters};
 use super::adapter_download::{AdapterDownload, AdapterPlace, download};
 use super::admission::{Admission, Permit, QueueReservation};
 use super::chat::{ChatAnswer, ToolCallIds};
+use super::content_stop::ContentStop;
 use super::deadline::{Deadlines, reached};
 use super::error::GenerationError;
 use super::image::{self, GivenImage, ImageSource};
@@ -410,6 +411,9 @@ impl GenerationService {
         let has_own = self.image_input().is_some_and(|input| input.has_adapter);
         let uses_own = has_own && !images.is_empty() && adapter.is_none();
         for (index, reservation) in reservations.into_iter().enumerate() {
+            let parser = parsers.next();
+            let content_stop = (parser.is_some() && !checked.stop_strings.is_empty())
+                .then(|| ContentStop::new(checked.stop_strings.clone(), stop_text));
             let num_prompt_tokens = prompt.token_ids.len();
             let seed = checked.seed_of(index);
             metrics::prompt_accepted(num_prompt_tokens, max_new_tokens);
@@ -443,7 +447,7 @@ impl GenerationService {
                 request,
                 decoder_prefix: Arc::clone(&config.decoder_prefix),
                 ignore_eos: checked.ignore_eos,
-                stop_strings: checked.stop_strings.clone(),
+                stop_strings: if parser.is_some() { Vec::new() } else { checked.stop_strings.clone() },
                 stop_text,
                 shown: if checked.shows_special_tokens {
                     ShownTokens::All
@@ -454,11 +458,11 @@ impl GenerationService {
                 deadlines,
             };
             let stream = TextStream::start(generator.as_ref(), model, options, reservation, abandoned.clone());
-            let parser = parsers.next();
             let adapter = adapter.cloned();
             generations.running.push(Running {
                 stream,
                 parser,
+                content_stop,
                 seed: shown_seed,
                 num_prompt_tokens,
                 _adapter: adapter,

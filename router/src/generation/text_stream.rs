@@ -41,7 +41,7 @@ pub(super) struct SequenceOptions {
     /// Of an encoder–decoder, whose prompt is the encoder's source: the answer continues from these. Otherwise empty.
     pub(super) decoder_prefix: Arc<[u32]>,
     pub(super) ignore_eos: bool,
-    /// None is empty.
+    /// None is empty. Of a chat, whose content alone may contain them: no strings.
     pub(super) stop_strings: Vec<String>,
     pub(super) stop_text: StopText,
     pub(super) shown: ShownTokens,
@@ -276,14 +276,22 @@ impl TextStream {
             self.held.push(&rest, false);
             text.push_str(&self.held.release(usize::MAX));
         }
-        let finish = reason.map(|reason| Finish {
+        let finish = reason.map(|reason| self.end(reason));
+        let top = self.top_tokens(&token.top, self.num_alternatives.of_generated);
+        let token = TextToken { id: token.id, text: piece.text, logprob: token.logprob, special, top };
+        Ok(TextDelta { token, text, draft: self.next_draft.take(), finish })
+    }
+
+    /// The end of the sequence after the last token.
+    pub(super) fn end(&self, reason: FinishReason) -> Finish {
+        let finish = Finish {
             reason,
             num_generated_tokens: self.num_generated_tokens,
             num_cached_tokens: self.num_cached_tokens,
             drafts: self.drafts,
             timings: self.timings(),
-        });
-        if let (Some(timeline), Some(finish)) = (&self.timeline, &finish) {
+        };
+        if let Some(timeline) = &self.timeline {
             timeline.end(End {
                 at: Instant::now(),
                 finish_reason: Some(finish.reason.name()),
@@ -291,9 +299,7 @@ impl TextStream {
                 num_cached_tokens: finish.num_cached_tokens,
             });
         }
-        let top = self.top_tokens(&token.top, self.num_alternatives.of_generated);
-        let token = TextToken { id: token.id, text: piece.text, logprob: token.logprob, special, top };
-        Ok(TextDelta { token, text, draft: self.next_draft.take(), finish })
+        finish
     }
 
     /// Returns the text that is final now, and the position of the stop string that is complete. With

@@ -142,7 +142,8 @@ async fn unknown_route(request: Request) -> Response {
 }
 
 /// Response headers that scripts in a browser may read.
-const EXPOSED_HEADERS: [HeaderName; 13] = [
+const EXPOSED_HEADERS: [HeaderName; 14] = [
+    observe::WARNING,
     request_id::REQUEST_ID,
     request_id::TRACEPARENT,
     axum::http::header::RETRY_AFTER,

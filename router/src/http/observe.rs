@@ -15,7 +15,7 @@ use crate::generation::GenerationError;
 use crate::telemetry::{Exchange, RequestIdentity, RequestRecord, Traces, metrics};
 
 /// One header for each thing in a request that has no effect.
-const WARNING: HeaderName = HeaderName::from_static("x-penstock-warning");
+pub(super) const WARNING: HeaderName = HeaderName::from_static("x-penstock-warning");
 const MAX_WARNING_BYTES: usize = 300;
 
 /// Makes the request's record and closes it when the response's body has been sent or dropped.

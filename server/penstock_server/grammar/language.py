@@ -52,11 +52,16 @@ def build_matcher(vocabulary: LLTokenizer, grammar: Grammar, *, after_space: boo
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():
-        reason = readable(matcher.get_error())
-        if reason == "NoExtensionBias":
-            reason = "it matches no text"
-        raise GrammarError(f"{name} cannot be used: {reason}")
+        raise refusal(grammar, matcher)
     return matcher
+
+
+def refusal(grammar: Grammar, matcher: LLMatcher) -> GrammarError:
+    """The error of a matcher, for the user."""
+    reason = readable(matcher.get_error())
+    if reason == "NoExtensionBias":
+        reason = "it matches no text"
+    return GrammarError(f"{_NAMES[grammar.kind]} cannot be used: {reason}")
 
 
 def readable(message: str) -> str:

@@ -55,6 +55,10 @@ impl ChannelParser {
         std::mem::take(&mut self.parts)
     }
 
+    pub(super) fn is_in_content(&self) -> bool {
+        matches!(self.stage, Stage::Words { thoughts: false, .. })
+    }
+
     pub(super) fn finish(mut self) -> Rest {
         let is_cut = matches!(self.stage, Stage::Arguments(_));
         match self.stage {

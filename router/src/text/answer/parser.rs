@@ -36,6 +36,14 @@ impl AnswerParser {
         }
     }
 
+    /// Whether the next text may be content: it is neither reasoning nor part of a call.
+    pub(crate) fn is_in_content(&self) -> bool {
+        match &self.0 {
+            Kind::Run(parser) => parser.is_in_content(),
+            Kind::Channels(parser) => parser.is_in_content(),
+        }
+    }
+
     /// Ends the answer and returns the parts that were held back.
     pub(crate) fn finish(self) -> Rest {
         match self.0 {

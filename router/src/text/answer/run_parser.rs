@@ -100,6 +100,10 @@ impl RunParser {
         std::mem::take(&mut self.parts)
     }
 
+    pub(super) fn is_in_content(&self) -> bool {
+        matches!(self.stage, Stage::Start { .. } | Stage::Text)
+    }
+
     pub(super) fn finish(mut self) -> Rest {
         let is_layout = self.pending.chars().all(is_space);
         match self.stage {

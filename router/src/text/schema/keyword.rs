@@ -1,8 +1,13 @@
 //! Keywords that the engine lacks: those that say nothing are removed, and those that say the same as others are replaced.
 
-use serde_json::{Value, json};
+use std::collections::HashSet;
 
-use super::{Object, Pass};
+use serde_json::Value;
+
+use super::{Object, Pass, place};
+
+/// The engine keeps four items for each property that may come next, and at most 2,000.
+const MAX_OPTIONAL: usize = 400;
 
 /// With these keywords, properties or items may be evaluated elsewhere.
 const APPLICATORS: [&str; 8] = ["$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "$dynamicRef", "not"];
@@ -115,11 +120,19 @@ impl Pass<'_> {
     /// The engine counts properties only where all of them are required, or all but one kind are excluded.
     fn number_of_properties(&mut self, object: &mut Object, path: &str) -> Result<(), String> {
         let required = object.get("required").and_then(Value::as_array).map_or(0, Vec::len) as u64;
-        let is_required = |name: &String| {
-            object.get("required").and_then(Value::as_array).is_some_and(|names| names.contains(&json!(name)))
-        };
-        let has_optional =
-            object.get("properties").and_then(Value::as_object).is_some_and(|named| !named.keys().all(is_required));
+        let names: HashSet<&str> =
+            object.get("required").and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_str).collect();
+        let is_required = |name: &str| names.contains(name);
+        let declared = object.get("properties").and_then(Value::as_object);
+        let num_optional = declared.map_or(0, |named| named.keys().filter(|name| !is_required(name)).count());
+        if num_optional > MAX_OPTIONAL {
+            return Err(format!(
+                "`properties` lists {num_optional} that are not required, at most {MAX_OPTIONAL} are allowed; require them, or \
+                 group them in objects; at {}",
+                place(path)
+            ));
+        }
+        let has_optional = num_optional > 0;
         let limit = |keyword: &str| object.get(keyword).and_then(Value::as_u64);
         let (least, most) = (limit("minProperties").unwrap_or(0), limit("maxProperties"));
         let is_closed = object.get("additionalProperties") == Some(&Value::Bool(false));
