@@ -122,7 +122,7 @@ impl Closing<'_> {
             listed.names.extend(named.keys().cloned());
         }
         let mentions = |key: &&str| object.get(*key).is_some_and(|others| *others != Value::Bool(false));
-        listed.has_others |= MENTIONS_OTHERS.iter().any(|key| mentions(key));
+        listed.has_others |= MENTIONS_OTHERS.iter().any(mentions);
         let branches = BRANCHES.iter().filter_map(|key| object.get(*key)?.as_array()).flatten();
         let conditional = CONDITIONAL.iter().filter_map(|key| object.get(*key));
         let dependent = object.get("dependentSchemas").and_then(Value::as_object).into_iter().flat_map(Object::values);
@@ -148,10 +148,10 @@ fn schemas(branches: &mut Value) -> impl Iterator<Item = &mut Value> {
 /// Whether several schemas apply to one instance: closing one would exclude the properties of the others.
 fn merges(object: &Object) -> bool {
     let has = |keyword: &&str| object.contains_key(*keyword);
-    let alternatives = ["$ref", "anyOf", "oneOf"].iter().filter(|key| has(key)).count();
+    let alternatives = ["$ref", "anyOf", "oneOf"].iter().filter(|keyword| has(keyword)).count();
     let num_all = object.get("allOf").and_then(Value::as_array).map_or(0, Vec::len);
-    let is_own = has(&"properties");
-    let has_conditions = CONDITIONAL.iter().chain(&["dependentSchemas"]).any(|key| has(&key));
+    let is_own = object.contains_key("properties");
+    let has_conditions = CONDITIONAL.iter().chain(&["dependentSchemas"]).any(has);
     usize::from(is_own) + alternatives + num_all + usize::from(has_conditions) > 1
 }
 

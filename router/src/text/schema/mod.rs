@@ -89,6 +89,7 @@ impl<'a> Pass<'a> {
         }
         number::make_exact(object, &mut |note| self.left_out.push(format!("{note} at {}", place(path))))
             .map_err(|problem| format!("{problem} at {}", place(path)))?;
+        self.common_multiple(object).map_err(|problem| format!("{problem} at {}", place(path)))?;
         self.string(object, path)?;
         if self.keywords(object, path)? {
             *schema = Value::Bool(false);
@@ -133,6 +134,16 @@ impl<'a> Pass<'a> {
             }
         }
         Err(format!("`$ref` {reference:?} leads back to itself at {}", place(path)))
+    }
+
+    /// Checks the `multipleOf` of all schemas that apply to the same number.
+    fn common_multiple(&self, object: &Object) -> Result<(), String> {
+        let parts = object.get("allOf").and_then(Value::as_array).into_iter().flatten();
+        let parts = parts.map(|part| self.resolved(part).get("multipleOf"));
+        let referenced = object.get("$ref").and_then(Value::as_str).and_then(|reference| self.target(reference));
+        let referenced = referenced.map(|schema| self.resolved(schema).get("multipleOf"));
+        let all = parts.chain(referenced).chain([object.get("multipleOf")]).flatten();
+        number::check_common_multiple(all.filter_map(Value::as_number))
     }
 
     fn target(&self, reference: &str) -> Option<&'a Value> {

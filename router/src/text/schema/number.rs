@@ -156,15 +156,41 @@ fn check_instance(keyword: &str, instance: &Value) -> Result<(), String> {
 /// A double that the engine reads as this number: it multiplies with 10 until no fraction is left.
 fn multiple(given: &Number) -> Option<Number> {
     let value = given.as_f64().filter(|value| value.is_finite())?.abs();
-    let exact = decimal(&value.to_string())?;
-    if given.as_f64().is_some_and(|value| value == 0.0) || integer(given).is_some_and(|value| value.abs() > MAX_EXACT) {
+    if value == 0.0 || integer(given).is_some_and(|value| value.abs() > MAX_EXACT) {
         return None;
     }
+    let exact = decimal(&value.to_string())?;
     let near = [0, 1, -1, 2, -2, 3, -3]
         .into_iter()
         .map(|offset: i64| f64::from_bits(value.to_bits().wrapping_add_signed(offset)));
     let kept = near.into_iter().find(|&near| as_read(near) == Some(exact))?;
     if kept.fract() == 0.0 { Some(Number::from(kept as u64)) } else { Number::from_f64(kept) }
+}
+
+/// Checks that the engine can combine multiples: it computes their least common one with 32 bits.
+pub(super) fn check_common_multiple<'a>(multiples: impl Iterator<Item = &'a Number>) -> Result<(), String> {
+    let mut common: Option<(u32, u32)> = None;
+    for given in multiples {
+        let Some((factor, places)) = given.as_f64().and_then(|value| as_read(value.abs())) else { continue };
+        let Some((other, other_places)) = common else {
+            common = Some((factor, places));
+            continue;
+        };
+        let all = places.max(other_places);
+        let scaled = |factor: u32, places: u32| factor.checked_mul(10_u32.checked_pow(all - places)?);
+        let product = scaled(factor, places)
+            .zip(scaled(other, other_places))
+            .filter(|(one, two)| one.checked_mul(*two).is_some());
+        let Some((one, two)) = product else {
+            return Err(format!("`multipleOf` {given} and that of another schema cannot be enforced together"));
+        };
+        common = Some(reduced(one * two / greatest_common_divisor(one, two).max(1), all));
+    }
+    Ok(())
+}
+
+fn greatest_common_divisor(one: u32, other: u32) -> u32 {
+    if other == 0 { one } else { greatest_common_divisor(other, one % other) }
 }
 
 /// Coefficient and number of decimal places, as the engine computes them.

@@ -189,6 +189,8 @@ fn numbers_that_the_engine_would_change_are_refused() {
         (json!({"multipleOf": 9_007_199_254_740_993_i64}), "multipleOf"),
         (json!({"multipleOf": 0.000_000_000_123_456_789}), "multipleOf"),
         (json!({"type": "integer", "minimum": u64::MAX}), "minimum"),
+        (json!({"allOf": [{"multipleOf": 65537}, {"multipleOf": 65539}]}), "multipleOf"),
+        (json!({"multipleOf": 65537, "$ref": "#/$defs/a", "$defs": {"a": {"multipleOf": 65539}}}), "multipleOf"),
     ] {
         for enforcement in [Enforcement::Strict, Enforcement::Lenient] {
             let error = make_enforceable(&mut schema.clone(), enforcement).unwrap_err();
@@ -208,6 +210,7 @@ fn numbers_that_the_engine_keeps_are_unchanged() {
         json!({"type": "integer", "exclusiveMinimum": -5, "exclusiveMaximum": 5.5}),
         json!({"type": "number", "minimum": -0.125, "exclusiveMaximum": 9_007_199_254_740_992_i64, "multipleOf": 0.01}),
         json!({"multipleOf": 65536}),
+        json!({"allOf": [{"multipleOf": 0.5}, {"multipleOf": 1000}]}),
     ] {
         assert_eq!(strict(schema.clone()), Ok(schema));
     }
