@@ -25,7 +25,7 @@ from grammar_walk import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from penstock_server.engine.constraint import Constrainer
 from penstock_server.engine.drafting.ngram import continuation
 from penstock_server.errors import GrammarError
@@ -158,6 +158,36 @@ def test_an_invalid_grammar_is_refused_with_the_reason(small: LLTokenizer, gramm
     first, _, last = message.partition(".*")
     assert first in text
     assert last in text
+
+
+def accepts(vocabulary: LLTokenizer, matcher: LLMatcher, text: str) -> bool:
+    copy, tokens = matcher.deep_copy(), vocabulary.tokenize_str(text)
+    return copy.try_consume_tokens(tokens) == len(tokens) and copy.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("keywords", "allowed_texts", "refused_texts"),
+    [
+        ({"const": 2**53}, [2**53], [2**53 + 1, 2**53 - 1]),
+        ({"enum": [-(2**53) - 2, 10**22]}, [-(2**53) - 2, 10**22], [-(2**53) - 1, -(2**53) - 3, 10**22 + 1]),
+        ({"const": 2**63 - 1}, [2**63 - 1], [2**63, 2**63 - 2]),
+        ({"type": "integer", "maximum": 2**63 - 1}, [2**63 - 1, -(10**30)], [2**63]),
+        ({"type": "integer", "minimum": -(2**63) + 1024}, [-(2**63) + 1024, 10**30], [-(2**63) + 1023]),
+        ({"type": "integer", "minimum": 2**53 + 2, "maximum": 2**53 + 4}, [2**53 + 3], [2**53 + 1, 2**53 + 5]),
+        ({"type": "number", "multipleOf": 0.01}, ["0.07", "1", "-2.5"], ["0.005"]),
+        ({"type": "number", "multipleOf": 0.06999999999999999}, ["0.07", "0.7", "1.4"], ["0.08"]),
+    ],
+    ids=str,
+)
+def test_the_engine_keeps_the_numbers_that_the_router_lets_pass(
+    vocabulary: LLTokenizer, keywords: dict[str, object], allowed_texts: list[object], refused_texts: list[object]
+) -> None:
+    """The router's `number.rs` relies on it."""
+    matcher = build_matcher(vocabulary, schema(**keywords))
+    for text in allowed_texts:
+        assert accepts(vocabulary, matcher, str(text)), text
+    for text in refused_texts:
+        assert not accepts(vocabulary, matcher, str(text)), text
 
 
 @pytest.mark.parametrize("ending", ["\n", " ", "\t"])

@@ -26,17 +26,19 @@ def walk(start: Start, grammar: Grammar) -> None:
             if matcher is None:
                 break
             matcher.consume_token(token_id)
-            _check(matcher, grammar)
-            if matcher.is_stopped():
+            if _is_over(matcher, grammar):
                 break
             if position + 1 < _NUM_TOKENS:
                 allowed = int.from_bytes(matcher.compute_bitmask(), "little")
-                _check(matcher, grammar)
+                if _is_over(matcher, grammar):
+                    break
 
 
-def _check(matcher: LLMatcher, grammar: Grammar) -> None:
-    if matcher.is_error():
+def _is_over(matcher: LLMatcher, grammar: Grammar) -> bool:
+    """Whether no token may follow. Raises GrammarError when a limit is the reason."""
+    if matcher.is_error() and not matcher.get_error().startswith("NoExtensionBias"):
         raise refusal(grammar, matcher)
+    return matcher.is_stopped()
 
 
 def _one_of(mask: int, share: float) -> int | None:

@@ -13,12 +13,14 @@ impl Pass<'_> {
     pub(super) fn property_names(&mut self, object: &mut Object, path: &str) -> Result<(), String> {
         let Some(names) = object.shift_remove("propertyNames") else { return Ok(()) };
         let names = self.resolved(&names).clone();
-        if says_nothing(&names) || object.get("additionalProperties") == Some(&Value::Bool(false)) && is_closed(object)
-        {
+        if says_nothing(&names) {
+            return Ok(());
+        }
+        let has_patterns = object.contains_key("patternProperties");
+        if object.get("additionalProperties") == Some(&Value::Bool(false)) && !has_patterns {
             return self.check_declared(object, &names, path);
         }
         let further = object.get("additionalProperties").cloned().unwrap_or(Value::Bool(true));
-        let has_patterns = object.contains_key("patternProperties");
         if let Some(listed) = self.listed(&names, 8)
             && !has_patterns
             && listed.len() <= MAX_NAMES
@@ -51,9 +53,6 @@ impl Pass<'_> {
 
     /// Declared names of an object without others must match, too.
     fn check_declared(&mut self, object: &mut Object, names: &Value, path: &str) -> Result<(), String> {
-        if says_nothing(names) {
-            return Ok(());
-        }
         match (self.listed(names, 8), object.get_mut("properties").and_then(Value::as_object_mut)) {
             (_, None) => Ok(()),
             (Some(listed), Some(declared)) => {
@@ -99,10 +98,6 @@ fn says_nothing(names: &Value) -> bool {
                 .is_none_or(|of| of == "string" || of.as_array().is_some_and(|of| of.contains(&json!("string"))))
                 && is_any(&Value::Object(rest))
         })
-}
-
-fn is_closed(object: &Object) -> bool {
-    !object.contains_key("patternProperties")
 }
 
 fn is_empty(value: Option<&Value>) -> bool {
