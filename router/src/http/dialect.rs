@@ -2,6 +2,7 @@
 
 use axum::Json;
 use axum::body::{Body, Bytes};
+use axum::extract::rejection::BytesRejection;
 use axum::extract::{FromRequest, Request};
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -161,30 +162,32 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for ExactJson<T> {
     type Rejection = Response;
 
     async fn from_request(request: Request, state: &S) -> Result<Self, Self::Rejection> {
-        let request = with_exact_numbers(request, state, StatusCode::UNPROCESSABLE_ENTITY).await;
-        let request = request.map_err(|error| TgiError(error).into_response())?;
+        let (request, problem) = scanned(request, state).await.map_err(IntoResponse::into_response)?;
+        if let Some(message) = problem {
+            let status = StatusCode::UNPROCESSABLE_ENTITY;
+            return Err(TgiError(ApiError::Malformed { status, message, param: None }).into_response());
+        }
         let Json(value) = Json::from_request(request, state).await.map_err(IntoResponse::into_response)?;
         Ok(Self(value))
     }
 }
 
-/// The request with a body whose schemas the parser does not change.
-async fn with_exact_numbers<S: Send + Sync>(
-    request: Request,
-    state: &S,
-    status: StatusCode,
-) -> Result<Request, ApiError> {
+/// The request, with its body in memory, and a number in its schemas that the parser would change.
+async fn scanned<S: Send + Sync>(request: Request, state: &S) -> Result<(Request, Option<String>), BytesRejection> {
     let (parts, body) = request.into_parts();
-    let refused = |status, message| ApiError::Malformed { status, message, param: None };
-    let body = Bytes::from_request(Request::from_parts(parts.clone(), body), state).await;
-    let body = body.map_err(|rejection| refused(rejection.status(), rejection.body_text()))?;
-    exact::check(&body).map_err(|problem| refused(status, format!("a schema of the request: {problem}")))?;
-    Ok(Request::from_parts(parts, Body::from(body)))
+    let body = Bytes::from_request(Request::from_parts(parts.clone(), body), state).await?;
+    let problem = exact::check(&body).err().map(|problem| format!("a schema of the request: {problem}"));
+    Ok((Request::from_parts(parts, Body::from(body)), problem))
 }
 
 /// The request's body as JSON.
 async fn read<S: Send + Sync, T: DeserializeOwned>(request: Request, state: &S) -> Result<T, ApiError> {
-    let request = with_exact_numbers(request, state, StatusCode::BAD_REQUEST).await?;
+    let malformed = |status, message| ApiError::Malformed { status, message, param: None };
+    let scanned = scanned(request, state).await;
+    let (request, problem) = scanned.map_err(|rejection| malformed(rejection.status(), rejection.body_text()))?;
+    if let Some(problem) = problem {
+        return Err(malformed(StatusCode::BAD_REQUEST, problem));
+    }
     match Json::from_request(request, state).await {
         Ok(Json(value)) => Ok(value),
         Err(rejection) => {
