@@ -34,6 +34,7 @@ class NullModel:
     vocab_size = VOCAB
     num_layers = 1
     max_position_tokens = MAX_TOKENS
+    default_position_tokens = MAX_TOKENS
     max_source_tokens = window_tokens = 0
     decoder_prefix = ()
     weight_bytes = 1

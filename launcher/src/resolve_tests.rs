@@ -30,6 +30,7 @@ pub(crate) fn model(device: &str) -> Description {
         vocab_size: 128_256,
         block_tokens: 16,
         max_position_tokens: 8192,
+        default_position_tokens: None,
         window_tokens: None,
         decoder_prefix: [].into(),
         pooling: None,

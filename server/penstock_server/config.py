@@ -116,6 +116,7 @@ class Description:
     kv_bytes_per_block: int
     phases: tuple[Phase, ...]
     block_tokens: int
+    default_position_tokens: int = 0  # the longest sequence unless longer ones are asked for; 0: max_position_tokens
     window_tokens: int = 0  # the widest sliding window, when every layer has one; 0: some layer attends to all tokens
     decoder_prefix: tuple[int, ...] = ()  # token ids that follow every source; empty: the model has no encoder
     max_source_tokens: int = 0

@@ -119,6 +119,7 @@ class Worker(rpc.WorkerServicer):
             vocab_size=description.vocab_size,
             block_tokens=description.block_tokens,
             max_position_tokens=description.max_position_tokens,
+            default_position_tokens=description.default_position_tokens,
             weight_bytes=description.weight_bytes,
             kv_bytes_per_block=description.kv_bytes_per_block,
             phases=phases_message(description.phases),

@@ -42,6 +42,7 @@ class FakeModel:
     num_layers = 1
     hidden_size = 1
     max_position_tokens = 64
+    default_position_tokens = 64
     max_source_tokens = 0
     decoder_prefix = ()
     pooler = None

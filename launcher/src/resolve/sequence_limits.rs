@@ -48,11 +48,17 @@ impl SequenceLimits {
             }
             Some(given) => (given, "set by --max-total-tokens".to_owned()),
             None => {
-                let tokens = if fits(model_limit) { model_limit } else { u32::try_from(capacity).unwrap_or(u32::MAX) };
-                let reason = if tokens == model_limit {
+                let longest = model.default_total_tokens();
+                let tokens = if fits(longest) { longest } else { u32::try_from(capacity).unwrap_or(u32::MAX) };
+                let reason = if tokens != longest {
+                    format!("the KV cache's capacity; the model's limit is {longest}")
+                } else if longest == model_limit {
                     format!("the model's limit; the KV cache holds {capacity} tokens")
                 } else {
-                    format!("the KV cache's capacity; the model's limit is {model_limit}")
+                    format!(
+                        "longer sequences change the answers to short ones, because the rope scaling is dynamic; \
+                         --max-total-tokens allows up to {model_limit}"
+                    )
                 };
                 choices.push(Choice::new("max-total-tokens", tokens, reason.clone()));
                 (tokens, reason)

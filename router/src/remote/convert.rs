@@ -70,6 +70,7 @@ fn model(model: &Description) -> penstock_proto::LoadResponse {
         vocab_size: model.vocab_size,
         block_tokens: model.block_tokens,
         max_position_tokens: model.max_position_tokens,
+        default_position_tokens: model.default_position_tokens.unwrap_or(0),
         window_tokens: model.window_tokens.unwrap_or(0),
         decoder_prefix: model.decoder_prefix.to_vec(),
         max_source_tokens: model.max_source_tokens,

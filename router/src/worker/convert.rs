@@ -147,6 +147,7 @@ pub(crate) fn description(answer: proto::LoadResponse) -> Description {
         vocab_size: answer.vocab_size,
         block_tokens: answer.block_tokens,
         max_position_tokens: answer.max_position_tokens,
+        default_position_tokens: Some(answer.default_position_tokens).filter(|tokens| *tokens > 0),
         window_tokens: (answer.window_tokens > 0).then_some(answer.window_tokens),
         decoder_prefix: answer.decoder_prefix.into(),
         max_source_tokens: answer.max_source_tokens,

@@ -133,6 +133,8 @@ pub struct Description {
     pub block_tokens: u32,
     /// The longest sequence that the model supports.
     pub max_position_tokens: u32,
+    /// The longest sequence unless a longer one is asked for; `None`: `max_position_tokens`.
+    pub default_position_tokens: Option<u32>,
     /// The sliding window, when every layer has one: the widest. `None`: some layer attends to all tokens.
     pub window_tokens: Option<u32>,
     /// Encoder–decoder models: the tokens between every source and its answer. Empty for decoder-only models.
@@ -232,7 +234,17 @@ impl Description {
 
     /// Most tokens of input and answer together. A vector counts as one token.
     pub fn max_total_tokens(&self) -> u32 {
-        self.max_position_tokens.saturating_sub(self.num_prefix_tokens()).saturating_add(self.num_uncomputed_tokens())
+        self.total_tokens(self.max_position_tokens)
+    }
+
+    /// The same, unless more are asked for.
+    pub fn default_total_tokens(&self) -> u32 {
+        self.total_tokens(self.default_position_tokens.unwrap_or(self.max_position_tokens))
+    }
+
+    /// Most tokens of input and answer in a sequence of `position_tokens`.
+    fn total_tokens(&self, position_tokens: u32) -> u32 {
+        position_tokens.saturating_sub(self.num_prefix_tokens()).saturating_add(self.num_uncomputed_tokens())
     }
 
     /// Tokens of a sequence at its full length that have no position in the model.

@@ -172,8 +172,8 @@ class CapacityProbe:
         return memory.left_bytes(left, memory.Share(config.memory_fraction, 1))
 
     def longest_sequence(self, config: WarmUpConfig) -> int:
-        """The longest sequence in tokens that the model and the limits allow."""
-        return config.max_sequence_tokens or self.model.max_position_tokens
+        """The longest sequence in tokens that the limits allow, or that the model has by default."""
+        return config.max_sequence_tokens or self.model.default_position_tokens
 
     def num_required_blocks(self, num_tokens: int) -> int:
         """The most blocks that a sequence of `num_tokens` holds at a time, as the scheduler counts them: with a sliding

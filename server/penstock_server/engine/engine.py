@@ -166,6 +166,7 @@ class Engine:
             attention=model.attention_name,
             vocab_size=model.vocab_size,
             max_position_tokens=model.max_position_tokens,
+            default_position_tokens=model.default_position_tokens,
             weight_bytes=model.weight_bytes + drafter.num_bytes,
             kv_bytes_per_block=model.kv_bytes_per_block + draft_kv_bytes,
             phases=tuple(clock.phases),

@@ -36,6 +36,7 @@ class BuildContext:
     block_tokens: int
     ropes: dict[RopeSpec, tuple[Tensor, Tensor]] = field(default_factory=dict)
     relative_biases: dict[RelativeBiasSpec, Tensor] = field(default_factory=dict)
+    default_position_tokens: int | None = None  # as of `ModelSpec`
     adapter_sites: AdapterSites | None = None  # None: the model is loaded without adapters
 
     @property
@@ -79,7 +80,8 @@ class BuildContext:
         tokens of a step."""
         if spec not in self.ropes:
             num_rows = self.max_position_tokens * (2 if spec.axes else 1)
-            self.ropes[spec] = rope_tables(spec, num_rows, self.loader.device)
+            longest = self.default_position_tokens or self.max_position_tokens
+            self.ropes[spec] = rope_tables(spec, num_rows, self.loader.device, longest)
         return self.ropes[spec]
 
     def kv_scales(self, keys: str, values: str) -> KvScales | None:

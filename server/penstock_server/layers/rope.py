@@ -13,7 +13,7 @@ from torch import Tensor
 class RopeSpec:
     """Frequency i of rotary_dim / 2 is theta^(-2i / rotary_dim), scaled as `kind` says."""
 
-    kind: str  # "default", "linear", "llama3", "yarn", "longrope"
+    kind: str  # "default", "linear", "dynamic", "llama3", "yarn", "longrope"
     theta: float
     rotary_dim: int  # leading elements of a head that are rotated
     factor: float = 1.0
@@ -33,24 +33,28 @@ class RopeSpec:
     axes: tuple[int, ...] = ()
 
 
+# The kinds whose frequencies depend on how long sequences may be.
+_DEPENDENT = ("dynamic", "longrope")
 # Rows that are computed with the tables. The others are computed once it is known how long sequences may be: Llama 4
 # allows 10 million tokens, whose rows take 5 GB and are rarely needed. A CPU backs no page that is not written.
 _FIRST_ROWS = 1 << 18
 _PIECE_ROWS = 1 << 16  # computed at a time
 
 
-def rope_tables(spec: RopeSpec, max_sequence_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [max_sequence_tokens, rotary_dim / 2] float32. Longrope's depend on max_sequence_tokens. Before
-    `limit_tables`, rows after the first `_FIRST_ROWS` are uninitialized."""
-    shape = (max_sequence_tokens, spec.rotary_dim // 2)
+def rope_tables(
+    spec: RopeSpec, num_rows: int, device: torch.device, max_sequence_tokens: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [num_rows, rotary_dim / 2] float32, for sequences up to max_sequence_tokens; None: num_rows.
+    Before `limit_tables`, rows after the first `_FIRST_ROWS` are uninitialized."""
+    shape = (num_rows, spec.rotary_dim // 2)
     tables = torch.empty(shape, device=device), torch.empty(shape, device=device)
-    _fill(spec, tables, range(min(max_sequence_tokens, _FIRST_ROWS)), max_sequence_tokens)
+    _fill(spec, tables, range(min(num_rows, _FIRST_ROWS)), max_sequence_tokens or num_rows)
     return tables
 
 
 def limit_tables(spec: RopeSpec, tables: tuple[Tensor, Tensor], max_sequence_tokens: int) -> None:
     """Makes the tables those for sequences up to this length, in place."""
-    first = 0 if spec.kind == "longrope" else _FIRST_ROWS
+    first = 0 if spec.kind in _DEPENDENT else _FIRST_ROWS
     _fill(spec, tables, range(first, max_sequence_tokens), max_sequence_tokens)
 
 
@@ -69,8 +73,9 @@ def _fill(spec: RopeSpec, tables: tuple[Tensor, Tensor], rows: range, max_sequen
 def inverse_frequencies(spec: RopeSpec, max_sequence_tokens: int) -> Tensor:
     """[rotary_dim / 2] float32, for sequences up to this length."""
     exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.int64).float() / spec.rotary_dim
-    frequencies = 1.0 / (spec.theta**exponents)
-    if spec.kind == "default":
+    theta = spec.theta * _dynamic_stretch(spec, max_sequence_tokens) if spec.kind == "dynamic" else spec.theta
+    frequencies = 1.0 / (theta**exponents)
+    if spec.kind in ("default", "dynamic"):
         return frequencies
     if spec.kind == "linear":
         return frequencies / spec.factor
@@ -81,6 +86,12 @@ def inverse_frequencies(spec: RopeSpec, max_sequence_tokens: int) -> Tensor:
         return _yarn(frequencies, spec)
     assert spec.kind == "llama3"
     return _llama3(frequencies, spec)
+
+
+def _dynamic_stretch(spec: RopeSpec, max_sequence_tokens: int) -> float:
+    """What dynamic NTK scaling multiplies theta with, for sequences up to this length."""
+    longer = max(1.0, max_sequence_tokens / spec.original_max_tokens)
+    return (spec.factor * longer - (spec.factor - 1)) ** (spec.rotary_dim / (spec.rotary_dim - 2))
 
 
 def yarn_magnitude(scale: float, mscale: float = 1.0) -> float:

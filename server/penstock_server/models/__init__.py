@@ -116,6 +116,7 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
         ),
         max_position_tokens=spec.max_position_tokens,
         block_tokens=options.block_tokens,
+        default_position_tokens=spec.default_position_tokens,
         adapter_sites=sites,
     )
     if options.kv_dtype is not None:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from penstock_server.errors import ConfigError
 from penstock_server.kernels.activation import ACTIVATIONS
+from penstock_server.models.context import default_position_tokens, max_position_tokens
 
 T = TypeVar("T", int, float, bool, str)
 
@@ -45,6 +46,20 @@ class Config:
         """With the values of other spellings of keys that are absent. spellings: key → its other name."""
         values = {key: self.values[other] for key, other in spellings.items() if self.values.get(other) is not None}
         return Config({**values, **self.values}, self.path)
+
+    def part(self, values: dict[str, Any]) -> Config:
+        """An object in the file, as a configuration of its own."""
+        return Config(values, self.path)
+
+    @property
+    def max_position_tokens(self) -> int:
+        """As of `context.max_position_tokens`."""
+        return max_position_tokens(self)
+
+    @property
+    def default_position_tokens(self) -> int:
+        """As of `context.default_position_tokens`."""
+        return default_position_tokens(self)
 
     def get(self, key: str, default: T) -> T:
         """The value, which must be of the default's type."""
@@ -84,7 +99,7 @@ class Config:
     def window(self, key: str = "sliding_window") -> int | None:
         """The sliding window in tokens; None if there is none, or if no sequence can be longer."""
         window = self.optional_int(key)
-        if window is None or window >= self.require("max_position_embeddings", int):
+        if window is None or window >= self.max_position_tokens:
             return None
         if window < 1:
             raise self.refuse(f"{key} must be at least 1, not {window}")

@@ -16,12 +16,14 @@ ATTENTION = f"{LAYER}.norm_attn_norm"
 
 
 def dbrx(config: Config) -> tuple[ModelSpec, NameMap]:
+    config = config.part({**config.values, "max_position_embeddings": config.require("max_seq_len", int)})
     attention, norm = _attention(config, _section(config, "attn_config")), NormSpec("layer", 1e-5)
     layer = LayerSpec(attention, _experts(_section(config, "ffn_config")), norm)
     spec = ModelSpec(
         architecture="dbrx",
         hidden_size=config.require("d_model", int),
-        max_position_tokens=config.require("max_seq_len", int),
+        max_position_tokens=config.max_position_tokens,
+        default_position_tokens=config.default_position_tokens,
         embedding=EmbeddingSpec(config.require("vocab_size", int)),
         layers=(layer,) * config.require("n_layers", int),
         final_norm=norm,

@@ -66,6 +66,7 @@ class Decoder:
         self.num_layers = len(layers)
         self.hidden_size = spec.hidden_size
         self.max_position_tokens = spec.max_position_tokens
+        self.default_position_tokens = spec.default_position_tokens or spec.max_position_tokens
         self.max_source_tokens = spec.max_source_tokens
         self.decoder_prefix = () if spec.encoder is None else spec.encoder.decoder_prefix
         self.load_phases: list[tuple[str, float]] = []

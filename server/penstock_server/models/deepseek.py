@@ -12,6 +12,7 @@ from penstock_server.layers.mlp import MlpSpec
 from penstock_server.layers.rope import yarn_magnitude
 from penstock_server.models import llama, moe
 from penstock_server.models.config import Config
+from penstock_server.models.context import rope_parameters
 from penstock_server.models.rope_config import read_rope
 from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap
 
@@ -153,8 +154,7 @@ def _model(config: Config, architecture: str, routing: RoutingSpec) -> tuple[Mod
 def _attention(config: Config) -> LatentAttentionSpec:
     rope_dim = config.require("qk_rope_head_dim", int)
     rope = read_rope(config, rope_dim, interleaved=config.get("rope_interleave", True))
-    parameters = config.values.get("rope_parameters") or config.values.get("rope_scaling") or {}
-    mscale = Config(parameters, config.path).get("mscale_all_dim", 0.0)
+    mscale = rope_parameters(config).get("mscale_all_dim", 0.0)
     return LatentAttentionSpec(
         num_heads=config.require("num_attention_heads", int),
         kv_lora_rank=config.require("kv_lora_rank", int),

@@ -17,6 +17,7 @@ LAYER = "transformer.h.{i}"
 
 
 def falcon(config: Config) -> tuple[ModelSpec, NameMap]:
+    config = config.with_defaults(max_position_embeddings=2048)
     is_grouped = config.get("new_decoder_architecture", False)
     # In the new architecture attention and MLP are parallel, whatever `parallel_attn` says.
     is_parallel = is_grouped or config.get("parallel_attn", True)
@@ -35,7 +36,8 @@ def falcon(config: Config) -> tuple[ModelSpec, NameMap]:
     spec = ModelSpec(
         architecture="falcon",
         hidden_size=hidden_size,
-        max_position_tokens=config.get("max_position_embeddings", 2048),
+        max_position_tokens=config.max_position_tokens,
+        default_position_tokens=config.default_position_tokens,
         embedding=EmbeddingSpec(config.require("vocab_size", int)),
         layers=(layer,) * config.require("num_hidden_layers", int),
         final_norm=norm,

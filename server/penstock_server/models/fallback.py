@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ class Fallback:
         _check_ropes(model)
         text = model.config.get_text_config()
         self.max_position_tokens = _max_position_tokens(text)
+        self.default_position_tokens = self.max_position_tokens
         self.max_source_tokens = 0
         self.decoder_prefix: tuple[int, ...] = ()
         self.pooler: Pooler | None = None
@@ -232,7 +234,7 @@ def _max_position_tokens(text: Any) -> int:
     for key in ("max_position_embeddings", "max_sequence_length", "seq_length"):
         value = getattr(text, key, None)
         if isinstance(value, int) and value > 0:
-            return value
+            return Config({**text.to_dict(), "max_position_embeddings": value}, Path("config.json")).max_position_tokens
     raise ConfigError("its config.json does not limit the length of texts: it lacks max_position_embeddings")
 
 

@@ -52,13 +52,12 @@ def gemma3(config: Config) -> tuple[ModelSpec, NameMap]:
     head_dim = config.get("head_dim", 256)
     scale_dim = config.get("query_pre_attn_scalar", 256.0)
     kinds = {}
-    # COMPAT: before transformers 5, the theta of layers with a window was a key of its own.
-    local = {"rope_type": "default", "rope_theta": config.get("rope_local_base_freq", 10000.0)}
-    old = {"full_attention": config.values.get("rope_scaling") or {}, "sliding_attention": local}
-    ropes = Config({"rope_parameters": old, **config.values}, config.path)
     window = config.with_defaults(sliding_window=4096).window()
-    for kind, theta, width in (("full_attention", 1e6, None), ("sliding_attention", 1e4, window)):
-        rope = read_rope(ropes, head_dim, default_theta=theta, layer_type=kind)
+    for kind, key, theta, width in (
+        ("full_attention", "rope_theta", 1e6, None),
+        ("sliding_attention", "rope_local_base_freq", 1e4, window),
+    ):
+        rope = read_rope(config, head_dim, default_theta=theta, theta_key=key, layer_type=kind)
         attention = replace(
             _attention(config, head_dim, scale_dim, rope),
             mask=AttentionMask(width),

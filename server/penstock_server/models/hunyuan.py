@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from penstock_server.layers.qk_norm import QkNormSpec
 from penstock_server.models import llama
 from penstock_server.models.config import Config
+from penstock_server.models.context import rope_kind, rope_parameters
 from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap
 
 NAMES = llama.NAMES | {
@@ -28,13 +27,11 @@ def hunyuan(config: Config) -> tuple[ModelSpec, NameMap]:
 
 def _with_stretched_theta(config: Config) -> Config:
     """Rope scaling `dynamic` with an `alpha` is a larger theta, at any length."""
-    scaling: Any = config.values.get("rope_parameters") or config.values.get("rope_scaling")
-    if not isinstance(scaling, dict) or not scaling.get("alpha"):
-        return config
-    rope = Config(scaling, config.path)
-    if rope.get("rope_type", rope.get("type", "default")) != "dynamic":
+    rope = rope_parameters(config)
+    if not rope.get("alpha", 0.0) or rope_kind(rope.values) != "dynamic":
         return config
     _, head_dim = config.heads()
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
     theta *= rope.require("alpha", float) ** (head_dim / (head_dim - 2))
-    return Config({**config.values, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}, config.path)
+    stretched = {"rope_type": "default", "rope_theta": theta}
+    return config.part({**config.values, "rope_parameters": stretched, "rope_scaling": None})

@@ -47,6 +47,7 @@ class CausalModel(Protocol):
     num_layers: int
     hidden_size: int  # of an output
     max_position_tokens: int  # of a sequence; with an encoder, of source and answer together
+    default_position_tokens: int  # of the longest sequence that is served unless longer ones are asked for
     max_source_tokens: int  # 0: no part of a sequence is read by an encoder
     decoder_prefix: tuple[int, ...]  # token ids between every source and its answer
     adapters: Adapters | None  # None: sequences have none

@@ -188,7 +188,8 @@ def llama_model(config: Config, architecture: str, layers: tuple[LayerSpec, ...]
     return ModelSpec(
         architecture=architecture,
         hidden_size=config.require("hidden_size", int),
-        max_position_tokens=config.require("max_position_embeddings", int),
+        max_position_tokens=config.max_position_tokens,
+        default_position_tokens=config.default_position_tokens,
         embedding=EmbeddingSpec(config.require("vocab_size", int)),
         layers=layers,
         final_norm=layers[0].norm if layers else rms_norm(config),

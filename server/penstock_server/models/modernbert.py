@@ -10,6 +10,7 @@ from penstock_server.layers.mlp import MlpSpec
 from penstock_server.layers.norm import NormSpec
 from penstock_server.layers.rope import RopeSpec
 from penstock_server.models.config import Config
+from penstock_server.models.rope_config import read_rope
 from penstock_server.models.spec import ClassifierSpec, HeadSpec, LayerSpec, ModelSpec, NameMap
 from penstock_server.weights.location import Location, Strip
 
@@ -34,7 +35,7 @@ def modernbert(config: Config) -> tuple[ModelSpec, NameMap]:
             num_heads,
             head_dim,
             head_dim**-0.5,
-            rope=RopeSpec("default", _theta(config, is_local=is_local), head_dim),
+            rope=_rope(config, head_dim, is_local=is_local),
             qkv_bias=bias,
             output_bias=bias,
             mask=AttentionMask(part="source", window=window if is_local else None),
@@ -44,7 +45,7 @@ def modernbert(config: Config) -> tuple[ModelSpec, NameMap]:
     spec = ModelSpec(
         architecture="modernbert",
         hidden_size=hidden_size,
-        max_position_tokens=config.require("max_position_embeddings", int),
+        max_position_tokens=config.default_position_tokens,
         embedding=EmbeddingSpec(config.require("vocab_size", int), norm=norm),
         layers=tuple(layer(index) for index in range(num_layers)),
         final_norm=norm,
@@ -59,16 +60,12 @@ def modernbert(config: Config) -> tuple[ModelSpec, NameMap]:
     return spec, _names(hidden_size, size)
 
 
-def _theta(config: Config, *, is_local: bool) -> float:
-    """In the spelling of transformers 5, or of earlier versions."""
-    kind, default = ("sliding_attention", 10000.0) if is_local else ("full_attention", 160000.0)
-    parameters = config.values.get("rope_parameters") or {}
-    if not isinstance(parameters, dict) or not isinstance(parameters.get(kind) or {}, dict):
-        raise config.refuse(f"rope_parameters must have an object for each type of layer, not {parameters!r}")
-    of_kind = Config(parameters.get(kind) or {}, config.path)
-    if of_kind.get("rope_type", "default") != "default":
-        raise config.refuse(f"rope_type {of_kind.values['rope_type']!r} is not supported; supported: default")
-    return of_kind.get("rope_theta", config.get("local_rope_theta" if is_local else "global_rope_theta", default))
+def _rope(config: Config, head_dim: int, *, is_local: bool) -> RopeSpec:
+    if is_local:
+        kind, key, theta = "sliding_attention", "local_rope_theta", 10000.0
+    else:
+        kind, key, theta = "full_attention", "global_rope_theta", 160000.0
+    return read_rope(config, head_dim, default_theta=theta, theta_key=key, layer_type=kind)
 
 
 def _names(hidden_size: int, intermediate_size: int) -> NameMap:

@@ -8,6 +8,7 @@ from penstock_server.layers.embedding import EmbeddingSpec
 from penstock_server.layers.mlp import MlpSpec
 from penstock_server.layers.norm import NormSpec
 from penstock_server.models.config import Config
+from penstock_server.models.context import rope_kind, rope_parameters
 from penstock_server.models.rope_config import read_rope
 from penstock_server.models.spec import ClassifierSpec, HeadSpec, LayerSpec, ModelSpec, NameMap, NormPlacement
 from penstock_server.weights.location import fused
@@ -48,8 +49,11 @@ def nomic_bert(config: Config) -> tuple[ModelSpec, NameMap]:
     config = config.with_defaults(**published)
     hidden_size, size = config.require("hidden_size", int), config.require("intermediate_size", int)
     num_heads, head_dim = config.heads()
-    # Published checkpoints change the rope of sequences that are longer than those of their training.
-    num_positions = config.get("max_position_embeddings", 2048)
+    config = config.with_defaults(max_position_embeddings=2048)
+    longest = config.default_position_tokens
+    if rope_kind(rope_parameters(config).values) == "default":
+        # Published checkpoints change the rope of sequences that are longer than those of their training.
+        longest = min(longest, config.get("max_trained_positions", longest))
     norm = NormSpec("layer", config.get("layer_norm_eps", 1e-12), bias=True)
     attention = AttentionSpec(
         num_heads,
@@ -63,7 +67,7 @@ def nomic_bert(config: Config) -> tuple[ModelSpec, NameMap]:
     spec = ModelSpec(
         architecture="nomic_bert",
         hidden_size=hidden_size,
-        max_position_tokens=min(num_positions, config.get("max_trained_positions", num_positions)),
+        max_position_tokens=longest,
         embedding=EmbeddingSpec(
             config.require("vocab_size", int), num_types=config.get("type_vocab_size", 2), norm=norm
         ),

@@ -37,16 +37,11 @@ def olmo2(config: Config) -> tuple[ModelSpec, NameMap]:
 
 def olmo3(config: Config) -> tuple[ModelSpec, NameMap]:
     config = config.with_defaults(rope_theta=500000.0, sliding_window=4096)
-    # COMPAT: before transformers 5, rope_scaling was that of the layers with full attention.
-    scaling = config.values.get("rope_scaling") or {"rope_type": "default"}
-    ropes = config.with_defaults(
-        rope_parameters={"full_attention": scaling, "sliding_attention": {"rope_type": "default"}}
-    )
     norm, bias = _norm(config), config.get("attention_bias", False)
     kinds = {}
     for kind, window in (("full_attention", None), ("sliding_attention", config.window())):
         attention = llama.llama_attention(
-            ropes,
+            config,
             qkv_bias=bias,
             output_bias=bias,
             mask=AttentionMask(window),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from penstock_server.layers.rope import RopeSpec, yarn_magnitude
 from penstock_server.models.config import Config
+from penstock_server.models.context import original_tokens, rope_kind, rope_parameters, warn_of_losses
 
 KINDS = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
 
@@ -17,40 +17,38 @@ def read_rope(
     *,
     default_theta: float = 10000.0,
     default_partial: float = 1.0,
+    theta_key: str = "rope_theta",
     layer_type: str | None = None,
     interleaved: bool = False,
 ) -> RopeSpec:
-    """From `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`. Raises ConfigError for other kinds.
+    """From `rope_parameters` (transformers 5), or `rope_scaling` and keys of the configuration itself. Raises ConfigError
+    for kinds of scaling that are not supported.
 
-    layer_type: the layer's type, if parameters differ between layer types.
+    theta_key: the configuration's own key of theta. layer_type: as of `rope_parameters`.
     """
-    parameters: Any = config.values.get("rope_parameters") or config.values.get("rope_scaling") or {}
-    if layer_type is not None and isinstance(parameters, dict) and isinstance(parameters.get(layer_type), dict):
-        parameters = parameters[layer_type]
-    if not isinstance(parameters, dict) or any(isinstance(value, dict) for value in parameters.values()):
-        raise config.refuse("rope parameters that differ between layers are not supported for this architecture")
-    rope = Config(parameters, config.path)
-    theta = rope.get("rope_theta", config.get("rope_theta", default_theta))
+    rope = rope_parameters(config, layer_type)
+    warn_of_losses(config, rope)
+    theta = rope.get("rope_theta", config.get(theta_key, default_theta))
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", default_partial))
     rotary_dim = int(head_dim * partial)
     if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
         raise config.refuse(f"rope over {rotary_dim} of a head's {head_dim} elements is not possible; it must be even")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    kind = "longrope" if kind == "su" else kind
-    if kind in ("default", "dynamic"):
-        # Dynamic scaling has no effect up to `max_position_embeddings`, the longest sequence that is served.
+    kind = rope_kind(rope.values)
+    if kind == "default":
         return RopeSpec("default", theta, rotary_dim, interleaved=interleaved)
     if kind == "linear":
-        return RopeSpec("linear", theta, rotary_dim, factor=rope.require("factor", float), interleaved=interleaved)
+        return RopeSpec("linear", theta, rotary_dim, factor=_factor(rope), interleaved=interleaved)
+    if kind == "dynamic":
+        return _dynamic(config, rope, theta, rotary_dim, interleaved)
     if kind == "llama3":
         return RopeSpec(
             "llama3",
             theta,
             rotary_dim,
-            factor=rope.require("factor", float),
+            factor=_factor(rope),
             low_freq_factor=rope.require("low_freq_factor", float),
             high_freq_factor=rope.require("high_freq_factor", float),
-            original_max_tokens=_original_max_tokens(config, rope),
+            original_max_tokens=original_tokens(config, rope),
             interleaved=interleaved,
         )
     if kind == "yarn":
@@ -60,14 +58,29 @@ def read_rope(
     raise config.refuse(f"rope scaling {kind!r} is not supported; supported: {', '.join(KINDS)}")
 
 
-def _original_max_tokens(config: Config, rope: Config) -> int:
-    key = "original_max_position_embeddings"
-    return rope.get(key, config.get(key, config.require("max_position_embeddings", int)))
+def _factor(rope: Config) -> float:
+    factor = rope.require("factor", float)
+    if not 0 < factor < math.inf:
+        raise rope.refuse(f"factor of rope scaling must be above 0, not {factor}")
+    return factor
+
+
+def _dynamic(config: Config, rope: Config, theta: float, rotary_dim: int, interleaved: bool) -> RopeSpec:
+    """COMPAT: transformers changes the frequencies with the length of each text that is longer than
+    `max_position_embeddings`. Cached keys are shared by prompts of any length, so they must be rotated in one way: by the
+    frequencies for the longest sequence that is served (ADR 141).
+    """
+    if rotary_dim < 4:
+        raise config.refuse(f"dynamic rope scaling needs at least 4 rotated elements of a head, not {rotary_dim}")
+    longest = config.require("max_position_embeddings", int)
+    factor = _factor(rope)
+    return RopeSpec("dynamic", theta, rotary_dim, factor=factor, original_max_tokens=longest, interleaved=interleaved)
 
 
 def _yarn(config: Config, rope: Config, theta: float, rotary_dim: int, interleaved: bool) -> RopeSpec:
-    original = _original_max_tokens(config, rope)
-    factor = rope.get("factor", config.require("max_position_embeddings", int) / original)
+    original, longest = original_tokens(config, rope), config.require("max_position_embeddings", int)
+    # Without a factor, it is the ratio of the lengths that are given.
+    factor = longest / original if rope.values.get("factor") is None and longest > original else _factor(rope)
     mscale, mscale_all_dim = rope.get("mscale", 0.0), rope.get("mscale_all_dim", 0.0)
     magnitude = yarn_magnitude(factor)
     if mscale and mscale_all_dim:
@@ -93,7 +106,7 @@ def _longrope(config: Config, rope: Config, theta: float, rotary_dim: int, inter
     as in the publisher's code, while transformers 5 selects the magnitude by the text's length and always the short
     factors.
     """
-    original, longest = _original_max_tokens(config, rope), config.require("max_position_embeddings", int)
+    original, longest = original_tokens(config, rope), config.require("max_position_embeddings", int)
     factor = rope.get("factor", longest / original)
     magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     magnitude = rope.get("attention_factor", magnitude)

@@ -128,6 +128,8 @@ class ModelSpec:
     # Layers that attend to images: the layer that each is in front of, and the largest number of states of an image.
     image_layers: tuple[tuple[int, LayerSpec], ...] = ()
     max_image_states: int = 0
+    # The longest sequence unless longer ones are asked for; None: `max_position_tokens`.
+    default_position_tokens: int | None = None
 
     def __post_init__(self) -> None:
         layers = [*self.layers, *(() if self.encoder is None else self.encoder.layers)]
@@ -184,6 +186,7 @@ class ModelSpec:
         return replace(
             self,
             max_position_tokens=longest,
+            default_position_tokens=min(longest, self.default_position_tokens or longest),
             pooling=replace(pooling, has_token_types=self.embedding.num_types > 1),
             classifier=classifier if pooling.task == "rerank" else None,
         )

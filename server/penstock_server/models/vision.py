@@ -77,7 +77,8 @@ def build(config: Config, text_models: dict[str, Build]) -> tuple[ModelSpec, Nam
         # Tokens of a prompt attend to all of it in every layer, so a sequence is no longer than a layer's window.
         masks = [layer.plain_attention.mask for layer in spec.layers]
         windows = [mask.window for mask in masks if mask.window is not None]
-        spec = replace(spec, max_position_tokens=min([spec.max_position_tokens, *windows]))
+        longest = min([spec.max_position_tokens, *windows])
+        spec = replace(spec, max_position_tokens=longest, default_position_tokens=None)
     num_featured = len(getattr(whole.vision_config, "deepstack_visual_indexes", ()))
     if num_featured >= spec.num_layers:
         raise config.refuse(f"{num_featured} layers with features of images need more than {spec.num_layers} layers")

@@ -70,7 +70,8 @@ class EagleHead:
         self.vocab_size = config.get("draft_vocab_size", model.vocab_size)
         self.max_position_tokens = model.max_position_tokens
         self._rope = read_rope(config, self.head_dim)
-        self._ropes = rope_tables(self._rope, model.max_position_tokens, self._device)
+        longest = model.default_position_tokens
+        self._ropes = rope_tables(self._rope, model.max_position_tokens, self._device, longest)
         read = _Reader(folder, dtype, self._device)
         inner = config.require("intermediate_size", int)
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim

@@ -1,0 +1,123 @@
+"""The rope's parameters in a `config.json`, merged as transformers merges them, and the length of sequences that they
+allow. Imports no torch."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock_server.models.config import Config
+
+logger = logging.getLogger(__name__)
+
+ORIGINAL = "original_max_position_embeddings"
+# Our own key in the parameters of dynamic scaling: sequences are long by default, because a flag asks for them.
+LENGTHENED = "lengthened"
+# The kinds whose factor multiplies the original length. Longrope and Llama 3's scaling come with a max_position_embeddings
+# that is the long one.
+_LENGTHENING = ("dynamic", "linear", "yarn")
+# COMPAT: its max_position_embeddings is the long one with linear scaling, too.
+_ALREADY_LONG = ("gemma3_text",)
+# Of models with a rope for each type of layer: `rope_scaling` concerns only layers of this type, except for ModernBERT.
+_SCALED_TYPE = "full_attention"
+
+
+def rope_parameters(config: Config, layer_type: str | None = None) -> Config:
+    """The parameters of the rope, from `rope_parameters` (transformers 5) or `rope_scaling`. They may lack `rope_theta` and
+    what else has keys of its own in older files. layer_type: the layer's type, if parameters differ between layer types.
+
+    COMPAT: a `rope_scaling` beside `rope_parameters`, as model cards say to add it, replaces them, as in transformers. Of
+    models with a rope for each type of layer, it is added to the parameters.
+    """
+    given, scaling = _object(config, "rope_parameters"), _object(config, "rope_scaling")
+    if layer_type is None:
+        found = scaling or given
+        if any(isinstance(value, dict) for value in found.values()):
+            raise config.refuse("rope parameters that differ between layers are not supported for this architecture")
+        return config.part(found)
+    if any(not isinstance(value, dict | None) for value in given.values()):
+        raise config.refuse(f"rope_parameters must have an object for each type of layer, not {given!r}")
+    is_scaled = layer_type == _SCALED_TYPE or config.values.get("model_type") == "modernbert"
+    return config.part({**(given.get(layer_type) or {}), **(scaling if is_scaled else {})})
+
+
+def warn_of_losses(config: Config, rope: Config) -> None:
+    """Says which parameters have no effect because `rope_parameters` and `rope_scaling` are both given. rope: as of
+    `rope_parameters`."""
+    given, scaling = _object(config, "rope_parameters"), _object(config, "rope_scaling")
+    if not given or not scaling:
+        return
+    theta = given.get("rope_theta")
+    if theta and not rope.values.get("rope_theta") and config.values.get("rope_theta") != theta:
+        logger.warning(
+            "%s: rope_scaling replaces rope_parameters, as in transformers, so the rope_theta %s of rope_parameters has "
+            "no effect; write it into rope_scaling to keep it",
+            config.path,
+            theta,
+        )
+    kind = scaling.get("type")
+    if kind and scaling.items() <= rope.values.items() and rope_kind(rope.values) != rope_kind({"type": kind}):
+        logger.warning(
+            "%s: the type %r of rope_scaling has no effect beside the rope_type %r, as in transformers; write rope_type",
+            config.path,
+            kind,
+            rope_kind(rope.values),
+        )
+
+
+def rope_kind(parameters: dict[str, Any]) -> Any:
+    """The kind of scaling: the current spelling `rope_type`, or `type`."""
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    # COMPAT: former names of longrope in the files of Phi 3.
+    return "longrope" if kind == "su" or (kind == "yarn" and "long_factor" in parameters) else kind
+
+
+def original_tokens(config: Config, rope: Config) -> int:
+    """The length that the model was trained for, before its rope was scaled."""
+    return _given_original(config, rope) or config.require("max_position_embeddings", int)
+
+
+def max_position_tokens(config: Config) -> int:
+    """The longest sequence that the model can compute: `max_position_embeddings`, or the original length times the
+    factor of YaRN, linear and dynamic scaling where that is longer, as in vLLM."""
+    stated = longest = config.require("max_position_embeddings", int)
+    for rope in _ropes(config):
+        if rope_kind(rope.values) not in _LENGTHENING:
+            continue
+        original = _given_original(config, rope)
+        if original is None and config.values.get("model_type") in _ALREADY_LONG:
+            continue
+        longest = max(longest, int((original or stated) * rope.get("factor", 1.0)))
+    return longest
+
+
+def default_position_tokens(config: Config) -> int:
+    """The longest sequence that is served unless longer ones are asked for. It is shorter than the longest possible one
+    with dynamic scaling, which changes the frequencies of all texts once texts may be longer than
+    `max_position_embeddings`."""
+    changes_all = any(
+        rope_kind(rope.values) == "dynamic" and not rope.get(LENGTHENED, False) for rope in _ropes(config)
+    )
+    return config.require("max_position_embeddings", int) if changes_all else max_position_tokens(config)
+
+
+def _ropes(config: Config) -> list[Config]:
+    """The parameters of every rope of the model."""
+    given = _object(config, "rope_parameters")
+    kinds = [key for key, value in given.items() if isinstance(value, dict)]
+    return [rope_parameters(config, kind) for kind in kinds] or [rope_parameters(config)]
+
+
+def _given_original(config: Config, rope: Config) -> int | None:
+    """COMPAT: the key of the model's own has precedence, as in transformers. Layer types have one each."""
+    has_types = any(isinstance(value, dict) for value in _object(config, "rope_parameters").values())
+    outer = None if has_types else config.optional_int(ORIGINAL)
+    return outer or rope.optional_int(ORIGINAL)
+
+
+def _object(config: Config, key: str) -> dict[str, Any]:
+    value = config.values.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise config.refuse(f"{key} must be an object, not {value!r}")
+    return value or {}
