@@ -364,13 +364,21 @@ pub(crate) struct Args {
     #[arg(long, env, value_name = "JSON")]
     pub(crate) override_generation_config: Option<Overrides>,
 
-    /// RoPE scaling for positions beyond those the model was trained for: linear [default with --rope-factor: linear]
+    /// RoPE scaling for positions beyond those the model was trained for, in place of the model's own [default with
+    /// --rope-factor: linear]
     #[arg(long, env)]
     pub(crate) rope_scaling: Option<RopeScaling>,
 
-    /// RoPE scaling factor, at least 1; the model's maximum sequence length grows by it [default with --rope-scaling: 1.0]
+    /// RoPE scaling factor, at least 1: the model's maximum sequence length becomes its original length times the factor
+    /// [default with --rope-scaling linear or dynamic: 1.0]
     #[arg(long, env)]
     pub(crate) rope_factor: Option<f64>,
+
+    /// Original length of RoPE scaling in tokens: the sequences that the model was trained for before its positions were
+    /// scaled [default with --rope-factor: original_max_position_embeddings of the model's config.json, or else
+    /// max_position_embeddings]
+    #[arg(long, env, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) rope_original_max_tokens: Option<u32>,
 
     /// IP address to listen on
     #[arg(long, env, default_value = "0.0.0.0")]
@@ -513,11 +521,23 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// Methods that TGI's `--rope-scaling` accepts. `Dynamic` is refused by `resolve`, with the reason.
+/// TGI's methods of `--rope-scaling`, and YaRN.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum RopeScaling {
     Linear,
     Dynamic,
+    Yarn,
+}
+
+impl RopeScaling {
+    /// The name in a model's configuration.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Linear => "linear",
+            Self::Dynamic => "dynamic",
+            Self::Yarn => "yarn",
+        }
+    }
 }
 
 fn activation_bits(text: &str) -> Result<u32, String> {

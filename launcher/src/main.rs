@@ -38,6 +38,7 @@ mod quantize;
 mod reference;
 mod replica_file;
 mod resolve;
+mod rope_scaling;
 mod route;
 mod signals;
 mod standby;

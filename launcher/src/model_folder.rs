@@ -4,11 +4,12 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 use tempfile::TempDir;
 
 use crate::args::Args;
 use crate::generation_config;
+use crate::rope_scaling;
 
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 /// Files whose chat template overrides the one in the tokenizer's configuration.
@@ -60,34 +61,16 @@ fn changes(prepared: &Path, args: &Args) -> Result<Changes, FolderError> {
         }
         changes.push((TOKENIZER_CONFIG, Some(text)));
     }
-    if args.rope_scaling.is_some() || args.rope_factor.is_some() {
+    if rope_scaling::is_asked_for(args) {
         let path = prepared.join("config.json");
         let mut config = parse(&path, &read(&path)?)?;
-        scale_rope(&mut config, args.rope_factor.unwrap_or(1.0));
+        rope_scaling::write(&mut config, args);
         changes.push(("config.json", Some(Value::Object(config).to_string())));
     }
     if let Some(config) = generation_config::replacement(args)? {
         changes.push((generation_config::FILE, Some(config)));
     }
     Ok(changes)
-}
-
-/// Writes linear RoPE scaling into the model's configuration. Its maximum sequence length grows with `factor`.
-/// COMPAT: `--rope-factor` without `--rope-scaling` means linear.
-fn scale_rope(config: &mut Map<String, Value>, factor: f64) {
-    // Newer checkpoints have `rope_parameters`, which override `rope_scaling`.
-    let name = if config.contains_key("rope_parameters") { "rope_parameters" } else { "rope_scaling" };
-    let rope = config.entry(name).or_insert(Value::Null);
-    if !rope.is_object() {
-        *rope = json!({});
-    }
-    // `type` is the former name of `rope_type` and would contradict it.
-    rope.as_object_mut().map(|rope| rope.remove("type"));
-    rope["rope_type"] = "linear".into();
-    rope["factor"] = factor.into();
-    if let Some(positions) = config.get("max_position_embeddings").and_then(Value::as_f64) {
-        config.insert("max_position_embeddings".to_owned(), ((positions * factor) as u64).into());
-    }
 }
 
 fn read_template(given: &str) -> Result<String, FolderError> {
@@ -130,6 +113,7 @@ fn link(prepared: &Path, changes: &Changes) -> io::Result<TempDir> {
 #[cfg(test)]
 mod tests {
     use clap::Parser;
+    use serde_json::json;
 
     use super::*;
 
@@ -198,7 +182,7 @@ mod tests {
     fn rope_scaling_is_written_into_the_configuration() {
         let folder = with(&prepared(), &["--rope-factor", "2.5"]).unwrap();
         let config: Value = serde_json::from_str(&text(&folder, "config.json").unwrap()).unwrap();
-        let expected = json!({"max_position_embeddings": 250, "rope_scaling": {"rope_type": "linear", "factor": 2.5}});
+        let expected = json!({"max_position_embeddings": 100, "rope_scaling": {"rope_type": "linear", "factor": 2.5}});
         assert_eq!(config, expected);
     }
 }

@@ -308,14 +308,12 @@ fn check_ranges(args: &Args) -> Result<(), ResolveError> {
     in_range("watermark-delta", delta, delta > 0.0 && delta.is_finite(), "above 0")?;
     let factor = args.rope_factor.unwrap_or(1.0);
     in_range("rope-factor", factor, factor >= 1.0 && factor.is_finite(), "at least 1")?;
-    // Dynamic scaling would change the angles of cached keys as their sequence grows.
-    let is_linear = args.rope_scaling != Some(RopeScaling::Dynamic);
-    in_range(
-        "rope-scaling",
-        "dynamic",
-        is_linear,
-        "linear; for another method, set rope_scaling in the model's config.json",
-    )
+    let is_whole = args.rope_scaling != Some(RopeScaling::Yarn) || args.rope_factor.is_some();
+    in_range("rope-scaling", "yarn", is_whole, "with --rope-factor, or linear or dynamic without it")?;
+    let original = args.rope_original_max_tokens;
+    let scales = args.rope_factor.is_some() || args.rope_scaling.is_some();
+    let allowed = "with --rope-factor: it is the length that the factor multiplies";
+    in_range("rope-original-max-tokens", original.unwrap_or(0), original.is_none() || scales, allowed)
 }
 
 fn in_range(name: &'static str, value: impl ToString, holds: bool, allowed: &'static str) -> Result<(), ResolveError> {

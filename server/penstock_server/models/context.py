@@ -42,19 +42,20 @@ def rope_parameters(config: Config, layer_type: str | None = None) -> Config:
     return config.part({**(given.get(layer_type) or {}), **(scaling if is_scaled else {})})
 
 
-def warn_of_losses(config: Config, rope: Config) -> None:
+def warn_of_losses(config: Config, rope: Config, theta: float) -> None:
     """Says which parameters have no effect because `rope_parameters` and `rope_scaling` are both given. rope: as of
-    `rope_parameters`."""
+    `rope_parameters`. theta: what is used."""
     given, scaling = _object(config, "rope_parameters"), _object(config, "rope_scaling")
     if not given or not scaling:
         return
-    theta = given.get("rope_theta")
-    if theta and not rope.values.get("rope_theta") and config.values.get("rope_theta") != theta:
+    lost = given.get("rope_theta")
+    if lost and lost != theta:
         logger.warning(
-            "%s: rope_scaling replaces rope_parameters, as in transformers, so the rope_theta %s of rope_parameters has "
-            "no effect; write it into rope_scaling to keep it",
+            "%s: rope_scaling replaces rope_parameters, as in transformers, so theta is %s and not the rope_theta %s of "
+            "rope_parameters; write rope_theta into rope_scaling to keep it",
             config.path,
             theta,
+            lost,
         )
     kind = scaling.get("type")
     if kind and scaling.items() <= rope.values.items() and rope_kind(rope.values) != rope_kind({"type": kind}):
@@ -71,6 +72,12 @@ def rope_kind(parameters: dict[str, Any]) -> Any:
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     # COMPAT: former names of longrope in the files of Phi 3.
     return "longrope" if kind == "su" or (kind == "yarn" and "long_factor" in parameters) else kind
+
+
+def scalings(config: Config) -> set[Any]:
+    """The kinds of scaling that the configuration names."""
+    # COMPAT: with an `alpha`, Hunyuan's dynamic scaling is a larger theta.
+    return {rope_kind(rope.values) for rope in _ropes(config) if "alpha" not in rope.values} - {"default"}
 
 
 def original_tokens(config: Config, rope: Config) -> int:

@@ -39,7 +39,7 @@ ROPE = {
 
 
 def gpt_oss(config: Config) -> tuple[ModelSpec, NameMap]:
-    config = config.with_defaults(num_key_value_heads=8, head_dim=64, sliding_window=128)
+    config = config.with_defaults(num_key_value_heads=8, head_dim=64, sliding_window=128, rope_theta=150000.0)
     if not config.values.get("rope_scaling"):
         config = config.with_defaults(rope_parameters=ROPE)
     num = llama.num_layers(config)

@@ -47,6 +47,7 @@ from penstock_server.models import (
     vision,
 )
 from penstock_server.models.config import Config
+from penstock_server.models.context import scalings
 from penstock_server.models.pooling import read_pooling
 from penstock_server.models.spec import ModelSpec, NameMap
 from penstock_server.vision.family import FAMILIES
@@ -139,6 +140,10 @@ ENCODERS: dict[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
 }
 
 
+# Their rope has no parameters in the configuration.
+_UNSCALED = ("codegen", "gptj")
+
+
 def read_spec(folder: Path) -> tuple[ModelSpec, NameMap]:
     """Raises ConfigError if the folder's architecture, or an option of it, is not supported."""
     config = Config.read(folder)
@@ -150,8 +155,19 @@ def read_spec(folder: Path) -> tuple[ModelSpec, NameMap]:
         supported = ", ".join(sorted({*ARCHITECTURES, *ENCODERS, *FAMILIES}))
         raise config.refuse(f"model type {model_type!r} is not supported; supported: {supported}")
     spec, names = build(config)
+    if model_type not in FAMILIES:
+        _check_scaling(config, spec)
     pooling = read_pooling(folder)
     if pooling is not None:
         spec, names = spec.pooled(pooling), names.pooled()
     storage = config.get("expert_storage", "")  # our own key, in folders that were made from GGUF files
     return (spec.with_expert_storage(storage) if storage else spec), names
+
+
+def _check_scaling(config: Config, spec: ModelSpec) -> None:
+    """Raises ConfigError for a scaling that would have no effect."""
+    named = scalings(config)
+    has_rope = any(layer.attention.rope is not None for layer in spec.layers)
+    if named and (not has_rope or spec.architecture in _UNSCALED):
+        kinds = ", ".join(sorted(map(repr, named)))
+        raise config.refuse(f"rope scaling {kinds} has no effect on a model of type {spec.architecture!r}; remove it")

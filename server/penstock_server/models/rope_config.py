@@ -27,8 +27,8 @@ def read_rope(
     theta_key: the configuration's own key of theta. layer_type: as of `rope_parameters`.
     """
     rope = rope_parameters(config, layer_type)
-    warn_of_losses(config, rope)
     theta = rope.get("rope_theta", config.get(theta_key, default_theta))
+    warn_of_losses(config, rope, theta)
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", default_partial))
     rotary_dim = int(head_dim * partial)
     if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
