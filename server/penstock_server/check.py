@@ -108,7 +108,9 @@ def as_text(report: Report) -> str:
         rows.append(("serves", layout.serves))
         rows.append(("images", "read" if layout.reads_images else "not read"))
         of_source = f", of which {layout.max_source_tokens} for the source" if layout.max_source_tokens else ""
-        rows.append(("context", f"{layout.max_position_tokens} tokens{of_source}"))
+        longest, default = layout.max_position_tokens, layout.default_position_tokens or layout.max_position_tokens
+        more = f"; up to {longest} with --max-total-tokens" if default < longest else ""
+        rows.append(("context", f"{default} tokens{of_source}{more}"))
     if report.num_parameters is not None:
         rows.append(("parameters", f"{report.num_parameters:,}"))
         rows.append(("stored as", ", ".join(f"{name} ({num} tensors)" for name, num in report.stored_as.items())))

@@ -14,6 +14,7 @@ from gguf_files import save_gguf
 from hub_server import SHA, Hub, running
 from huggingface_hub import constants
 from penstock_server import catalog, check
+from penstock_server.errors import ConfigError
 from penstock_server.hub import download
 from penstock_server.kernels.quantized import ALL_KEPT, Kept, QuantFormat, stays_quantized
 from penstock_server.models import load_model
@@ -25,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from test_quantized_checkpoints import CASES, SIZES
 from test_quantized_layers_differ import save_compressed
 from tiny_models import make_model, save_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 pytestmark = pytest.mark.usefixtures("model_cache")
 
@@ -350,3 +352,79 @@ def test_the_list_of_models_equals_the_loader_s_table(capsys: Any) -> None:
     assert found["architectures"] == sorted(ARCHITECTURES)
     assert catalog.main([]) == 0
     assert all(f"  {name}\n" in capsys.readouterr().out for name in list(ARCHITECTURES)[:1])
+
+
+def verdict_of_loading(folder: Path, num_ranks: int) -> str:
+    """The message of the error; empty: it loads."""
+    try:
+        load_model(LoadOptions(folder, torch.float32, torch.device("cpu"), 16), RankGroup(0, num_ranks))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "is_served"),
+    [
+        ("glm4_moe", 1, True),
+        ("nanochat", 1, True),
+        ("nanochat", 2, False),
+        ("mamba", 1, False),
+        ("lfm2", 1, False),
+        ("marian", 1, False),
+        ("lacks a tensor", 1, False),
+        ("quantized", 1, False),
+        ("own code", 1, False),
+        ("dynamic rope", 1, False),
+    ],
+)
+def test_the_verdict_on_models_of_transformers_is_that_of_loading(
+    name: str, num_ranks: int, is_served: bool, tmp_path: Path, capsys: Any
+) -> None:
+    model_type = name if name in ("glm4_moe", "nanochat") else "nanochat"
+    sizes = {
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+    }
+    sizes |= {"vocab_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    if model_type == "glm4_moe":
+        sizes |= {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+        }
+    changes: dict[str, Any] = {}
+    if name in ("mamba", "lfm2", "marian"):
+        changes = {"model_type": name}
+    elif name == "own code":
+        changes = {"model_type": "of_its_own", "auto_map": {"AutoModelForCausalLM": "a.B"}}
+    elif name == "dynamic rope":
+        changes = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1000.0}}
+    elif name == "quantized":
+        changes = {"quantization_config": {"quant_method": "awq"}}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes))
+    folder = with_tokenizer(save_model(model, tmp_path / "model"))
+    if name == "lacks a tensor":
+        weights = load_file(folder / "model.safetensors")
+        del weights["model.layers.1.mlp.fc1.weight"]
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    if name == "lfm2":
+        changes["layer_types"] = ["conv", "full_attention"]
+    path.write_text(json.dumps(values | changes))
+    status, report = run(capsys, str(folder), "--num-shard", str(num_ranks), "--dtype", "float32")
+    message = verdict_of_loading(folder, num_ranks)
+    assert (status == 0, message == "") == (is_served, is_served)
+    assert report["problems"] == ([message] if message else [])
+    if is_served:
+        loaded = load_model(LoadOptions(folder, torch.float32, torch.device("cpu"), 16), RankGroup())
+        rank = report["layout"]["ranks"][0]
+        assert (rank["num_layers"], rank["num_heads"], rank["num_kv_heads"]) == (2, 2, 2)
+        assert rank["weight_bytes"] == loaded.weight_bytes
+        assert rank["kv_bytes_per_token"] == loaded.kv_bytes_per_block // 16
+        assert report["layout"]["max_position_tokens"] == loaded.max_position_tokens == 64

@@ -26,6 +26,7 @@ from gguf_files import (
 )
 from gguf_tensors import gguf_tensors
 from penstock_server.errors import ConfigError
+from penstock_server.models.config import Config
 from penstock_server.tokenizer.byte_level import byte_spelling
 from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.gguf.checkpoint import GgufCheckpoint
@@ -177,6 +178,25 @@ def test_llama3_rope_is_recognised_by_its_table(factor: float, tmp_path: Path) -
     path = rope_file(tmp_path, table)
     with pytest.raises(ConfigError, match="is not the table of Llama 3's rope scaling"):
         model_config(Metadata(read_header(path), path))
+
+
+@pytest.mark.parametrize(
+    ("scaling", "longest"),
+    [
+        ({"type": "yarn", "factor": 4.0, "original_context_length": 256}, 1024),
+        ({"type": "yarn", "factor": 4.0}, 1024),
+        ({"type": "yarn", "factor": 4.0, "original_context_length": 64}, 256),
+        # As in llama.cpp, the context length of a file is the long one.
+        ({"type": "linear", "factor": 4.0}, 256),
+        ({"type": "linear", "factor": 4.0, "original_context_length": 256}, 1024),
+    ],
+    ids=str,
+)
+def test_a_scaled_rope_lengthens_the_context_of_a_file(scaling: dict[str, Any], longest: int, tmp_path: Path) -> None:
+    metadata = {f"llama.rope.scaling.{key}": value for key, value in scaling.items()}
+    path = save_gguf(make_model("llama"), tmp_path / "tiny.gguf", **metadata)
+    config = Config(model_config(Metadata(read_header(path), path)), path)
+    assert config.max_position_tokens == longest
 
 
 def rope_file(folder: Path, table: np.ndarray) -> Path:

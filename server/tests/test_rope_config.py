@@ -216,8 +216,8 @@ OTHERS = {"baichuan", "internlm2", "phi3", "phimoe"}
 @pytest.mark.parametrize("model_type", sorted({*ARCHITECTURES, *ENCODERS} - UNSCALED - OTHERS))
 def test_an_added_scaling_has_the_theta_and_the_rotary_part_of_transformers(model_type: str, tmp_path: Path) -> None:
     made = AutoConfig.for_model(model_type)
-    values = {"num_experts_per_tok": 2, **json.loads(made.to_json_string(use_diff=False))}
-    values = {key: value for key, value in values.items() if value is not None}
+    values = json.loads(made.to_json_string(use_diff=False))
+    values = {"num_experts_per_tok": 2, **{key: value for key, value in values.items() if value is not None}}
     if not isinstance(values.get("rope_parameters"), dict) or values.get("alibi"):
         return  # it has no rope
     values["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}

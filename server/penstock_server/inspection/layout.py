@@ -20,8 +20,14 @@ from penstock_server.kernels import choose_ops
 from penstock_server.kernels.quantized import Kept
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.shard import Shard
+from penstock_server.models import is_described
+from penstock_server.models.config import Config
+from penstock_server.models.fallback import outline
+from penstock_server.models.foreign import transformers
+from penstock_server.models.interface import LoadOptions
 from penstock_server.models.layer import ATTENTION_PARTS
 from penstock_server.models.parameters import parameters
+from penstock_server.models.pooling import foreign_pooling, read_pooling
 from penstock_server.models.registry import read_spec
 from penstock_server.models.spec import ModelSpec
 from penstock_server.models.stage import stage_of
@@ -36,6 +42,7 @@ from penstock_server.weights.location import Locator
 from penstock_server.weights.safetensors_file import LOADABLE, SafetensorsCheckpoint
 from penstock_server.weights.safetensors_header import ITEM_BYTES, read_header
 
+BLOCK_TOKENS = 16  # to count the memory of a model that transformers runs
 _SERVES = {"embed": "embeddings", "rerank": "reranking"}
 
 
@@ -67,6 +74,7 @@ class Layout:
     serves: str = "generation"  # or "embeddings", "reranking"
     reads_images: bool = False
     vocab_size: int = 0  # tokens with an embedding
+    default_position_tokens: int | None = None  # without --max-total-tokens; None: max_position_tokens
 
 
 def lay_out(
@@ -83,6 +91,9 @@ def lay_out(
     num_ranks: of each of the pipeline's stages."""
     problems = files.problems
     try:
+        if not is_described(folder):
+            group = RankGroup(0, num_ranks, stage=Stage(0, num_stages))
+            return lay_out_foreign(files, folder, group, dtype_name, memory_fraction, deterministic=deterministic)
         spec, names = read_spec(folder)
         found = quantized(files, folder)
         tensors = files.tensors if found is None else found.tensors
@@ -140,6 +151,7 @@ def lay_out(
         serves,
         spec.reads_images,
         spec.vocab_size,
+        spec.default_position_tokens,
     )
 
 
@@ -169,6 +181,48 @@ def _same_tables(folder: Path) -> IsSame | None:
     except ConfigError:
         return None
     return same_in(checkpoint)
+
+
+def lay_out_foreign(
+    files: ModelFiles,
+    folder: Path,
+    group: RankGroup,
+    dtype_name: str,
+    memory_fraction: float,
+    *,
+    deterministic: bool,
+) -> Layout:
+    """The layout of a model that transformers runs. Raises the ConfigError of loading it."""
+    if read_pooling(folder) is not None:
+        raise foreign_pooling(folder)
+    device = choose_device("", 0)
+    dtype = choose_dtype(dtype_name, device)
+    options = LoadOptions(folder, dtype, device, BLOCK_TOKENS, deterministic=deterministic)
+    weights = None
+    if files.tensors is not None and files.kind == "safetensors":
+        weights = {
+            name: torch.empty(tensor.shape, dtype=LOADABLE.get(tensor.dtype, torch.uint8), device="meta")
+            for name, tensor in files.tensors.items()
+        }
+    found = outline(options, group, weights)
+    files.notes.append(f"transformers {transformers().__version__} runs this model, slower and on one rank")
+    if not found.is_complete:
+        files.notes.append("only loading shows whether it runs over the paged cache: a layer depends on values")
+    memory = MemoryMeter(device).measure()
+    left = DeviceMemory(memory.total, memory.available - found.weight_bytes, 0)
+    fitting = usable_bytes(left, Share(memory_fraction, 1)) // found.kv_bytes_per_token
+    rank = RankShare(
+        found.num_heads,
+        found.num_kv_heads,
+        0,
+        found.num_layers,
+        found.weight_bytes,
+        found.kv_bytes_per_token,
+        memory.available,
+        fitting,
+    )
+    architecture = Config.read(folder).require("model_type", str)
+    return Layout(architecture, found.max_position_tokens, 0, str(dtype).removeprefix("torch."), device.type, (rank,))
 
 
 def _unloadable(tensors: Mapping[str, StoredTensor], expected: Iterable[str]) -> list[str]:

@@ -45,7 +45,7 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     from penstock_server.models.decoder import Decoder
     from penstock_server.models.fallback import load_fallback
     from penstock_server.models.parameters import parameters
-    from penstock_server.models.pooling import read_pooling
+    from penstock_server.models.pooling import foreign_pooling, read_pooling
     from penstock_server.models.registry import read_spec
     from penstock_server.models.stage import stage_of
     from penstock_server.models.tie import fit, same_in
@@ -60,7 +60,7 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     begin = time.perf_counter()
     if not is_described(options.folder):
         if read_pooling(options.folder) is not None:
-            raise ConfigError(f"{options.folder}: embedding models and rerankers of this model type are not supported")
+            raise foreign_pooling(options.folder)
         if options.max_adapters or (options.folder / DEFAULT_ADAPTER).is_dir():
             raise refusal("its model type runs on transformers")
         return load_fallback(options, group)

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,6 @@ from penstock_server.models.fallback_check import check_logits
 from penstock_server.models.foreign import FOREIGN_ERRORS, read_config, transformers
 from penstock_server.models.interface import LoadOptions
 from penstock_server.models.pooler import Pooler
-from penstock_server.models.registry import ARCHITECTURES
 from penstock_server.models.support import (
     CODE_KEY,
     FALLBACK,
@@ -51,10 +53,7 @@ class Fallback:
         self.load_phases: list[tuple[str, float]] = []
         self.caches: list[Tensor] = []
         self._model = model
-        # COMPAT: Llama 4's `base_model_prefix` is not the name of its decoder.
-        self._trunk = getattr(model, "model", model) if model.base_model is model else model.base_model
-        if self._trunk is model:
-            raise ConfigError("its class does not separate its decoder from its head")
+        self._trunk = _trunk(model)
         _check_ropes(model)
         text = model.config.get_text_config()
         self.max_position_tokens = _max_position_tokens(text)
@@ -67,11 +66,7 @@ class Fallback:
         self._pager = pager.Pager(
             options.device, options.dtype, options.block_tokens, options.attention, options.cpu_isa
         )
-        self._pager.plug_in(model)
-        model.set_attn_implementation(pager.RECORDING)
-        ids = torch.zeros((1, 2), dtype=torch.int64, device=options.device)
-        positions = torch.arange(2, device=options.device)[None]
-        self._pager.record(partial(self._trunk, input_ids=ids, position_ids=positions, use_cache=False))
+        _record(self._pager, model, options.device)
         model.set_attn_implementation(pager.PAGED)
         attentions = self._pager.layers
         self.num_layers = len(attentions)
@@ -149,6 +144,69 @@ def load_fallback(options: LoadOptions, group: RankGroup) -> Fallback:
     config = Config.read(options.folder)
     model_type = config.require("model_type", str)
     runs_code = _runs_code(model_type, config, options)
+    check_request(model_type, config, options, group)
+    runner = "the checkpoint's own code" if runs_code else f"transformers {transformers().__version__}"
+    logger.warning("model type %s has no native decoder: %s runs it, slower and on one rank", model_type, runner)
+    with _refusing(config, model_type):
+        model = _read(config, options, runs_code)
+        _check_class(model_type, model)
+        loaded = time.perf_counter()
+        fallback = Fallback(model, options)
+        check_logits(fallback, fallback.own_logits, options)
+        fallback.caches = []
+    fallback.load_phases = [("read weights", loaded - begin), ("check model", time.perf_counter() - loaded)]
+    return fallback
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What a model takes that transformers would run, known without its weights."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    max_position_tokens: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    is_complete: bool  # False: its layers could not be run, so only its configuration is known
+
+
+def outline(options: LoadOptions, group: RankGroup, weights: Mapping[str, Tensor] | None) -> Outline:
+    """weights: the checkpoint's tensors on the device meta; None: unknown.
+
+    Raises the ConfigError of `load_fallback`, except for what only computing with the weights shows.
+    """
+    config = Config.read(options.folder)
+    model_type = config.require("model_type", str)
+    runs_code = _runs_code(model_type, config, options)
+    check_request(model_type, config, options, group)
+    with _refusing(config, model_type):
+        model = _read(config, replace(options, device=torch.device("meta")), runs_code, weights)
+        _check_class(model_type, model)
+        _trunk(model)
+        _check_ropes(model)
+        _width(model)
+        text = model.config.get_text_config()
+        num_layers, longest = text.num_hidden_layers, _max_position_tokens(text)
+        recorder = pager.Pager(options.device, options.dtype, options.block_tokens, options.attention, options.cpu_isa)
+        num_heads = text.num_attention_heads
+        num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
+        kv_bytes = 2 * num_layers * num_kv_heads * head_dim * options.dtype.itemsize
+        is_complete = True
+        try:
+            _record(recorder, model, torch.device("meta"))
+            num_heads, num_kv_heads = recorder.shapes[0].num_heads, recorder.shapes[0].num_kv_heads
+            kv_bytes = sum(layer.bytes_per_block() for layer in recorder.layers) // options.block_tokens
+        except (NotImplementedError, RuntimeError):
+            # A layer reads values, which are not there, so that not all layers are known.
+            is_complete = False
+        weight_bytes = sum(each.numel() * each.itemsize for each in [*model.parameters(), *model.buffers()])
+    return Outline(num_layers, num_heads, num_kv_heads, longest, weight_bytes, kv_bytes, is_complete)
+
+
+def check_request(model_type: str, config: Config, options: LoadOptions, group: RankGroup) -> None:
+    """Raises ConfigError for what transformers does not do, or not on this many ranks."""
     if options.kv_dtype is not None:
         raise config.refuse(
             f"model type {model_type!r} is run by transformers, which is supported only with a KV cache of the model's "
@@ -162,26 +220,50 @@ def load_fallback(options: LoadOptions, group: RankGroup) -> Fallback:
     if group.num_ranks > 1:
         raise config.refuse(
             f"model type {model_type!r} is run by transformers, which is supported on one rank only, not on "
-            f"{group.num_ranks}; supported on several ranks: {', '.join(sorted(ARCHITECTURES))}"
+            f"{group.num_ranks}; `penstock models` lists the types that are supported on several ranks"
         )
-    runner = "the checkpoint's own code" if runs_code else f"transformers {transformers().__version__}"
-    logger.warning("model type %s has no native decoder: %s runs it, slower and on one rank", model_type, runner)
+    if group.stage.size > 1:
+        raise config.refuse(
+            f"model type {model_type!r} is run by transformers, which is not split into pipeline stages; "
+            "remove --pipeline-parallel-size"
+        )
+
+
+@contextmanager
+def _refusing(config: Config, model_type: str) -> Iterator[None]:
+    """Turns what transformers raises into a ConfigError that names the model type."""
     try:
-        model = _read(config, options, runs_code)
-        reason = refusal(model_type, type(model), model.config.to_dict())
-        if reason is not None:
-            raise ConfigError(reason)
-        loaded = time.perf_counter()
-        fallback = Fallback(model, options)
-        check_logits(fallback, fallback.own_logits, options)
-        fallback.caches = []
+        yield
     except ConfigError as error:
         raise config.refuse(f"model type {model_type!r} is not served: {error}") from error
     except FOREIGN_ERRORS as error:
         message = " ".join(str(error).split())[:500]
         raise config.refuse(f"model type {model_type!r} does not run over the paged cache: {message}") from error
-    fallback.load_phases = [("read weights", loaded - begin), ("check model", time.perf_counter() - loaded)]
-    return fallback
+
+
+def _check_class(model_type: str, model: Any) -> None:
+    reason = refusal(model_type, type(model), model.config.to_dict())
+    if reason is not None:
+        raise ConfigError(reason)
+
+
+def _trunk(model: Any) -> Any:
+    """The decoder without its head."""
+    # COMPAT: Llama 4's `base_model_prefix` is not the name of its decoder.
+    trunk = getattr(model, "model", model) if model.base_model is model else model.base_model
+    if trunk is model:
+        raise ConfigError("its class does not separate its decoder from its head")
+    return trunk
+
+
+def _record(recorder: pager.Pager, model: Any, device: torch.device) -> None:
+    """Finds the model's attention layers with a text of two tokens."""
+    recorder.plug_in(model)
+    model.set_attn_implementation(pager.RECORDING)
+    ids = torch.zeros((1, 2), dtype=torch.int64, device=device)
+    positions = torch.arange(2, device=device)[None]
+    with pager.unpacked() if device.type == "meta" else nullcontext():
+        recorder.record(partial(_trunk(model), input_ids=ids, position_ids=positions, use_cache=False))
 
 
 def _runs_code(model_type: str, config: Config, options: LoadOptions) -> bool:
@@ -196,10 +278,22 @@ def _runs_code(model_type: str, config: Config, options: LoadOptions) -> bool:
     return False
 
 
-def _read(config: Config, options: LoadOptions, runs_code: bool) -> Any:
-    """The model in eval mode on its device, read from safetensors files only."""
+def _read(config: Config, options: LoadOptions, runs_code: bool, weights: Mapping[str, Tensor] | None = None) -> Any:
+    """The model in eval mode on its device, read from safetensors files only. On the device meta: of these `weights`, or
+    of those that its configuration implies."""
     library = transformers()
     library.utils.logging.disable_progress_bar()
+    on_meta: dict[str, Any] = {}
+    if options.device.type == "meta":
+        settings = library.AutoConfig.from_pretrained(
+            options.folder, trust_remote_code=runs_code, local_files_only=True
+        )
+        if weights is None:
+            with torch.device("meta"):
+                return library.AutoModelForCausalLM.from_config(
+                    settings, dtype=options.dtype, trust_remote_code=runs_code
+                ).eval()
+        on_meta = {"state_dict": dict(weights), "device_map": "meta"}
     model, info = library.AutoModelForCausalLM.from_pretrained(
         options.folder,
         # The checkpoint's own code has a configuration of its own.
@@ -211,6 +305,7 @@ def _read(config: Config, options: LoadOptions, runs_code: bool) -> Any:
         weights_only=True,
         key_mapping=transformers_renamings(options.folder) or None,
         output_loading_info=True,
+        **on_meta,
     )
     for key in ("missing_keys", "mismatched_keys"):
         if info.get(key):

@@ -8,7 +8,8 @@ attends.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class Pager:
         self.block_tokens = block_tokens
         self.attention = ModelAttention(device, dtype, name=attention, cpu_isa=cpu_isa)
         self.layers: list[Attention] = []
+        self.shapes: list[AttentionShape] = []  # of the layers
         self._step: tuple[StepContext, list[Tensor]] | None = None  # with its caches; None while recording
         self._next = 0  # index of the next attention call
 
@@ -69,7 +71,8 @@ class Pager:
         dtype."""
         queries, keys, values = heads
         if self._step is None:
-            self.layers.append(self.attention.for_shape(self._shape(heads, mask, options)))
+            self.shapes.append(self._shape(heads, mask, options))
+            self.layers.append(self.attention.for_shape(self.shapes[-1]))
             return queries.new_zeros((1, queries.shape[2], queries.shape[1], values.shape[3]))
         index, self._next = self._next, self._next + 1
         step, caches = self._step
@@ -100,6 +103,19 @@ class Pager:
         )
 
 
+@contextmanager
+def unpacked() -> Iterator[None]:
+    """Lets transformers make masks on the device meta: it does not look for several texts in the positions there, which
+    have no values."""
+    masking = importlib.import_module("transformers.masking_utils")
+    find = masking.find_packed_sequence_indices
+    masking.find_packed_sequence_indices = lambda *_: None
+    try:
+        yield
+    finally:
+        masking.find_packed_sequence_indices = find
+
+
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
@@ -116,6 +132,7 @@ def _encode_mask(
 
     Raises ConfigError for any other mask. It evaluates the mask for one query, where the three differ.
     """
+    device = torch.device("cpu") if device is not None and torch.device(device).type == "meta" else device
     query = _CAUSAL_QUERY if local_size is None else 2 * local_size
     zero, positions = torch.tensor(0, device=device), torch.arange(query + 2, device=device)
     shown = mask_function(zero, zero, torch.tensor(query, device=device), positions)

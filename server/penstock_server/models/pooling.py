@@ -135,3 +135,8 @@ def _read(path: Path) -> list[dict[str, Any]]:
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise ConfigError(f"{path} is not a list of modules")
     return modules
+
+
+def foreign_pooling(folder: Path) -> ConfigError:
+    """The error for a folder that asks for vectors of a model that transformers runs."""
+    return ConfigError(f"{folder}: embedding models and rerankers of this model type are not supported")

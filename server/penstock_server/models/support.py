@@ -46,10 +46,9 @@ def support_of(model_type: str, config: Mapping[str, Any]) -> str:
     if model_type in _mapping("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"):
         readers = ", ".join(sorted(FAMILIES))
         return f"model type {model_type!r} reads images in a way that is not supported; supported: {readers}"
-    supported = ", ".join(sorted(ARCHITECTURES))
     return (
-        f"model type {model_type!r} is neither supported ({supported}) nor a causal language model of the installed "
-        f"transformers {transformers().__version__}"
+        f"model type {model_type!r} is neither supported nor a causal language model of the installed transformers "
+        f"{transformers().__version__}; `penstock models` lists the types that are"
     )
 
 

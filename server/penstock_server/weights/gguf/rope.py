@@ -26,7 +26,7 @@ def rope_parameters(metadata: Metadata, head_dim: int) -> dict[str, Any]:
     # Files older than `rope.scaling` store a linear factor under this key.
     old_factor = metadata.model("rope.scale_linear", 1.0)
     if kind == "linear" or (kind == "none" and old_factor not in (0.0, 1.0)):
-        return {**common, "rope_type": "linear", "factor": metadata.number("rope.scaling.factor", old_factor)}
+        return {**common, **_linear(metadata, metadata.number("rope.scaling.factor", old_factor))}
     if kind == "yarn":
         return {**common, **_yarn(metadata)}
     if kind != "none":
@@ -34,11 +34,22 @@ def rope_parameters(metadata: Metadata, head_dim: int) -> dict[str, Any]:
     return {**common, "rope_type": "default"}
 
 
+def _linear(metadata: Metadata, factor: float) -> dict[str, Any]:
+    """A file's context length is that with the scaling, as llama.cpp uses it, unless the file states the original one."""
+    original = metadata.integer(
+        "rope.scaling.original_context_length", int(metadata.integer("context_length") / factor)
+    )
+    return {"rope_type": "linear", "factor": factor, "original_max_position_embeddings": original}
+
+
 def _yarn(metadata: Metadata) -> dict[str, Any]:
     parameters = {
         "rope_type": "yarn",
         "factor": metadata.number("rope.scaling.factor"),
-        "original_max_position_embeddings": metadata.integer("rope.scaling.original_context_length"),
+        # COMPAT: as in llama.cpp, a file without it was trained for the whole context length.
+        "original_max_position_embeddings": metadata.integer(
+            "rope.scaling.original_context_length", metadata.integer("context_length")
+        ),
     }
     optional = {
         "beta_fast": "rope.scaling.yarn_beta_fast",
