@@ -33,7 +33,6 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     `options.deterministic`. Raises ConfigError if the folder's model cannot be served on this many ranks.
     """
     from penstock_server.attention import ModelAttention
-    from penstock_server.errors import ConfigError
     from penstock_server.kernels import choose_ops
     from penstock_server.layers.adapter import AdapterSites
     from penstock_server.layers.context import BuildContext

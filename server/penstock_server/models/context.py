@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 ORIGINAL = "original_max_position_embeddings"
 # Our own key in the parameters of dynamic scaling: sequences are long by default, because a flag asks for them.
 LENGTHENED = "lengthened"
-# The kinds whose factor multiplies the original length. Longrope and Llama 3's scaling come with a max_position_embeddings
-# that is the long one.
+# The kinds whose factor multiplies the original length. Longrope and Llama 3's scaling come with a
+# max_position_embeddings that is the long one.
 _LENGTHENING = ("dynamic", "linear", "yarn")
 # COMPAT: its max_position_embeddings is the long one with linear scaling, too.
 _ALREADY_LONG = ("gemma3_text",)
@@ -24,11 +24,11 @@ _SCALED_TYPE = "full_attention"
 
 
 def rope_parameters(config: Config, layer_type: str | None = None) -> Config:
-    """The parameters of the rope, from `rope_parameters` (transformers 5) or `rope_scaling`. They may lack `rope_theta` and
-    what else has keys of its own in older files. layer_type: the layer's type, if parameters differ between layer types.
+    """The parameters of the rope, from `rope_parameters` (transformers 5) or `rope_scaling`. They may lack `rope_theta`
+    and what else has keys of its own in older files. layer_type: the layer's type, if parameters differ between types.
 
-    COMPAT: a `rope_scaling` beside `rope_parameters`, as model cards say to add it, replaces them, as in transformers. Of
-    models with a rope for each type of layer, it is added to the parameters.
+    COMPAT: a `rope_scaling` beside `rope_parameters`, as model cards say to add it, replaces them, as in transformers.
+    In models with a rope for each type of layer, it is added to the parameters.
     """
     given, scaling = _object(config, "rope_parameters"), _object(config, "rope_scaling")
     if layer_type is None:
@@ -51,8 +51,8 @@ def warn_of_losses(config: Config, rope: Config, theta: float) -> None:
     lost = given.get("rope_theta")
     if lost and lost != theta:
         logger.warning(
-            "%s: rope_scaling replaces rope_parameters, as in transformers, so theta is %s and not the rope_theta %s of "
-            "rope_parameters; write rope_theta into rope_scaling to keep it",
+            "%s: rope_scaling replaces rope_parameters, as in transformers, so theta is %s and not the rope_theta %s "
+            "of rope_parameters; write rope_theta into rope_scaling to keep it",
             config.path,
             theta,
             lost,
@@ -60,7 +60,8 @@ def warn_of_losses(config: Config, rope: Config, theta: float) -> None:
     kind = scaling.get("type")
     if kind and scaling.items() <= rope.values.items() and rope_kind(rope.values) != rope_kind({"type": kind}):
         logger.warning(
-            "%s: the type %r of rope_scaling has no effect beside the rope_type %r, as in transformers; write rope_type",
+            "%s: the type %r of rope_scaling has no effect beside the rope_type %r, as in transformers; "
+            "write rope_type",
             config.path,
             kind,
             rope_kind(rope.values),

@@ -279,8 +279,8 @@ def _runs_code(model_type: str, config: Config, options: LoadOptions) -> bool:
 
 
 def _read(config: Config, options: LoadOptions, runs_code: bool, weights: Mapping[str, Tensor] | None = None) -> Any:
-    """The model in eval mode on its device, read from safetensors files only. On the device meta: of these `weights`, or
-    of those that its configuration implies."""
+    """The model in eval mode on its device, read from safetensors files only. On the device meta: of these `weights`,
+    or of those that its configuration implies."""
     library = transformers()
     library.utils.logging.disable_progress_bar()
     on_meta: dict[str, Any] = {}

@@ -21,8 +21,8 @@ def read_rope(
     layer_type: str | None = None,
     interleaved: bool = False,
 ) -> RopeSpec:
-    """From `rope_parameters` (transformers 5), or `rope_scaling` and keys of the configuration itself. Raises ConfigError
-    for kinds of scaling that are not supported.
+    """From `rope_parameters` (transformers 5), or `rope_scaling` and keys of the configuration itself. Raises
+    ConfigError for kinds of scaling that are not supported.
 
     theta_key: the configuration's own key of theta. layer_type: as of `rope_parameters`.
     """

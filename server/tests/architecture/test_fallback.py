@@ -171,7 +171,7 @@ def test_a_checkpoint_that_a_tool_s_own_file_calls_quantized_is_refused(
 
 def test_several_ranks_are_refused_with_a_list_of_supported_types(make: Callable[[str], Made]) -> None:
     options = LoadOptions(make("nanochat").folder, torch.float32, CPU, 4)
-    with pytest.raises(ConfigError, match=r"'nanochat'.*one rank only, not on 2.*llama"):
+    with pytest.raises(ConfigError, match=r"'nanochat'.*one rank only, not on 2; `penstock models` lists"):
         load_model(options, RankGroup(0, 2))
 
 

@@ -35,7 +35,7 @@ def rope_parameters(metadata: Metadata, head_dim: int) -> dict[str, Any]:
 
 
 def _linear(metadata: Metadata, factor: float) -> dict[str, Any]:
-    """A file's context length is that with the scaling, as llama.cpp uses it, unless the file states the original one."""
+    """A file's context length includes the scaling, as in llama.cpp, unless the file states the original length."""
     original = metadata.integer(
         "rope.scaling.original_context_length", int(metadata.integer("context_length") / factor)
     )
