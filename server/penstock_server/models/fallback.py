@@ -283,21 +283,25 @@ def _read(config: Config, options: LoadOptions, runs_code: bool, weights: Mappin
     or of those that its configuration implies."""
     library = transformers()
     library.utils.logging.disable_progress_bar()
+    # The checkpoint's own code has a configuration of its own.
+    settings = None if runs_code else read_config(options.folder)
     on_meta: dict[str, Any] = {}
     if options.device.type == "meta":
-        settings = library.AutoConfig.from_pretrained(
-            options.folder, trust_remote_code=runs_code, local_files_only=True
-        )
-        if weights is None:
+        if weights is None or runs_code:
+            settings = settings or library.AutoConfig.from_pretrained(
+                options.folder, trust_remote_code=runs_code, local_files_only=True
+            )
             with torch.device("meta"):
                 return library.AutoModelForCausalLM.from_config(
                     settings, dtype=options.dtype, trust_remote_code=runs_code
                 ).eval()
         on_meta = {"state_dict": dict(weights), "device_map": "meta"}
-    model, info = library.AutoModelForCausalLM.from_pretrained(
-        options.folder,
-        # The checkpoint's own code has a configuration of its own.
-        config=None if runs_code else read_config(options.folder),
+    # The automatic class does not accept tensors without a folder.
+    loader = builtin_class(config.require("model_type", str)) if on_meta else library.AutoModelForCausalLM
+    assert loader is not None
+    model, info = loader.from_pretrained(
+        None if on_meta else options.folder,
+        config=settings,
         dtype=options.dtype,
         trust_remote_code=runs_code,
         local_files_only=True,
