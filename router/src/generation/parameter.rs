@@ -7,6 +7,7 @@ use std::time::Duration;
 use super::validation::ValidationError;
 use crate::limits::RequestLimits;
 use crate::sequence::{BadWord, Grammar, LogitBias, Sampling};
+use crate::telemetry::Warnings;
 
 /// The most generations of one prompt, whatever the server's limits.
 const MAX_GENERATIONS: usize = 128;
@@ -47,6 +48,8 @@ pub(crate) struct Parameters {
     /// Whether logprobs are the model's own (OpenAI) or those of the distribution that was sampled from (TGI), which costs less.
     pub(crate) model_logprobs: bool,
     pub(crate) extension: Extension,
+    /// What the client should know of the request, although it is served.
+    pub(crate) warnings: Warnings,
 }
 
 /// What the answer must match.

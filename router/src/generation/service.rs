@@ -195,10 +195,9 @@ impl GenerationService {
         if let Some(trace) = record.trace() {
             trace.set_parameters(request.described());
         }
-        let GenerationRequest { prompts: given, parameters, .. } = request;
-        for note in parameters.grammar.iter().flat_map(|constraint| &constraint.left_out) {
-            record.warn(note);
-        }
+        let GenerationRequest { prompts: given, mut parameters, .. } = request;
+        record.warn(std::mem::take(&mut parameters.warnings));
+        record.warn(parameters.grammar.iter().flat_map(|constraint| &constraint.left_out).collect());
         let num_per_prompt = parameters.num_generations(&config.limits, given.len())?;
         let permit = admission.admit(given.len() * num_per_prompt)?;
         let checked = parameters.check(&config.limits, num_per_prompt)?;
@@ -270,7 +269,7 @@ impl GenerationService {
                     text = image::place_in_template(text, input);
                 }
                 let answer = ChatAnswer::new(chat);
-                answer.constrain(&mut checked, config.grammar_support)?.iter().for_each(|note| record.warn(note));
+                record.warn(answer.constrain(&mut checked, config.grammar_support)?.into_iter().collect());
                 (Some(text), Vec::new(), Some(answer))
             }
         };

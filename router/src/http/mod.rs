@@ -57,6 +57,7 @@ pub use socket::Listener;
 use crate::api::error::ApiError;
 use crate::limits::ConnectionLimits;
 use crate::sequence::Task;
+use crate::telemetry::WARNING;
 use dialect::Dialect;
 
 /// A value of `--cors-allow-origin` is not an origin.
@@ -143,10 +144,10 @@ async fn unknown_route(request: Request) -> Response {
 
 /// Response headers that scripts in a browser may read.
 const EXPOSED_HEADERS: [HeaderName; 14] = [
-    observe::WARNING,
     request_id::REQUEST_ID,
     request_id::TRACEPARENT,
     axum::http::header::RETRY_AFTER,
+    HeaderName::from_static(WARNING),
     HeaderName::from_static("x-compute-type"),
     HeaderName::from_static("x-compute-time"),
     HeaderName::from_static("x-compute-characters"),

@@ -12,11 +12,7 @@ use super::dialect;
 use super::guarded_body;
 use crate::api::error::ApiError;
 use crate::generation::GenerationError;
-use crate::telemetry::{Exchange, RequestIdentity, RequestRecord, Traces, metrics};
-
-/// One header for each thing in a request that has no effect.
-pub(super) const WARNING: HeaderName = HeaderName::from_static("x-penstock-warning");
-const MAX_WARNING_BYTES: usize = 300;
+use crate::telemetry::{Exchange, RequestIdentity, RequestRecord, Traces, WARNING, metrics};
 
 /// Makes the request's record and closes it when the response's body has been sent or dropped.
 pub(super) async fn observe(State(traces): State<Option<Traces>>, mut request: Request, next: Next) -> Response {
@@ -38,21 +34,11 @@ pub(super) async fn observe(State(traces): State<Option<Traces>>, mut request: R
     if let Some(error) = response.extensions().get::<ApiError>() {
         fail(&closing.record, error);
     }
-    for warning in closing.record.warnings() {
-        response.headers_mut().append(WARNING, readable(&warning));
+    if let Some(line) = closing.record.warning_line() {
+        let value = HeaderValue::from_str(&line).expect("invariant: warnings are visible ASCII");
+        response.headers_mut().insert(HeaderName::from_static(WARNING), value);
     }
     guarded_body::guard(response, closing)
-}
-
-/// The warning as a header's value, which holds visible ASCII characters only.
-fn readable(warning: &str) -> HeaderValue {
-    let mut text: String =
-        warning.escape_default().to_string().replace("\\\"", "\"").replace("\\'", "'").replace("\\\\", "\\");
-    if text.len() > MAX_WARNING_BYTES {
-        text.truncate(MAX_WARNING_BYTES);
-        text.push_str("...");
-    }
-    HeaderValue::try_from(text).unwrap_or(HeaderValue::from_static("part of the request has no effect"))
 }
 
 /// Writes an error into the request's record. The message is logged only if the fault is ours: others may quote the

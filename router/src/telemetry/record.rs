@@ -7,6 +7,7 @@ use super::identity::RequestIdentity;
 use super::metrics::{self, Failure};
 use super::summary::RequestSummary;
 use super::trace::{self, ClosedRequest, Exchange, RequestTrace, Traces};
+use super::warning::Warnings;
 
 /// A handle on a request's record. Clones share the record.
 #[derive(Clone, Debug)]
@@ -22,11 +23,8 @@ pub(crate) struct RequestRecord {
 struct State {
     generates: bool,
     outcome: Option<Outcome>,
-    warnings: Vec<String>,
+    warnings: Warnings,
 }
-
-/// Warnings that a request keeps; a client may cause one for each part of what it sends.
-const MAX_WARNINGS: usize = 16;
 
 #[derive(Clone, Debug)]
 pub(super) enum Outcome {
@@ -52,19 +50,6 @@ impl RequestRecord {
         self.received
     }
 
-    /// Tells the client and the log that something of the request has no effect. Only before the answer's headers are sent.
-    pub(crate) fn warn(&self, warning: &str) {
-        let warnings = &mut self.state().warnings;
-        if warnings.len() < MAX_WARNINGS && !warnings.iter().any(|other| other == warning) {
-            warnings.push(warning.to_owned());
-        }
-    }
-
-    /// What of the request has no effect.
-    pub(crate) fn warnings(&self) -> Vec<String> {
-        self.state().warnings.clone()
-    }
-
     /// The request asks for a generation: counts it.
     pub(crate) fn generates(&self) {
         self.state().generates = true;
@@ -79,6 +64,16 @@ impl RequestRecord {
     /// The request failed. `detail` is for the log, when the server is at fault.
     pub(crate) fn failed(&self, failure: Option<Failure>, error_type: &'static str, detail: Option<String>) {
         self.state().outcome.get_or_insert(Outcome::Failed { failure, error_type, detail });
+    }
+
+    /// Adds warnings for the client, before the answer's headers are sent.
+    pub(crate) fn warn(&self, warnings: Warnings) {
+        self.state().warnings.append(warnings);
+    }
+
+    /// The warnings so far, as one line.
+    pub(crate) fn warning_line(&self) -> Option<String> {
+        self.state().warnings.line()
     }
 
     /// Logs, counts and traces the outcome: the answer was sent, or the client disconnected.
@@ -103,9 +98,7 @@ impl RequestRecord {
         let duration_ms = self.received.elapsed().as_secs_f64() * 1000.0;
         let trace_id = self.identity.trace().trace_id().map(tracing::field::display);
         let request_id = self.identity.request_id_text();
-        for warning in self.warnings() {
-            tracing::warn!(%method, path, status, request_id, trace_id, warning, "part of the request has no effect");
-        }
+        let warnings = self.warning_line();
         match outcome {
             Some(Outcome::Answered(summary)) => {
                 metrics::request_succeeded(&summary);
@@ -116,6 +109,7 @@ impl RequestRecord {
                     validation_ms = summary.validation.as_secs_f64() * 1000.0,
                     queue_ms = summary.queue.as_secs_f64() * 1000.0,
                     inference_ms = summary.inference.as_secs_f64() * 1000.0,
+                    warnings,
                     "request"
                 );
             }
@@ -126,19 +120,19 @@ impl RequestRecord {
                 match detail {
                     Some(detail) => {
                         tracing::error!(
-                            %method, path, status, duration_ms, request_id, trace_id, error_type, detail,
+                            %method, path, status, duration_ms, request_id, trace_id, error_type, detail, warnings,
                             "request failed"
                         );
                     }
                     None => tracing::info!(
-                        %method, path, status, duration_ms, request_id, trace_id, error_type,
+                        %method, path, status, duration_ms, request_id, trace_id, error_type, warnings,
                         "request refused"
                     ),
                 }
             }
             None if is_disconnected => {
                 metrics::request_failed(Failure::Dropped);
-                tracing::info!(%method, path, status, duration_ms, request_id, trace_id, "client disconnected");
+                tracing::info!(%method, path, status, duration_ms, request_id, trace_id, warnings, "client disconnected");
             }
             None => tracing::debug!(%method, path, status, duration_ms, request_id, trace_id, "request"),
         }
