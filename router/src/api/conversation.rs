@@ -7,6 +7,7 @@
 use serde_json::{Map, Value, json};
 
 use crate::generation::ImageSource;
+use crate::text::reminder;
 
 /// A conversation so far.
 #[derive(Clone, Debug, Default)]
@@ -46,7 +47,7 @@ impl Conversation {
             self.system.push(text);
             return Ok(());
         }
-        self.user(Part::Text(format!("<system-reminder>\n{text}\n</system-reminder>")))
+        self.user(Part::Text(reminder(&text)))
     }
 
     pub(super) fn user(&mut self, part: Part) -> Result<(), String> {

@@ -26,4 +26,4 @@ pub(crate) use model::{EncodeError, TokenSpan};
 pub(crate) use prompts::Prompts;
 pub(crate) use schema::{Enforcement, make_enforceable};
 pub(crate) use stop_matcher::{StopMatcher, StopOutcome};
-pub(crate) use template::{ChatInputs, TemplateError};
+pub(crate) use template::{ChatInputs, TemplateError, reminder};

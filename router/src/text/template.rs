@@ -19,6 +19,7 @@ mod python_str;
 mod python_text;
 mod python_value;
 mod renderer;
+mod role;
 mod sequence_filter;
 mod shape;
 mod source;
@@ -31,6 +32,7 @@ pub(crate) use error::TemplateError;
 pub(crate) use input::ChatInputs;
 pub use process::RENDERER_ARGUMENT;
 pub use renderer::run_chat_renderer;
+pub(crate) use role::reminder;
 pub(super) use trial::TemplateTraits;
 
 #[cfg(test)]

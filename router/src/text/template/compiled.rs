@@ -14,6 +14,7 @@ use super::error::TemplateError;
 use super::input::ChatInputs;
 use super::limit::MAX_OPERATIONS;
 use super::python_value::invalid;
+use super::role::SupportedRoles;
 use super::shape::SupportedShapes;
 use super::trial::{TemplateTraits, Trial};
 use super::{continuation, filter, method, operator, python_str, sequence_filter, source, syntax, text_filter};
@@ -27,6 +28,7 @@ pub(in crate::text) struct Compiled {
     program: Program,
     special_tokens: Map<String, serde_json::Value>,
     writes_content: bool,
+    roles: SupportedRoles,
     shapes: SupportedShapes,
     traits: TemplateTraits,
 }
@@ -46,7 +48,10 @@ impl Compiled {
             is_endless.set(matches!(rendered, Err(TemplateError::TooExpensive)));
             rendered.ok()
         };
-        (compiled.shapes, compiled.traits) = Trial(render).run(source);
+        let trial = Trial(render);
+        let (shapes, traits) = trial.run(source);
+        let roles = trial.roles(shapes);
+        (compiled.roles, compiled.shapes, compiled.traits) = (roles, shapes, traits);
         Ok(compiled)
     }
 
@@ -58,19 +63,19 @@ impl Compiled {
     ) -> Result<Self, TemplateError> {
         let program = Program::new(source::adapted(source), environment(clock))?;
         let writes_content = source.contains("content");
-        let (shapes, traits) = (SupportedShapes::default(), TemplateTraits::default());
-        Ok(Self { program, special_tokens, writes_content, shapes, traits })
+        let (roles, shapes) = (SupportedRoles::default(), SupportedShapes::default());
+        Ok(Self { program, special_tokens, writes_content, roles, shapes, traits: TemplateTraits::default() })
     }
 
     pub(in crate::text) fn traits(&self) -> &TemplateTraits {
         &self.traits
     }
 
-    /// Renders messages of OpenAI's clients, converted to the shapes that the template supports.
+    /// Renders messages of OpenAI's clients, converted to the roles and shapes that the template supports.
     pub(super) fn render_adapted(&self, mut inputs: ChatInputs) -> Result<String, TemplateError> {
         let image_text = inputs.image_text.as_deref();
         let convert = |message| self.shapes.convert(message, image_text);
-        inputs.messages = inputs.messages.into_iter().map(convert).collect();
+        inputs.messages = self.roles.convert(inputs.messages).into_iter().map(convert).collect();
         self.shapes.tools.convert(&mut inputs);
         self.render(inputs)
     }

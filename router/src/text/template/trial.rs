@@ -5,6 +5,7 @@ use serde_json::{Map, Value, json};
 
 use super::after_answer::AfterAnswer;
 use super::input::ChatInputs;
+use super::role::SupportedRoles;
 use super::shape::{ContentShape, SupportedShapes, ToolPlace};
 use crate::text::answer::{Format, Frame, WrittenCall};
 
@@ -72,6 +73,39 @@ impl<R: Fn(ChatInputs) -> Option<String>> Trial<R> {
             tools: tool_place.unwrap_or_default(),
         };
         (shapes, traits)
+    }
+
+    /// Where the template writes instructions. `shapes`: of the messages that it writes.
+    pub(super) fn roles(&self, shapes: SupportedShapes) -> SupportedRoles {
+        let render = |roles: &[&str]| {
+            let message = |(index, role)| shapes.convert(json!({"role": role, "content": needle(index)}), None);
+            self.messages(roles.iter().enumerate().map(message).collect())
+        };
+        let writes = |roles: &[&str]| {
+            render(roles).is_some_and(|text| (0..roles.len()).all(|index| text.contains(&needle(index))))
+        };
+        // A template may refuse the trial for another reason.
+        if !writes(&["user"]) {
+            return SupportedRoles::default();
+        }
+        let has_turns = writes(&["user", "assistant", "user"]);
+        let writes_late = |role| {
+            let places: [&[&str]; 3] =
+                [&["user", "assistant", role, "user"], &["user", role], &["user", role, "assistant", "user"]];
+            !has_turns || places.into_iter().all(writes)
+        };
+        // Many templates write any role, with the name that the message has.
+        let as_unknown = render(&[NEEDLE, "user"]).map(|text| text.replace(NEEDLE, "developer"));
+        let developer = writes(&["developer", "user"]) && render(&["developer", "user"]) != as_unknown;
+        let roles: &[&str] = if developer { &["system", "developer"] } else { &["system"] };
+        let pairs = roles.iter().flat_map(|one| roles.iter().map(move |other| [*one, *other, "user"]));
+        SupportedRoles {
+            developer,
+            system: writes(&["system", "user"]),
+            several: { pairs }.all(|pair| writes(&pair)),
+            late_system: writes_late("system"),
+            late_developer: developer && writes_late("developer"),
+        }
     }
 
     fn messages(&self, messages: Vec<Value>) -> Option<String> {
@@ -188,6 +222,11 @@ impl<R: Fn(ChatInputs) -> Option<String>> Trial<R> {
             parts: parts.contains(NEEDLE) && parts.contains(OTHER_NEEDLE) && !is_leaked,
         }
     }
+}
+
+/// The text of a message of the trial of roles.
+fn needle(index: usize) -> String {
+    format!("penstock{index}needle")
 }
 
 fn user(content: Value) -> Value {
