@@ -25,6 +25,7 @@ from penstock_server.plan import (
     Plan,
     Sampling,
     StepResult,
+    ThoughtLimit,
     Tokens,
     Top,
     Transfer,
@@ -180,8 +181,16 @@ def _sampling(message: pb.Sampling, grammar: pb.Grammar) -> Sampling:
 
 
 def grammar_of(message: pb.Grammar) -> Grammar | None:
-    kind = message.WhichOneof("kind")
-    return None if kind is None else Grammar(kind, getattr(message, kind))
+    kind, thoughts = message.WhichOneof("kind"), None
+    if message.HasField("thoughts"):
+        limit = message.thoughts
+        end_ids = tuple(limit.end_ids)
+        if not (end_ids and limit.close):
+            raise PlanError("a limit of thoughts has no tokens that end them, or no marker")
+        thoughts = ThoughtLimit(limit.max_tokens, limit.open, limit.close, end_ids, limit.reopens)
+    if kind is None:
+        return None if thoughts is None else Grammar("any", "", thoughts)
+    return Grammar(kind, getattr(message, kind), thoughts)
 
 
 _FAULTS = {Fault.SERVER: pb.FAULT_SERVER, Fault.REQUEST: pb.FAULT_REQUEST, Fault.NONE: pb.FAULT_NONE}

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock_server.grammar.text import Grammar as Grammar
+from penstock_server.grammar.text import ThoughtLimit as ThoughtLimit
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from penstock_server.engine.sampler import Sampler
 from penstock_server.engine.sampling import SAMPLING_FIELDS, compose, record
 from penstock_server.engine.watermark import Watermark
 from penstock_server.grammar.state import GrammarStates
+from penstock_server.grammar.text import ThoughtLimit
 from penstock_server.plan import Grammar, NewSequence, Sampling
 from plans import Advance, plan, step
 from sample_at_once import sample_at_once
@@ -86,6 +87,35 @@ def test_forced_tokens_save_steps_and_change_no_token(driver: AnswerDriver, prom
     short = replace(driver, max_forced=1).run(asked, 20, preempt_every=3)
     assert [answer.tokens[:20] for answer in short] == [answer.tokens[:20] for answer in expected]
     assert num_steps == 60
+
+
+def test_thoughts_end_at_their_limit_whatever_shares_the_steps(
+    driver: AnswerDriver, tokenizer: Any, prompt: list[int]
+) -> None:
+    end_ids = tuple(tokenizer.encode("[end]", add_special_tokens=False))
+    started = ThoughtLimit(5, "", "[end]", end_ids)
+    samplings = [Sampling(do_sample=seed > 0, seed=seed, temperature=1.5) for seed in range(3)]
+    free = driver.run([(prompt, sampling) for sampling in samplings], 40)
+    limited = [replace(sampling, grammar=Grammar("any", "", started)) for sampling in samplings]
+    # A limit that is not reached changes nothing.
+    generous = [replace(sampling, grammar=Grammar("any", "", replace(started, max_tokens=99))) for sampling in samplings]
+    answers = Grammar("lark", 'start: thoughts /[0-9]{3}/\nthoughts[lazy]: TEXT "[end]"\nTEXT: /(?s:.*)/')
+    in_grammar = [replace(sampling, grammar=replace(answers, thoughts=started)) for sampling in samplings]
+    asked = [(prompt, sampling) for sampling in limited + generous + in_grammar]
+    found = driver.run(asked, 40)
+    for answer, same in zip(found[3:6], free, strict=True):
+        assert answer.tokens == same.tokens
+    for answer, same in zip(found[:3], free, strict=True):
+        assert answer.tokens[:5] == same.tokens[:5]
+        assert tuple(answer.tokens[5 : 5 + len(end_ids)]) == end_ids
+        assert len(answer.tokens) == 40 or answer.has_ended
+    for answer in found[6:]:
+        assert not answer.error
+        assert tuple(answer.tokens[5 : 5 + len(end_ids)]) == end_ids
+        assert re.fullmatch(r"[0-9]{3}", tokenizer.decode(answer.tokens[5 + len(end_ids) : -1]))
+    expected = [answer.tokens for answer in found]
+    assert [answer.tokens for answer in replace(driver, max_forced=3).run(asked[:3], 40)] == expected[:3]
+    assert [answer.tokens for answer in driver.run(asked, 40, preempt_every=4)] == expected
 
 
 def test_every_output_matches_its_grammar(driver: AnswerDriver, tokenizer: Any, prompt: list[int]) -> None:

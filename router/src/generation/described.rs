@@ -52,7 +52,8 @@ impl Parameters {
         let kind = |constraint: &Constraint| match &constraint.grammar {
             Grammar::JsonSchema(_) => GrammarKind::Json,
             Grammar::Regex(_) => GrammarKind::Regex,
-            Grammar::Lark(_) => GrammarKind::Lark,
+            // No request states a limit of thoughts in its grammar.
+            Grammar::Lark(_) | Grammar::Thoughts(_) => GrammarKind::Lark,
         };
         let tgi = GenerateParameters {
             best_of: self.best_of,

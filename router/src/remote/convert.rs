@@ -12,8 +12,8 @@ use super::adapter::ServedAdapter;
 use super::{PROTOCOL_VERSION, Properties, RemoteError, STATUS_INTERVAL, ServerDescription, ServerState};
 use crate::engine::Health;
 use crate::sequence::{
-    AdapterHash, ContentSalt, DraftCount, FinishReason, Grammar, Image, ImageSpan, Matryoshka, Pooling, SequenceEvent,
-    SequenceFailure, SequenceRequest, ServerAdapters, Task, Token,
+    AdapterHash, ContentSalt, DraftCount, FinishReason, Grammar, Image, ImageSpan, LimitedThoughts, Matryoshka,
+    Pooling, SequenceEvent, SequenceFailure, SequenceRequest, ServerAdapters, Task, ThoughtLimit, Token,
 };
 use crate::worker::{Description, convert};
 
@@ -247,11 +247,19 @@ pub(super) fn request(sequence: proto::Sequence, max_image_bytes: u64) -> Result
 
 pub(super) fn grammar(grammar: penstock_proto::Grammar) -> Result<Grammar, String> {
     use penstock_proto::grammar::Kind;
-    Ok(match grammar.kind.ok_or("a grammar of an unknown kind")? {
+    let penstock_proto::Grammar { kind, thoughts } = grammar;
+    let grammar = kind.map(|kind| match kind {
         Kind::JsonSchema(schema) => Grammar::JsonSchema(schema),
         Kind::Regex(regex) => Grammar::Regex(regex),
         Kind::Lark(lark) => Grammar::Lark(lark),
-    })
+    });
+    let Some(limit) = thoughts else { return grammar.ok_or_else(|| "a grammar of an unknown kind".to_owned()) };
+    let penstock_proto::ThoughtLimit { max_tokens, open, close, end_ids, reopens } = limit;
+    if close.is_empty() || end_ids.is_empty() {
+        return Err("a limit of thoughts has no tokens that end them, or no marker".to_owned());
+    }
+    let limit = ThoughtLimit { max_tokens, open, close, end_ids, reopens };
+    Ok(Grammar::Thoughts(Box::new(LimitedThoughts { limit, grammar })))
 }
 
 pub(super) fn event(event: SequenceEvent) -> proto::Event {
@@ -360,7 +368,16 @@ mod tests {
             num_source_tokens: 2,
             max_new_tokens: 9,
             sampling: penstock_proto::Sampling { seed: 77, temperature: 0.5, ..greedy() },
-            grammar: Some(Grammar::Regex("[a-z]+".to_owned())),
+            grammar: Some(Grammar::Thoughts(Box::new(LimitedThoughts {
+                limit: ThoughtLimit {
+                    max_tokens: 5,
+                    open: "<think>".to_owned(),
+                    close: "</think>".to_owned(),
+                    end_ids: vec![6, 7],
+                    reopens: true,
+                },
+                grammar: Some(Grammar::Regex("[a-z]+".to_owned())),
+            }))),
             adapter: None,
             adapter_hash: Some([8; 32]),
             images: [ImageSpan {

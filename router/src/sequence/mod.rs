@@ -15,7 +15,7 @@ pub use penstock_scheduler::{ContentSalt, FinishReason};
 
 pub(crate) use adapter::ServerAdapters;
 pub use adapter::{Adapter, AdapterError, AdapterHash};
-pub use grammar::{Grammar, GrammarError};
+pub use grammar::{Grammar, GrammarError, LimitedThoughts, ThoughtLimit};
 pub(crate) use image::groups as image_groups;
 pub use image::{EncodedImage, Image, ImageError, ImageInput, ImageSpan};
 pub use pooling::{Matryoshka, Pooling, Task};

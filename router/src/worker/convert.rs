@@ -9,7 +9,7 @@ use super::report::{Fault, Output, OutputError, StepReport, WorkerTiming};
 use super::{Description, Phase, WorkerError};
 use crate::sequence::{
     Adapter, Constants, EncodedImage, Grammar, Image, ImageError, ImageInput, ImageSpan, Matryoshka, Pooling, Task,
-    Token, TopToken,
+    ThoughtLimit, Token, TopToken,
 };
 
 pub(super) fn plan<'a>(plan: Plan, constants: impl Fn(SequenceId) -> &'a Constants) -> proto::Plan {
@@ -110,8 +110,17 @@ pub(crate) fn grammar(grammar: &Grammar) -> proto::Grammar {
         Grammar::JsonSchema(schema) => proto::grammar::Kind::JsonSchema(schema.clone()),
         Grammar::Regex(regex) => proto::grammar::Kind::Regex(regex.clone()),
         Grammar::Lark(lark) => proto::grammar::Kind::Lark(lark.clone()),
+        Grammar::Thoughts(limited) => {
+            let kind = limited.grammar.as_ref().and_then(|inner| self::grammar(inner).kind);
+            return proto::Grammar { kind, thoughts: Some(thought_limit(&limited.limit)) };
+        }
     };
-    proto::Grammar { kind: Some(kind) }
+    proto::Grammar { kind: Some(kind), thoughts: None }
+}
+
+fn thought_limit(limit: &ThoughtLimit) -> proto::ThoughtLimit {
+    let ThoughtLimit { max_tokens, open, close, end_ids, reopens } = limit.clone();
+    proto::ThoughtLimit { max_tokens, open, close, end_ids, reopens }
 }
 
 fn pooling(pooling: &proto::Pooling, is_encoder: bool) -> Pooling {

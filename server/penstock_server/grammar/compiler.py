@@ -71,6 +71,10 @@ class GrammarCompiler:
         reading = self.read()
         return reading.result().eos_ids if reading.exception() is None else ()
 
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes of a token. Reads the vocabulary, which must be usable."""
+        return self.read().result().tokenizer.decode_bytes([token_id])
+
     @property
     def later_bytes(self) -> int:
         """The most memory that grammars take before any is compiled."""
@@ -91,6 +95,12 @@ class GrammarCompiler:
 
         Raises GrammarError when it cannot be used, or too many grammars are being compiled.
         """
+        grammar = grammar.without_limit
+        if grammar.kind == "any":
+            reading = self.read()
+            was_read = reading.done()
+            reading.result()
+            return was_read
         with self._lock:
             if self._num_waiting >= MAX_WAITING:
                 raise GrammarError(f"{self._num_waiting} grammars are being compiled already; try again later")

@@ -21,6 +21,8 @@ from penstock_server.errors import GrammarError
 from penstock_server.grammar.compiler import GrammarCompiler, threads_with_stack
 from penstock_server.grammar.language import readable
 from penstock_server.grammar.start import Start
+from penstock_server.grammar.text import Grammar
+from penstock_server.grammar.thoughts import Thoughts
 from penstock_server.plan import Fault, Plan
 
 # [rows, words]: bit b of word w stands for token 32·w + b (little-endian)
@@ -189,6 +191,50 @@ class _State:
         return list(takewhile(lambda token_id: token_id not in never, tokens))
 
 
+class _LimitedState:
+    """The state of one sequence whose thoughts are limited, in its grammar if it has one."""
+
+    def __init__(self, thoughts: Thoughts, answer: _State | None, end_ids: Sequence[int]) -> None:
+        self._thoughts = thoughts
+        self._answer = answer
+        self._end_ids = frozenset(end_ids)
+
+    def chosen(self, token_id: int) -> None:
+        self._thoughts.push(token_id)
+        if self._answer is not None:
+            self._answer.chosen(token_id)
+
+    def draft(self, history: TokenIds, most: int, guess: Guess, expected: Sequence[int]) -> list[int]:
+        if forced := self._forced(most):
+            return forced
+        if self._answer is not None:
+            return self._answer.draft(history, most, guess, expected)
+        return list(expected[:most]) or guess(history, most, _SHORT_MATCH).tolist()
+
+    def forced(self, most: int) -> list[int]:
+        if forced := self._forced(most):
+            return forced
+        return [] if self._answer is None else self._answer.forced(most)
+
+    def fill(self, masks: Words, draft: Sequence[int]) -> dict[int, Refusal]:
+        refusals: dict[int, Refusal] = {}
+        if self._answer is None:
+            masks.fill(-1)
+        else:
+            refusals = self._answer.fill(masks, draft)
+        thoughts = self._thoughts.copy()
+        for i, mask in enumerate(masks):
+            if i > 0:
+                thoughts.push(draft[i - 1])
+            if forced := thoughts.forced():
+                mask.fill(0)
+                mask[forced[0] // 32] = _BITS[forced[0] % 32]
+        return refusals
+
+    def _forced(self, most: int) -> list[int]:
+        return list(takewhile(lambda token_id: token_id not in self._end_ids, self._thoughts.forced()[:most]))
+
+
 def _dead_end(reason: str) -> Refusal:
     return Refusal(f"the grammar allows no further token: {reason}", Fault.REQUEST)
 
@@ -241,7 +287,7 @@ class GrammarStates:
         self._compiler = compiler
         self._threads = num_threads
         self._pool: ThreadPoolExecutor | None = None
-        self._states: dict[int, _State] = {}
+        self._states: dict[int, _State | _LimitedState] = {}
         self._words = np.zeros((0, 0), np.int32)
 
     def apply(self, plan: Plan) -> None:
@@ -249,11 +295,19 @@ class GrammarStates:
         for sequence_id in plan.freed_sequence_ids:
             self._states.pop(sequence_id, None)
         for new in plan.new_sequences:
-            if new.sampling.grammar is not None:
+            if (grammar := new.sampling.grammar) is not None:
                 generated = new.token_ids[new.num_prompt_tokens :]
-                start = self._compiler.start(new.sampling.grammar)
                 end_ids = (*self._compiler.eos_ids, *new.sampling.stop_token_ids)
-                self._states[new.sequence_id] = _State(start, generated, end_ids)
+                self._states[new.sequence_id] = self._state(grammar, generated, end_ids)
+
+    def _state(self, grammar: Grammar, generated: Sequence[int], end_ids: Sequence[int]) -> _State | _LimitedState:
+        answer = None
+        if grammar.kind != "any":
+            answer = _State(self._compiler.start(grammar.without_limit), generated, end_ids)
+            if grammar.thoughts is None:
+                return answer
+        assert grammar.thoughts is not None  # `grammar_of` makes no other
+        return _LimitedState(Thoughts(grammar.thoughts, self._compiler.bytes_of, generated), answer, end_ids)
 
     @property
     def is_empty(self) -> bool:
@@ -312,7 +366,7 @@ class GrammarStates:
 
 
 # The place of a sequence's first row among the sampled ones, its first mask, its state, and its draft tokens.
-_Fill = tuple[int, int, _State, Sequence[int]]
+_Fill = tuple[int, int, _State | _LimitedState, Sequence[int]]
 
 
 def _fill(fills: Sequence[_Fill], words: Words) -> dict[int, Refusal]:

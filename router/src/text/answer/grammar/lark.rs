@@ -151,6 +151,8 @@ pub(super) fn nested(grammar: &Grammar) -> String {
         Grammar::JsonSchema(schema) => format!("%json {schema}"),
         Grammar::Regex(pattern) => format!("/{}/", regex_literal(pattern)),
         Grammar::Lark(text) => format!("%lark {{\n{text}\n}}"),
+        // The limit is of the whole answer.
+        Grammar::Thoughts(limited) => limited.grammar.as_ref().map_or_else(|| "TEXT".to_owned(), nested),
     }
 }
 
