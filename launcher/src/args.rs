@@ -334,6 +334,16 @@ pub(crate) struct Args {
     #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]
     pub(crate) trust_request_chat_template: bool,
 
+    /// Most tokens of the thoughts of a chat's answer, after which they are ended; a request may say otherwise
+    /// [default: no limit]
+    #[arg(long, env)]
+    pub(crate) reasoning_budget: Option<u32>,
+
+    /// Refuse requests with fields that this server does not know; by default, they are served, and the header
+    /// x-penstock-warning of the answer and the log name the fields
+    #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]
+    pub(crate) strict_requests: bool,
+
     /// Whether requests with a higher or, as in vLLM, a lower `priority` are served first
     #[arg(long, env, value_enum, default_value_t = PriorityOrder::HighestFirst, value_name = "ORDER")]
     pub(crate) priority_order: PriorityOrder,

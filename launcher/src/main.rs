@@ -315,6 +315,8 @@ async fn serve(setup: Setup<'_>, listener: Reserved, stop: CancellationToken) ->
         check_model_names: args.check_model_name,
         adapters: adapters.config(&prepared.adapters),
         trusts_request_chat_templates: args.trust_request_chat_template,
+        strict_requests: args.strict_requests,
+        reasoning_budget: args.reasoning_budget,
         priority_order: args.priority_order.into(),
         model_id: prepared.model_id,
         model_sha: prepared.sha,

@@ -26,6 +26,8 @@ pub struct Config {
     pub adapters: AdapterConfig,
     /// Whether requests may bring a chat template.
     pub trusts_request_chat_templates: bool,
+    /// Whether requests with fields that the server does not know are refused. Otherwise the answer has a warning.
+    pub strict_requests: bool,
     /// Which priorities are served first.
     pub priority_order: PriorityOrder,
     /// Hub commit, if known.
@@ -57,6 +59,8 @@ pub struct Config {
     pub compute_type: String,
     /// Whether requests may constrain their answer with a grammar.
     pub grammar_support: bool,
+    /// The most tokens of a chat's thoughts where the request says nothing; `None`: any number.
+    pub reasoning_budget: Option<u32>,
     /// Whether requests may ask for logprobs of their prompt.
     pub prefill_logprobs: bool,
     /// Responses of `/v1/responses` that later requests can continue; 0: none.

@@ -98,7 +98,9 @@ def test_thoughts_end_at_their_limit_whatever_shares_the_steps(
     free = driver.run([(prompt, sampling) for sampling in samplings], 40)
     limited = [replace(sampling, grammar=Grammar("any", "", started)) for sampling in samplings]
     # A limit that is not reached changes nothing.
-    generous = [replace(sampling, grammar=Grammar("any", "", replace(started, max_tokens=99))) for sampling in samplings]
+    generous = [
+        replace(sampling, grammar=Grammar("any", "", replace(started, max_tokens=99))) for sampling in samplings
+    ]
     answers = Grammar("lark", 'start: thoughts /[0-9]{3}/\nthoughts[lazy]: TEXT "[end]"\nTEXT: /(?s:.*)/')
     in_grammar = [replace(sampling, grammar=replace(answers, thoughts=started)) for sampling in samplings]
     asked = [(prompt, sampling) for sampling in limited + generous + in_grammar]

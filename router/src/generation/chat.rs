@@ -10,7 +10,8 @@ use super::parameter::Checked;
 use super::validation::ValidationError;
 use crate::sequence::ImageInput;
 use crate::text::{
-    AnswerFormat, AnswerParser, CallIds, ChatInputs, ChatStyle, ReasoningState, TextModel, Tool, ToolChoice, ToolError,
+    AnswerFormat, AnswerParser, CallIds, ChatInputs, ChatStyle, ReasoningState, TextModel, ThoughtMarkers, Tool,
+    ToolChoice, ToolError,
 };
 
 /// A conversation to answer.
@@ -175,6 +176,17 @@ impl ChatAnswer {
             return Err(ValidationError::IgnoreEosWithGrammar.into());
         }
         Ok(left_out)
+    }
+
+    /// Whether the model's answers may begin with thoughts.
+    pub(super) fn has_thoughts(&self) -> bool {
+        self.format().has_thoughts()
+    }
+
+    /// How this answer's thoughts are ended early; `None`: it has none.
+    pub(super) fn thought_markers(&self) -> Option<ThoughtMarkers> {
+        let may_call = self.choice().is_some_and(|choice| *choice != ToolChoice::None);
+        self.format().thought_markers(self.thinking, may_call)
     }
 
     /// In a chat with tools an invalid grammar comes from their schemas, or from the client's `response_format`.

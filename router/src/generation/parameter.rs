@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::validation::ValidationError;
 use crate::limits::RequestLimits;
-use crate::sequence::{BadWord, Grammar, LogitBias, Sampling};
+use crate::sequence::{BadWord, Grammar, LimitedThoughts, LogitBias, Sampling, ThoughtLimit};
 use crate::telemetry::Warnings;
 
 /// The most generations of one prompt, whatever the server's limits.
@@ -66,6 +66,20 @@ impl From<Grammar> for Constraint {
     }
 }
 
+/// The most tokens that an answer's thoughts may have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ReasoningBudget {
+    pub(crate) max_tokens: u32,
+    /// What the request calls it.
+    pub(crate) field: &'static str,
+}
+
+impl ReasoningBudget {
+    pub(crate) fn given(field: &'static str, max_tokens: Option<u32>) -> Option<Self> {
+        max_tokens.map(|max_tokens| Self { max_tokens, field })
+    }
+}
+
 /// Parameters that TGI does not have.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Extension {
@@ -92,6 +106,8 @@ pub(crate) struct Extension {
     pub(crate) allowed_token_ids: Option<Vec<u32>>,
     /// Texts that are not written.
     pub(crate) bad_words: Vec<String>,
+    /// Of a chat; `None`: the server's.
+    pub(crate) reasoning_budget: Option<ReasoningBudget>,
 }
 
 /// Parameters that passed every check that does not need the encoded prompt.
@@ -119,6 +135,7 @@ pub(super) struct Checked {
     /// Empty: all.
     allowed_token_ids: Vec<u32>,
     pub(super) bad_words: Vec<String>,
+    pub(super) reasoning_budget: Option<ReasoningBudget>,
 }
 
 /// Alternatives to show with each token. The worker returns the larger number of both.
@@ -213,6 +230,7 @@ impl Parameters {
             adapter_id: self.adapter_id,
             allowed_token_ids: extension.allowed_token_ids.unwrap_or_default(),
             bad_words: extension.bad_words,
+            reasoning_budget: extension.reasoning_budget,
         }
     }
 
@@ -306,6 +324,15 @@ impl Checked {
             Some((field, given)) => Err(ValidationError::TokenId { field, vocabulary, given }),
             None => Ok(()),
         }
+    }
+
+    /// Limits the answer's thoughts, whatever tokens the request allows.
+    pub(super) fn limit_thoughts(&mut self, limit: ThoughtLimit) {
+        if !self.allowed_token_ids.is_empty() {
+            self.allowed_token_ids.extend(&limit.end_ids);
+        }
+        let grammar = self.grammar.take();
+        self.grammar = Some(Grammar::Thoughts(Box::new(LimitedThoughts { limit, grammar })));
     }
 
     /// Masks the tokens that the request does not allow. `bad_words`: the tokens of each.

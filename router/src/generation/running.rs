@@ -43,6 +43,8 @@ pub(crate) struct GenerationDelta {
     pub(crate) delta: TextDelta,
     /// Of a chat: the text so far, split into content, reasoning and tool calls. The parser may hold text back.
     pub(crate) parts: Vec<Part>,
+    /// Whether the token is one of the answer's thoughts, without their markers.
+    pub(crate) is_thought: bool,
     /// Of a chat's last delta: the answer ends within a tool call.
     pub(crate) ends_in_call: bool,
     /// With the generation's first delta, if prompt logprobs were requested.
@@ -159,7 +161,11 @@ impl Running {
 
     async fn next(&mut self, index: usize) -> Result<Box<GenerationDelta>, GenerationError> {
         let mut delta = self.stream.next().await?;
+        let is_within_thoughts =
+            |parser: &Option<AnswerParser>| parser.as_ref().is_some_and(AnswerParser::is_within_thoughts);
+        let begins_within = is_within_thoughts(&self.parser);
         let mut parts = self.parser.as_mut().map(|parser| parser.push(&delta.text)).unwrap_or_default();
+        let is_thought = begins_within && is_within_thoughts(&self.parser);
         let mut ends_in_call = false;
         if delta.finish.is_some()
             && let Some(rest) = self.parser.take().map(AnswerParser::finish)
@@ -184,7 +190,16 @@ impl Running {
         }
         let prompt_tokens = self.stream.take_prompt_tokens();
         let summary = delta.finish.map(|finish| summary::of_generation(self.num_prompt_tokens, &finish));
-        Ok(Box::new(GenerationDelta { index, delta, parts, ends_in_call, prompt_tokens, summary, total: None }))
+        Ok(Box::new(GenerationDelta {
+            index,
+            delta,
+            parts,
+            is_thought,
+            ends_in_call,
+            prompt_tokens,
+            summary,
+            total: None,
+        }))
     }
 
     async fn collect(mut self) -> Result<(Finished, RequestSummary), GenerationError> {

@@ -16,7 +16,7 @@ use super::content_stop::ContentStop;
 use super::deadline::{Deadlines, reached};
 use super::error::GenerationError;
 use super::image::{self, GivenImage, ImageSource};
-use super::parameter::Checked;
+use super::parameter::{Checked, ReasoningBudget};
 use super::request::{GenerationRequest, Prompt};
 use super::running::{Generations, Running, StartedPrompt};
 use super::text_stream::{SequenceOptions, ShownTokens, StopText, TextStream};
@@ -24,9 +24,11 @@ use super::validation::ValidationError;
 use crate::config::{Config, PriorityOrder};
 use crate::engine::{Generator, Health, ReplicaReport};
 use crate::fetch::Fetcher;
-use crate::sequence::{ContentSalt, EncodedImage, Image, ImageInput, ImageSpan, Sampling, SequenceRequest};
-use crate::telemetry::{RequestRecord, metrics};
-use crate::text::{AnswerParser, TextModel};
+use crate::sequence::{
+    ContentSalt, EncodedImage, Image, ImageInput, ImageSpan, Sampling, SequenceRequest, ThoughtLimit,
+};
+use crate::telemetry::{RequestRecord, Warnings, metrics};
+use crate::text::{AnswerParser, TextModel, ThoughtMarkers};
 
 /// What requests are generated with. Cheap to clone.
 #[derive(Clone)]
@@ -298,10 +300,15 @@ impl GenerationService {
         checked.check_token_ids(vocabulary)?;
         let bad_words = model.encode_bad_words(&checked.bad_words);
         let bad_words = self.in_time(deadlines, async { Ok(bad_words.await?) }).await?;
-        checked.restrict(bad_words);
         if checked.grammar.is_some() && !config.grammar_support {
             return Err(ValidationError::GrammarDisabled.into());
         }
+        if let Some(answer) = &answer
+            && let Some(limit) = self.in_time(deadlines, self.thought_limit(&checked, answer, record)).await?
+        {
+            checked.limit_thoughts(limit);
+        }
+        checked.restrict(bad_words);
         let num_tokens = token_ids.len() as u64 + u64::from(max_new_tokens);
         let reservations = admission.reserve(checked.num_generations, num_tokens)?;
         if let Some(grammar) = &checked.grammar {
@@ -317,6 +324,26 @@ impl GenerationService {
         let tool_call_ids: Option<ToolCallIds> = answer.as_ref().and_then(ChatAnswer::tool_call_ids);
         let prompt = StartedPrompt { text, token_ids, tool_call_ids };
         Ok(Prepared { prompt, images: spans, max_new_tokens, checked, shown_token_ids, parsers, reservations })
+    }
+
+    /// The limit of the thoughts of an answer, if it has any. A budget without effect is a warning.
+    async fn thought_limit(
+        &self,
+        checked: &Checked,
+        answer: &ChatAnswer,
+        record: &RequestRecord,
+    ) -> Result<Option<ThoughtLimit>, GenerationError> {
+        let given = checked.reasoning_budget;
+        if let Some(ReasoningBudget { field, .. }) = given.filter(|_| !answer.has_thoughts()) {
+            let mut warnings = Warnings::default();
+            warnings.push(format!("`{field}` has no effect: the model's chat template has no markers of thoughts"));
+            record.warn(warnings);
+        }
+        let max_tokens = given.map(|budget| budget.max_tokens).or(self.config().reasoning_budget);
+        let (Some(max_tokens), Some(markers)) = (max_tokens, answer.thought_markers()) else { return Ok(None) };
+        let ThoughtMarkers { open, close, end, reopens } = markers;
+        let end_ids = self.text().encode(end.into(), false).await?;
+        Ok(Some(ThoughtLimit { max_tokens, open, close: close.to_owned(), end_ids, reopens }))
     }
 
     /// Encodes the images of a prompt, and puts their tokens into their places.

@@ -15,7 +15,6 @@ use super::sse::{self, Event};
 use crate::api::error::ApiError;
 use crate::generation::{GenerationDelta, Generations};
 use crate::telemetry::RequestRecord;
-use crate::text::Part;
 
 /// Writes one answer as events.
 pub(super) trait EventWriter: Send + 'static {
@@ -38,21 +37,15 @@ pub(super) trait EventWriter: Send + 'static {
     fn add(answer: &mut Self::Answer, event: Self::Event);
 }
 
-/// Counts the generated tokens that are reasoning. A token whose text the parser holds back counts with the next part.
+/// Counts the generated tokens that are reasoning, without its markers.
 #[derive(Default)]
 pub(super) struct ReasoningCount {
     pub(super) num_tokens: usize,
-    num_pending: usize,
 }
 
 impl ReasoningCount {
-    pub(super) fn add(&mut self, parts: &[Part]) {
-        self.num_pending += 1;
-        let Some(last) = parts.last() else { return };
-        let num_pending = std::mem::take(&mut self.num_pending);
-        if matches!(last, Part::Reasoning(_)) {
-            self.num_tokens += num_pending;
-        }
+    pub(super) fn add(&mut self, delta: &GenerationDelta) {
+        self.num_tokens += usize::from(delta.is_thought);
     }
 }
 

@@ -50,7 +50,7 @@ impl<R: ChoiceReader> OpenAiAnswer<R> {
     /// A stream with an event for each chunk.
     pub(super) fn stream(self) -> Response {
         let Self { service, record, envelope, mut generations, mut readers, stream_options, hides_generated } = self;
-        let StreamOptions { include_usage, continuous_usage_stats } = stream_options;
+        let StreamOptions { include_usage, continuous_usage_stats, .. } = stream_options;
         let headers = header::of_stream(&service, generations.num_prompt_characters());
         let stream_record = record.clone();
         let events = async_stream::try_stream! {
@@ -122,7 +122,7 @@ impl UsageMeter {
 
     fn add(&mut self, delta: &GenerationDelta) {
         self.so_far.num_generated_tokens += 1;
-        self.reasoning[delta.index].add(&delta.parts);
+        self.reasoning[delta.index].add(delta);
     }
 
     /// Hidden tokens are not counted.

@@ -18,7 +18,9 @@ mod token_bytes;
 pub use model::{LoadError, TextModel};
 pub use template::{RENDERER_ARGUMENT, run_chat_renderer};
 
-pub(crate) use answer::{AnswerFormat, AnswerParser, CallIds, Part, ReasoningState, Tool, ToolChoice, ToolError};
+pub(crate) use answer::{
+    AnswerFormat, AnswerParser, CallIds, Part, ReasoningState, ThoughtMarkers, Tool, ToolChoice, ToolError,
+};
 pub(crate) use chat_style::ChatStyle;
 pub(crate) use detokenizer::{Detokenizer, Piece};
 pub(crate) use input::{EncodedInput, Input, Truncation};

@@ -35,6 +35,7 @@ mod tgi_dispatch;
 mod tgi_fold;
 mod tgi_odd_input;
 mod tgi_order;
+mod thinking;
 mod tool;
 mod unread;
 mod vllm;

@@ -329,6 +329,8 @@ fn config(folder: &Path) -> Config {
         adapters: AdapterConfig::default(),
         check_model_names: false,
         trusts_request_chat_templates: false,
+        strict_requests: false,
+        reasoning_budget: None,
         priority_order: PriorityOrder::HighestFirst,
         model_sha: None,
         pipeline_tag: None,

@@ -22,7 +22,8 @@ class Restriction:
         if sampling.allowed_tokens:
             bits = np.unpackbits(np.frombuffer(sampling.allowed_tokens, np.uint8), bitorder="little")[:vocab_size]
             is_allowed[: len(bits)] = bits
-            if sampling.grammar is not None and sampling.grammar.kind != "any":  # which alone decides when the text ends
+            # A grammar alone decides when the text ends.
+            if sampling.grammar is not None and sampling.grammar.kind != "any":
                 is_allowed[list(sampling.stop_token_ids)] = True
         else:
             is_allowed[:vocab_size] = True

@@ -13,7 +13,8 @@ use crate::api::field::{integer, is_given, named, or_default};
 use crate::api::grammar;
 use crate::api::openai::SamplingFields;
 use crate::generation::{
-    Chat, Constraint, GenerationRequest, Parameters, Prompt, SamplingDefaults, StopText, ValidationError,
+    Chat, Constraint, Extension, GenerationRequest, Parameters, Prompt, ReasoningBudget, SamplingDefaults, StopText,
+    ValidationError,
 };
 use crate::text::{ChatInputs, Enforcement};
 
@@ -126,9 +127,12 @@ pub(crate) struct Conversation {
 #[serde(tag = "type", rename_all = "snake_case")]
 #[schema(as = AnthropicThinking)]
 enum Thinking {
-    /// `budget_tokens` has no effect.
     Enabled {
         display: Option<ThinkingDisplay>,
+        /// Most tokens of the thoughts, which are ended then; 0 ends them at once.
+        #[serde(default, deserialize_with = "integer")]
+        #[schema(value_type = Option<u32>)]
+        budget_tokens: Option<u32>,
     },
     Adaptive {
         display: Option<ThinkingDisplay>,
@@ -181,12 +185,14 @@ impl MessagesRequest {
             return Err(ValidationError::NoNewTokens);
         }
         let stop = self.stop_sequences.take().unwrap_or_default();
+        let sampling = SamplingFields::of(self.temperature, self.top_p, self.top_k).parameters(defaults)?;
         let parameters = Parameters {
             // As in Anthropic's API, the answer ends where the context does.
             default_new_tokens: Some(self.max_tokens),
             stop,
             grammar: self.conversation.grammar()?,
-            ..SamplingFields::of(self.temperature, self.top_p, self.top_k).parameters(defaults)?
+            extension: Extension { reasoning_budget: self.conversation.reasoning_budget(), ..sampling.extension },
+            ..sampling
         };
         let prompts = vec![Prompt::Chat(Box::new(self.conversation.into_chat()?))];
         Ok(GenerationRequest { prompts, parameters, stop_text: StopText::Cut, streams: self.stream })
@@ -203,10 +209,19 @@ impl Conversation {
     /// Whether the answer shows the model's reasoning.
     pub(crate) fn shows_thinking(&self) -> bool {
         let display = match self.thinking {
-            Some(Thinking::Enabled { display } | Thinking::Adaptive { display }) => display,
+            Some(Thinking::Enabled { display, .. } | Thinking::Adaptive { display }) => display,
             _ => None,
         };
         display != Some(ThinkingDisplay::Omitted)
+    }
+
+    fn reasoning_budget(&self) -> Option<ReasoningBudget> {
+        match self.thinking {
+            Some(Thinking::Enabled { budget_tokens, .. }) => {
+                ReasoningBudget::given("thinking.budget_tokens", budget_tokens)
+            }
+            _ => None,
+        }
     }
 
     /// The conversation with its tools.

@@ -13,7 +13,8 @@ use crate::api::error::CHAT_NAMES;
 use crate::api::field::{integer, is_given, or_default};
 use crate::config::Config;
 use crate::generation::{
-    Chat, FieldNames, GenerationRequest, ImageSource, Parameters, Prompt, SamplingDefaults, ToolSet, ValidationError,
+    Chat, FieldNames, GenerationRequest, ImageSource, Parameters, Prompt, ReasoningBudget, SamplingDefaults, ToolSet,
+    ValidationError,
 };
 use crate::text::{ChatInputs, Tool, ToolChoice};
 
@@ -84,6 +85,10 @@ pub(crate) struct ChatRequest {
     chat_template_kwargs: Option<Map<String, Value>>,
     /// Variable for the template; `none` also sets `enable_thinking` to false.
     reasoning_effort: Option<String>,
+    /// Most tokens of the model's reasoning, which is ended then; 0 ends it at once. By default `--reasoning-budget`.
+    #[serde(default, deserialize_with = "integer")]
+    #[schema(value_type = Option<u32>)]
+    thinking_token_budget: Option<u32>,
     /// Not supported unless empty: send `tools`.
     functions: Option<Value>,
     /// Not supported unless `none` or `auto`: send `tool_choice`.
@@ -110,6 +115,8 @@ impl ChatRequest {
         let mut parameters = self.parameters(defaults)?;
         let streams = self.stream;
         let stop_text = self.vllm.apply(&mut parameters, config, streams)?;
+        parameters.extension.reasoning_budget =
+            ReasoningBudget::given("thinking_token_budget", self.thinking_token_budget);
         let prompts = vec![Prompt::Chat(Box::new(self.into_chat(config)?))];
         Ok(GenerationRequest { prompts, parameters, stop_text, streams })
     }

@@ -1,6 +1,7 @@
 //! The request of `/v1/completions`.
 
 use serde::{Deserialize, Deserializer};
+use serde_json::Value;
 use utoipa::ToSchema;
 
 use super::value::{IgnoredFields, OneOrMany, SamplingFields, StreamOptions};
@@ -49,6 +50,8 @@ pub(crate) struct CompletionRequest {
     #[serde(default, deserialize_with = "or_default")]
     #[schema(value_type = Option<bool>, default = false)]
     pub(crate) echo: bool,
+    /// Not supported: a prompt without a chat template does not tell thoughts from text; send a chat.
+    thinking_token_budget: Option<Value>,
     /// Include logprobs, with this number of most probable alternatives for each token.
     #[serde(default, deserialize_with = "num_logprobs")]
     #[schema(value_type = Option<NumLogprobs>)]
@@ -93,6 +96,10 @@ impl CompletionRequest {
         // Some clients always send an empty suffix.
         if self.suffix.as_ref().is_some_and(|suffix| !suffix.is_empty()) {
             return Err(ApiError::Suffix);
+        }
+        if self.thinking_token_budget.is_some() {
+            let why = "a prompt without a chat template does not tell thoughts from text; send a chat";
+            return Err(ValidationError::Unsupported { field: "thinking_token_budget", why }.into());
         }
         if self.stream_options.is_some() && !self.stream {
             return Err(ValidationError::StreamOptions.into());

@@ -28,8 +28,6 @@ pub(crate) struct RefusedFields {
     kv_transfer_params: Option<Value>,
     /// Not supported unless empty.
     vllm_xargs: Option<Value>,
-    /// Not supported.
-    thinking_token_budget: Option<Value>,
     /// Not supported unless empty.
     repetition_detection: Option<Value>,
     /// Not supported unless empty: send `top_logprobs`.
@@ -48,6 +46,32 @@ pub(crate) struct RefusedFields {
     media_io_kwargs: Option<Value>,
     /// OpenAI's; not supported.
     web_search_options: Option<Value>,
+    /// Not supported unless empty: send `structured_outputs.regex`.
+    regex: Option<Value>,
+    /// Not supported unless empty: send `structured_outputs.grammar`.
+    ebnf: Option<Value>,
+    /// Not supported unless empty: send `stop`.
+    stop_regex: Option<Value>,
+    /// Not supported unless empty: name the adapter as `model`.
+    lora_path: Option<Value>,
+    /// Not supported unless empty: clients cannot bring code.
+    custom_logit_processor: Option<Value>,
+    /// Not supported unless false: the answer is text.
+    return_hidden_states: Option<Value>,
+    /// Not supported unless empty: send it in `response_format`.
+    json_schema: Option<Value>,
+    /// Not supported: send `max_tokens`.
+    n_predict: Option<Value>,
+    /// Not supported unless 1: send `repetition_penalty`.
+    repeat_penalty: Option<Value>,
+    /// Not supported unless 0: send `temperature`, `top_p` or `min_p`.
+    mirostat: Option<Value>,
+    /// Not supported unless 0: send `temperature`.
+    dynatemp_range: Option<Value>,
+    /// Not supported unless 0: send `top_p` or `min_p`.
+    xtc_probability: Option<Value>,
+    /// Not supported unless 0: send a penalty.
+    dry_multiplier: Option<Value>,
 }
 
 const BEAMS: &str = "this server samples, and has no beam search";
@@ -65,7 +89,6 @@ impl RefusedFields {
             ("mm_processor_kwargs", &self.mm_processor_kwargs, json!({}), "the model reads text only"),
             ("kv_transfer_params", &self.kv_transfer_params, json!({}), "this server keeps its KV cache to itself"),
             ("vllm_xargs", &self.vllm_xargs, json!({}), "this server has no such extensions"),
-            ("thinking_token_budget", &self.thinking_token_budget, json!(null), "reasoning counts as other tokens do"),
             ("repetition_detection", &self.repetition_detection, json!({}), "send a penalty"),
             ("logprob_token_ids", &self.logprob_token_ids, json!([]), "send `top_logprobs`"),
             ("truncation_side", &self.truncation_side, json!("left"), "the end of a prompt is kept"),
@@ -75,6 +98,19 @@ impl RefusedFields {
             ("ec_transfer_params", &self.ec_transfer_params, json!({}), "the model reads text only"),
             ("media_io_kwargs", &self.media_io_kwargs, json!({}), "the model reads text only"),
             ("web_search_options", &self.web_search_options, json!(null), "this server searches nothing; send `tools`"),
+            ("regex", &self.regex, json!(""), "send `structured_outputs.regex`"),
+            ("ebnf", &self.ebnf, json!(""), "send `structured_outputs.grammar`"),
+            ("stop_regex", &self.stop_regex, json!([]), "send `stop`"),
+            ("lora_path", &self.lora_path, json!(""), "name the adapter as `model`"),
+            ("custom_logit_processor", &self.custom_logit_processor, json!(""), "clients cannot bring code"),
+            ("return_hidden_states", &self.return_hidden_states, json!(false), "the answer is text"),
+            ("json_schema", &self.json_schema, json!({}), "send it in `response_format`"),
+            ("n_predict", &self.n_predict, json!(null), "send `max_tokens`"),
+            ("repeat_penalty", &self.repeat_penalty, json!(1.0), "send `repetition_penalty`"),
+            ("mirostat", &self.mirostat, json!(0), "send `temperature`, `top_p` or `min_p`"),
+            ("dynatemp_range", &self.dynatemp_range, json!(0.0), "send `temperature`"),
+            ("xtc_probability", &self.xtc_probability, json!(0.0), "send `top_p` or `min_p`"),
+            ("dry_multiplier", &self.dry_multiplier, json!(0.0), "send a penalty"),
         ];
         // A number may be written as `1` or `1.0`.
         let is_neutral = |value: &Value, neutral: &Value| match neutral {
@@ -103,10 +139,13 @@ mod tests {
             ("length_penalty", json!(1), json!(0.5)),
             ("logits_processors", json!([]), json!(["module.Class"])),
             ("kv_transfer_params", json!(null), json!({"do_remote_decode": true})),
-            ("thinking_token_budget", json!(null), json!(0)),
             ("truncation_side", json!("left"), json!("right")),
             ("truncation_side", json!(null), json!("")),
             ("stream_interval", json!(1), json!(5)),
+            ("regex", json!(""), json!("a+")),
+            ("repeat_penalty", json!(1.0), json!(1.1)),
+            ("mirostat", json!(0), json!(2)),
+            ("json_schema", json!({}), json!({"type": "object"})),
             ("web_search_options", json!(null), json!({})),
         ] {
             let check = |value: &Value| serde_json::from_value::<RefusedFields>(json!({field: value})).unwrap().check();

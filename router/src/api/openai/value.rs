@@ -55,6 +55,10 @@ pub(crate) struct StreamOptions {
     #[serde(default, deserialize_with = "crate::api::field::or_default")]
     #[schema(value_type = Option<bool>, default = false)]
     pub(crate) continuous_usage_stats: bool,
+    /// Accepted without effect: no chunk is padded.
+    #[serde(rename = "include_obfuscation")]
+    #[schema(value_type = Option<bool>)]
+    _include_obfuscation: Option<IgnoredAny>,
 }
 
 /// Sampling parameters, stop strings and grammar.

@@ -15,8 +15,8 @@ use crate::api::field::{integer, or_default};
 use crate::api::grammar;
 use crate::api::openai::SamplingFields;
 use crate::generation::{
-    Chat, Constraint, Extension, GenerationRequest, Parameters, Prompt, SamplingDefaults, StopText, ToolSet,
-    ValidationError,
+    Chat, Constraint, Extension, GenerationRequest, Parameters, Prompt, ReasoningBudget, SamplingDefaults, StopText,
+    ToolSet, ValidationError,
 };
 use crate::text::{ChatInputs, Enforcement};
 
@@ -162,6 +162,18 @@ struct Reasoning {
     effort: Option<String>,
     /// Returned with the response; the reasoning is not summarized.
     summary: Option<String>,
+    /// Not in OpenAI: most tokens of the reasoning, which is ended then; 0 ends it at once. By default `--reasoning-budget`.
+    #[serde(default, deserialize_with = "integer")]
+    #[schema(value_type = Option<u32>)]
+    max_tokens: Option<u32>,
+    /// Accepted without effect: the reasoning is not summarized.
+    #[serde(rename = "generate_summary")]
+    #[schema(value_type = Option<String>)]
+    _generate_summary: Option<IgnoredAny>,
+    /// Accepted without effect.
+    #[serde(rename = "context")]
+    #[schema(value_type = Option<String>)]
+    _context: Option<IgnoredAny>,
 }
 
 /// A request that was read: what to generate, and what the response repeats.
@@ -227,7 +239,14 @@ impl ResponsesRequest {
             max_new_tokens: self.max_output_tokens,
             frequency_penalty: self.frequency_penalty,
             grammar: self.grammar()?,
-            extension: Extension { presence_penalty: self.presence_penalty, ..parameters.extension },
+            extension: Extension {
+                presence_penalty: self.presence_penalty,
+                reasoning_budget: ReasoningBudget::given(
+                    "reasoning.max_tokens",
+                    self.reasoning.as_ref().and_then(|reasoning| reasoning.max_tokens),
+                ),
+                ..parameters.extension
+            },
             ..parameters
         })
     }
@@ -262,7 +281,7 @@ impl ResponsesRequest {
 
     fn echo(&self, functions: &[Function], choice: Option<&Value>, stores: bool) -> Echo {
         let (effort, summary) = match &self.reasoning {
-            Some(Reasoning { effort, summary }) => (effort.as_deref(), summary.as_deref()),
+            Some(Reasoning { effort, summary, .. }) => (effort.as_deref(), summary.as_deref()),
             None => (None, None),
         };
         let format = match self.text.as_ref().and_then(|text| text.format.as_ref()) {

@@ -143,7 +143,7 @@ impl EventWriter for MessageWriter {
 
     fn write(&mut self, delta: GenerationDelta) -> Vec<MessageEvent> {
         let mut events = Vec::new();
-        self.thinking.add(&delta.parts);
+        self.thinking.add(&delta);
         for part in delta.parts {
             self.part(part, &mut events);
         }

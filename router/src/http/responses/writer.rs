@@ -210,7 +210,7 @@ impl EventWriter for ResponseWriter {
 
     fn write(&mut self, delta: GenerationDelta) -> Vec<StreamEvent> {
         let mut events = Vec::new();
-        self.reasoning.add(&delta.parts);
+        self.reasoning.add(&delta);
         for part in delta.parts {
             self.part(part, &mut events);
         }

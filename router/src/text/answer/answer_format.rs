@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use super::expected::Expected;
-use super::format::Format;
+use super::format::{Addressee, Channels, Format};
 use super::grammar::AnswerGrammar;
 use super::marker::MarkerTokens;
 use super::parser::AnswerParser;
 use super::prompt::tool_prompt;
-use super::reasoning::{Frame, ReasoningFormat, ReasoningState, Reply};
+use super::reasoning::{Frame, ReasoningFormat, ReasoningState, Reply, ThoughtMarkers};
 use super::table::GENERIC;
 use super::tool::{Tool, ToolChoice, ToolError};
 use crate::sequence::Grammar;
@@ -49,6 +49,32 @@ impl AnswerFormat {
     /// Whether an answer to this rendered prompt contains reasoning.
     pub(crate) fn reasoning_state(&self, prompt: &str) -> ReasoningState {
         ReasoningState::after(self.frame.reasoning, prompt)
+    }
+
+    /// Whether the model's answers may begin with thoughts.
+    pub(crate) fn has_thoughts(&self) -> bool {
+        self.frame.reasoning.is_some() || self.thought_header().is_some()
+    }
+
+    /// How the thoughts of an answer are ended early; `None`: it has none. `may_call`: whether it may contain calls.
+    pub(crate) fn thought_markers(&self, reasoning_state: ReasoningState, may_call: bool) -> Option<ThoughtMarkers> {
+        let Some((channels, header)) = self.thought_header() else { return reasoning_state.thought_markers() };
+        let Channels { start, role, end_of_header, end_of_aside, content, .. } = *channels;
+        // The model itself writes the header of a call.
+        let next = if may_call { String::new() } else { format!("{content}{end_of_header}") };
+        Some(ThoughtMarkers {
+            open: format!("{header}{end_of_header}"),
+            close: end_of_aside,
+            end: format!("{end_of_aside}{start}{role}{next}"),
+            reopens: true,
+        })
+    }
+
+    /// The header of thoughts, if the answer consists of messages with headers.
+    fn thought_header(&self) -> Option<(&'static Channels, &'static str)> {
+        let channels = self.calls.and_then(Format::channels)?;
+        let header = channels.asides.iter().find(|header| (channels.addressee)(header) == Addressee::Model)?;
+        Some((channels, header))
     }
 
     /// The format of calls, where the answer may contain some. A call that is forced has our own format if the model's

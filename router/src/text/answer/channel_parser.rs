@@ -59,6 +59,10 @@ impl ChannelParser {
         matches!(self.stage, Stage::Words { thoughts: false, .. })
     }
 
+    pub(super) fn is_within_thoughts(&self) -> bool {
+        matches!(self.stage, Stage::Words { thoughts: true, .. })
+    }
+
     pub(super) fn finish(mut self) -> Rest {
         let is_cut = matches!(self.stage, Stage::Arguments(_));
         match self.stage {

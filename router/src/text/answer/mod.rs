@@ -31,5 +31,5 @@ pub(crate) use format::{CallIds, Format};
 pub(crate) use parser::AnswerParser;
 pub(crate) use part::Part;
 pub(super) use reasoning::Frame;
-pub(crate) use reasoning::ReasoningState;
+pub(crate) use reasoning::{ReasoningState, ThoughtMarkers};
 pub(crate) use tool::{Tool, ToolChoice, ToolError};

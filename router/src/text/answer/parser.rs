@@ -44,6 +44,14 @@ impl AnswerParser {
         }
     }
 
+    /// Whether the text so far ends within thoughts.
+    pub(crate) fn is_within_thoughts(&self) -> bool {
+        match &self.0 {
+            Kind::Run(parser) => parser.is_within_thoughts(),
+            Kind::Channels(parser) => parser.is_within_thoughts(),
+        }
+    }
+
     /// Ends the answer and returns the parts that were held back.
     pub(crate) fn finish(self) -> Rest {
         match self.0 {

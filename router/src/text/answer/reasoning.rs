@@ -98,6 +98,18 @@ pub(crate) enum ReasoningState {
     Started(ReasoningFormat),
 }
 
+/// How an answer's thoughts are ended when they may go on no longer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct ThoughtMarkers {
+    /// Begins the thoughts; empty: the prompt has begun them.
+    pub(crate) open: String,
+    pub(crate) close: &'static str,
+    /// What is written in the model's place.
+    pub(crate) end: String,
+    /// Whether thoughts may begin again.
+    pub(crate) reopens: bool,
+}
+
 impl ReasoningFormat {
     pub(super) fn markers(self) -> impl Iterator<Item = &'static str> {
         [self.open, self.close, self.next_message].into_iter().filter(|marker| !marker.is_empty())
@@ -119,6 +131,14 @@ impl ReasoningState {
     /// The state after this rendered prompt.
     pub(crate) fn after(format: Option<ReasoningFormat>, prompt: &str) -> Self {
         format.map_or(Self::Off, |format| format.at_end_of(prompt))
+    }
+
+    /// How the reasoning is ended early, if there can be any.
+    pub(super) fn thought_markers(self) -> Option<ThoughtMarkers> {
+        let format = self.format()?;
+        let open = if matches!(self, Self::Started(_)) { "" } else { format.open };
+        let end = format!("{}{}", format.close, format.next_message);
+        Some(ThoughtMarkers { open: open.to_owned(), close: format.close, end, reopens: false })
     }
 
     /// The format of the reasoning, if there can be any.

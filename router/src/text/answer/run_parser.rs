@@ -104,6 +104,10 @@ impl RunParser {
         matches!(self.stage, Stage::Start { .. } | Stage::Text)
     }
 
+    pub(super) fn is_within_thoughts(&self) -> bool {
+        matches!(self.stage, Stage::Reasoning { .. })
+    }
+
     pub(super) fn finish(mut self) -> Rest {
         let is_layout = self.pending.chars().all(is_space);
         match self.stage {
