@@ -135,6 +135,9 @@ pub(crate) enum ValidationError {
     /// A message, a part of its content or a tool cannot be used. `path`: where it is in the request.
     #[error("{path}: {problem}")]
     Item { path: String, problem: String },
+    /// The request has fields that the server does not know, and the server is strict. `path`: of the first. `message`: names all.
+    #[error("{message}")]
+    UnknownField { path: String, message: String },
 }
 
 /// What a dialect calls the fields that dialects name differently.
@@ -155,7 +158,7 @@ impl ValidationError {
             Self::TopP => "`top_p` must be >= 0.0 and <= 1.0".to_owned(),
             Self::TypicalP => "`typical_p` must be > 0.0 and <= 1.0".to_owned(),
             Self::TopK => "`top_k` must be >= -1".to_owned(),
-            Self::Item { .. } => self.to_string(),
+            Self::Item { .. } | Self::UnknownField { .. } => self.to_string(),
             error => error
                 .to_string()
                 .replace("`inputs`", &quoted(names.prompt))
@@ -210,7 +213,7 @@ impl ValidationError {
             Self::IgnoreEosWithGrammar => Some("ignore_eos"),
             Self::StreamOptions => Some("stream_options"),
             Self::NoMessages | Self::ContentPart { .. } | Self::ImagePlaces { .. } | Self::Image(_) => Some("messages"),
-            Self::Item { path, .. } => Some(path),
+            Self::Item { path, .. } | Self::UnknownField { path, .. } => Some(path),
             Self::NoPrompts => Some("prompt"),
             Self::Dimensions { .. } => Some("dimensions"),
             Self::Prompt(_) => Some("prompt_name"),

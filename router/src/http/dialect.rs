@@ -2,16 +2,21 @@
 
 use axum::Json;
 use axum::body::{Body, Bytes};
-use axum::extract::rejection::BytesRejection;
+use axum::extract::rejection::JsonRejection;
 use axum::extract::{FromRequest, Request};
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde::{Deserializer, Serialize};
+use serde_json::Value;
 
+use super::service::Service;
 use crate::api::error::{ApiError, COMPLETION_NAMES, RESPONSE_NAMES};
 use crate::api::exact;
-use crate::generation::FieldNames;
+use crate::api::known_field::KnownFields;
+use crate::api::request_body::RequestBody;
+use crate::generation::{FieldNames, ValidationError};
+use crate::telemetry::{RequestRecord, Warnings};
 
 /// SageMaker's route, whose bodies decide the dialect.
 pub(super) const INVOCATIONS: &str = "/invocations";
@@ -133,73 +138,140 @@ pub(super) fn render(status: StatusCode, body: impl Serialize, error: ApiError) 
     response
 }
 
+/// `axum::Json` on TGI's routes, whose rejections are text. Like the extractors of the other dialects, it names the fields that a request
+/// does not have.
+pub(super) struct TgiJson<T>(pub(super) T);
+
 /// `axum::Json` whose rejections are OpenAI's error objects.
 pub(super) struct OpenAiJson<T>(pub(super) T);
 
 /// `axum::Json` whose rejections are Anthropic's error objects.
 pub(super) struct AnthropicJson<T>(pub(super) T);
 
-impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for OpenAiJson<T> {
-    type Rejection = OpenAiError;
-
-    async fn from_request(request: Request, state: &S) -> Result<Self, Self::Rejection> {
-        Ok(Self(read(request, state).await?))
-    }
-}
-
-impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for AnthropicJson<T> {
-    type Rejection = AnthropicError;
-
-    async fn from_request(request: Request, state: &S) -> Result<Self, Self::Rejection> {
-        Ok(Self(read(request, state).await?))
-    }
-}
-
-/// `axum::Json` that refuses numbers in schemas that the parser would change.
-pub(super) struct ExactJson<T>(pub(super) T);
-
-impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for ExactJson<T> {
+impl<T: RequestBody> FromRequest<Service> for TgiJson<T> {
     type Rejection = Response;
 
-    async fn from_request(request: Request, state: &S) -> Result<Self, Self::Rejection> {
-        let (request, problem) = scanned(request, state).await.map_err(IntoResponse::into_response)?;
-        if let Some(message) = problem {
-            let status = StatusCode::UNPROCESSABLE_ENTITY;
-            return Err(TgiError(ApiError::Malformed { status, message, param: None }).into_response());
+    async fn from_request(request: Request, service: &Service) -> Result<Self, Self::Rejection> {
+        match read(request, service).await {
+            Ok(value) => Ok(Self(value)),
+            Err(unread) => Err(unread.into_tgi_response()),
         }
-        let Json(value) = Json::from_request(request, state).await.map_err(IntoResponse::into_response)?;
-        Ok(Self(value))
     }
 }
 
-/// The request, with its body in memory, and a number in its schemas that the parser would change.
-async fn scanned<S: Send + Sync>(request: Request, state: &S) -> Result<(Request, Option<String>), BytesRejection> {
+impl<T: RequestBody> FromRequest<Service> for OpenAiJson<T> {
+    type Rejection = OpenAiError;
+
+    async fn from_request(request: Request, service: &Service) -> Result<Self, Self::Rejection> {
+        Ok(Self(read(request, service).await.map_err(ApiError::from)?))
+    }
+}
+
+impl<T: RequestBody> FromRequest<Service> for AnthropicJson<T> {
+    type Rejection = AnthropicError;
+
+    async fn from_request(request: Request, service: &Service) -> Result<Self, Self::Rejection> {
+        Ok(Self(read(request, service).await.map_err(ApiError::from)?))
+    }
+}
+
+/// Why a body is not a request.
+enum Unread {
+    Json(JsonRejection),
+    /// The parser would change a number of a schema.
+    Number(String),
+    /// A field is not known, and the server is strict.
+    Field(ApiError),
+}
+
+impl Unread {
+    /// The answer of TGI's routes, where rejections of bodies are text.
+    fn into_tgi_response(self) -> Response {
+        match self {
+            Self::Json(rejection) => rejection.into_response(),
+            Self::Number(message) => {
+                let status = StatusCode::UNPROCESSABLE_ENTITY;
+                TgiError(ApiError::Malformed { status, message, param: None }).into_response()
+            }
+            Self::Field(error) => TgiError(error).into_response(),
+        }
+    }
+}
+
+impl From<Unread> for ApiError {
+    fn from(unread: Unread) -> Self {
+        let rejection = match unread {
+            Unread::Json(rejection) => rejection,
+            Unread::Number(message) => {
+                return Self::Malformed { status: StatusCode::BAD_REQUEST, message, param: None };
+            }
+            Unread::Field(error) => return error,
+        };
+        let status = match rejection.status() {
+            StatusCode::UNPROCESSABLE_ENTITY => StatusCode::BAD_REQUEST,
+            status => status,
+        };
+        let message = rejection.body_text();
+        let param = invalid_field(&message).map(str::to_owned);
+        Self::Malformed { status, message, param }
+    }
+}
+
+/// `axum::Json` of any JSON, on a route of several dialects, with its numbers as they are.
+pub(super) struct ExactJson(pub(super) Value);
+
+impl FromRequest<Service> for ExactJson {
+    type Rejection = Response;
+
+    async fn from_request(request: Request, service: &Service) -> Result<Self, Self::Rejection> {
+        match exact(request, service).await {
+            Ok((value, _)) => Ok(Self(value)),
+            Err(unread) => Err(unread.into_tgi_response()),
+        }
+    }
+}
+
+/// The request's body as JSON, without numbers in its schemas that the parser would change.
+async fn exact<T: DeserializeOwned>(request: Request, service: &Service) -> Result<(T, Bytes), Unread> {
     let (parts, body) = request.into_parts();
-    let body = Bytes::from_request(Request::from_parts(parts.clone(), body), state).await?;
-    let problem = exact::check(&body).err().map(|problem| format!("a schema of the request: {problem}"));
-    Ok((Request::from_parts(parts, Body::from(body)), problem))
+    let bytes = Bytes::from_request(Request::from_parts(parts.clone(), body), service).await;
+    let bytes = bytes.map_err(|rejection| Unread::Json(rejection.into()))?;
+    exact::check(&bytes).map_err(|problem| Unread::Number(format!("a schema of the request: {problem}")))?;
+    let request = Request::from_parts(parts, Body::from(bytes.clone()));
+    let Json(value) = Json::from_request(request, service).await.map_err(Unread::Json)?;
+    Ok((value, bytes))
 }
 
-/// The request's body as JSON.
-async fn read<S: Send + Sync, T: DeserializeOwned>(request: Request, state: &S) -> Result<T, ApiError> {
-    let malformed = |status, message| ApiError::Malformed { status, message, param: None };
-    let scanned = scanned(request, state).await;
-    let (request, problem) = scanned.map_err(|rejection| malformed(rejection.status(), rejection.body_text()))?;
-    if let Some(problem) = problem {
-        return Err(malformed(StatusCode::BAD_REQUEST, problem));
+/// The request's body as a request of its dialect, whose fields are known.
+async fn read<T: RequestBody>(request: Request, service: &Service) -> Result<T, Unread> {
+    let record = request.extensions().get::<RequestRecord>().cloned();
+    let (value, bytes) = exact(request, service).await?;
+    let json = &mut serde_json::Deserializer::from_slice(&bytes);
+    check_fields(T::known_fields(), json, record.as_ref(), service).map_err(Unread::Field)?;
+    Ok(value)
+}
+
+/// Refuses fields that a request does not have, if the server is strict; else warns of them.
+pub(super) fn check_fields<'de, D: Deserializer<'de>>(
+    known: &KnownFields,
+    json: D,
+    record: Option<&RequestRecord>,
+    service: &Service,
+) -> Result<(), ApiError> {
+    let (unknown, num_more) = known.unknown_in(json);
+    let Some(first) = unknown.first() else { return Ok(()) };
+    let mut messages: Vec<_> = unknown.iter().map(ToString::to_string).collect();
+    messages.extend((num_more > 0).then(|| format!("{num_more} more unknown fields")));
+    if service.config().strict_requests {
+        let message = messages.join("; ");
+        return Err(ValidationError::UnknownField { path: first.path.clone(), message }.into());
     }
-    match Json::from_request(request, state).await {
-        Ok(Json(value)) => Ok(value),
-        Err(rejection) => {
-            let status = match rejection.status() {
-                StatusCode::UNPROCESSABLE_ENTITY => StatusCode::BAD_REQUEST,
-                status => status,
-            };
-            let message = rejection.body_text();
-            let param = invalid_field(&message).map(str::to_owned);
-            Err(ApiError::Malformed { status, message, param })
-        }
+    if let Some(record) = record {
+        let mut warnings = Warnings::default();
+        messages.iter().for_each(|message| warnings.push(message));
+        record.warn(warnings);
     }
+    Ok(())
 }
 
 /// The top-level field that a rejection of `axum::Json` is about: it names the path, or the missing field.

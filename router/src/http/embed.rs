@@ -4,7 +4,7 @@ use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 
-use super::dialect::{OpenAiError, OpenAiJson, TgiError};
+use super::dialect::{OpenAiError, OpenAiJson, TgiError, TgiJson};
 use super::document::{OpenAiFailures, TgiFailures};
 use super::header;
 use super::service::Service;
@@ -26,7 +26,7 @@ use crate::telemetry::RequestRecord;
 pub(super) async fn embed(
     State(service): State<Service>,
     Extension(record): Extension<RequestRecord>,
-    Json(request): Json<EmbedRequest>,
+    TgiJson(request): TgiJson<EmbedRequest>,
 ) -> Result<Response, TgiError> {
     Ok(vectors(&service, &record, request).await?)
 }
@@ -42,7 +42,7 @@ pub(super) async fn embed(
 pub(super) async fn root(
     State(service): State<Service>,
     Extension(record): Extension<RequestRecord>,
-    Json(request): Json<EmbedRequest>,
+    TgiJson(request): TgiJson<EmbedRequest>,
 ) -> Result<Response, TgiError> {
     Ok(vectors(&service, &record, request).await?)
 }

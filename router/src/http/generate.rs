@@ -9,7 +9,7 @@ use axum::{Extension, Json};
 use futures::{Stream, StreamExt};
 
 use super::candidate::{self, Choice};
-use super::dialect::{ExactJson, TgiError};
+use super::dialect::{TgiError, TgiJson};
 use super::document::TgiFailures;
 use super::header;
 use super::service::Service;
@@ -36,7 +36,7 @@ const TEXT_GENERATION: &str = "text-generation";
 pub(super) async fn generate(
     State(service): State<Service>,
     Extension(record): Extension<RequestRecord>,
-    ExactJson(request): ExactJson<GenerateRequest>,
+    TgiJson(request): TgiJson<GenerateRequest>,
 ) -> Result<Response, TgiError> {
     record.generates();
     let answer = answer(&service, &record, request).await?;
@@ -63,7 +63,7 @@ pub(super) async fn generate(
 pub(super) async fn generate_stream(
     State(service): State<Service>,
     Extension(record): Extension<RequestRecord>,
-    ExactJson(request): ExactJson<GenerateRequest>,
+    TgiJson(request): TgiJson<GenerateRequest>,
 ) -> Result<Response, TgiError> {
     record.generates();
     Ok(stream(service, record, request).await?)
@@ -88,7 +88,7 @@ pub(super) async fn generate_stream(
 pub(super) async fn compat(
     State(service): State<Service>,
     Extension(record): Extension<RequestRecord>,
-    ExactJson(mut request): ExactJson<GenerateRequest>,
+    TgiJson(mut request): TgiJson<GenerateRequest>,
 ) -> Result<Response, TgiError> {
     record.generates();
     let continues_prompt = service.config().pipeline_tag.as_deref().is_none_or(|tag| tag == TEXT_GENERATION);

@@ -12,11 +12,13 @@ use utoipa::openapi::schema::AnyOfBuilder;
 use utoipa::openapi::{Ref, RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
-use super::dialect::{ExactJson, INVOCATIONS};
+use super::dialect::{ExactJson, INVOCATIONS, OpenAiError, TgiError, TgiJson, check_fields};
 use super::document::{self, EitherFailures};
 use super::service::Service;
 use super::{chat, completion, generate};
+use crate::api::known_field::KnownFields;
 use crate::api::openai::{ChatRequest, CompletionRequest};
+use crate::api::request_body::RequestBody;
 use crate::api::tgi::GenerateRequest;
 use crate::generation::SamplingDefaults;
 use crate::telemetry::RequestRecord;
@@ -71,10 +73,19 @@ impl ToSchema for Event {}
 pub(super) async fn invocations(
     state: State<Service>,
     record: Extension<RequestRecord>,
-    ExactJson(body): ExactJson<Value>,
+    ExactJson(body): ExactJson,
 ) -> Response {
-    match Invocation::read(&body) {
-        Ok(Invocation::Generate(request)) => generate::compat(state, record, ExactJson(*request)).await.into_response(),
+    let invocation = Invocation::read(&body);
+    if let Ok(invocation) = &invocation
+        && let Err(error) = check_fields(invocation.known_fields(), &body, Some(&record), &state)
+    {
+        return match invocation {
+            Invocation::Generate(_) => TgiError(error).into_response(),
+            Invocation::Chat(_) | Invocation::Completion(_) => OpenAiError::from(error).into_response(),
+        };
+    }
+    match invocation {
+        Ok(Invocation::Generate(request)) => generate::compat(state, record, TgiJson(*request)).await.into_response(),
         Ok(Invocation::Chat(request)) => {
             chat::answer(state.0, record.0, *request, &SamplingDefaults::NONE).await.into_response()
         }
@@ -86,6 +97,14 @@ pub(super) async fn invocations(
 }
 
 impl Invocation {
+    fn known_fields(&self) -> &'static KnownFields {
+        match self {
+            Self::Generate(_) => GenerateRequest::known_fields(),
+            Self::Chat(_) => ChatRequest::known_fields(),
+            Self::Completion(_) => CompletionRequest::known_fields(),
+        }
+    }
+
     /// COMPAT: as in TGI, the first shape that fits wins: generate, then chat, then completion.
     fn read(body: &Value) -> Result<Self, String> {
         let not_generate = match GenerateRequest::deserialize(body) {

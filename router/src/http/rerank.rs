@@ -4,7 +4,7 @@ use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 
-use super::dialect::{OpenAiError, OpenAiJson, TgiError};
+use super::dialect::{OpenAiError, OpenAiJson, TgiError, TgiJson};
 use super::document::{OpenAiFailures, TgiFailures};
 use super::header;
 use super::service::Service;
@@ -25,7 +25,7 @@ use crate::telemetry::RequestRecord;
 pub(super) async fn rerank(
     State(service): State<Service>,
     Extension(record): Extension<RequestRecord>,
-    Json(request): Json<RerankRequest>,
+    TgiJson(request): TgiJson<RerankRequest>,
 ) -> Result<Response, TgiError> {
     record.generates();
     let (is_raw, returns_text) = (request.raw_scores, request.return_text);

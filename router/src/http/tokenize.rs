@@ -11,7 +11,7 @@ use serde::Deserialize;
 use serde::de::IgnoredAny;
 use utoipa::ToSchema;
 
-use super::dialect::{DETOKENIZE, OpenAiError, OpenAiJson, TOKENIZE, TgiError};
+use super::dialect::{DETOKENIZE, OpenAiError, OpenAiJson, TOKENIZE, TgiError, TgiJson};
 use super::document::{AdmissionFailures, EitherAdmissionFailures, OpenAiAdmissionFailures};
 use super::service::Service;
 use crate::api::openai::{ChatRequest, DetokenizeRequest, Detokenized, TokenizeChat, TokenizePrompt, Tokenized};
@@ -68,9 +68,9 @@ pub(super) async fn tokenize(State(service): State<Service>, request: Request) -
     match markers {
         Markers { inputs: None, messages: Some(_), .. } => tokenize_chat(&service, request).await.into_response(),
         Markers { inputs: None, prompt: Some(_), .. } => tokenize_prompt(&service, request).await.into_response(),
-        _ => match Json::from_request(request, &service).await {
-            Ok(Json(request)) => tokenize_inputs(&service, request).await.into_response(),
-            Err(rejection) => rejection.into_response(),
+        _ => match TgiJson::from_request(request, &service).await {
+            Ok(TgiJson(request)) => tokenize_inputs(&service, request).await.into_response(),
+            Err(rejection) => rejection,
         },
     }
 }
@@ -138,7 +138,7 @@ pub(super) async fn detokenize(
 )]
 pub(super) async fn chat_tokenize(
     State(service): State<Service>,
-    Json(request): Json<ChatRequest>,
+    TgiJson(request): TgiJson<ChatRequest>,
 ) -> Result<Json<ChatTokenizeResponse>, TgiError> {
     service.model_name(request.model.as_deref())?;
     let TokenizedChat { text, spans } =

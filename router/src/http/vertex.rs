@@ -9,7 +9,7 @@ use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 use futures::future::try_join_all;
 
-use super::dialect::ExactJson;
+use super::dialect::TgiJson;
 use super::service::Service;
 use super::{dialect, generate};
 use crate::api::error::{ApiError, TgiErrorBody};
@@ -53,7 +53,7 @@ impl IntoResponse for VertexError {
 pub(super) async fn vertex(
     State(service): State<Service>,
     Extension(record): Extension<RequestRecord>,
-    ExactJson(request): ExactJson<VertexRequest>,
+    TgiJson(request): TgiJson<VertexRequest>,
 ) -> Result<Json<VertexResponse>, VertexError> {
     record.generates();
     if request.instances.is_empty() {

@@ -39,3 +39,4 @@ mod thinking;
 mod tool;
 mod unread;
 mod vllm;
+mod warning;
