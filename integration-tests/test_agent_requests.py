@@ -36,6 +36,7 @@ def events(server: Server, path: str, body: dict[str, Any], headers: dict[str, s
     """The events of the stream that answers the request."""
     answer = ask(server, path, body, **headers)
     assert answer.status == 200, answer.text
+    assert "unknown field" not in answer.headers.get("x-penstock-warning", "")
     return [json.loads(line[5:]) for line in answer.text.splitlines() if line.startswith("data:")]
 
 

@@ -51,6 +51,24 @@ def test_thoughts_end_after_their_tokens(open_: str, max_tokens: int, wanted: li
     assert run(ThoughtLimit(max_tokens, open_, CLOSE, END_IDS), wanted) == text
 
 
+@pytest.mark.parametrize(
+    ("text", "ends_characters", "num_tokens"),
+    [("ab😀c", False, 3), ("ab😀c", True, 6), ("aé", True, 3), ("abc", True, 3), ("ab€", True, 5)],
+)
+def test_in_a_grammar_thoughts_end_after_a_character(text: str, ends_characters: bool, num_tokens: int) -> None:
+    limit = ThoughtLimit(3, "", CLOSE, END_IDS)
+    thoughts = Thoughts(limit, lambda byte: bytes([byte]), [], ends_characters=ends_characters)
+    for place, byte in enumerate(text.encode()):
+        assert bool(thoughts.forced()) == (place >= num_tokens)
+        if not thoughts.forced():
+            thoughts.push(byte)
+
+
+def test_bytes_that_are_no_characters_end_nevertheless() -> None:
+    thoughts = Thoughts(ThoughtLimit(1, "", CLOSE, END_IDS), lambda _: b"\xf0", [0, 0, 0, 0], ends_characters=True)
+    assert thoughts.forced()
+
+
 def test_thoughts_that_begin_again_count_together() -> None:
     limit = ThoughtLimit(2, OPEN, "<end>", (10, 9), reopens=True)
     assert run(limit, [3, 0, 10, 0, 3, 0, 0, 3, 0]) == "<think>a<end>a<think>a<end>final:a<think><end>final:a"

@@ -307,7 +307,9 @@ class GrammarStates:
             if grammar.thoughts is None:
                 return answer
         assert grammar.thoughts is not None  # `grammar_of` makes no other
-        return _LimitedState(Thoughts(grammar.thoughts, self._compiler.bytes_of, generated), answer, end_ids)
+        ends_characters = answer is not None
+        thoughts = Thoughts(grammar.thoughts, self._compiler.bytes_of, generated, ends_characters=ends_characters)
+        return _LimitedState(thoughts, answer, end_ids)
 
     @property
     def is_empty(self) -> bool:

@@ -11,6 +11,8 @@ from enum import Enum, auto
 
 from penstock_server.grammar.text import ThoughtLimit
 
+_MAX_CONTINUATION_BYTES = 3  # of a character in UTF-8
+
 
 class _Stage(Enum):
     BEFORE = auto()  # the thoughts may begin
@@ -22,9 +24,18 @@ class _Stage(Enum):
 class Thoughts:
     """The thoughts of one sequence, as far as its tokens are known."""
 
-    def __init__(self, limit: ThoughtLimit, decode: Callable[[int], bytes], generated: Iterable[int]) -> None:
-        """decode: returns the bytes of a token."""
+    def __init__(
+        self,
+        limit: ThoughtLimit,
+        decode: Callable[[int], bytes],
+        generated: Iterable[int],
+        *,
+        ends_characters: bool = False,
+    ) -> None:
+        """decode: returns the bytes of a token. ends_characters: allow the few tokens more that complete a character,
+        because a grammar allows nothing within one."""
         self._limit = limit
+        self._ends_characters = ends_characters
         self._open, self._close = limit.open.encode(), limit.close.encode()
         self._decode = decode
         self._stage = _Stage.BEFORE if self._open else _Stage.WITHIN
@@ -88,5 +99,17 @@ class Thoughts:
             self._text = self._text[-len(self._open) :] if self._open else b""
 
     def _enforce(self) -> None:
-        if self._stage is _Stage.WITHIN and self._num_tokens >= self._limit.max_tokens:
-            self._stage, self._num_forced = _Stage.FORCED, 0
+        num_over = self._num_tokens - self._limit.max_tokens
+        if self._stage is not _Stage.WITHIN or num_over < 0:
+            return
+        if self._ends_characters and num_over < _MAX_CONTINUATION_BYTES and _is_within_character(self._text):
+            return
+        self._stage, self._num_forced = _Stage.FORCED, 0
+
+
+def _is_within_character(text: bytes) -> bool:
+    """Whether UTF-8 text ends within a character."""
+    for num_bytes, byte in enumerate(reversed(text[-_MAX_CONTINUATION_BYTES:]), 1):
+        if byte & 0xC0 != 0x80:  # the first byte of a character says how many it has
+            return num_bytes < (4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1)
+    return False

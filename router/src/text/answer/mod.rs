@@ -22,6 +22,8 @@ mod run_parser;
 #[cfg(test)]
 mod sample;
 mod table;
+#[cfg(test)]
+mod thought_tests;
 mod tool;
 mod value_kind;
 
