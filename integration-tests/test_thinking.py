@@ -102,7 +102,9 @@ def test_drafts_change_no_token_of_a_limited_answer(plain: Server, drafting: Ser
 def test_what_follows_the_thoughts_matches_its_grammar(plain: Server) -> None:
     answer = chat(plain, thinking_token_budget=9, response_format=FORMAT, max_tokens=200)["choices"][0]
     assert json.loads(answer["message"]["content"])["a"] in (1, 2)
-    answer = chat(plain, thinking_token_budget=9, tools=[TOOL], tool_choice="required", max_tokens=200)["choices"][0]
+    answer = chat(
+        plain, thinking_token_budget=9, tools=[TOOL], tool_choice="required", parallel_tool_calls=False, max_tokens=200
+    )["choices"][0]
     (call,) = answer["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"])["a"] in (1, 2)
     assert answer["message"]["reasoning_content"]
