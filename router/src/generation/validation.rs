@@ -137,7 +137,7 @@ pub(crate) enum ValidationError {
     Item { path: String, problem: String },
     /// The request has fields that the server does not know, and the server is strict. `path`: of the first. `message`: names all.
     #[error("{message}")]
-    UnknownField { path: String, message: String },
+    UnknownField { path: Box<str>, message: Box<str> },
 }
 
 /// What a dialect calls the fields that dialects name differently.
@@ -213,7 +213,8 @@ impl ValidationError {
             Self::IgnoreEosWithGrammar => Some("ignore_eos"),
             Self::StreamOptions => Some("stream_options"),
             Self::NoMessages | Self::ContentPart { .. } | Self::ImagePlaces { .. } | Self::Image(_) => Some("messages"),
-            Self::Item { path, .. } | Self::UnknownField { path, .. } => Some(path),
+            Self::Item { path, .. } => Some(path),
+            Self::UnknownField { path, .. } => Some(path),
             Self::NoPrompts => Some("prompt"),
             Self::Dimensions { .. } => Some("dimensions"),
             Self::Prompt(_) => Some("prompt_name"),

@@ -224,7 +224,7 @@ impl FromRequest<Service> for ExactJson {
     type Rejection = Response;
 
     async fn from_request(request: Request, service: &Service) -> Result<Self, Self::Rejection> {
-        match exact(request, service).await {
+        match parsed(request, service).await {
             Ok((value, _)) => Ok(Self(value)),
             Err(unread) => Err(unread.into_tgi_response()),
         }
@@ -232,7 +232,7 @@ impl FromRequest<Service> for ExactJson {
 }
 
 /// The request's body as JSON, without numbers in its schemas that the parser would change.
-async fn exact<T: DeserializeOwned>(request: Request, service: &Service) -> Result<(T, Bytes), Unread> {
+async fn parsed<T: DeserializeOwned>(request: Request, service: &Service) -> Result<(T, Bytes), Unread> {
     let (parts, body) = request.into_parts();
     let bytes = Bytes::from_request(Request::from_parts(parts.clone(), body), service).await;
     let bytes = bytes.map_err(|rejection| Unread::Json(rejection.into()))?;
@@ -245,7 +245,7 @@ async fn exact<T: DeserializeOwned>(request: Request, service: &Service) -> Resu
 /// The request's body as a request of its dialect, whose fields are known.
 async fn read<T: RequestBody>(request: Request, service: &Service) -> Result<T, Unread> {
     let record = request.extensions().get::<RequestRecord>().cloned();
-    let (value, bytes) = exact(request, service).await?;
+    let (value, bytes) = parsed(request, service).await?;
     let json = &mut serde_json::Deserializer::from_slice(&bytes);
     check_fields(T::known_fields(), json, record.as_ref(), service).map_err(Unread::Field)?;
     Ok(value)
@@ -263,8 +263,8 @@ pub(super) fn check_fields<'de, D: Deserializer<'de>>(
     let mut messages: Vec<_> = unknown.iter().map(ToString::to_string).collect();
     messages.extend((num_more > 0).then(|| format!("{num_more} more unknown fields")));
     if service.config().strict_requests {
-        let message = messages.join("; ");
-        return Err(ValidationError::UnknownField { path: first.path.clone(), message }.into());
+        let (path, message) = (first.path.as_str().into(), messages.join("; ").into());
+        return Err(ValidationError::UnknownField { path, message }.into());
     }
     if let Some(record) = record {
         let mut warnings = Warnings::default();

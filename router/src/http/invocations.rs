@@ -87,10 +87,10 @@ pub(super) async fn invocations(
     match invocation {
         Ok(Invocation::Generate(request)) => generate::compat(state, record, TgiJson(*request)).await.into_response(),
         Ok(Invocation::Chat(request)) => {
-            chat::answer(state.0, record.0, *request, &SamplingDefaults::NONE).await.into_response()
+            Box::pin(chat::answer(state.0, record.0, *request, &SamplingDefaults::NONE)).await.into_response()
         }
         Ok(Invocation::Completion(request)) => {
-            completion::answer(state.0, record.0, *request, &SamplingDefaults::NONE).await.into_response()
+            Box::pin(completion::answer(state.0, record.0, *request, &SamplingDefaults::NONE)).await.into_response()
         }
         Err(message) => (StatusCode::UNPROCESSABLE_ENTITY, message).into_response(),
     }
