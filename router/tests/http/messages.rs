@@ -36,7 +36,7 @@ fn lines(answer: &Answer) -> String {
 async fn an_answer_has_anthropic_s_shape() {
     let server = Server::answering(&[word("Hello"), IM_END]).await;
     let answer = server.post(PATH, hello(json!({}))).await;
-    insta::assert_snapshot!(stable(&answer.body), @r#"{"id":"msg_ID","type":"message","role":"assistant","model":"test/model","content":[{"type":"text","text":"Hello","citations":null}],"stop_reason":"end_turn","stop_sequence":null,"stop_details":null,"container":null,"usage":{"input_tokens":21,"cache_creation_input_tokens":0,"cache_read_input_tokens":0,"output_tokens":2,"output_tokens_details":{"thinking_tokens":0},"cache_creation":null,"inference_geo":null,"server_tool_use":null,"service_tier":"standard"}}"#);
+    insta::assert_snapshot!(stable(&answer.body), @r#"{"id":"msg_ID","type":"message","role":"assistant","model":"test/model","content":[{"type":"text","text":"Hello"}],"stop_reason":"end_turn","stop_sequence":null,"stop_details":null,"usage":{"input_tokens":21,"cache_creation_input_tokens":0,"cache_read_input_tokens":0,"output_tokens":2,"output_tokens_details":{"thinking_tokens":0},"cache_creation":{"ephemeral_5m_input_tokens":0,"ephemeral_1h_input_tokens":0},"service_tier":"standard"}}"#);
     assert_eq!(answer.header("x-prompt-tokens"), "21");
 }
 
@@ -46,10 +46,10 @@ async fn a_stream_has_the_published_events_in_order() {
     let answer = server.post(PATH, hello(json!({"stream": true, "model": "mine"}))).await;
     insta::assert_snapshot!(stable(&answer.body), @r#"
     event: message_start
-    data: {"type":"message_start","message":{"id":"msg_ID","type":"message","role":"assistant","model":"mine","content":[],"stop_reason":null,"stop_sequence":null,"stop_details":null,"container":null,"usage":{"input_tokens":21,"cache_creation_input_tokens":0,"cache_read_input_tokens":0,"output_tokens":0,"output_tokens_details":{"thinking_tokens":0},"cache_creation":null,"inference_geo":null,"server_tool_use":null,"service_tier":"standard"}}}
+    data: {"type":"message_start","message":{"id":"msg_ID","type":"message","role":"assistant","model":"mine","content":[],"stop_reason":null,"stop_sequence":null,"stop_details":null,"usage":{"input_tokens":21,"cache_creation_input_tokens":0,"cache_read_input_tokens":0,"output_tokens":0,"output_tokens_details":{"thinking_tokens":0},"cache_creation":{"ephemeral_5m_input_tokens":0,"ephemeral_1h_input_tokens":0},"service_tier":"standard"}}}
 
     event: content_block_start
-    data: {"type":"content_block_start","index":0,"content_block":{"type":"text","text":"","citations":null}}
+    data: {"type":"content_block_start","index":0,"content_block":{"type":"text","text":""}}
 
     event: content_block_delta
     data: {"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":"Hello"}}
@@ -61,7 +61,7 @@ async fn a_stream_has_the_published_events_in_order() {
     data: {"type":"content_block_stop","index":0}
 
     event: message_delta
-    data: {"type":"message_delta","delta":{"stop_reason":"end_turn","stop_sequence":null},"usage":{"input_tokens":21,"cache_creation_input_tokens":0,"cache_read_input_tokens":0,"output_tokens":3,"output_tokens_details":{"thinking_tokens":0},"cache_creation":null,"inference_geo":null,"server_tool_use":null,"service_tier":"standard"}}
+    data: {"type":"message_delta","delta":{"stop_reason":"end_turn","stop_sequence":null},"usage":{"input_tokens":21,"cache_creation_input_tokens":0,"cache_read_input_tokens":0,"output_tokens":3,"output_tokens_details":{"thinking_tokens":0},"cache_creation":{"ephemeral_5m_input_tokens":0,"ephemeral_1h_input_tokens":0},"service_tier":"standard"}}
 
     event: message_stop
     data: {"type":"message_stop"}
@@ -76,17 +76,17 @@ async fn thoughts_text_and_calls_are_blocks_one_after_the_other() {
     let server = server(move |sequence| sequence.answer(&tokens)).await;
     let body = hello(json!({"tools": [tool("f"), tool("g")]}));
     let plain = server.post(PATH, body.clone()).await;
-    insta::assert_snapshot!(stable(&plain.json()["content"].to_string()), @r#"[{"type":"thinking","thinking":"hm","signature":"unsigned"},{"type":"text","text":"Hello","citations":null},{"type":"tool_use","id":"toolu_ID","name":"f","caller":{"type":"direct"},"input":{"city":"né"}},{"type":"tool_use","id":"toolu_ID","name":"g","caller":{"type":"direct"},"input":{}}]"#);
+    insta::assert_snapshot!(stable(&plain.json()["content"].to_string()), @r#"[{"type":"thinking","thinking":"hm","signature":"unsigned"},{"type":"text","text":"Hello"},{"type":"tool_use","id":"toolu_ID","name":"f","caller":{"type":"direct"},"input":{"city":"né"}},{"type":"tool_use","id":"toolu_ID","name":"g","caller":{"type":"direct"},"input":{}}]"#);
     assert_eq!(plain.json()["stop_reason"], "tool_use");
     let streamed = server.post(PATH, with(body.clone(), json!({"stream": true}))).await;
     insta::assert_snapshot!(lines(&streamed), @r#"
-    {"type":"message_start","message":{"id":"msg_ID","type":"message","role":"assistant","model":"test/model","content":[],"stop_reason":null,"stop_sequence":null,"stop_details":null,"container":null,"usage":{"input_tokens":303,"cache_creation_input_tokens":0,"cache_read_input_tokens":0,"output_tokens":0,"output_tokens_details":{"thinking_tokens":0},"cache_creation":null,"inference_geo":null,"server_tool_use":null,"service_tier":"standard"}}}
+    {"type":"message_start","message":{"id":"msg_ID","type":"message","role":"assistant","model":"test/model","content":[],"stop_reason":null,"stop_sequence":null,"stop_details":null,"usage":{"input_tokens":303,"cache_creation_input_tokens":0,"cache_read_input_tokens":0,"output_tokens":0,"output_tokens_details":{"thinking_tokens":0},"cache_creation":{"ephemeral_5m_input_tokens":0,"ephemeral_1h_input_tokens":0},"service_tier":"standard"}}}
     {"type":"content_block_start","index":0,"content_block":{"type":"thinking","thinking":"","signature":""}}
     {"type":"content_block_delta","index":0,"delta":{"type":"thinking_delta","thinking":"h"}}
     {"type":"content_block_delta","index":0,"delta":{"type":"thinking_delta","thinking":"m"}}
     {"type":"content_block_delta","index":0,"delta":{"type":"signature_delta","signature":"unsigned"}}
     {"type":"content_block_stop","index":0}
-    {"type":"content_block_start","index":1,"content_block":{"type":"text","text":"","citations":null}}
+    {"type":"content_block_start","index":1,"content_block":{"type":"text","text":""}}
     {"type":"content_block_delta","index":1,"delta":{"type":"text_delta","text":"Hello"}}
     {"type":"content_block_stop","index":1}
     {"type":"content_block_start","index":2,"content_block":{"type":"tool_use","id":"toolu_ID","name":"f","caller":{"type":"direct"},"input":{}}}
@@ -109,7 +109,7 @@ async fn thoughts_text_and_calls_are_blocks_one_after_the_other() {
     {"type":"content_block_delta","index":3,"delta":{"type":"input_json_delta","partial_json":"{"}}
     {"type":"content_block_delta","index":3,"delta":{"type":"input_json_delta","partial_json":"}"}}
     {"type":"content_block_stop","index":3}
-    {"type":"message_delta","delta":{"stop_reason":"tool_use","stop_sequence":null},"usage":{"input_tokens":303,"cache_creation_input_tokens":0,"cache_read_input_tokens":0,"output_tokens":96,"output_tokens_details":{"thinking_tokens":9},"cache_creation":null,"inference_geo":null,"server_tool_use":null,"service_tier":"standard"}}
+    {"type":"message_delta","delta":{"stop_reason":"tool_use","stop_sequence":null},"usage":{"input_tokens":303,"cache_creation_input_tokens":0,"cache_read_input_tokens":0,"output_tokens":96,"output_tokens_details":{"thinking_tokens":9},"cache_creation":{"ephemeral_5m_input_tokens":0,"ephemeral_1h_input_tokens":0},"service_tier":"standard"}}
     {"type":"message_stop"}
     "#);
     assert_eq!(stable(&message_fold(&streamed).to_string()), stable(&plain.json().to_string()));

@@ -1,4 +1,7 @@
 //! The answer, and the events of its stream. Adding up the events gives the answer.
+//!
+//! COMPAT: a field without a value is left out, as Anthropic does: strict clients refuse a null there. Only the fields that
+//! say how the answer stopped are null.
 
 use serde::{Serialize, Serializer};
 use serde_json::{Map, Value};
@@ -20,11 +23,9 @@ pub(crate) struct Message {
     pub(crate) stop_reason: Option<StopReason>,
     /// The stop sequence that ended the answer.
     pub(crate) stop_sequence: Option<String>,
-    /// Always null, as is `container`.
+    /// Always null.
     #[schema(value_type = Option<Object>)]
     pub(crate) stop_details: (),
-    #[schema(value_type = Option<Object>)]
-    pub(crate) container: (),
     pub(crate) usage: Usage,
 }
 
@@ -35,9 +36,6 @@ pub(crate) struct Message {
 pub(crate) enum ContentBlock {
     Text {
         text: String,
-        /// Always null.
-        #[schema(value_type = Option<Object>)]
-        citations: (),
     },
     Thinking {
         thinking: String,
@@ -92,15 +90,17 @@ pub(crate) struct Usage {
     pub(crate) cache_read_input_tokens: usize,
     pub(crate) output_tokens: usize,
     pub(crate) output_tokens_details: OutputTokensDetails,
-    /// Always null, as are `inference_geo` and `server_tool_use`.
-    #[schema(value_type = Option<Object>)]
-    pub(crate) cache_creation: (),
-    #[schema(value_type = Option<String>)]
-    pub(crate) inference_geo: (),
-    #[schema(value_type = Option<Object>)]
-    pub(crate) server_tool_use: (),
+    pub(crate) cache_creation: CacheCreation,
     /// Always `standard`.
     pub(crate) service_tier: &'static str,
+}
+
+/// Prompt tokens that were cached at a price, by the time that they are kept: always 0.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, ToSchema)]
+#[schema(as = AnthropicCacheCreation)]
+pub(crate) struct CacheCreation {
+    ephemeral_5m_input_tokens: usize,
+    ephemeral_1h_input_tokens: usize,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, ToSchema)]

@@ -93,7 +93,7 @@ impl MessageWriter {
             self.close(events);
             let block = match kind {
                 BlockKind::Thinking => ContentBlock::Thinking { thinking: String::new(), signature: String::new() },
-                _ => ContentBlock::Text { text: String::new(), citations: () },
+                _ => ContentBlock::Text { text: String::new() },
             };
             self.start(kind, block, events);
         }
