@@ -28,8 +28,17 @@ pub(crate) enum ApiError {
     Malformed { status: StatusCode, message: String, param: Option<String> },
     #[error("{0}")]
     NotFound(String),
+    /// The route exists, but not for this method.
+    #[error("{0}")]
+    Method(String),
     #[error("the model `{given}` is not served here, but: {served}")]
     UnknownModel { given: String, served: String },
+    /// The request continues a conversation of Anthropic's threads.
+    #[error(
+        "`thread.previous_message_id`: the conversation of `{previous_message_id}` is not stored, because this server stores \
+         none; send all of its `messages`"
+    )]
+    Thread { previous_message_id: String },
     /// The response that the request continues is not stored.
     #[error("{0}")]
     PreviousResponse(String),
@@ -88,6 +97,15 @@ struct AnthropicErrorFields {
     kind: &'static str,
     /// For people: what was given, and what is allowed.
     message: String,
+    /// For programs, where a client can do something about the error.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    details: Option<AnthropicErrorDetails>,
+}
+
+#[derive(Debug, Serialize, ToSchema)]
+struct AnthropicErrorDetails {
+    /// `thread_not_found`: the client sends the whole conversation.
+    error_code: &'static str,
 }
 
 /// OpenAI's error object, in answers and as an event of a stream.
@@ -132,7 +150,9 @@ impl ApiError {
             Self::BatchSize { .. } => "batch size exceeded",
             Self::Malformed { .. } => "malformed_request",
             Self::NotFound(_) => "not_found",
+            Self::Method(_) => "method_not_allowed",
             Self::UnknownModel { .. } => "model_not_found",
+            Self::Thread { .. } => "thread_not_found",
             Self::PreviousResponse(_) => "previous_response_not_found",
             Self::Unauthorized(_) => "invalid_api_key",
             Self::Internal(_) => "internal",
@@ -156,7 +176,8 @@ impl ApiError {
                 StatusCode::INTERNAL_SERVER_ERROR
             }
             Self::Malformed { status, .. } => *status,
-            Self::NotFound(_) | Self::UnknownModel { .. } => StatusCode::NOT_FOUND,
+            Self::NotFound(_) | Self::UnknownModel { .. } | Self::Thread { .. } => StatusCode::NOT_FOUND,
+            Self::Method(_) => StatusCode::METHOD_NOT_ALLOWED,
             Self::Unauthorized(_) => StatusCode::UNAUTHORIZED,
         }
     }
@@ -212,7 +233,9 @@ impl ApiError {
             Self::Unhealthy
             | Self::Malformed { .. }
             | Self::NotFound(_)
+            | Self::Method(_)
             | Self::UnknownModel { .. }
+            | Self::Thread { .. }
             | Self::Unauthorized(_) => None,
         }
     }
@@ -281,7 +304,12 @@ impl ApiError {
             Self::Generation(GenerationError::Validation(error)) => error.openai_message(ANTHROPIC_NAMES),
             error => error.to_string(),
         };
-        AnthropicErrorBody { kind: "error", error: AnthropicErrorFields { kind, message } }
+        let details = match self {
+            // COMPAT: Anthropic's package sends the conversation again when it reads this code.
+            Self::Thread { .. } => Some(AnthropicErrorDetails { error_code: self.error_type() }),
+            _ => None,
+        };
+        AnthropicErrorBody { kind: "error", error: AnthropicErrorFields { kind, message, details } }
     }
 
     /// The body as an event of a stream.

@@ -11,6 +11,7 @@ use super::document::{AnthropicAdmissionFailures, AnthropicFailures};
 use super::message_answer::MessageAnswer;
 use super::service::Service;
 use crate::api::anthropic::{CountTokensRequest, Message, MessageEvent, MessagesRequest, TokenCount};
+use crate::api::error::ApiError;
 use crate::telemetry::RequestRecord;
 use writer::MessageWriter;
 
@@ -37,6 +38,7 @@ pub(super) async fn messages(
     record.generates();
     let streams = request.stream;
     let model = service.model_name(Some(&request.conversation.model))?;
+    check_whole(request.conversation.continued())?;
     let mut writer = MessageWriter::new(&request, model);
     let adapter_id = service.adapter_named(Some(&request.conversation.model));
     let mut request = request.into_generation(&service.config().sampling_defaults)?;
@@ -57,9 +59,18 @@ pub(super) async fn messages(
 )]
 pub(super) async fn count_tokens(
     State(service): State<Service>,
+    Extension(record): Extension<RequestRecord>,
     AnthropicJson(request): AnthropicJson<CountTokensRequest>,
 ) -> Result<Json<TokenCount>, AnthropicError> {
     service.model_name(Some(&request.conversation.model))?;
-    let tokenized = service.generation().tokenize_chat(request.into_chat()?, false).await?;
+    check_whole(request.conversation.continued())?;
+    let (chat, warnings) = request.into_chat()?;
+    record.warn(warnings);
+    let tokenized = service.generation().tokenize_chat(chat, false).await?;
     Ok(Json(TokenCount { input_tokens: tokenized.spans.len() }))
+}
+
+/// Refuses a conversation that continues a message without repeating what is before it.
+fn check_whole(continued: Option<&str>) -> Result<(), ApiError> {
+    continued.map_or(Ok(()), |id| Err(ApiError::Thread { previous_message_id: id.to_owned() }))
 }

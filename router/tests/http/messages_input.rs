@@ -84,6 +84,165 @@ async fn what_differs_in_every_request_of_claude_code_is_not_part_of_the_prompt(
 }
 
 #[tokio::test]
+async fn documents_and_search_results_are_read_as_text() {
+    let server = server(|sequence| sequence.answer(&[IM_END])).await;
+    let plain = json!({"type": "document", "title": "T", "context": "C", "citations": {"enabled": true},
+                       "source": {"type": "text", "media_type": "text/plain", "data": "one"}});
+    let blocks = json!({"type": "document", "source": {"type": "content", "content": [text("two"), text("three")]}});
+    let whole = json!({"type": "document", "source": {"type": "content", "content": "four"}});
+    let found = json!({"type": "search_result", "source": "https://example.org", "title": "S",
+                       "content": [text("five"), text("six")]});
+    let tools = json!([{"type": "tool_reference", "tool_name": "g"}, found, plain]);
+    let messages = json!([
+        {"role": "user", "content": [plain, blocks, whole, text("Hi")]},
+        {"role": "assistant", "content": [call("a")]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": tools}]},
+    ]);
+    insta::assert_snapshot!(prompt_of(&server, json!({"messages": messages, "tools": [tool("f")]})).await, @r#"
+    [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}]
+    user:<document>
+    title: T
+    context: C
+
+    one
+
+    </document>
+
+    <document>
+
+    two
+
+    three
+
+    </document>
+
+    <document>
+
+    four
+
+    </document>
+
+    Hi
+    assistant:<tool_call>{"name": "f", "arguments": {"city": "x"}}</tool_call>
+    tool:<tool_reference>g</tool_reference>
+
+    <search_result>
+    title: S
+    source: https://example.org
+
+    five
+
+    six
+    </search_result>
+
+    <document>
+    title: T
+    context: C
+
+    one
+
+    </document>af
+    "#);
+}
+
+#[tokio::test]
+async fn what_tools_of_other_servers_did_is_read_as_text_without_what_is_encrypted() {
+    let server = server(|sequence| sequence.answer(&[IM_END])).await;
+    let page =
+        json!({"type": "web_search_result", "url": "https://example.org", "title": "E", "encrypted_content": "x"});
+    let pdf = json!({"type": "base64", "media_type": "application/pdf", "data": "JVBE"});
+    let fetched = json!({"type": "web_fetch_result", "url": "https://example.org/a.pdf",
+                         "content": {"type": "document", "source": pdf}});
+    let ran = json!({"type": "code_execution_result", "stdout": "4", "stderr": "", "return_code": 0, "content": []});
+    let answer = json!([
+        text("Let me look."),
+        {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {"query": "e"}},
+        {"type": "web_search_tool_result", "tool_use_id": "srvtoolu_1", "content": [page]},
+        {"type": "web_fetch_tool_result", "tool_use_id": "srvtoolu_2", "content": fetched},
+        {"type": "code_execution_tool_result", "tool_use_id": "srvtoolu_3", "content": ran},
+        {"type": "redacted_thinking", "data": "x"},
+        {"type": "fallback"},
+        text("It is E."),
+    ]);
+    let messages = json!([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer},
+                          {"role": "user", "content": "Sure?"}]);
+    insta::assert_snapshot!(prompt_of(&server, json!({"messages": messages})).await, @r#"
+    user:Hi
+    assistant:Let me look.
+
+    <server_tool_use name="web_search">{"query":"e"}</server_tool_use>
+
+    <web_search_tool_result>[{"type":"web_search_result","url":"https://example.org","title":"E"}]</web_search_tool_result>
+
+    <web_fetch_tool_result>{"type":"web_fetch_result","url":"https://example.org/a.pdf","content":{"type":"document","source":{"type":"base64","media_type":"application/pdf"}}}</web_fetch_tool_result>
+
+    <code_execution_tool_result>{"type":"code_execution_result","stdout":"4","stderr":"","return_code":0,"content":[]}</code_execution_tool_result>
+
+    It is E.
+    user:Sure?
+    "#);
+}
+
+#[tokio::test]
+async fn tools_that_the_client_executes_are_shown_with_their_documented_input() {
+    let server = server(|sequence| sequence.answer(&[IM_END])).await;
+    let tools = json!([
+        {"type": "bash_20250124", "name": "bash"},
+        {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool", "max_characters": 100},
+        {"type": "text_editor_20241022", "name": "str_replace_editor"},
+        {"type": "memory_20250818", "name": "memory"},
+        {"type": "computer_20250124", "name": "computer", "display_width_px": 1024, "display_height_px": 768},
+    ]);
+    let prompt = prompt_of(&server, json!({"tools": tools})).await;
+    let shown: Value = serde_json::from_str(prompt.lines().next().unwrap()).unwrap();
+    let property = |index: usize, name: &str| shown[index]["function"]["parameters"]["properties"][name].clone();
+    let names: Vec<_> = (0..5).map(|index| shown[index]["function"]["name"].clone()).collect();
+    assert_eq!(names, ["bash", "str_replace_based_edit_tool", "str_replace_editor", "memory", "computer"]);
+    assert_eq!(property(0, "command")["type"], "string");
+    assert_eq!(property(1, "command")["enum"], json!(["view", "create", "str_replace", "insert"]));
+    assert_eq!(property(1, "insert_text")["type"], "string");
+    assert_eq!(property(2, "command")["enum"][4], "undo_edit");
+    assert_eq!(property(2, "insert_text"), Value::Null);
+    assert_eq!(property(3, "command")["enum"][5], "rename");
+    assert!(property(4, "action")["enum"].as_array().unwrap().contains(&json!("scroll")));
+    assert!(prompt.contains("1024 x 768"));
+}
+
+#[tokio::test]
+async fn tools_that_anthropic_executes_are_left_out_with_a_warning() {
+    let server = server(|sequence| sequence.answer(&[IM_END])).await;
+    let hosted = [
+        json!({"type": "web_search_20250305", "name": "web_search", "max_uses": 2}),
+        json!({"type": "code_execution_20250825", "name": "code_execution"}),
+        json!({"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}),
+        json!({"type": "mcp_toolset", "mcp_server_name": "m"}),
+    ];
+    let expected = prompt_of(&server, json!({"tools": [tool("f")]})).await;
+    for hosted in hosted {
+        for path in [PATH, COUNT] {
+            let answer = server.post(path, hello(json!({"tools": [hosted, tool("f")]}))).await;
+            assert_eq!(answer.status, StatusCode::OK, "{}", answer.body);
+            let warning = format!("tools[0].type: `{}` is left out", hosted["type"].as_str().unwrap());
+            assert!(answer.header("x-penstock-warning").contains(&warning));
+        }
+        assert_eq!(prompt_of(&server, json!({"tools": [hosted, tool("f")]})).await, expected);
+    }
+}
+
+#[tokio::test]
+async fn a_thread_is_not_kept_and_clients_learn_that_they_must_send_it_again() {
+    let server = server(|sequence| sequence.answer(&[IM_END])).await;
+    prompt_of(&server, json!({"thread": {"type": "create"}})).await;
+    for path in [PATH, COUNT] {
+        let thread = json!({"type": "continue", "previous_message_id": "msg_1"});
+        let answer = server.post(path, hello(json!({"thread": thread}))).await;
+        let message = refusal(&answer, StatusCode::NOT_FOUND, "not_found_error");
+        assert!(message.contains("the conversation of `msg_1` is not stored"), "{message}");
+        assert_eq!(answer.json()["error"]["details"], json!({"error_code": "thread_not_found"}));
+    }
+}
+
+#[tokio::test]
 async fn a_last_message_of_the_assistant_is_continued() {
     let server = server(|sequence| sequence.answer(&[IM_END])).await;
     let messages = json!([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well,"}]);
@@ -127,9 +286,29 @@ async fn invalid_requests_name_the_field() {
         (user(json!({"type": "video"})), "messages[0].content[1].type: unknown variant `video`"),
         (user(image.clone()), "messages[0].content[1].source: images are not supported: this model reads only text"),
         (user(json!({"type": "image"})), "messages[0].content[1]: `image` blocks need a `source`"),
+        (user(json!({"type": "document", "source": {}})), "messages[0].content[1]: missing field `type`"),
+        (user(json!({"type": "document"})), "messages[0].content[1].source: a document needs a `source`"),
         (
-            user(json!({"type": "document", "source": {}})),
-            "messages[0].content[1]: `document` blocks are not supported",
+            user(
+                json!({"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBE"}}),
+            ),
+            "messages[0].content[1].source: documents of the type application/pdf are not supported; send the document's text",
+        ),
+        (
+            user(json!({"type": "document", "source": {"type": "url", "url": "https://example.org/a.pdf"}})),
+            "messages[0].content[1].source: documents are not fetched from URLs; send the document's text",
+        ),
+        (
+            user(json!({"type": "document", "source": {"type": "file", "file_id": "f"}})),
+            "messages[0].content[1].source: this server keeps no files; send the document's text",
+        ),
+        (
+            user(json!({"type": "container_upload", "file_id": "f"})),
+            "messages[0].content[1]: `container_upload` blocks are not supported: this server keeps no files",
+        ),
+        (
+            json!({"system": [{"type": "document", "source": {"type": "text", "data": "a"}}]}),
+            "system[0]: `document` blocks are not supported in a system prompt",
         ),
         (user(call("a")), "messages[0].content[1]: `tool_use` blocks do not belong"),
         (user(result("toolu_unknown")), "messages[0].content[1].tool_use_id: `toolu_unknown` is not the id"),
@@ -152,7 +331,17 @@ async fn invalid_requests_name_the_field() {
         (json!({"stop_sequences": ["a", "b", "c", "d", "e"]}), "`stop_sequences` supports up to 4"),
         (json!({"stop_sequences": [""]}), "`stop_sequences` must not contain an empty string"),
         (json!({"tools": [{"name": "f"}]}), "tools[0]: missing field `input_schema`"),
-        (json!({"tools": [{"type": "web_search_20250305", "name": "w"}]}), "tools[0].type: `web_search_20250305`"),
+        (
+            json!({"tools": [{"type": "web_search_20250305", "name": "w"}]}),
+            "tools[0].type: `web_search_20250305` is not supported: Anthropic executes it",
+        ),
+        (json!({"tools": [{"type": "bash_20250124"}]}), "tools[0]: missing field `name`"),
+        (json!({"tools": [{"input_schema": {}}]}), "tools[0]: missing field `name`"),
+        (
+            json!({"tools": [tool("f"), {"type": "browser_toolset_20260801"}]}),
+            "tools[1].type: `browser_toolset_20260801` is not a known tool; send it with the type `custom`",
+        ),
+        (json!({"tools": [{"type": "bash", "name": "b"}]}), "tools[0].type: `bash` is not a known tool"),
         (json!({"tools": [tool("f")], "tool_choice": {"type": "tool", "name": "h"}}), "names the function \"h\""),
         (json!({"tool_choice": {"type": "any"}}), "the request has no tools"),
         (json!({"tool_choice": "auto"}), "tool_choice: invalid type: string"),

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use serde::Deserialize;
+use serde::de::IgnoredAny;
 use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
@@ -56,10 +57,104 @@ pub(super) enum Block {
     Image {
         source: Option<ImageField>,
     },
-    /// Refused: the model reads only text.
-    Document,
-    /// Refused: the model reads only text.
-    SearchResult,
+    /// Of a user's message or of a tool's result.
+    Document(DocumentBlock),
+    /// Of a user's message or of a tool's result.
+    SearchResult(SearchResultBlock),
+    /// The name of a tool that a search of tools has found; the model is shown all tools anyway.
+    ToolReference {
+        tool_name: String,
+    },
+    /// A call that another server has executed within an earlier answer, read as text.
+    ServerToolUse(HostedCall),
+    /// As `server_tool_use`.
+    McpToolUse(HostedCall),
+    /// The result of such a call, read as text, as are the following ones. What is encrypted is left out.
+    WebSearchToolResult(HostedResult),
+    WebFetchToolResult(HostedResult),
+    CodeExecutionToolResult(HostedResult),
+    BashCodeExecutionToolResult(HostedResult),
+    TextEditorCodeExecutionToolResult(HostedResult),
+    ToolSearchToolResult(HostedResult),
+    AdvisorToolResult(HostedResult),
+    McpToolResult(HostedResult),
+    /// The summary of the conversation before it.
+    Compaction {
+        content: Option<String>,
+    },
+    /// Dropped: it says only that another model has answered.
+    Fallback,
+    /// Refused: this server keeps no files.
+    ContainerUpload,
+}
+
+/// A document's text. Its `citations` have no effect.
+#[derive(Debug, Deserialize, ToSchema)]
+#[schema(as = AnthropicDocument)]
+pub(super) struct DocumentBlock {
+    pub(super) source: Option<DocumentSource>,
+    pub(super) title: Option<String>,
+    /// What the client says of the document.
+    pub(super) context: Option<String>,
+}
+
+/// Where a document's text is.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(tag = "type", rename_all = "snake_case")]
+#[schema(as = AnthropicDocumentSource)]
+pub(super) enum DocumentSource {
+    Text {
+        data: String,
+    },
+    /// A string, or a list of `text` and `image` blocks.
+    Content {
+        #[schema(no_recursion)]
+        content: Content<TextBlock>,
+    },
+    /// Refused: PDF documents are not read.
+    Base64 {
+        media_type: Option<String>,
+    },
+    /// Refused: documents are not fetched.
+    Url,
+    /// Refused: this server keeps no files.
+    File,
+}
+
+/// A result of a search that the client has done. Its `citations` have no effect.
+#[derive(Debug, Deserialize, ToSchema)]
+#[schema(as = AnthropicSearchResult)]
+pub(super) struct SearchResultBlock {
+    pub(super) source: String,
+    pub(super) title: String,
+    pub(super) content: Vec<FoundText>,
+}
+
+/// A text of a search result.
+#[derive(Debug, Deserialize, ToSchema)]
+#[schema(as = AnthropicFoundText)]
+pub(super) struct FoundText {
+    /// Always `text`.
+    #[serde(rename = "type")]
+    #[schema(value_type = Option<String>)]
+    _kind: Option<IgnoredAny>,
+    pub(super) text: String,
+}
+
+/// A call that this server did not execute.
+#[derive(Debug, Deserialize, ToSchema)]
+#[schema(as = AnthropicHostedCall)]
+pub(super) struct HostedCall {
+    pub(super) name: String,
+    #[schema(value_type = Option<Object>)]
+    pub(super) input: Option<Value>,
+}
+
+/// What such a call has returned.
+#[derive(Debug, Deserialize, ToSchema)]
+#[schema(as = AnthropicHostedResult)]
+pub(super) struct HostedResult {
+    pub(super) content: Option<Value>,
 }
 
 /// Where an image is.
@@ -98,10 +193,14 @@ pub(super) enum TextBlock {
     Image {
         source: Option<ImageField>,
     },
-    /// Refused: the model reads only text.
-    Document,
-    /// Refused: the model reads only text.
-    SearchResult,
+    /// Of a tool's result; refused in a system prompt.
+    Document(DocumentBlock),
+    /// Of a tool's result; refused in a system prompt.
+    SearchResult(SearchResultBlock),
+    /// Of a tool's result; refused in a system prompt.
+    ToolReference {
+        tool_name: String,
+    },
 }
 
 impl From<TextBlock> for Block {
@@ -109,8 +208,9 @@ impl From<TextBlock> for Block {
         match block {
             TextBlock::Text { text } => Self::Text { text },
             TextBlock::Image { source } => Self::Image { source },
-            TextBlock::Document => Self::Document,
-            TextBlock::SearchResult => Self::SearchResult,
+            TextBlock::Document(document) => Self::Document(document),
+            TextBlock::SearchResult(result) => Self::SearchResult(result),
+            TextBlock::ToolReference { tool_name } => Self::ToolReference { tool_name },
         }
     }
 }
@@ -125,8 +225,22 @@ impl Block {
             Self::ToolUse { .. } => "tool_use",
             Self::ToolResult { .. } => "tool_result",
             Self::Image { .. } => "image",
-            Self::Document => "document",
-            Self::SearchResult => "search_result",
+            Self::Document(_) => "document",
+            Self::SearchResult(_) => "search_result",
+            Self::ToolReference { .. } => "tool_reference",
+            Self::ServerToolUse(_) => "server_tool_use",
+            Self::McpToolUse(_) => "mcp_tool_use",
+            Self::WebSearchToolResult(_) => "web_search_tool_result",
+            Self::WebFetchToolResult(_) => "web_fetch_tool_result",
+            Self::CodeExecutionToolResult(_) => "code_execution_tool_result",
+            Self::BashCodeExecutionToolResult(_) => "bash_code_execution_tool_result",
+            Self::TextEditorCodeExecutionToolResult(_) => "text_editor_code_execution_tool_result",
+            Self::ToolSearchToolResult(_) => "tool_search_tool_result",
+            Self::AdvisorToolResult(_) => "advisor_tool_result",
+            Self::McpToolResult(_) => "mcp_tool_result",
+            Self::Compaction { .. } => "compaction",
+            Self::Fallback => "fallback",
+            Self::ContainerUpload => "container_upload",
         }
     }
 
@@ -151,9 +265,7 @@ pub(super) fn blocks<B: Into<Block>>(content: Content<B>, path: &str) -> Vec<(St
 pub(super) fn texts(content: Content<TextBlock>, path: &str) -> Result<Vec<String>, ValidationError> {
     let text = |(path, block): (String, Block)| match block {
         Block::Text { text } => Ok(text),
-        block => Err(block.refused(&path, UNREADABLE)),
+        block => Err(block.refused(&path, "are not supported in a system prompt, only `text` blocks are")),
     };
     blocks(content, path).into_iter().map(text).collect()
 }
-
-pub(super) const UNREADABLE: &str = "are not supported: this model reads only text";

@@ -2,7 +2,8 @@
 
 use serde_json::Value;
 
-use super::block::{Block, MessageParam, Role, TextBlock, UNREADABLE, blocks, texts};
+use super::block::{Block, MessageParam, Role, TextBlock, blocks, texts};
+use super::part::{hosted, parts};
 use crate::api::content::Content;
 use crate::api::conversation::{Conversation, Part, joined};
 use crate::generation::{ImageSource, ValidationError};
@@ -43,34 +44,32 @@ fn without_billing_header(text: String) -> String {
 fn add(conversation: &mut Conversation, role: Role, block: Block, path: &str) -> Result<(), ValidationError> {
     let (field, added) = match (role, block) {
         (Role::System, Block::Text { text }) => ("", conversation.system(text)),
-        (Role::User, block @ (Block::Text { .. } | Block::Image { .. })) => ("", conversation.user(part(block, path)?)),
+        (Role::System, block) => return Err(block.refused(path, "do not belong into a message of this role")),
         (Role::Assistant, Block::Text { text }) => ("", conversation.text(text)),
         (Role::Assistant, Block::Thinking { thinking }) => ("", conversation.reasoning(thinking)),
-        (Role::Assistant, Block::RedactedThinking) => return Ok(()),
         (Role::Assistant, Block::ToolUse { id, name, input }) => {
             (".id", conversation.call(id, name, &Value::Object(input).to_string()))
         }
         (Role::User, Block::ToolResult { tool_use_id, content }) => {
             let blocks = content.map(|content| blocks(content, &format!("{path}.content"))).unwrap_or_default();
-            let parts = blocks.into_iter().map(|(path, block)| part(block, &path));
-            (".tool_use_id", conversation.result(&tool_use_id, parts.collect::<Result<_, _>>()?))
+            let parts = blocks.into_iter().map(|(path, block)| parts(block, &path));
+            let parts = parts.collect::<Result<Vec<_>, _>>()?.concat();
+            (".tool_use_id", conversation.result(&tool_use_id, parts))
         }
-        (_, block @ (Block::Image { .. } | Block::Document | Block::SearchResult)) => {
-            return Err(block.refused(path, UNREADABLE));
+        (Role::Assistant, Block::RedactedThinking | Block::Fallback) => return Ok(()),
+        (Role::Assistant, Block::Compaction { content }) => match content {
+            Some(text) => ("", conversation.text(text)),
+            None => return Ok(()),
+        },
+        (Role::User, Block::Compaction { content }) => match content {
+            Some(text) => ("", conversation.user(Part::Text(text))),
+            None => return Ok(()),
+        },
+        (Role::Assistant, block) => ("", conversation.text(hosted(block, path)?)),
+        (Role::User, block) => {
+            let mut parts = parts(block, path)?.into_iter();
+            ("", parts.try_for_each(|part| conversation.user(part)))
         }
-        (_, block) => return Err(block.refused(path, "do not belong into a message of this role")),
     };
     added.map_err(|problem| ValidationError::Item { path: format!("{path}{field}"), problem })
-}
-
-/// A block that a user's message and a tool's result can have.
-fn part(block: Block, path: &str) -> Result<Part, ValidationError> {
-    match block {
-        Block::Text { text } => Ok(Part::Text(text)),
-        Block::Image { source: Some(source) } => {
-            Ok(Part::Image(ImageSource { path: format!("{path}.source"), url: source.into_url() }))
-        }
-        block @ Block::Image { source: None } => Err(block.refused(path, "need a `source`")),
-        block => Err(block.refused(path, UNREADABLE)),
-    }
 }

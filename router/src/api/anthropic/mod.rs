@@ -3,6 +3,8 @@
 mod answer;
 mod block;
 mod conversation;
+mod known_tool;
+mod part;
 mod request;
 mod tool;
 

@@ -16,6 +16,7 @@ use crate::generation::{
     Chat, Constraint, Extension, GenerationRequest, Parameters, Prompt, ReasoningBudget, SamplingDefaults, StopText,
     ValidationError,
 };
+use crate::telemetry::Warnings;
 use crate::text::{ChatInputs, Enforcement};
 
 #[derive(Debug, Deserialize, ToSchema)]
@@ -78,8 +79,9 @@ pub(crate) struct Conversation {
     mcp_servers: Option<Value>,
     /// Not supported unless empty: this server summarizes nothing.
     compaction: Option<Value>,
-    /// Not supported unless empty: send the whole conversation.
-    thread: Option<Value>,
+    /// `create` has no effect: no conversation is kept. `continue` is refused in the way that makes Anthropic's package send
+    /// the whole conversation.
+    thread: Option<Thread>,
     /// Accepted without effect.
     #[serde(rename = "billing_policy")]
     #[schema(value_type = Option<Object>)]
@@ -141,6 +143,15 @@ enum Thinking {
     Disabled,
 }
 
+/// Whether the server keeps the conversation.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(tag = "type", rename_all = "snake_case")]
+#[schema(as = AnthropicThread)]
+pub(super) enum Thread {
+    Create,
+    Continue { previous_message_id: String },
+}
+
 /// Whether the answer shows the reasoning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
@@ -186,7 +197,7 @@ impl MessagesRequest {
         }
         let stop = self.stop_sequences.take().unwrap_or_default();
         let sampling = SamplingFields::of(self.temperature, self.top_p, self.top_k).parameters(defaults)?;
-        let parameters = Parameters {
+        let mut parameters = Parameters {
             // As in Anthropic's API, the answer ends where the context does.
             default_new_tokens: Some(self.max_tokens),
             stop,
@@ -194,18 +205,29 @@ impl MessagesRequest {
             extension: Extension { reasoning_budget: self.conversation.reasoning_budget(), ..sampling.extension },
             ..sampling
         };
-        let prompts = vec![Prompt::Chat(Box::new(self.conversation.into_chat()?))];
+        let prompts = vec![Prompt::Chat(Box::new(self.conversation.into_chat(&mut parameters.warnings)?))];
         Ok(GenerationRequest { prompts, parameters, stop_text: StopText::Cut, streams: self.stream })
     }
 }
 
 impl CountTokensRequest {
-    pub(crate) fn into_chat(self) -> Result<Chat, ValidationError> {
-        self.conversation.into_chat()
+    /// The conversation, and warnings about it.
+    pub(crate) fn into_chat(self) -> Result<(Chat, Warnings), ValidationError> {
+        let mut warnings = Warnings::default();
+        let chat = self.conversation.into_chat(&mut warnings)?;
+        Ok((chat, warnings))
     }
 }
 
 impl Conversation {
+    /// The message that the conversation continues without repeating what is before it: no server of ours has it.
+    pub(crate) fn continued(&self) -> Option<&str> {
+        match &self.thread {
+            Some(Thread::Continue { previous_message_id }) => Some(previous_message_id),
+            Some(Thread::Create) | None => None,
+        }
+    }
+
     /// Whether the answer shows the model's reasoning.
     pub(crate) fn shows_thinking(&self) -> bool {
         let display = match self.thinking {
@@ -225,7 +247,7 @@ impl Conversation {
     }
 
     /// The conversation with its tools.
-    fn into_chat(self) -> Result<Chat, ValidationError> {
+    fn into_chat(self, warnings: &mut Warnings) -> Result<Chat, ValidationError> {
         self.check_supported()?;
         let mut kwargs = Map::new();
         if let Some(thinking) = &self.thinking {
@@ -241,7 +263,7 @@ impl Conversation {
             kwargs,
             ..ChatInputs::default()
         };
-        Ok(Chat { inputs, tools: tool_set(self.tools, self.tool_choice)?, template: None, images })
+        Ok(Chat { inputs, tools: tool_set(self.tools, self.tool_choice, warnings)?, template: None, images })
     }
 
     fn check_supported(&self) -> Result<(), ValidationError> {
@@ -250,7 +272,6 @@ impl Conversation {
             ("container", &self.container, "this server runs no code"),
             ("mcp_servers", &self.mcp_servers, "this server executes no tools"),
             ("compaction", &self.compaction, "this server summarizes nothing; send a shorter conversation"),
-            ("thread", &self.thread, "this server keeps no conversations; send all of its `messages`"),
         ];
         match refused.into_iter().find(|(_, value, _)| is_given(value.as_ref())) {
             Some((field, _, why)) => Err(ValidationError::Unsupported { field, why }),
