@@ -247,6 +247,9 @@ impl Parameters {
     fn check_ranges(&self) -> Result<(), ValidationError> {
         let positive = |value: Option<f32>| value.is_none_or(|value| value > 0.0 && value.is_finite());
         let fraction = |value: Option<f32>| value.is_none_or(|value| value > 0.0 && value < 1.0);
+        for (field, value) in [("temperature", self.temperature), ("repetition_penalty", self.repetition_penalty)] {
+            ensure(value != Some(f32::INFINITY), ValidationError::TooLarge { field })?;
+        }
         ensure(positive(self.temperature), ValidationError::Temperature)?;
         ensure(positive(self.repetition_penalty), ValidationError::RepetitionPenalty)?;
         ensure(is_penalty(self.frequency_penalty), ValidationError::FrequencyPenalty)?;

@@ -19,6 +19,9 @@ pub(crate) enum ValidationError {
     PrefillDetailsStream,
     #[error("`temperature` must be strictly positive")]
     Temperature,
+    /// A number that 32 bits cannot hold.
+    #[error("`{field}` must be at most {max:e}, the largest number of 32 bits", max = f32::MAX)]
+    TooLarge { field: &'static str },
     #[error("`repetition_penalty` must be strictly positive")]
     RepetitionPenalty,
     #[error("`frequency_penalty` must be >= -2.0 and <= 2.0")]
@@ -187,6 +190,7 @@ impl ValidationError {
             Self::BestOf { .. } | Self::BestOfStream | Self::BestOfSampling => Some("best_of"),
             Self::BestOfSeed => Some("seed"),
             Self::Temperature => Some("temperature"),
+            Self::TooLarge { field } => Some(field),
             Self::RepetitionPenalty => Some("repetition_penalty"),
             Self::FrequencyPenalty => Some("frequency_penalty"),
             Self::PresencePenalty => Some("presence_penalty"),

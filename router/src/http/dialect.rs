@@ -50,7 +50,7 @@ impl Dialect {
         }
     }
 
-    /// COMPAT: TGI refuses a key, and a route that does not exist, without a body.
+    /// COMPAT: TGI refuses a key without a body.
     pub(super) fn refuses_with_body(self) -> bool {
         matches!(self, Self::OpenAi | Self::Anthropic)
     }

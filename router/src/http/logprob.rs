@@ -4,7 +4,7 @@ use crate::api::openai::{
     ChatLogprobs, CompletionLogprobs, PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob, TopTokens,
 };
 use crate::generation::{PromptToken, TextToken, TopToken};
-use crate::text::TextModel;
+use crate::text::{Part, TextModel};
 
 /// How tokens are named.
 #[derive(Clone)]
@@ -20,7 +20,8 @@ impl TokenNames {
     }
 }
 
-pub(super) fn of_chat(names: &TokenNames, token: TextToken) -> ChatLogprobs {
+/// A generated token with its alternatives.
+pub(super) fn of_token(names: &TokenNames, token: TextToken) -> TokenLogprob {
     let text_model = &names.text_model;
     let entry = |id, text: String, logprob| TopLogprob {
         bytes: text_model.token_bytes(id).or_else(|| whole_bytes(&text)),
@@ -29,7 +30,100 @@ pub(super) fn of_chat(names: &TokenNames, token: TextToken) -> ChatLogprobs {
     };
     let top = |top: TopToken| entry(top.id, top_text(text_model, &top, token.id, &token.text), top.logprob);
     let top_logprobs = token.top.into_iter().map(top).collect();
-    ChatLogprobs { content: vec![TokenLogprob { token: entry(token.id, token.text, token.logprob), top_logprobs }] }
+    TokenLogprob { token: entry(token.id, token.text, token.logprob), top_logprobs }
+}
+
+/// Tells the tokens of an answer's content from those of its reasoning. A token counts with the text that it becomes, so one
+/// whose text the parser holds back waits for the next part.
+#[derive(Default)]
+pub(super) struct TokenSorter {
+    waiting: Vec<TextToken>,
+    /// Of the last part.
+    last: Option<PartKind>,
+}
+
+/// Tokens whose place is known.
+#[derive(Default)]
+pub(super) struct SortedTokens {
+    /// Also of calls, and the token that ends the answer.
+    pub(super) content: Vec<TextToken>,
+    /// Also those that mark the reasoning.
+    pub(super) reasoning: Vec<TextToken>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum PartKind {
+    Content,
+    Reasoning,
+}
+
+impl TokenSorter {
+    /// Adds a token and the parts that it completes. `is_last`: it ends the answer.
+    pub(super) fn sort(&mut self, token: TextToken, parts: &[Part], is_last: bool) -> SortedTokens {
+        self.waiting.push(token);
+        let mut sorted = SortedTokens::default();
+        // From the last part backwards: a marker stands before the text that it introduces.
+        for (index, part) in parts.iter().enumerate().rev() {
+            let (kind, text) = match part {
+                Part::Reasoning(text) => (PartKind::Reasoning, Some(text)),
+                Part::Content(text) => (PartKind::Content, Some(text)),
+                Part::ToolCallStart { .. } | Part::ToolCallArguments { .. } => (PartKind::Content, None),
+            };
+            let continues = index == 0 && (kind == PartKind::Reasoning || self.last == Some(kind));
+            let start = match text {
+                Some(text) if !continues => self.start_of(text.len()),
+                _ if index == 0 => 0,
+                _ => self.waiting.len(),
+            };
+            let tokens = self.waiting.split_off(start);
+            sorted.list(kind).splice(0..0, tokens);
+        }
+        if !parts.is_empty() {
+            // Markers of the reasoning before the content.
+            sorted.reasoning.splice(0..0, self.waiting.drain(..));
+            self.last = parts.last().map(|part| match part {
+                Part::Reasoning(_) => PartKind::Reasoning,
+                _ => PartKind::Content,
+            });
+        } else if is_last {
+            let kind = self.last.unwrap_or(PartKind::Content);
+            sorted.list(kind).append(&mut self.waiting);
+        }
+        sorted
+    }
+
+    /// The first of the last waiting tokens whose texts are together at least this long.
+    fn start_of(&self, num_bytes: usize) -> usize {
+        let mut start = self.waiting.len();
+        let mut num_missing = num_bytes;
+        while start > 0 && num_missing > 0 {
+            start -= 1;
+            let token = &self.waiting[start];
+            num_missing = num_missing.saturating_sub(if token.special { 0 } else { token.text.len() });
+        }
+        // Tokens that only begin a character have no text.
+        while start > 0 && self.waiting[start - 1].text.is_empty() && !self.waiting[start - 1].special {
+            start -= 1;
+        }
+        start
+    }
+}
+
+impl SortedTokens {
+    fn list(&mut self, kind: PartKind) -> &mut Vec<TextToken> {
+        match kind {
+            PartKind::Content => &mut self.content,
+            PartKind::Reasoning => &mut self.reasoning,
+        }
+    }
+}
+
+/// The logprobs of a chat's tokens; `None` if there are none.
+pub(super) fn of_chat(names: &TokenNames, tokens: SortedTokens) -> Option<ChatLogprobs> {
+    let written = |tokens: Vec<TextToken>| tokens.into_iter().map(|token| of_token(names, token)).collect::<Vec<_>>();
+    let (content, reasoning_content) = (written(tokens.content), written(tokens.reasoning));
+    let is_empty = content.is_empty() && reasoning_content.is_empty();
+    (!is_empty).then_some(ChatLogprobs { content, reasoning_content, refusal: () })
 }
 
 /// The tokens of a prompt with their alternatives, as vLLM writes them.

@@ -8,6 +8,7 @@ mod candidate;
 mod chat;
 mod completion;
 pub(crate) mod connection;
+mod content_encoding;
 mod dialect;
 mod document;
 mod embed;
@@ -42,9 +43,9 @@ mod vertex_route;
 
 use axum::Router;
 use axum::extract::{DefaultBodyLimit, Request};
-use axum::http::{HeaderName, HeaderValue, Method, StatusCode};
+use axum::http::{HeaderName, HeaderValue, Method};
 use axum::middleware;
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 use utoipa::OpenApi as _;
 use utoipa::openapi::OpenApi;
@@ -58,7 +59,6 @@ use crate::api::error::ApiError;
 use crate::limits::ConnectionLimits;
 use crate::sequence::Task;
 use crate::telemetry::WARNING;
-use dialect::Dialect;
 
 /// A value of `--cors-allow-origin` is not an origin.
 #[derive(Debug, thiserror::Error)]
@@ -80,7 +80,9 @@ pub(crate) fn router(service: Service) -> Result<Router, OriginError> {
         .merge(document::pages(document))
         .merge(playground)
         .fallback(unknown_route)
+        .method_not_allowed_fallback(unknown_method)
         .with_state(service)
+        .layer(middleware::from_fn(content_encoding::decode))
         .layer(DefaultBodyLimit::max(max_body_bytes))
         .layer(middleware::from_fn_with_state(body_timeout, slow_body::limit))
         .layer(middleware::from_fn_with_state(api_keys, auth::require_key))
@@ -133,13 +135,15 @@ fn routes(serves_embeddings: bool) -> (Router<Service>, OpenApi) {
     (router, document)
 }
 
-/// COMPAT: TGI's 404 has no body; clients of the other dialects expect an error object.
 async fn unknown_route(request: Request) -> Response {
     let path = request.uri().path();
-    if Dialect::of(path).refuses_with_body() {
-        return dialect::error_response(path, ApiError::NotFound(format!("there is no route {path}")));
-    }
-    StatusCode::NOT_FOUND.into_response()
+    dialect::error_response(path, ApiError::NotFound(format!("there is no route {path}")))
+}
+
+async fn unknown_method(request: Request) -> Response {
+    let (method, path) = (request.method(), request.uri().path());
+    let message = format!("the route {path} does not accept {method}; the header `allow` says what it accepts");
+    dialect::error_response(path, ApiError::Method(message))
 }
 
 /// Response headers that scripts in a browser may read.
@@ -173,7 +177,7 @@ fn cors(origins: &[String]) -> Result<CorsLayer, OriginError> {
         if origins.iter().any(|origin| origin == "*") { AllowOrigin::any() } else { AllowOrigin::list(origins) }
     };
     Ok(CorsLayer::new()
-        .allow_methods([Method::GET, Method::POST])
+        .allow_methods([Method::GET, Method::POST, Method::DELETE])
         .allow_headers(AllowHeaders::mirror_request())
         .expose_headers(EXPOSED_HEADERS)
         .allow_origin(allowed))

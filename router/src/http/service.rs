@@ -11,6 +11,9 @@ use crate::remote::RoutedQueue;
 use crate::telemetry::Traces;
 use crate::telemetry::metrics::Exporter;
 
+/// COMPAT: TGI's clients name the served model so.
+pub(super) const SERVED: &str = "tgi";
+
 /// Cheap to clone.
 #[derive(Clone)]
 pub(crate) struct Service {
@@ -66,7 +69,7 @@ impl Service {
             {
                 Err(ApiError::UnknownModel { given: name.to_owned(), served: config.served_model_names.join(", ") })
             }
-            None | Some("tgi") => Ok(config.model_name().to_owned()),
+            None | Some(SERVED) => Ok(config.model_name().to_owned()),
             Some(name) => Ok(name.to_owned()),
         }
     }

@@ -8,7 +8,7 @@ use axum::response::{IntoResponse, Response};
 
 use super::dialect::OpenAiError;
 use super::envelope;
-use super::service::Service;
+use super::service::{SERVED, Service};
 use crate::api::error::{ApiError, OpenAiErrorBody};
 use crate::api::openai::{Model, ModelList, Version};
 use crate::api::tgi::Info;
@@ -105,7 +105,10 @@ pub(super) async fn model(
     let served = &service.config().served_model_names;
     match id {
         Ok(Path(id)) if service.generation().adapters().contains(&id) => Ok(Json(adapter(&service, &id))),
-        Ok(Path(id)) if served.contains(&id) => Ok(Json(served_model(&service, &id))),
+        // Requests that generate accept these names.
+        Ok(Path(id)) if served.contains(&id) || id == SERVED && service.model_name(Some(SERVED)).is_ok() => {
+            Ok(Json(served_model(&service, &id)))
+        }
         Ok(Path(given)) => Err(ApiError::UnknownModel { given, served: served.join(", ") }.into()),
         Err(_) => Err(ApiError::NotFound("a model's id is UTF-8".to_owned()).into()),
     }

@@ -32,7 +32,7 @@ fn content(answer: &Answer) -> String {
 async fn an_answer_has_openai_s_shape() {
     let server = Server::answering(&[word("Hello"), IM_END]).await;
     let answer = server.post(PATH, hello(json!({"logprobs": true}))).await;
-    insta::assert_snapshot!(stable(&answer.body), @r#"{"object":"chat.completion","id":"chatcmpl-ID","created":SECONDS,"model":"test/model","system_fingerprint":"0.1.0-native","choices":[{"index":0,"message":{"role":"assistant","content":"Hello","refusal":null},"logprobs":{"content":[{"token":"Hello","logprob":-0.5,"bytes":[72,101,108,108,111],"top_logprobs":[]},{"token":"<|im_end|>","logprob":-0.5,"bytes":[60,124,105,109,95,101,110,100,124,62],"top_logprobs":[]}]},"finish_reason":"stop"}],"usage":{"prompt_tokens":21,"completion_tokens":2,"total_tokens":23,"prompt_tokens_details":{"cached_tokens":0},"completion_tokens_details":{"reasoning_tokens":0}}}"#);
+    insta::assert_snapshot!(stable(&answer.body), @r#"{"object":"chat.completion","id":"chatcmpl-ID","created":SECONDS,"model":"test/model","system_fingerprint":"0.1.0-native","choices":[{"index":0,"message":{"role":"assistant","content":"Hello","refusal":null,"annotations":[]},"logprobs":{"content":[{"token":"Hello","logprob":-0.5,"bytes":[72,101,108,108,111],"top_logprobs":[]},{"token":"<|im_end|>","logprob":-0.5,"bytes":[60,124,105,109,95,101,110,100,124,62],"top_logprobs":[]}],"refusal":null},"finish_reason":"stop"}],"usage":{"prompt_tokens":21,"completion_tokens":2,"total_tokens":23,"prompt_tokens_details":{"cached_tokens":0},"completion_tokens_details":{"reasoning_tokens":0}}}"#);
     assert_eq!(answer.header("x-prompt-tokens"), "21");
 }
 
@@ -205,11 +205,11 @@ async fn logprobs_have_each_token_s_own_bytes() {
     insta::assert_snapshot!(tokens[0]["top_logprobs"], @r#"[{"token":"","logprob":-0.25,"bytes":[195]},{"token":"Hello","logprob":-9999.0,"bytes":[72,101,108,108,111]}]"#);
     let streamed = server.post(PATH, hello(json!({"logprobs": true, "top_logprobs": 1, "stream": true}))).await;
     insta::assert_snapshot!(stable(&streamed.body), @r#"
-    data: {"object":"chat.completion.chunk","id":"chatcmpl-ID","created":SECONDS,"model":"test/model","system_fingerprint":"0.1.0-native","choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":{"content":[{"token":"","logprob":-0.5,"bytes":[195],"top_logprobs":[{"token":"","logprob":-0.25,"bytes":[195]}]}]},"finish_reason":null}],"usage":null}
+    data: {"object":"chat.completion.chunk","id":"chatcmpl-ID","created":SECONDS,"model":"test/model","system_fingerprint":"0.1.0-native","choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}],"usage":null}
 
-    data: {"object":"chat.completion.chunk","id":"chatcmpl-ID","created":SECONDS,"model":"test/model","system_fingerprint":"0.1.0-native","choices":[{"index":0,"delta":{"content":"é"},"logprobs":{"content":[{"token":"é","logprob":-0.5,"bytes":[169],"top_logprobs":[{"token":"�","logprob":-0.25,"bytes":[195]}]}]},"finish_reason":null}],"usage":null}
+    data: {"object":"chat.completion.chunk","id":"chatcmpl-ID","created":SECONDS,"model":"test/model","system_fingerprint":"0.1.0-native","choices":[{"index":0,"delta":{"content":"é"},"logprobs":{"content":[{"token":"","logprob":-0.5,"bytes":[195],"top_logprobs":[{"token":"","logprob":-0.25,"bytes":[195]}]},{"token":"é","logprob":-0.5,"bytes":[169],"top_logprobs":[{"token":"�","logprob":-0.25,"bytes":[195]}]}],"refusal":null},"finish_reason":null}],"usage":null}
 
-    data: {"object":"chat.completion.chunk","id":"chatcmpl-ID","created":SECONDS,"model":"test/model","system_fingerprint":"0.1.0-native","choices":[{"index":0,"delta":{"content":""},"logprobs":{"content":[{"token":"<|im_end|>","logprob":-0.5,"bytes":[60,124,105,109,95,101,110,100,124,62],"top_logprobs":[{"token":"�","logprob":-0.25,"bytes":[195]}]}]},"finish_reason":"stop"}],"usage":null}
+    data: {"object":"chat.completion.chunk","id":"chatcmpl-ID","created":SECONDS,"model":"test/model","system_fingerprint":"0.1.0-native","choices":[{"index":0,"delta":{"content":""},"logprobs":{"content":[{"token":"<|im_end|>","logprob":-0.5,"bytes":[60,124,105,109,95,101,110,100,124,62],"top_logprobs":[{"token":"�","logprob":-0.25,"bytes":[195]}]}],"refusal":null},"finish_reason":"stop"}],"usage":null}
 
     data: [DONE]
     "#);

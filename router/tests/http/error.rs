@@ -1,12 +1,16 @@
 //! Refusals on TGI's routes: statuses, types and messages.
 
+use std::io::Write;
+
 use axum::http::StatusCode;
+use flate2::Compression;
+use flate2::write::{GzEncoder, ZlibEncoder};
 use penstock_router::Config;
 use serde_json::{Value, json};
 
 use crate::fold::with;
 use crate::model::IM_END;
-use crate::server::Server;
+use crate::server::{Answer, Server, whole};
 
 async fn validation_error(server: &Server, inputs: &str, parameters: Value) -> String {
     let answer = server.post("/generate", json!({"inputs": inputs, "parameters": parameters})).await;
@@ -23,7 +27,7 @@ async fn parameters_out_of_range_are_refused() {
     let cases = [
         (json!({"temperature": 0.0}), "`temperature` must be strictly positive"),
         (json!({"temperature": -1}), "`temperature` must be strictly positive"),
-        (json!({"temperature": 1e300}), "`temperature` must be strictly positive"),
+        (json!({"temperature": 1e300}), "`temperature` must be at most 3.4028235e38, the largest number of 32 bits"),
         (json!({"repetition_penalty": 0}), "`repetition_penalty` must be strictly positive"),
         (json!({"frequency_penalty": 2.5}), "`frequency_penalty` must be >= -2.0 and <= 2.0"),
         (json!({"top_p": 1.0}), "`top_p` must be > 0.0 and < 1.0"),
@@ -141,10 +145,16 @@ async fn unknown_fields_are_ignored() {
 async fn unknown_routes_and_methods_are_refused() {
     let server = Server::answering(&[IM_END]).await;
     let answer = server.get("/nowhere").await;
-    assert_eq!((answer.status, answer.body.as_str()), (StatusCode::NOT_FOUND, ""));
-    let answer = server.get("/generate").await;
-    assert_eq!((answer.status, answer.body.as_str()), (StatusCode::METHOD_NOT_ALLOWED, ""));
-    assert_eq!(answer.header("allow"), "POST");
+    assert_eq!(answer.status, StatusCode::NOT_FOUND);
+    assert_eq!(answer.json(), json!({"error": "there is no route /nowhere", "error_type": "not_found"}));
+    let refused = "does not accept GET; the header `allow` says what it accepts";
+    for (path, at) in
+        [("/generate", "/error"), ("/v1/chat/completions", "/error/message"), ("/v1/messages", "/error/message")]
+    {
+        let answer = server.get(path).await;
+        assert_eq!((answer.status, answer.header("allow")), (StatusCode::METHOD_NOT_ALLOWED, "POST"));
+        assert_eq!(*answer.json().pointer(at).unwrap(), json!(format!("the route {path} {refused}")));
+    }
     let answer = server.get("/v1/nowhere").await;
     assert_eq!(answer.status, StatusCode::NOT_FOUND);
     assert_eq!(answer.json()["error"]["message"], "there is no route /v1/nowhere");
@@ -166,4 +176,72 @@ async fn a_panic_fails_one_request_only() {
     assert_eq!(answer.status, StatusCode::INTERNAL_SERVER_ERROR);
     assert_eq!(answer.json()["error"]["type"], "server_error");
     assert_eq!(server.post("/generate", json!({"inputs": "Hi"})).await.status, StatusCode::OK);
+}
+
+/// A request to generate, compressed. `encoding`: its name in the header.
+async fn post_encoded(server: &Server, encoding: &str, body: Vec<u8>) -> Answer {
+    let request = server.request("POST", "/v1/completions").header("content-type", "application/json");
+    whole(server.send_bytes(request.header("content-encoding", encoding), body).await).await
+}
+
+fn gzip(text: &str) -> Vec<u8> {
+    let mut encoder = GzEncoder::new(Vec::new(), Compression::default());
+    encoder.write_all(text.as_bytes()).unwrap();
+    encoder.finish().unwrap()
+}
+
+#[tokio::test]
+async fn compressed_bodies_are_decoded_within_the_limit_of_bodies() {
+    let server = Server::answering(&[IM_END]).await;
+    let text = json!({"model": "tgi", "prompt": "Hi"}).to_string();
+    let mut deflate = ZlibEncoder::new(Vec::new(), Compression::default());
+    deflate.write_all(text.as_bytes()).unwrap();
+    for (encoding, body) in [
+        ("gzip", gzip(&text)),
+        ("GZIP", gzip(&text)),
+        ("deflate", deflate.finish().unwrap()),
+        ("identity", text.clone().into()),
+    ] {
+        let answer = post_encoded(&server, encoding, body).await;
+        assert_eq!(answer.status, StatusCode::OK, "{encoding}: {}", answer.body);
+    }
+    // A thousand times as large when it is decoded.
+    let bomb = gzip(&format!("{{\"prompt\": \"{}\"}}", "x".repeat(10_000_000)));
+    assert!(bomb.len() < 20_000);
+    assert_eq!(post_encoded(&server, "gzip", bomb).await.status, StatusCode::PAYLOAD_TOO_LARGE);
+    let cut = gzip(&text)[..20].to_vec();
+    for body in [cut, text.clone().into()] {
+        let answer = post_encoded(&server, "gzip", body).await;
+        assert_eq!(answer.status, StatusCode::BAD_REQUEST);
+        assert!(answer.body.contains("the body cannot be decoded"), "{}", answer.body);
+    }
+}
+
+#[tokio::test]
+async fn other_encodings_are_refused_by_name() {
+    let server = Server::answering(&[IM_END]).await;
+    for encoding in ["br", "zstd", "gzip, br"] {
+        let answer = post_encoded(&server, encoding, b"{}".to_vec()).await;
+        assert_eq!(answer.status, StatusCode::UNSUPPORTED_MEDIA_TYPE);
+        let message = answer.json()["error"]["message"].as_str().unwrap().to_owned();
+        assert_eq!(message, format!("the content-encoding `{encoding}` is not supported, only gzip and deflate are"));
+    }
+}
+
+#[tokio::test]
+async fn a_number_too_large_for_the_server_is_refused_with_the_limit() {
+    let server = Server::answering(&[IM_END]).await;
+    for (path, body) in [
+        ("/v1/completions", json!({"prompt": "Hi", "temperature": 1e308})),
+        ("/v1/responses", json!({"model": "tgi", "input": "Hi", "temperature": 1e308})),
+        (
+            "/v1/messages",
+            json!({"model": "tgi", "max_tokens": 1, "messages": [{"role": "user", "content": "Hi"}],
+                                "temperature": 1e308}),
+        ),
+        ("/generate", json!({"inputs": "Hi", "parameters": {"temperature": 1e308}})),
+    ] {
+        let answer = server.post(path, body).await;
+        assert!(answer.body.contains("`temperature` must be at most 3.4028235e38"), "{path}: {}", answer.body);
+    }
 }

@@ -170,6 +170,7 @@ fn message(mut choice: Value) -> Value {
     for field in ["content", "refusal"] {
         message.as_object_mut().unwrap().entry(field).or_insert(Value::Null);
     }
+    message["annotations"] = json!([]);
     json!({"index": choice["index"], "message": message, "logprobs": choice["logprobs"],
            "finish_reason": choice["finish_reason"]})
 }

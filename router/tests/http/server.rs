@@ -304,7 +304,15 @@ impl<E: Generator + 'static> Server<E> {
     }
 
     pub async fn send(&self, request: axum::http::request::Builder, body: &str) -> Response<hyper::body::Incoming> {
-        let request = request.body(Full::new(Bytes::from(body.to_owned()))).unwrap();
+        self.send_bytes(request, body.as_bytes().to_vec()).await
+    }
+
+    pub async fn send_bytes(
+        &self,
+        request: axum::http::request::Builder,
+        body: Vec<u8>,
+    ) -> Response<hyper::body::Incoming> {
+        let request = request.body(Full::new(Bytes::from(body))).unwrap();
         within("an answer", self.client.request(request)).await.unwrap()
     }
 }

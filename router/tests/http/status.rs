@@ -65,6 +65,8 @@ async fn info_and_models_report_the_served_model() {
     assert_eq!(models, format!(r#"{{"object":"list","data":[{model}]}}"#));
     let created = model.split_once(r#""created":"#).unwrap().1.split(',').next().unwrap();
     insta::assert_snapshot!(model.replace(created, "SECONDS"), @r#"{"id":"test/model","object":"model","created":SECONDS,"owned_by":"test/model","root":"test/model","parent":null,"max_model_len":256}"#);
+    let named = server.get("/v1/models/tgi").await.json();
+    assert_eq!((&named["id"], &named["root"]), (&json!("tgi"), &json!("test/model")));
     let answer = server.get("/v1/models/other").await;
     assert_eq!(answer.status, StatusCode::NOT_FOUND);
     assert_eq!(answer.json()["error"]["code"], "model_not_found");
@@ -100,7 +102,7 @@ async fn browsers_may_send_a_key() {
     assert_eq!(answer.status, StatusCode::OK);
     assert_eq!(answer.header("access-control-allow-origin"), "*");
     assert_eq!(answer.header("access-control-allow-headers"), "authorization,content-type,x-stainless-os");
-    assert_eq!(answer.header("access-control-allow-methods"), "GET,POST");
+    assert_eq!(answer.header("access-control-allow-methods"), "GET,POST,DELETE");
 
     let origins = |config: &mut Config| config.cors_allow_origins = vec!["https://a.example".to_owned()];
     let server = Server::start(|sequence| sequence.answer(&[IM_END]), origins).await;

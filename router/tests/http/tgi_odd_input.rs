@@ -114,7 +114,7 @@ async fn long_lists_are_counted_before_they_are_used() {
             json!({"max_new_tokens": u32::MAX}),
             "`inputs` tokens + `max_new_tokens` must be <= 256. Given: 2 `inputs` tokens and 4294967295 `max_new_tokens`",
         ),
-        (json!({"temperature": 1e39}), "`temperature` must be strictly positive"),
+        (json!({"temperature": 1e39}), "`temperature` must be at most 3.4028235e38, the largest number of 32 bits"),
     ];
     for (parameters, message) in cases {
         for path in ["/generate", "/"] {

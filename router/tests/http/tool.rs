@@ -110,7 +110,7 @@ async fn calls_are_not_part_of_the_content() {
     let answer = server.post(PATH, ask(json!({}))).await;
     assert_eq!(answer.status, StatusCode::OK, "{}", answer.body);
     let choice = &answer.json()["choices"][0];
-    insta::assert_snapshot!(without_ids(&choice.to_string()), @r#"{"index":0,"message":{"role":"assistant","content":null,"refusal":null,"tool_calls":[{"id":"call_ID","type":"function","function":{"name":"f","arguments":"{\"city\": \"né\"}"}},{"id":"call_ID","type":"function","function":{"name":"g","arguments":"{}"}}]},"logprobs":null,"finish_reason":"tool_calls"}"#);
+    insta::assert_snapshot!(without_ids(&choice.to_string()), @r#"{"index":0,"message":{"role":"assistant","content":null,"refusal":null,"annotations":[],"tool_calls":[{"id":"call_ID","type":"function","function":{"name":"f","arguments":"{\"city\": \"né\"}"}},{"id":"call_ID","type":"function","function":{"name":"g","arguments":"{}"}}]},"logprobs":null,"finish_reason":"tool_calls"}"#);
     let calls = choice["message"]["tool_calls"].as_array().unwrap();
     assert_ne!(calls[0]["id"], calls[1]["id"]);
 }
@@ -145,7 +145,7 @@ async fn reasoning_is_separate_from_content() {
     let server = answering(&[bytes("<think>hm</think>\n\n"), vec![word("Hello"), IM_END]].concat()).await;
     for fields in [json!({}), json!({"tools": null})] {
         let plain = server.post(PATH, ask(fields.clone())).await.json();
-        let message = json!({"role": "assistant", "content": "Hello", "refusal": null, "reasoning_content": "hm", "reasoning": "hm"});
+        let message = json!({"role": "assistant", "content": "Hello", "refusal": null, "annotations": [], "reasoning_content": "hm", "reasoning": "hm"});
         assert_eq!(plain["choices"][0]["message"], message);
         let streamed = server.post(PATH, ask(with(fields, json!({"stream": true})))).await;
         assert_eq!(chat_fold(&streamed), plain["choices"]);
@@ -308,7 +308,10 @@ async fn the_choice_decides_the_grammar() {
 
     for fields in [json!({"tool_choice": "none"}), json!({"tools": []}), json!({"tools": [], "tool_choice": "auto"})] {
         let answer = server.post(PATH, ask(fields)).await.json();
-        assert_eq!(answer["choices"][0]["message"], json!({"role": "assistant", "content": "", "refusal": null}));
+        assert_eq!(
+            answer["choices"][0]["message"],
+            json!({"role": "assistant", "content": "", "refusal": null, "annotations": []})
+        );
         assert_eq!((grammar(&server), prompt(&server).contains("city")), (None, false));
     }
 }
@@ -383,4 +386,38 @@ async fn a_client_s_grammar_applies_after_the_reasoning() {
     server.post(PATH, ask(json!({"tools": null, "response_format": format}))).await;
     let grammar = grammar(&server).unwrap();
     assert!(grammar.contains("</think>") && grammar.contains("/[0-9]+/"), "{grammar}");
+}
+
+#[tokio::test]
+async fn logprobs_of_the_content_are_apart_from_those_of_the_reasoning() {
+    let tokens = [bytes("<think>hm</think>"), vec![word("Hello"), word(" world"), IM_END]].concat();
+    let server = server(move |sequence| sequence.answer(&tokens)).await;
+    let joined = |tokens: &Value| -> String {
+        tokens.as_array().unwrap().iter().map(|token| token["token"].as_str().unwrap()).collect()
+    };
+    let ask = json!({"logprobs": true, "messages": [{"role": "user", "content": "Hi"}]});
+    let choice = server.post(PATH, ask.clone()).await.json()["choices"][0].clone();
+    assert_eq!(choice["message"]["content"], "Hello world");
+    assert_eq!(joined(&choice["logprobs"]["content"]), "Hello world<|im_end|>");
+    assert_eq!(joined(&choice["logprobs"]["reasoning_content"]), "<think>hm</think>");
+    assert_eq!(choice["logprobs"]["refusal"], Value::Null);
+    let mut hidden = ask.clone();
+    hidden["include_reasoning"] = false.into();
+    let hidden = server.post(PATH, hidden).await.json()["choices"][0]["logprobs"].clone();
+    assert_eq!(
+        (joined(&hidden["content"]).as_str(), &hidden["reasoning_content"]),
+        ("Hello world<|im_end|>", &Value::Null)
+    );
+    let mut streamed = ask;
+    streamed["stream"] = true.into();
+    let (mut content, mut reasoning) = (String::new(), String::new());
+    for event in server.post(PATH, streamed).await.events() {
+        let Ok(chunk) = serde_json::from_str::<Value>(&event) else { continue };
+        let logprobs = &chunk["choices"][0]["logprobs"];
+        if logprobs.is_object() {
+            content += &joined(&logprobs["content"]);
+            reasoning += &logprobs.get("reasoning_content").map(joined).unwrap_or_default();
+        }
+    }
+    assert_eq!((content.as_str(), reasoning.as_str()), ("Hello world<|im_end|>", "<think>hm</think>"));
 }

@@ -71,7 +71,12 @@ def decode(data: bytes) -> Any:
     except MemoryError:
         raise ImageError(_BROKEN) from None
     except Exception as error:
-        raise ImageError(f"is damaged: {error}") from error
+        raise ImageError(f"is damaged: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """What an error says, or its type if it says nothing."""
+    return str(error) or type(error).__name__
 
 
 def main(folder: str, options: str) -> None:
@@ -95,14 +100,18 @@ def main(folder: str, options: str) -> None:
         arguments = json.loads(options)
 
         def read(_: dict[str, Any], data: bytes) -> Job:
+            size = ""
             try:
                 image = decode(data)
+                size = f"{image.width} × {image.height}"
                 made = processor(images=[image], return_tensors="np", **arguments)
                 arrays = {name: np.ascontiguousarray(value) for name, value in made.items()}
             except ImageError as refusal:
                 return {"error": str(refusal)}, b""
+            except MemoryError:
+                return {"error": f"has {size} pixels, which take too much memory to process; send a smaller one"}, b""
             except Exception as error:  # noqa: BLE001 - processors raise errors of many kinds for unusual sizes
-                return {"error": f"cannot be processed: {error or type(error).__name__}"}, b""
+                return {"error": f"of {size} pixels cannot be processed: {_reason(error)}"}, b""
             return {"error": ""}, save(arrays)
 
         return read

@@ -41,6 +41,9 @@ pub(crate) struct OutputMessage {
     pub(crate) content: Option<String>,
     /// Always null: a model's refusal is part of its content.
     pub(crate) refusal: Option<String>,
+    /// Always empty.
+    #[schema(value_type = Vec<Object>)]
+    pub(crate) annotations: [(); 0],
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) reasoning_content: Option<String>,
     /// The same as `reasoning_content`.

@@ -11,17 +11,24 @@ const MIN_LOGPROB: f32 = -9999.0;
 
 #[derive(Debug, Default, Serialize, ToSchema)]
 pub(crate) struct ChatLogprobs {
+    /// The tokens of the content and of calls, and the one that ends the answer.
     pub(crate) content: Vec<TokenLogprob>,
+    /// The tokens of `reasoning_content`, and those around it that mark it. Left out if there are none.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) reasoning_content: Vec<TokenLogprob>,
+    /// Always null: a model's refusal is part of its content.
+    #[schema(value_type = Option<Vec<TokenLogprob>>)]
+    pub(crate) refusal: (),
 }
 
-#[derive(Debug, Serialize, ToSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, ToSchema)]
 pub(crate) struct TokenLogprob {
     #[serde(flatten)]
     pub(crate) token: TopLogprob,
     pub(crate) top_logprobs: Vec<TopLogprob>,
 }
 
-#[derive(Debug, Serialize, ToSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, ToSchema)]
 pub(crate) struct TopLogprob {
     pub(crate) token: String,
     #[serde(serialize_with = "finite")]

@@ -6,7 +6,7 @@ use crate::api::openai::{
 };
 use crate::api::prediction::VerifiedDraft;
 use crate::generation::{self, GenerationDelta, ToolCallIds};
-use crate::http::logprob::{self, TokenNames};
+use crate::http::logprob::{self, TokenNames, TokenSorter};
 use crate::http::openai_answer::ChoiceReader;
 use crate::http::sse::{self, Event};
 use crate::text::Part;
@@ -39,6 +39,8 @@ pub(super) struct ChatReader {
     is_first: bool,
     has_content: bool,
     num_calls: usize,
+    /// Only with logprobs.
+    tokens: TokenSorter,
 }
 
 impl ChatReader {
@@ -51,6 +53,7 @@ impl ChatReader {
             is_first: true,
             has_content: false,
             num_calls: 0,
+            tokens: TokenSorter::default(),
         }
     }
 
@@ -106,7 +109,13 @@ impl ChoiceReader for ChatReader {
         let finish = text_delta.finish;
         self.token_ids.push(text_delta.token.id);
         self.drafts.extend(text_delta.draft.filter(|_| self.shape.shows_drafts).map(VerifiedDraft::from));
-        let mut logprobs = self.shape.logprobs_of.as_ref().map(|names| logprob::of_chat(names, text_delta.token));
+        let mut logprobs = self.shape.logprobs_of.as_ref().and_then(|names| {
+            let mut tokens = self.tokens.sort(text_delta.token, &parts, finish.is_some());
+            if self.shape.hides_reasoning {
+                tokens.reasoning.clear();
+            }
+            logprob::of_chat(names, tokens)
+        });
         let mut prompt = self.is_first.then(|| ChatPrompt {
             token_ids: self.shape.prompt_token_ids.clone(),
             logprobs: self.shape.with_prompt_logprobs.then(|| logprob::of_prompt(prompt_tokens)),
@@ -149,7 +158,9 @@ impl ChoiceReader for ChatReader {
             }
         }
         if let Some(logprobs) = chunk.logprobs {
-            sum.logprobs.get_or_insert_default().content.extend(logprobs.content);
+            let sum = sum.logprobs.get_or_insert_default();
+            sum.content.extend(logprobs.content);
+            sum.reasoning_content.extend(logprobs.reasoning_content);
         }
         sum.finish_reason = chunk.finish_reason.or(sum.finish_reason);
     }
@@ -193,7 +204,15 @@ impl ChatSum {
         let Self { content, reasoning_content, tool_calls, logprobs, finish_reason, token_ids, drafts, prompt: _ } =
             self;
         let reasoning = reasoning_content.clone();
-        let message = OutputMessage { role: ROLE, content, refusal: None, reasoning_content, reasoning, tool_calls };
+        let message = OutputMessage {
+            role: ROLE,
+            content,
+            refusal: None,
+            annotations: [],
+            reasoning_content,
+            reasoning,
+            tool_calls,
+        };
         ChatChoice { index, message, logprobs, finish_reason, token_ids, drafts }
     }
 }
