@@ -194,11 +194,11 @@ def dialects() -> Iterator[Bad]:
     for part in ({"type": "input_image"}, {"type": "input_text"}, {"type": "input_text", "text": 5}, 5):
         yield _response("content", "input[0].content[0]", input=[{"role": "user", "content": [part]}])
     yield _response("orphan", "call_0", input=[{"type": "function_call_output", "call_id": "call_0", "output": "rain"}])
-    for tool in ({"type": "web_search"}, {"type": "custom", "name": "f"}, {"type": "function"}, {}):
+    for tool in ({"type": "web_search"}, {"type": "custom"}, {"type": "function"}, {}):
         yield _response("tools", "tools[0]", tools=[tool])
     yield _response("previous", "previous_response_id", previous_response_id="resp_0")
     for name, value in {
-        "truncation": "auto",
+        "truncation": "some",
         "background": True,
         "include": ["logprobs"],
         "text": {"format": 5},

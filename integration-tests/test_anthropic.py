@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from anthropic import Anthropic, AsyncAnthropic, AuthenticationError, BadRequestError
+from anthropic import Anthropic, AsyncAnthropic, AuthenticationError, BadRequestError, beta_tool
 from binary import Server, start
 
 QUESTION: Any = [{"role": "user", "content": "What is the capital of Japan?"}]
@@ -80,6 +80,61 @@ def test_a_tool_is_called_and_its_result_read(client: Anthropic, choice: Any) ->
     answer = client.messages.create(**arguments, messages=turns, tool_choice={"type": "none"})
     assert text(answer)
     assert answer.stop_reason in ("end_turn", "max_tokens")
+
+
+def test_documents_and_what_other_servers_searched_are_read(client: Anthropic) -> None:
+    fact = "The capital of Ruritania is Strelsau."
+    question: Any = {"type": "text", "text": "What is the capital of Ruritania? Answer with one word."}
+    document: Any = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": fact}}
+    text_of: Any = {"type": "text", "text": fact}
+    found: Any = {"type": "search_result", "source": "https://example.org", "title": "Ruritania", "content": [text_of]}
+    for block in (document, found):
+        messages: Any = [{"role": "user", "content": [block, question]}]
+        message = client.messages.create(model="tgi", max_tokens=20, messages=messages, extra_body=GREEDY)
+        assert "Strelsau" in text(message)
+    searched: Any = [
+        {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {"query": "Ruritania"}},
+        {"type": "web_search_tool_result", "tool_use_id": "srvtoolu_1", "content": []},
+        {"type": "text", "text": "I found nothing."},
+    ]
+    turns: Any = [*QUESTION, {"role": "assistant", "content": searched}, {"role": "user", "content": [question]}]
+    assert client.messages.create(model="tgi", max_tokens=4, messages=turns, extra_body=GREEDY).content
+
+
+def test_a_tool_that_the_client_executes_is_called_with_its_documented_input(client: Anthropic) -> None:
+    tools: Any = [
+        {"type": "bash_20250124", "name": "bash"},
+        {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"},
+        {"type": "web_search_20250305", "name": "web_search"},
+    ]
+    choice: Any = {"type": "tool", "name": "str_replace_based_edit_tool"}
+    answer = client.messages.with_raw_response.create(
+        **{**ARGUMENTS, "max_tokens": 200}, tools=tools, tool_choice=choice
+    )
+    assert "`web_search_20250305` is left out" in answer.headers["x-penstock-warning"]
+    calls = [block for block in answer.parse().content if block.type == "tool_use"]
+    for call in calls[:-1] or calls:
+        assert call.name == "str_replace_based_edit_tool"
+        assert not call.input or call.input["command"] in ("view", "create", "str_replace", "insert")
+    count = client.messages.count_tokens(model="tgi", messages=QUESTION, tools=tools)
+    assert count.input_tokens > client.messages.count_tokens(model="tgi", messages=QUESTION).input_tokens
+
+
+def test_the_package_s_tool_runner_and_threads_work(client: Anthropic) -> None:
+    @beta_tool
+    def get_weather(place: str) -> str:
+        """Get the weather at a place."""
+        return f"4 degrees in {place}"
+
+    question: Any = [{"role": "user", "content": "What is the weather like in Oslo?"}]
+    runner = client.beta.messages.tool_runner(
+        model="tgi", max_tokens=60, messages=question, tools=[get_weather], max_iterations=2, extra_body=GREEDY
+    )
+    assert runner.until_done().role == "assistant"
+    thread = client.beta.messages.thread(model="tgi", max_tokens=8)
+    for turn in ("Hi", "What did I say first?"):
+        assert thread.send({"role": "user", "content": turn}).role == "assistant"
+    assert len(thread.messages) == 4
 
 
 def test_a_stop_sequence_ends_the_answer_and_is_named(client: Anthropic) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from binary import Server, start
-from openai import AsyncOpenAI, BadRequestError, OpenAI
+from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
 from pydantic import BaseModel
 
 ARGUMENTS: Any = {"model": "tgi", "input": "What is the capital of Japan?", "temperature": 0, "max_output_tokens": 60}
@@ -122,3 +123,75 @@ def test_the_newest_responses_can_be_continued(storing: Server) -> None:
     client.responses.create(**ARGUMENTS)
     with pytest.raises(BadRequestError, match="was not found"):
         client.responses.create(**ARGUMENTS, previous_response_id=first.id)
+
+
+def test_a_stored_response_is_read_listed_referred_to_and_deleted(storing: Server) -> None:
+    client = OpenAI(base_url=f"{storing.url}/v1", api_key="-", max_retries=0)
+    first = client.responses.create(**ARGUMENTS)
+    assert client.responses.retrieve(first.id).output == first.output
+    (question,) = client.responses.input_items.list(first.id).data
+    assert question.content[0].text == ARGUMENTS["input"]
+    reference: Any = [{"type": "item_reference", "id": first.output[0].id}, {"role": "user", "content": "Why?"}]
+    turns: Any = [{"role": "user", "content": ARGUMENTS["input"]}, *reference]
+    referred = client.responses.input_tokens.count(model="tgi", input=turns)
+    continued = client.responses.input_tokens.count(model="tgi", input="Why?", previous_response_id=first.id)
+    assert referred.input_tokens == continued.input_tokens
+    client.responses.delete(first.id)
+    with pytest.raises(NotFoundError, match="was not found"):
+        client.responses.retrieve(first.id)
+
+
+@pytest.mark.parametrize(
+    ("syntax", "definition"), [("regex", "SELECT [a-z]{1,9}"), ("lark", 'start: "SELECT " NAME\nNAME: /[a-z]{1,9}/')]
+)
+def test_a_custom_tool_is_called_with_input_that_matches_its_grammar(
+    client: OpenAI, syntax: str, definition: str
+) -> None:
+    grammar: Any = {"type": "grammar", "syntax": syntax, "definition": definition}
+    tools: Any = [{"type": "custom", "name": "sql", "description": "Runs a query.", "format": grammar}]
+    question: Any = [{"role": "user", "content": "Which tables are there?"}]
+    arguments: Any = {
+        "model": "tgi",
+        "temperature": 0,
+        "max_output_tokens": 60,
+        "tools": tools,
+        "parallel_tool_calls": False,
+    }
+    called = client.responses.create(**arguments, input=question, tool_choice={"type": "custom", "name": "sql"})
+    (call,) = called.output
+    assert call.type == "custom_tool_call"
+    assert re.fullmatch("SELECT [a-z]{1,9}", call.input)
+    with client.responses.stream(**arguments, input=question, tool_choice="required") as stream:
+        pieces = "".join(event.delta for event in stream if event.type == "response.custom_tool_call_input.delta")
+    assert pieces == call.input
+    output: Any = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "cities"}
+    answer = client.responses.create(**arguments, input=[*question, *called.output, output], tool_choice="none")
+    assert answer.output_text
+
+
+def test_logprobs_are_those_of_the_text(client: OpenAI) -> None:
+    response = client.responses.create(**ARGUMENTS, include=["message.output_text.logprobs"], top_logprobs=2)
+    (part,) = response.output[0].content
+    assert "".join(entry.token for entry in part.logprobs) == response.output_text
+    for entry in part.logprobs:
+        assert entry.token == entry.top_logprobs[0].token
+        assert len(entry.top_logprobs) == 2
+
+
+def test_a_compacted_conversation_goes_on(client: OpenAI) -> None:
+    turns: Any = [{"role": "user", "content": "My name is Ada."}, {"role": "assistant", "content": "Hello Ada."}]
+    compacted = client.responses.compact(model="tgi", input=turns)
+    assert [item.type for item in compacted.output] == ["message", "compaction"]
+    question: Any = {"role": "user", "content": "What is my name?"}
+    again: Any = [*(item.model_dump(exclude_none=True) for item in compacted.output), question]
+    assert client.responses.create(**{**ARGUMENTS, "input": again}).output_text
+
+
+def test_a_conversation_that_is_too_long_loses_its_oldest_turns(client: OpenAI) -> None:
+    turn: Any = [{"role": "user", "content": "word " * 2000}, {"role": "assistant", "content": "Well."}]
+    turns: Any = [*turn, *turn, *turn, *turn, *turn, {"role": "user", "content": ARGUMENTS["input"]}]
+    with pytest.raises(BadRequestError, match="tokens"):
+        client.responses.create(**{**ARGUMENTS, "input": turns})
+    response = client.responses.create(**{**ARGUMENTS, "input": turns, "max_output_tokens": 4}, truncation="auto")
+    assert response.truncation == "auto"
+    assert response.usage.input_tokens > 1000

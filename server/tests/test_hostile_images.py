@@ -14,7 +14,7 @@ import transformers
 from hostile_files import KINDS, hostile_file, png
 from image_cases import file_of, picture
 from penstock_server.errors import ImageError
-from penstock_server.vision.reader import ImageReader, decode
+from penstock_server.vision.reader import ImageReader, _reason, decode
 from PIL import Image
 
 BOMB = png(30_000, 30_000, zlib.compress(bytes(1000)))
@@ -136,3 +136,17 @@ def test_extreme_shapes_are_an_error_or_pixel_values(reader: ImageReader) -> Non
         with suppress(ImageError):
             assert np.isfinite(reader.read(file_of(picture(6, width, height)))["pixel_values"]).all()
     assert reader._process is process
+
+
+def test_an_image_of_one_long_line_is_refused_with_a_reason(reader: ImageReader) -> None:
+    """Every reason says something, also where the error that causes it has no text."""
+    line = file_of(Image.new("L", (60_000_000, 1)), "PNG")
+    with pytest.raises(ImageError) as refused:
+        reader.read(line)
+    assert "60000000 × 1 pixels" in str(refused.value)
+    assert not str(refused.value).endswith(": ")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), ValueError(), ValueError("too narrow")])
+def test_an_error_without_a_text_is_named_by_its_type(error: Exception) -> None:
+    assert _reason(error) in ("MemoryError", "ValueError", "too narrow")

@@ -15,7 +15,7 @@ use crate::text::{
 };
 
 /// A conversation to answer.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Chat {
     /// Without tools.
     pub(crate) inputs: ChatInputs,
@@ -28,7 +28,7 @@ pub(crate) struct Chat {
 }
 
 /// The tools that the model may call. Empty only if the choice cannot be satisfied.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct ToolSet {
     pub(crate) tools: Arc<[Tool]>,
     /// The tools as the template sees them.

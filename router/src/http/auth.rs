@@ -2,10 +2,14 @@
 //!
 //! INVARIANT: a route is protected unless it is listed here, so a new route requires a key until it is added.
 
-use axum::extract::{MatchedPath, Request, State};
+use std::convert::Infallible;
+
+use axum::extract::{FromRequestParts, MatchedPath, Request, State};
+use axum::http::request::Parts;
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
+use sha2::{Digest, Sha256};
 
 use super::dialect::{self, Dialect};
 use crate::api::error::ApiError;
@@ -34,10 +38,22 @@ pub(super) const API_KEY: &str = "x-api-key";
 const MISSING: &str = "no API key was given; send one as `Authorization: Bearer KEY` or as `x-api-key: KEY`";
 const WRONG: &str = "the given API key is not one of this server's";
 
-fn check(keys: &ApiKeys, headers: &HeaderMap) -> Result<(), ApiError> {
+/// The API key that a request came with, as a hash; the same for all requests to a server without keys.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Owner([u8; 32]);
+
+impl<S: Send + Sync> FromRequestParts<S> for Owner {
+    type Rejection = Infallible;
+
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Infallible> {
+        Ok(parts.extensions.get().copied().unwrap_or_default())
+    }
+}
+
+fn check(keys: &ApiKeys, headers: &HeaderMap) -> Result<Owner, ApiError> {
     let given = [headers.get(header::AUTHORIZATION).and_then(bearer), headers.get(API_KEY).map(HeaderValue::as_bytes)];
-    if given.into_iter().flatten().any(|key| keys.contains(key)) {
-        return Ok(());
+    if let Some(key) = given.into_iter().flatten().find(|key| keys.contains(key)) {
+        return Ok(Owner(Sha256::digest(key).into()));
     }
     Err(ApiError::Unauthorized(if given == [None, None] { MISSING } else { WRONG }))
 }
@@ -50,13 +66,16 @@ fn bearer(value: &HeaderValue) -> Option<&[u8]> {
 }
 
 /// Passes requests for open routes, for unknown routes (which answer 404) and those with a valid key.
-pub(super) async fn require_key(State(keys): State<ApiKeys>, request: Request, next: Next) -> Response {
+pub(super) async fn require_key(State(keys): State<ApiKeys>, mut request: Request, next: Next) -> Response {
     let path = request.extensions().get::<MatchedPath>().map(MatchedPath::as_str);
     if keys.is_empty() || path.is_none_or(|path| is_open(path, request.method())) {
         return next.run(request).await;
     }
     match check(&keys, request.headers()) {
-        Ok(()) => next.run(request).await,
+        Ok(owner) => {
+            request.extensions_mut().insert(owner);
+            next.run(request).await
+        }
         Err(error) => unauthorized(error, request.uri().path()),
     }
 }

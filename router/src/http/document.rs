@@ -112,7 +112,8 @@ fn own(schema: &mut RefOr<Schema>) -> Option<&mut Object> {
 
 fn completed(path: String, mut item: PathItem) -> (String, PathItem) {
     let dialect = Dialect::of(&path);
-    for (method, operation) in [(Method::GET, &mut item.get), (Method::POST, &mut item.post)] {
+    let operations = [(Method::GET, &mut item.get), (Method::POST, &mut item.post), (Method::DELETE, &mut item.delete)];
+    for (method, operation) in operations {
         let Some(operation) = operation else { continue };
         add(operation, failures(dialect, &ANYWHERE));
         if method == Method::POST {
@@ -153,6 +154,8 @@ const READING: [(u16, &str); 5] = [
     (415, "The content type is not `application/json`."),
     (422, "As text: the body does not match the schema. As JSON: the request is invalid."),
 ];
+const STORED: [(u16, &str); 2] =
+    [(400, "A parameter of the query is not valid."), (404, "The API key has stored no response with this id.")];
 const ADMITTING: [(u16, &str); 3] = [
     (404, "The request names a model that is not served; only with `--check-model-name`."),
     (429, "The server is at capacity; `Retry-After` is the number of seconds after which to try again."),
@@ -194,6 +197,8 @@ pub(super) struct EitherAdmissionFailures;
 pub(super) struct AnthropicAdmissionFailures;
 /// Failures of generations where the body decides the dialect.
 pub(super) struct EitherFailures;
+/// Failures of the routes of stored responses.
+pub(super) struct StoredFailures;
 
 impl IntoResponses for AdmissionFailures {
     fn responses() -> BTreeMap<String, RefOr<Response>> {
@@ -234,6 +239,12 @@ impl IntoResponses for AnthropicFailures {
 impl IntoResponses for AnthropicAdmissionFailures {
     fn responses() -> BTreeMap<String, RefOr<Response>> {
         failures(Dialect::Anthropic, &ADMITTING)
+    }
+}
+
+impl IntoResponses for StoredFailures {
+    fn responses() -> BTreeMap<String, RefOr<Response>> {
+        failures(Dialect::OpenAi, &STORED)
     }
 }
 

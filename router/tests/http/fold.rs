@@ -133,8 +133,15 @@ pub fn response_fold(answer: &Answer) -> Value {
             "response.content_part.added" => item["content"] = json!([event["part"]]),
             "response.output_text.delta" | "response.reasoning_text.delta" => {
                 append(&mut item["content"][0]["text"], &event["delta"]);
+                if let (Some(logprobs), Some(more)) =
+                    (item["content"][0]["logprobs"].as_array_mut(), event["logprobs"].as_array())
+                {
+                    logprobs.extend(more.iter().cloned());
+                }
             }
             "response.function_call_arguments.delta" => append(&mut item["arguments"], &event["delta"]),
+            "response.custom_tool_call_input.delta" => append(&mut item["input"], &event["delta"]),
+            "response.custom_tool_call_input.done" => assert_eq!(event["input"], item["input"]),
             "response.output_text.done" | "response.reasoning_text.done" => {
                 assert_eq!(event["text"], item["content"][0]["text"]);
             }

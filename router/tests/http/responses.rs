@@ -2,6 +2,7 @@
 
 use axum::http::StatusCode;
 use penstock_router::Config;
+use penstock_router::config::ApiKeys;
 use penstock_router::sequence::{FinishReason, Grammar, SequenceEvent, SequenceFailure};
 use serde_json::{Value, json};
 
@@ -23,7 +24,7 @@ pub fn tool(name: &str) -> Value {
 
 /// Replaces what differs in each response.
 pub fn stable(text: &str) -> String {
-    let ids = regex::Regex::new("(resp|msg|rs|fc|call)_[0-9a-f]{24,32}").unwrap();
+    let ids = regex::Regex::new("(resp|msg|rs|fc|ctc|call)_[0-9a-f]{24,32}").unwrap();
     let times = regex::Regex::new("_at\":[1-9][0-9]+").unwrap();
     times.replace_all(&ids.replace_all(text, "${1}_ID"), "_at\":SECONDS").into_owned()
 }
@@ -224,5 +225,102 @@ async fn a_response_that_is_not_stored_cannot_be_continued() {
         assert_eq!(error["param"], "previous_response_id");
         assert_eq!(error["code"], "previous_response_not_found");
         assert!(error["message"].as_str().unwrap().contains(message), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn a_custom_tool_is_called_with_free_form_input() {
+    let tokens = [call(r#"{"name": "n__patch", "arguments": {"input": "+a\n\"é\""}}"#), vec![IM_END]].concat();
+    let server = server(move |sequence| sequence.answer(&tokens)).await;
+    let tools = json!([{"type": "namespace", "name": "n", "tools": [{"type": "custom", "name": "patch"}]}]);
+    let choice = json!({"type": "custom", "namespace": "n", "name": "patch"});
+    let body = hello(json!({"tools": tools, "tool_choice": choice}));
+    let plain = server.post(PATH, body.clone()).await;
+    let item = plain.json()["output"][0].clone();
+    insta::assert_snapshot!(stable(&item.to_string()), @r#"{"type":"custom_tool_call","id":"ctc_ID","status":"completed","call_id":"call_ID","name":"patch","namespace":"n","input":"+a\n\"é\""}"#);
+    let streamed = server.post(PATH, with(body, json!({"stream": true}))).await;
+    assert_eq!(stable(&response_fold(&streamed).to_string()), stable(&plain.json().to_string()));
+    let events = streamed.typed_events();
+    let deltas = events.iter().filter(|event| event["type"] == "response.custom_tool_call_input.delta");
+    let input: String = deltas.map(|event| event["delta"].as_str().unwrap()).collect();
+    assert_eq!(input, "+a\n\"é\"");
+    assert!(events.iter().any(|event| event["type"] == "response.custom_tool_call_input.done"));
+}
+
+#[tokio::test]
+async fn logprobs_of_the_text_are_included_on_request() {
+    let tokens = [bytes("<think>hm</think>"), vec![word("Hello"), word(" world"), IM_END]].concat();
+    let server = server(move |sequence| sequence.answer(&tokens)).await;
+    let body = hello(json!({"include": ["message.output_text.logprobs"], "top_logprobs": 1}));
+    let plain = server.post(PATH, body.clone()).await;
+    let part = plain.json()["output"][1]["content"][0].clone();
+    let tokens: Vec<_> = part["logprobs"].as_array().unwrap().iter().map(|token| token["token"].clone()).collect();
+    assert_eq!(tokens, ["Hello", " world"]);
+    assert_eq!(plain.json()["top_logprobs"], 1);
+    let streamed = server.post(PATH, with(body, json!({"stream": true}))).await;
+    assert_eq!(stable(&response_fold(&streamed).to_string()), stable(&plain.json().to_string()));
+    let without = server.post(PATH, hello(json!({"top_logprobs": 1}))).await.json();
+    assert_eq!(without["output"][1]["content"][0]["logprobs"], json!([]));
+}
+
+/// A request without a body. `key`: its API key.
+async fn ask(server: &Server, method: &str, path: &str, key: &str) -> Answer {
+    whole(server.send(server.request(method, path).header("authorization", format!("Bearer {key}")), "").await).await
+}
+
+async fn post(server: &Server, body: Value, key: &str) -> Answer {
+    let request = server.request("POST", PATH).header("content-type", "application/json");
+    whole(server.send(request.header("authorization", format!("Bearer {key}")), &body.to_string()).await).await
+}
+
+#[tokio::test]
+async fn a_stored_response_belongs_to_the_key_that_made_it() {
+    let tokens = [word("Hello"), IM_END];
+    let adjust = |config: &mut Config| {
+        config.max_stored_responses = 4;
+        config.api_keys = ApiKeys::new(["one".to_owned(), "two".to_owned()]);
+    };
+    let server = server_with_config(adjust, move |sequence| sequence.answer(&tokens)).await;
+    let first = post(&server, hello(json!({"instructions": "Help."})), "one").await.json();
+    let (path, item) = (format!("{PATH}/{}", first["id"].as_str().unwrap()), first["output"][0]["id"].clone());
+    assert_eq!(ask(&server, "GET", &path, "one").await.json(), first);
+
+    let reference = json!({"input": [{"role": "user", "content": "Hi"}, {"type": "item_reference", "id": item},
+                                     {"role": "user", "content": "And?"}]});
+    assert_eq!(post(&server, hello(reference.clone()), "one").await.status, StatusCode::OK);
+    let referred = prompt(&server);
+    let second =
+        post(&server, hello(json!({"previous_response_id": first["id"], "input": "And?"})), "one").await.json();
+    assert_eq!(prompt(&server), referred);
+    assert!(referred.contains("user:Hi\nassistant:Hello\nuser:And?"), "{referred}");
+
+    let items = format!("{PATH}/{}/input_items", second["id"].as_str().unwrap());
+    let list = ask(&server, "GET", &format!("{items}?order=asc"), "one").await.json();
+    let texts: Vec<_> =
+        list["data"].as_array().unwrap().iter().map(|item| item["content"][0]["text"].clone()).collect();
+    assert_eq!(texts, ["Hi", "Hello", "And?"]);
+    assert_eq!((&list["object"], &list["has_more"]), (&json!("list"), &json!(false)));
+    assert_eq!((&list["first_id"], &list["last_id"]), (&list["data"][0]["id"], &list["data"][2]["id"]));
+    let page =
+        ask(&server, "GET", &format!("{items}?limit=1&after={}", list["last_id"].as_str().unwrap()), "one").await;
+    assert_eq!((&page.json()["data"], &page.json()["has_more"]), (&json!([list["data"][1]]), &json!(true)));
+    for query in ["limit=0", "limit=101", "limit=a", "order=up", "after=x"] {
+        let answer = ask(&server, "GET", &format!("{items}?{query}"), "one").await;
+        assert_eq!(answer.status, StatusCode::BAD_REQUEST, "{query}: {}", answer.body);
+    }
+    assert_eq!(ask(&server, "GET", &format!("{path}?stream=true"), "one").await.status, StatusCode::BAD_REQUEST);
+
+    for (method, path) in [("GET", path.clone()), ("GET", format!("{path}/input_items")), ("DELETE", path.clone())] {
+        let answer = ask(&server, method, &path, "two").await;
+        assert_eq!(answer.status, StatusCode::NOT_FOUND, "{method} {path}");
+        assert_eq!(answer.json()["error"]["code"], "not_found");
+    }
+    for body in [json!({"previous_response_id": first["id"]}), reference] {
+        assert_eq!(post(&server, hello(body), "two").await.status, StatusCode::BAD_REQUEST);
+    }
+    let deleted = ask(&server, "DELETE", &path, "one").await.json();
+    assert_eq!(deleted, json!({"id": first["id"], "object": "response", "deleted": true}));
+    for method in ["GET", "DELETE"] {
+        assert_eq!(ask(&server, method, &path, "one").await.status, StatusCode::NOT_FOUND);
     }
 }

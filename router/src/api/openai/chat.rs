@@ -19,7 +19,7 @@ use crate::generation::{
 use crate::text::{ChatInputs, Tool, ToolChoice};
 
 /// OpenAI's limit.
-const MAX_TOP_LOGPROBS: u32 = 20;
+pub(crate) const MAX_TOP_LOGPROBS: u32 = 20;
 const MAX_TEMPLATE_BYTES: usize = 256 << 10;
 
 #[derive(Debug, Deserialize, ToSchema)]

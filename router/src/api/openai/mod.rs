@@ -21,7 +21,7 @@ use crate::api::prediction::PredictionTokens;
 use crate::generation;
 use crate::telemetry::RequestSummary;
 
-pub(crate) use chat::ChatRequest;
+pub(crate) use chat::{ChatRequest, MAX_TOP_LOGPROBS};
 pub(crate) use chat_answer::{
     ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatPrompt, Delta, FunctionDelta, OutputMessage,
     ToolCallDelta,

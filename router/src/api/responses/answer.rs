@@ -4,8 +4,10 @@ use serde::Serialize;
 use serde_json::Value;
 use utoipa::ToSchema;
 
+use super::custom;
 use super::tool::{ToolChoiceParam, shown_name};
 use crate::api::conversation::Conversation;
+use crate::api::openai::TokenLogprob;
 use crate::api::prediction::PredictionTokens;
 use crate::telemetry::RequestSummary;
 
@@ -50,7 +52,7 @@ pub(crate) struct Echo {
     pub(super) tools: Vec<Value>,
     #[schema(value_type = ToolChoiceParam)]
     pub(super) tool_choice: Value,
-    /// Always `disabled`.
+    /// `disabled` or `auto`.
     pub(super) truncation: &'static str,
     pub(super) parallel_tool_calls: bool,
     #[schema(value_type = Object)]
@@ -59,7 +61,6 @@ pub(crate) struct Echo {
     pub(super) top_p: f32,
     pub(super) presence_penalty: f32,
     pub(super) frequency_penalty: f32,
-    /// Always 0.
     pub(super) top_logprobs: u32,
     #[schema(value_type = Object)]
     pub(super) reasoning: Value,
@@ -93,7 +94,7 @@ pub(crate) struct IncompleteDetails {
 }
 
 /// An item of the output.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, ToSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, ToSchema)]
 #[serde(tag = "type", rename_all = "snake_case")]
 #[schema(as = ResponseOutputItem)]
 pub(crate) enum OutputItem {
@@ -123,6 +124,17 @@ pub(crate) enum OutputItem {
         /// JSON text.
         arguments: String,
     },
+    CustomToolCall {
+        id: String,
+        status: ItemStatus,
+        call_id: String,
+        name: String,
+        /// If the tool is in a namespace.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        #[schema(nullable = false)]
+        namespace: Option<String>,
+        input: String,
+    },
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ToSchema)]
@@ -135,7 +147,7 @@ pub(crate) enum ItemStatus {
 }
 
 /// The only part of an item's content.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, ToSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, ToSchema)]
 #[serde(tag = "type", rename_all = "snake_case")]
 #[schema(as = ResponseContentPart)]
 pub(crate) enum ContentPart {
@@ -144,9 +156,8 @@ pub(crate) enum ContentPart {
         /// Always empty.
         #[schema(value_type = Vec<Object>)]
         annotations: [(); 0],
-        /// Always empty.
-        #[schema(value_type = Vec<Object>)]
-        logprobs: [(); 0],
+        /// Empty unless the request includes them.
+        logprobs: Vec<TokenLogprob>,
     },
     ReasoningText {
         text: String,
@@ -155,24 +166,27 @@ pub(crate) enum ContentPart {
 
 impl ContentPart {
     pub(crate) fn text(text: String) -> Self {
-        Self::OutputText { text, annotations: [], logprobs: [] }
+        Self::OutputText { text, annotations: [], logprobs: Vec::new() }
     }
 }
 
 impl OutputItem {
     pub(crate) fn id(&self) -> &str {
-        let (Self::Message { id, .. } | Self::Reasoning { id, .. } | Self::FunctionCall { id, .. }) = self;
+        let (Self::Message { id, .. }
+        | Self::Reasoning { id, .. }
+        | Self::FunctionCall { id, .. }
+        | Self::CustomToolCall { id, .. }) = self;
         id
     }
 
-    /// The text of the content, or the arguments; empty in an item without content.
+    /// The text of the content, the arguments or the input; empty in an item without content.
     pub(crate) fn text(&self) -> &str {
         match self {
             Self::Message { content, .. } | Self::Reasoning { content, .. } => match content.first() {
                 Some(ContentPart::OutputText { text, .. } | ContentPart::ReasoningText { text }) => text,
                 None => "",
             },
-            Self::FunctionCall { arguments, .. } => arguments,
+            Self::FunctionCall { arguments: text, .. } | Self::CustomToolCall { input: text, .. } => text,
         }
     }
 
@@ -183,7 +197,26 @@ impl OutputItem {
                 Some(ContentPart::OutputText { text, .. } | ContentPart::ReasoningText { text }) => text.push_str(more),
                 None => {}
             },
-            Self::FunctionCall { arguments, .. } => arguments.push_str(more),
+            Self::FunctionCall { arguments: text, .. } | Self::CustomToolCall { input: text, .. } => {
+                text.push_str(more)
+            }
+        }
+    }
+
+    /// Adds logprobs of a message's text.
+    pub(crate) fn push_logprobs(&mut self, more: &[TokenLogprob]) {
+        if let Self::Message { content, .. } = self
+            && let Some(ContentPart::OutputText { logprobs, .. }) = content.first_mut()
+        {
+            logprobs.extend_from_slice(more);
+        }
+    }
+
+    /// The part of the content; a call has none.
+    pub(crate) fn part(&self) -> Option<&ContentPart> {
+        match self {
+            Self::Message { content, .. } | Self::Reasoning { content, .. } => content.first(),
+            Self::FunctionCall { .. } | Self::CustomToolCall { .. } => None,
         }
     }
 
@@ -202,11 +235,18 @@ impl OutputItem {
             Self::FunctionCall { call_id, name, namespace, arguments, .. } => {
                 conversation.call(call_id.clone(), shown_name(namespace.as_deref(), name), arguments)
             }
+            Self::CustomToolCall { call_id, name, namespace, input, .. } => {
+                let name = shown_name(namespace.as_deref(), name);
+                conversation.call(call_id.clone(), name, &custom::arguments(input))
+            }
         }
     }
 
     pub(crate) fn set_status(&mut self, new: ItemStatus) {
-        let (Self::Message { status, .. } | Self::Reasoning { status, .. } | Self::FunctionCall { status, .. }) = self;
+        let (Self::Message { status, .. }
+        | Self::Reasoning { status, .. }
+        | Self::FunctionCall { status, .. }
+        | Self::CustomToolCall { status, .. }) = self;
         *status = new;
     }
 }

@@ -4,6 +4,7 @@ use serde::Serialize;
 use utoipa::ToSchema;
 
 use super::answer::{ContentPart, OutputItem, Response};
+use crate::api::openai::TokenLogprob;
 
 /// An event of a stream. Its name is its type.
 #[derive(Clone, Debug, Serialize, ToSchema)]
@@ -33,9 +34,8 @@ pub(crate) enum ResponseEvent {
         output_index: usize,
         content_index: usize,
         delta: String,
-        /// Always empty.
-        #[schema(value_type = Vec<Object>)]
-        logprobs: [(); 0],
+        /// Empty unless the request includes them.
+        logprobs: Vec<TokenLogprob>,
     },
     #[serde(rename = "response.output_text.done")]
     TextDone {
@@ -43,9 +43,8 @@ pub(crate) enum ResponseEvent {
         output_index: usize,
         content_index: usize,
         text: String,
-        /// Always empty.
-        #[schema(value_type = Vec<Object>)]
-        logprobs: [(); 0],
+        /// Empty unless the request includes them.
+        logprobs: Vec<TokenLogprob>,
     },
     #[serde(rename = "response.reasoning_text.delta")]
     ReasoningDelta { item_id: String, output_index: usize, content_index: usize, delta: String },
@@ -57,6 +56,10 @@ pub(crate) enum ResponseEvent {
     ArgumentsDelta { item_id: String, output_index: usize, delta: String },
     #[serde(rename = "response.function_call_arguments.done")]
     ArgumentsDone { item_id: String, output_index: usize, name: String, arguments: String },
+    #[serde(rename = "response.custom_tool_call_input.delta")]
+    CustomInputDelta { item_id: String, output_index: usize, delta: String },
+    #[serde(rename = "response.custom_tool_call_input.done")]
+    CustomInputDone { item_id: String, output_index: usize, input: String },
     #[serde(rename = "response.output_item.done")]
     ItemDone { output_index: usize, item: OutputItem },
     #[serde(rename = "response.completed")]

@@ -1,19 +1,37 @@
 //! The items of a conversation, as clients send them.
 
-use serde::Deserialize;
-use utoipa::ToSchema;
+use std::borrow::Cow;
+
+use serde::de::Error;
+use serde::{Deserialize, Deserializer};
+use serde_json::{Map, Value, json};
+use utoipa::openapi::{RefOr, Schema};
+use utoipa::{PartialSchema, ToSchema};
 
 use super::problem::problem;
 use super::tool::shown_name;
+use super::{compaction, custom};
 use crate::api::content::{Content, check_detail};
 use crate::api::conversation::{Conversation, Part, joined};
+use crate::api::field::named;
 use crate::generation::{ImageSource, ValidationError};
 
-/// An item of the conversation. `id` and `status` have no effect.
+/// An item of the conversation.
+#[derive(Debug)]
+pub(super) struct InputItem {
+    /// As it was given.
+    pub(super) value: Value,
+    /// `None` for an item that is read as text.
+    fields: Option<Box<ItemFields>>,
+}
+
+/// `id` and `status` have no effect.
 #[derive(Debug, Deserialize, ToSchema)]
 #[schema(as = ResponseInputItem)]
-pub(super) struct InputItem {
-    /// `message` (the default), `reasoning`, `function_call` or `function_call_output`; others are refused.
+struct ItemFields {
+    /// `message` (the default), `reasoning`, `function_call`, `function_call_output`, `custom_tool_call`, `custom_tool_call_output`,
+    /// `item_reference`, `compaction`, or one that tells what tools of another server did, which is read as text; others are
+    /// refused.
     #[serde(rename = "type", default = "message")]
     #[schema(default = "message", required = false)]
     kind: String,
@@ -29,14 +47,76 @@ pub(super) struct InputItem {
     name: Option<String>,
     /// Of a call, if the function is in a namespace.
     namespace: Option<String>,
-    /// Of a call: JSON text.
+    /// Of a function's call: JSON text.
     arguments: Option<String>,
+    /// Of a custom tool's call: free-form text.
+    input: Option<String>,
     /// Of a call's output: a string or a list of parts.
     output: Option<Content<InputPart>>,
+    /// Of a compaction: what `/v1/responses/compact` returned.
+    encrypted_content: Option<String>,
+    /// Of a reference: the id of an item of a stored response.
+    id: Option<String>,
 }
 
 fn message() -> String {
     "message".to_owned()
+}
+
+/// Items that tell what tools of another server did. They are read as text of the assistant's turn.
+const CALLS: [&str; 14] = [
+    "web_search_call",
+    "file_search_call",
+    "code_interpreter_call",
+    "image_generation_call",
+    "computer_call",
+    "local_shell_call",
+    "shell_call",
+    "apply_patch_call",
+    "mcp_call",
+    "mcp_list_tools",
+    "mcp_approval_request",
+    "tool_search_call",
+    "tool_search_output",
+    "program",
+];
+
+/// Items that tell what a client answered to such a call. They are read as text of the user's turn.
+const OUTPUTS: [&str; 6] = [
+    "computer_call_output",
+    "local_shell_call_output",
+    "shell_call_output",
+    "apply_patch_call_output",
+    "mcp_approval_response",
+    "program_output",
+];
+
+impl<'de> Deserialize<'de> for InputItem {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let value = Value::deserialize(deserializer)?;
+        let kind = value.get("type").and_then(Value::as_str).unwrap_or_default();
+        if CALLS.contains(&kind) || OUTPUTS.contains(&kind) {
+            return Ok(Self { value, fields: None });
+        }
+        let fields = named(&value, |value| ItemFields::deserialize(value)).map_err(D::Error::custom)?;
+        Ok(Self { value, fields: Some(Box::new(fields)) })
+    }
+}
+
+impl PartialSchema for InputItem {
+    fn schema() -> RefOr<Schema> {
+        ItemFields::schema()
+    }
+}
+
+impl ToSchema for InputItem {
+    fn name() -> Cow<'static, str> {
+        ItemFields::name()
+    }
+
+    fn schemas(schemas: &mut Vec<(String, RefOr<Schema>)>) {
+        ItemFields::schemas(schemas);
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, ToSchema)]
@@ -90,20 +170,129 @@ impl InputPart {
     }
 }
 
+/// The items of an input, with those in place of references that `find` finds by their ids.
+pub(super) fn resolved(
+    input: Content<InputItem>,
+    find: impl Fn(&str) -> Option<Value>,
+) -> Result<Vec<InputItem>, ValidationError> {
+    let items = match input {
+        Content::Text(text) => return Ok(vec![InputItem::user(text)]),
+        Content::Parts(items) => items,
+    };
+    let resolve = |(index, item): (usize, InputItem)| {
+        let Some(id) = item.reference() else { return Ok(item) };
+        let path = format!("input[{index}].id");
+        let found = find(id).ok_or_else(|| {
+            let problem = "is not the id of an item of a stored response; send the item itself";
+            self::problem(&path, &format!("`{id}` {problem}"))
+        })?;
+        InputItem::deserialize(found).map_err(|error| problem(&path, &error.to_string()))
+    };
+    items.into_iter().enumerate().map(resolve).collect()
+}
+
 /// Adds the items to the conversation.
-pub(super) fn add_items(conversation: &mut Conversation, input: Content<InputItem>) -> Result<(), ValidationError> {
-    match input {
-        Content::Text(text) => conversation.user(Part::Text(text)).map_err(|reason| problem("input", &reason)),
-        Content::Parts(items) => {
-            for (index, item) in items.into_iter().enumerate() {
-                item.add(conversation, &format!("input[{index}]"))?;
+pub(super) fn add_items(conversation: &mut Conversation, items: Vec<InputItem>) -> Result<(), ValidationError> {
+    items.into_iter().enumerate().try_for_each(|(index, item)| item.add(conversation, &format!("input[{index}]")))
+}
+
+impl InputItem {
+    fn user(text: String) -> Self {
+        let content = json!([{"type": "input_text", "text": text}]);
+        let value = json!({"type": "message", "status": "completed", "role": "user", "content": content});
+        let fields =
+            ItemFields { role: Some(Role::User), content: Some(Content::Text(text)), ..ItemFields::of(message()) };
+        Self { value, fields: Some(Box::new(fields)) }
+    }
+
+    /// The id of the item that it stands for.
+    fn reference(&self) -> Option<&str> {
+        let fields = self.fields.as_ref()?;
+        // The type of a reference may be missing.
+        let is_bare =
+            self.value.get("type").is_none_or(Value::is_null) && fields.role.is_none() && fields.content.is_none();
+        fields.id.as_deref().filter(|_| fields.kind == "item_reference" || is_bare)
+    }
+
+    /// The item as responses list it.
+    pub(super) fn listed(&self) -> Value {
+        let mut value = self.value.clone();
+        if let Value::Object(fields) = &mut value {
+            let kind = self.fields.as_ref().map_or("item", |fields| fields.kind.as_str());
+            fields.entry("type").or_insert_with(|| kind.into());
+            if !fields.get("id").is_some_and(Value::is_string) {
+                let prefix = if kind == "message" { "msg" } else { "item" };
+                fields.insert("id".to_owned(), format!("{prefix}_{:032x}", rand::random::<u128>()).into());
             }
-            Ok(())
+            if kind == "message" {
+                fields.entry("status").or_insert_with(|| "completed".into());
+                let part = if fields.get("role").is_some_and(|role| role == "assistant") {
+                    "output_text"
+                } else {
+                    "input_text"
+                };
+                if let Some(Value::String(text)) = fields.get("content") {
+                    let mut part = json!({"type": part, "text": text});
+                    if part["type"] == "output_text" {
+                        part["annotations"] = json!([]);
+                    }
+                    fields.insert("content".to_owned(), json!([part]));
+                }
+            }
+        }
+        value
+    }
+
+    /// The text of an item that tells what tools of another server did.
+    fn told(&self) -> Option<(String, bool)> {
+        let kind = self.value.get("type").and_then(Value::as_str)?;
+        let fields = self.value.as_object()?.iter();
+        // An image is no text, and what is encrypted only its author can read.
+        let is_kept = |key: &str| {
+            !matches!(key, "type" | "id" | "status" | "call_id")
+                && !(kind == "image_generation_call" && key == "result")
+                && !key.starts_with("encrypted")
+        };
+        let kept: Map<_, _> =
+            fields.filter(|(key, _)| is_kept(key)).map(|(key, value)| (key.clone(), value.clone())).collect();
+        Some((format!("<{kind}>{}</{kind}>", Value::Object(kept)), CALLS.contains(&kind)))
+    }
+
+    /// Whether it is a message of the user.
+    pub(super) fn is_user(&self) -> bool {
+        self.fields.as_ref().is_some_and(|fields| fields.role == Some(Role::User))
+    }
+
+    fn add(self, conversation: &mut Conversation, path: &str) -> Result<(), ValidationError> {
+        match self.fields {
+            Some(fields) => fields.add(conversation, path),
+            None => {
+                let Some((text, is_call)) = self.told() else { return Ok(()) };
+                let added = if is_call { conversation.text(text) } else { conversation.user(Part::Text(text)) };
+                added.map_err(|reason| problem(path, &reason))
+            }
         }
     }
 }
 
-impl InputItem {
+impl ItemFields {
+    fn of(kind: String) -> Self {
+        Self {
+            kind,
+            role: None,
+            content: None,
+            summary: None,
+            call_id: None,
+            name: None,
+            namespace: None,
+            arguments: None,
+            input: None,
+            output: None,
+            encrypted_content: None,
+            id: None,
+        }
+    }
+
     fn add(self, conversation: &mut Conversation, path: &str) -> Result<(), ValidationError> {
         let missing = |field: &str| problem(path, &format!("missing field `{field}`"));
         let (path, added) = match self.kind.as_str() {
@@ -125,20 +314,33 @@ impl InputItem {
                     None => return Ok(()),
                 }
             }
-            "function_call" => {
+            kind @ ("function_call" | "custom_tool_call") => {
                 let id = self.call_id.ok_or_else(|| missing("call_id"))?;
                 let name = self.name.ok_or_else(|| missing("name"))?;
-                let arguments = self.arguments.ok_or_else(|| missing("arguments"))?;
+                let arguments = if kind == "function_call" {
+                    self.arguments.ok_or_else(|| missing("arguments"))?
+                } else {
+                    custom::arguments(&self.input.ok_or_else(|| missing("input"))?)
+                };
                 let name = shown_name(self.namespace.as_deref(), &name);
                 (format!("{path}.call_id"), conversation.call(id, name, &arguments))
             }
-            "function_call_output" => {
+            "function_call_output" | "custom_tool_call_output" => {
                 let id = self.call_id.ok_or_else(|| missing("call_id"))?;
                 let output = parts(self.output.ok_or_else(|| missing("output"))?, &format!("{path}.output"))?;
                 (format!("{path}.call_id"), conversation.result(&id, output))
             }
+            "compaction" => {
+                let content = self.encrypted_content.ok_or_else(|| missing("encrypted_content"))?;
+                let path = format!("{path}.encrypted_content");
+                let summary = compaction::summary_of(&content).ok_or_else(|| {
+                    problem(&path, "only its author can read it; compact the conversation with this server")
+                })?;
+                (path, conversation.user(Part::Text(compaction::told(&summary))))
+            }
             kind => {
-                let known = "`message`, `reasoning`, `function_call` and `function_call_output` are";
+                let known = "`message`, `reasoning`, `function_call`, `function_call_output`, `custom_tool_call`, \
+                             `custom_tool_call_output`, `item_reference` and `compaction` are";
                 return Err(problem(&format!("{path}.type"), &format!("`{kind}` is not supported, {known}")));
             }
         };

@@ -6,22 +6,33 @@ use serde_json::{Map, Value, json};
 use utoipa::ToSchema;
 
 use super::answer::Echo;
-use super::item::{InputItem, add_items};
+use super::compaction;
+use super::item::{InputItem, add_items, resolved};
 use super::problem::{problem, refuse_given};
-use super::tool::{Function, Namespaces, ToolChoiceParam, ToolParam, functions, tool_set};
+use super::tool::{CalledTools, Function, ToolChoiceParam, ToolParam, functions, tool_set};
 use crate::api::content::Content;
-use crate::api::conversation::Conversation;
+use crate::api::conversation::{Conversation, Part};
 use crate::api::field::{integer, or_default};
 use crate::api::grammar;
-use crate::api::openai::SamplingFields;
+use crate::api::openai::{MAX_TOP_LOGPROBS, SamplingFields};
 use crate::generation::{
     Chat, Constraint, Extension, GenerationRequest, Parameters, Prompt, ReasoningBudget, SamplingDefaults, StopText,
     ToolSet, ValidationError,
 };
+use crate::telemetry::Warnings;
 use crate::text::{ChatInputs, Enforcement};
 
-/// Asks for what an answer does not have; accepted, because agents always send it.
-const ENCRYPTED_REASONING: &str = "reasoning.encrypted_content";
+/// Values of `include` that ask for what an answer does not have; accepted, because agents always send some.
+const WITHOUT_EFFECT: [&str; 7] = [
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+];
+const LOGPROBS: &str = "message.output_text.logprobs";
 
 #[derive(Debug, Deserialize, ToSchema)]
 #[schema(example = json!({"model": "tgi", "instructions": "You are a helpful assistant.", "input": "What is deep learning?", "max_output_tokens": 20}))]
@@ -66,9 +77,10 @@ pub(crate) struct ResponsesRequest {
     /// Keep the response for `previous_response_id`, on servers that run with `--max-stored-responses`.
     #[schema(default = true)]
     store: Option<bool>,
-    /// Only `reasoning.encrypted_content`, which has no effect: reasoning is not encrypted.
+    /// `message.output_text.logprobs`. What OpenAI knows besides has no effect: reasoning is not encrypted, and this server
+    /// executes no tools.
     include: Option<Vec<String>>,
-    /// Only `disabled`.
+    /// `disabled`: a conversation that is too long is refused. `auto`: its oldest turns are dropped.
     #[schema(default = "disabled")]
     truncation: Option<String>,
     /// Returned with the response.
@@ -88,8 +100,11 @@ pub(crate) struct ResponsesRequest {
     conversation: Option<Value>,
     /// Not supported unless empty: send `instructions` and `input`.
     prompt: Option<Value>,
-    /// Not supported unless 0.
-    top_logprobs: Option<Value>,
+    /// Number of most probable alternatives to return with each token of the text. Shown only where `include` has
+    /// `message.output_text.logprobs`.
+    #[serde(default, deserialize_with = "integer")]
+    #[schema(value_type = Option<u32>, minimum = 0, maximum = 20, default = 0)]
+    top_logprobs: Option<u32>,
     /// Not supported unless empty: send a shorter `input`.
     context_management: Option<Value>,
     /// Not supported unless empty: this server judges no texts.
@@ -182,30 +197,40 @@ pub(crate) struct ReadRequest {
     pub(crate) echo: Echo,
     /// What a later request continues, without the answer; `None` if the client wants nothing stored.
     pub(crate) conversation: Option<Conversation>,
-    pub(crate) namespaces: Namespaces,
+    pub(crate) called: CalledTools,
+    /// The input as it is listed; empty if nothing is stored.
+    pub(crate) input: Vec<Value>,
+    pub(crate) shows_logprobs: bool,
+    /// Whether the oldest turns of a conversation that is too long are dropped.
+    pub(crate) truncates: bool,
 }
 
 impl ResponsesRequest {
     /// `earlier`: the conversation of the response that this one continues. `stores`: whether responses are stored.
-    /// `defaults` fill in what the request leaves out.
+    /// `defaults` fill in what the request leaves out. `find`: a stored item by its id.
     pub(crate) fn read(
         mut self,
         earlier: Option<Conversation>,
         stores: bool,
         defaults: &SamplingDefaults,
+        find: impl Fn(&str) -> Option<Value>,
     ) -> Result<ReadRequest, ValidationError> {
         self.check_supported()?;
         // The response repeats them.
         self.temperature = self.temperature.or(defaults.temperature);
         self.top_p = self.top_p.or(defaults.top_p);
-        let functions = functions(self.tools.take().unwrap_or_default())?;
-        let namespaces = Namespaces::of(&functions);
+        let mut warnings = Warnings::default();
+        let functions = functions(self.tools.take().unwrap_or_default(), &mut warnings)?;
+        let called = CalledTools::of(&functions);
+        let (shows_logprobs, truncates) = (self.shows_logprobs(), self.truncates());
         let choice = self.tool_choice.take().filter(|choice| !choice.is_null());
         let echo = self.echo(&functions, choice.as_ref(), stores);
-        let parameters = self.parameters(defaults)?;
+        let parameters = Parameters { warnings, ..self.parameters(defaults)? };
         let tools = self.tool_set(&functions, choice)?;
         let mut conversation = earlier.unwrap_or_default();
-        add_items(&mut conversation, self.input)?;
+        let items = resolved(self.input, find)?;
+        let input = if echo.store { items.iter().map(InputItem::listed).collect() } else { Vec::new() };
+        add_items(&mut conversation, items)?;
         let stored = echo.store.then(|| conversation.clone());
         let (messages, images) =
             conversation.into_messages(self.instructions).map_err(|reason| problem("input", &reason))?;
@@ -223,7 +248,36 @@ impl ResponsesRequest {
         let inputs = ChatInputs { messages, continue_final_message: Some(false), kwargs, ..ChatInputs::default() };
         let prompts = vec![Prompt::Chat(Box::new(Chat { inputs, tools, template: None, images }))];
         let generation = GenerationRequest { prompts, parameters, stop_text: StopText::Cut, streams: self.stream };
-        Ok(ReadRequest { generation, echo, conversation: stored, namespaces })
+        Ok(ReadRequest { generation, echo, conversation: stored, called, input, shows_logprobs, truncates })
+    }
+
+    /// The request for a summary of the conversation, and the user's messages, which stay.
+    pub(crate) fn read_for_summary(
+        mut self,
+        earlier: Option<Conversation>,
+        find: impl Fn(&str) -> Option<Value>,
+    ) -> Result<(GenerationRequest, Vec<Value>), ValidationError> {
+        let mut conversation = earlier.unwrap_or_default();
+        let items = resolved(self.input, find)?;
+        let kept = items.iter().filter(|item| item.is_user()).map(InputItem::listed).collect();
+        add_items(&mut conversation, items)?;
+        let told = conversation.user(Part::Text(compaction::TASK.to_owned()));
+        told.map_err(|reason| problem("input", &reason))?;
+        let (messages, images) =
+            conversation.into_messages(self.instructions.take()).map_err(|reason| problem("input", &reason))?;
+        let kwargs = Map::from_iter([("enable_thinking".to_owned(), false.into())]);
+        let inputs = ChatInputs { messages, continue_final_message: Some(false), kwargs, ..ChatInputs::default() };
+        let prompts = vec![Prompt::Chat(Box::new(Chat { inputs, tools: None, template: None, images }))];
+        let parameters = Parameters { default_new_tokens: Some(compaction::MAX_TOKENS), ..Parameters::default() };
+        Ok((GenerationRequest { prompts, parameters, stop_text: StopText::Cut, streams: false }, kept))
+    }
+
+    fn shows_logprobs(&self) -> bool {
+        self.include.iter().flatten().any(|include| include == LOGPROBS)
+    }
+
+    fn truncates(&self) -> bool {
+        self.truncation.as_deref() == Some("auto")
     }
 
     fn tool_set(&self, functions: &[Function], choice: Option<Value>) -> Result<Option<ToolSet>, ValidationError> {
@@ -235,7 +289,13 @@ impl ResponsesRequest {
 
     fn parameters(&mut self, defaults: &SamplingDefaults) -> Result<Parameters, ValidationError> {
         let parameters = SamplingFields::of(self.temperature, self.top_p, None).parameters(defaults)?;
+        if let Some(given) = self.top_logprobs.filter(|&given| given > MAX_TOP_LOGPROBS) {
+            return Err(ValidationError::Logprobs { field: "top_logprobs", max: MAX_TOP_LOGPROBS, given });
+        }
+        let shows_logprobs = self.shows_logprobs();
         Ok(Parameters {
+            top_n_tokens: self.top_logprobs.filter(|_| shows_logprobs),
+            model_logprobs: shows_logprobs,
             max_new_tokens: self.max_output_tokens,
             frequency_penalty: self.frequency_penalty,
             grammar: self.grammar()?,
@@ -268,14 +328,14 @@ impl ResponsesRequest {
             ("background", &self.background, "every response is answered at once"),
             ("conversation", &self.conversation, "send the conversation as `input`"),
             ("prompt", &self.prompt, "send `instructions` and `input`"),
-            ("top_logprobs", &self.top_logprobs, "send a chat completion with `logprobs`"),
         ])?;
-        if let Some(other) = self.include.iter().flatten().find(|include| *include != ENCRYPTED_REASONING) {
-            return Err(problem("include", &format!("`{other}` is not supported, only `{ENCRYPTED_REASONING}` is")));
+        let is_known = |include: &&String| *include == LOGPROBS || WITHOUT_EFFECT.contains(&include.as_str());
+        if let Some(other) = self.include.iter().flatten().find(|include| !is_known(include)) {
+            return Err(problem("include", &format!("`{other}` is not supported, only `{LOGPROBS}` is")));
         }
         match self.truncation.as_deref() {
-            None | Some("disabled") => Ok(()),
-            Some(_) => Err(ValidationError::Unsupported { field: "truncation", why: "only `disabled` is" }),
+            None | Some("disabled" | "auto") => Ok(()),
+            Some(_) => Err(ValidationError::Unsupported { field: "truncation", why: "only `disabled` and `auto` are" }),
         }
     }
 
@@ -297,14 +357,14 @@ impl ResponsesRequest {
             instructions: self.instructions.clone(),
             tools: functions.iter().map(Function::echo).collect(),
             tool_choice: choice.cloned().unwrap_or_else(|| "auto".into()),
-            truncation: "disabled",
+            truncation: if self.truncates() { "auto" } else { "disabled" },
             parallel_tool_calls: self.parallel_tool_calls.unwrap_or(true),
             text: json!({"format": format}),
             temperature: self.temperature.unwrap_or(1.0),
             top_p: self.top_p.unwrap_or(1.0),
             presence_penalty: self.presence_penalty.unwrap_or(0.0),
             frequency_penalty: self.frequency_penalty.unwrap_or(0.0),
-            top_logprobs: 0,
+            top_logprobs: self.top_logprobs.unwrap_or(0),
             reasoning: json!({"effort": effort, "summary": summary}),
             max_output_tokens: self.max_output_tokens,
             max_tool_calls: self.max_tool_calls,

@@ -2,15 +2,17 @@
 
 use std::collections::HashMap;
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use utoipa::ToSchema;
 
 use super::problem::problem;
+use super::{custom, lark};
 use crate::generation::{ToolSet, ValidationError};
+use crate::telemetry::Warnings;
 use crate::text::{Tool, ToolChoice};
 
-/// A function, or a namespace of functions. Tools that OpenAI executes are left out if there is also a function, and
+/// A function, a custom tool, or a namespace of them. Tools that OpenAI executes are left out if there is also a function, and
 /// refused otherwise.
 #[derive(Debug, Deserialize, ToSchema)]
 #[schema(as = ResponseTool, no_recursion, example = json!({"type": "function", "name": "get_weather", "description": "The weather at a place.", "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}}))]
@@ -21,22 +23,52 @@ pub(super) struct ToolParam {
     description: Option<String>,
     /// Of a function: JSON schema of the arguments, enforced for every call.
     parameters: Option<Value>,
-    /// Of a namespace: its functions.
+    /// Of a custom tool: `text`, or a `grammar` of its input.
+    format: Option<CustomFormat>,
+    /// Of a namespace: its functions and custom tools.
     tools: Option<Vec<ToolParam>>,
 }
 
-/// A function that the client executes.
+/// The form of a custom tool's input.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(tag = "type", rename_all = "snake_case")]
+#[schema(as = ResponseCustomFormat)]
+pub(super) enum CustomFormat {
+    Text,
+    Grammar { syntax: Syntax, definition: String },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+#[schema(as = ResponseCustomSyntax)]
+pub(super) enum Syntax {
+    Lark,
+    Regex,
+}
+
+/// A function or a custom tool, which the client executes.
 #[derive(Debug)]
 pub(super) struct Function {
     namespace: Option<String>,
     name: String,
     description: Option<String>,
     parameters: Option<Value>,
+    /// Of a custom tool.
+    custom: Option<CustomFormat>,
 }
 
-/// Namespace and name of the functions in namespaces, by the names that the model is shown.
+/// The tools by the names that the model is shown.
 #[derive(Debug, Default)]
-pub(crate) struct Namespaces(HashMap<String, (String, String)>);
+pub(crate) struct CalledTools(HashMap<String, CalledTool>);
+
+/// A tool as its calls name it.
+#[derive(Clone, Debug)]
+pub(crate) struct CalledTool {
+    pub(crate) namespace: Option<String>,
+    pub(crate) name: String,
+    /// Whether its input is free-form.
+    pub(crate) is_custom: bool,
+}
 
 /// `auto`, `none`, `required`, an object that names a function, or one that allows some of the tools.
 #[derive(Debug, Deserialize, ToSchema)]
@@ -61,6 +93,7 @@ pub(super) enum Mode {
 #[schema(as = ResponseToolChoiceObject)]
 pub(super) enum ToolChoiceObject {
     Function { name: String, namespace: Option<String> },
+    Custom { name: String, namespace: Option<String> },
     AllowedTools { mode: Mode, tools: Vec<AllowedTool> },
 }
 
@@ -86,10 +119,11 @@ pub(super) fn shown_name(namespace: Option<&str>, name: &str) -> String {
     namespace.map_or_else(|| name.to_owned(), |namespace| format!("{namespace}__{name}"))
 }
 
-/// The functions among the tools, also those in namespaces.
-pub(super) fn functions(tools: Vec<ToolParam>) -> Result<Vec<Function>, ValidationError> {
+/// The functions and custom tools among the tools, also those in namespaces. Warns of tools that are left out, and of grammars
+/// that are not enforced.
+pub(super) fn functions(tools: Vec<ToolParam>, warnings: &mut Warnings) -> Result<Vec<Function>, ValidationError> {
     let mut functions = Vec::new();
-    let mut hosted = None;
+    let mut hosted = Vec::new();
     for (index, tool) in tools.into_iter().enumerate() {
         let path = format!("tools[{index}]");
         match (tool.kind.as_str(), tool.tools) {
@@ -97,25 +131,29 @@ pub(super) fn functions(tools: Vec<ToolParam>) -> Result<Vec<Function>, Validati
                 let namespace = tool.name.ok_or_else(|| problem(&path, "missing field `name`"))?;
                 for (index, member) in members.into_iter().flatten().enumerate() {
                     let path = format!("{path}.tools[{index}]");
-                    if member.kind != "function" {
+                    if !matches!(member.kind.as_str(), "function" | "custom") {
                         return Err(unsupported(&path, &member.kind));
                     }
-                    functions.push(member.into_function(Some(namespace.clone()), &path)?);
+                    functions.push(member.into_function(Some(namespace.clone()), &path, warnings)?);
                 }
             }
-            ("function", _) => functions.push(ToolParam { tools: None, ..tool }.into_function(None, &path)?),
-            ("custom", _) => return Err(unsupported(&path, "custom")),
-            _ => hosted = hosted.or(Some((path, tool.kind))),
+            ("function" | "custom", _) => {
+                functions.push(ToolParam { tools: None, ..tool }.into_function(None, &path, warnings)?);
+            }
+            _ => hosted.push((path, tool.kind)),
         }
     }
-    match hosted.filter(|_| functions.is_empty()) {
-        Some((path, kind)) => Err(unsupported(&path, &kind)),
-        None => Ok(functions),
+    if let Some((path, kind)) = hosted.first().filter(|_| functions.is_empty()) {
+        return Err(unsupported(path, kind));
     }
+    for (path, kind) in hosted {
+        warnings.push(format!("{path}.type: `{kind}` is left out: this server executes no tools"));
+    }
+    Ok(functions)
 }
 
 fn unsupported(path: &str, kind: &str) -> ValidationError {
-    let why = format!("`{kind}` is not supported, only `function` is: this server executes no tools");
+    let why = format!("`{kind}` is not supported, only `function` and `custom` are: this server executes no tools");
     problem(&format!("{path}.type"), &why)
 }
 
@@ -129,9 +167,9 @@ pub(super) fn tool_set(
     let choice = match choice {
         None => ToolChoice::Auto,
         Some(ToolChoiceParam::Mode(mode)) => mode.into(),
-        Some(ToolChoiceParam::Object(ToolChoiceObject::Function { name, namespace })) => {
-            ToolChoice::Named(shown_name(namespace.as_deref(), &name))
-        }
+        Some(ToolChoiceParam::Object(
+            ToolChoiceObject::Function { name, namespace } | ToolChoiceObject::Custom { name, namespace },
+        )) => ToolChoice::Named(shown_name(namespace.as_deref(), &name)),
         Some(ToolChoiceParam::Object(ToolChoiceObject::AllowedTools { mode, tools: allowed })) => {
             let allowed: Vec<_> =
                 allowed.iter().map(|allowed| shown_name(allowed.namespace.as_deref(), &allowed.name)).collect();
@@ -147,10 +185,33 @@ pub(super) fn tool_set(
 }
 
 impl ToolParam {
-    fn into_function(self, namespace: Option<String>, path: &str) -> Result<Function, ValidationError> {
-        let Self { name, description, parameters, .. } = self;
+    fn into_function(
+        self,
+        namespace: Option<String>,
+        path: &str,
+        warnings: &mut Warnings,
+    ) -> Result<Function, ValidationError> {
+        let Self { kind, name, description, parameters, format, .. } = self;
         let name = name.ok_or_else(|| problem(path, "missing field `name`"))?;
-        Ok(Function { namespace, name, description, parameters })
+        if kind == "function" {
+            return Ok(Function { namespace, name, description, parameters, custom: None });
+        }
+        let format = format.unwrap_or(CustomFormat::Text);
+        let pattern = match &format {
+            CustomFormat::Text => None,
+            CustomFormat::Grammar { syntax: Syntax::Regex, definition } => Some(definition.clone()),
+            CustomFormat::Grammar { syntax: Syntax::Lark, definition } => match lark::pattern(definition) {
+                Ok(pattern) => Some(pattern),
+                Err(reason) => {
+                    warnings.push(format!(
+                        "{path}.format: the model is shown the grammar, which is not enforced: {reason}"
+                    ));
+                    None
+                }
+            },
+        };
+        let parameters = Some(custom::schema(pattern.as_deref()));
+        Ok(Function { namespace, name, description, parameters, custom: Some(format) })
     }
 }
 
@@ -159,12 +220,20 @@ impl Function {
         shown_name(self.namespace.as_deref(), &self.name)
     }
 
+    /// What the model reads of the tool. It cannot see a grammar that constrains it.
+    fn shown_description(&self) -> Option<String> {
+        let Some(CustomFormat::Grammar { syntax, definition }) = &self.custom else { return self.description.clone() };
+        let syntax = if *syntax == Syntax::Lark { "Lark grammar" } else { "regular expression" };
+        let grammar = format!("The input matches this {syntax}:\n{definition}");
+        Some(self.description.iter().cloned().chain([grammar]).collect::<Vec<_>>().join("\n\n"))
+    }
+
     /// The tool as its calls are constrained, and as templates show it.
     fn read(&self) -> (Tool, Value) {
         let name = self.shown_name();
         let mut function = Map::from_iter([("name".to_owned(), name.clone().into())]);
-        if let Some(description) = &self.description {
-            function.insert("description".to_owned(), description.clone().into());
+        if let Some(description) = self.shown_description() {
+            function.insert("description".to_owned(), description.into());
         }
         if let Some(parameters) = self.parameters.as_ref().filter(|parameters| !parameters.is_null()) {
             function.insert("parameters".to_owned(), parameters.clone());
@@ -174,26 +243,28 @@ impl Function {
 
     /// The function as responses repeat it.
     pub(super) fn echo(&self) -> Value {
-        let Self { description, parameters, .. } = self;
+        let Self { description, parameters, custom, .. } = self;
         let name = self.shown_name();
+        if let Some(format) = custom {
+            return json!({"type": "custom", "name": name, "description": description, "format": format});
+        }
         json!({"type": "function", "name": name, "description": description, "parameters": parameters, "strict": true})
     }
 }
 
-impl Namespaces {
+impl CalledTools {
     pub(super) fn of(functions: &[Function]) -> Self {
-        let in_namespace = |function: &Function| {
-            let namespace = function.namespace.clone()?;
-            Some((function.shown_name(), (namespace, function.name.clone())))
+        let called = |function: &Function| {
+            let Function { namespace, name, custom, .. } = function;
+            let called = CalledTool { namespace: namespace.clone(), name: name.clone(), is_custom: custom.is_some() };
+            (function.shown_name(), called)
         };
-        Self(functions.iter().filter_map(in_namespace).collect())
+        Self(functions.iter().map(called).collect())
     }
 
-    /// Namespace and name of a function that the model calls.
-    pub(crate) fn split(&self, shown: &str) -> (Option<String>, String) {
-        match self.0.get(shown) {
-            Some((namespace, name)) => (Some(namespace.clone()), name.clone()),
-            None => (None, shown.to_owned()),
-        }
+    /// The tool that the model calls by this name.
+    pub(crate) fn called(&self, shown: &str) -> CalledTool {
+        let unknown = || CalledTool { namespace: None, name: shown.to_owned(), is_custom: false };
+        self.0.get(shown).cloned().unwrap_or_else(unknown)
     }
 }

@@ -1,15 +1,20 @@
 //! A response as its events.
 
+use serde_json::Value;
+
 use crate::api::conversation::Conversation;
 use crate::api::error::ApiError;
+use crate::api::openai::TokenLogprob;
 use crate::api::responses::{
-    ContentPart, Echo, IncompleteDetails, ItemStatus, Namespaces, OutputItem, Response, ResponseEvent, ResponseStatus,
-    StreamEvent, Usage,
+    CalledTool, CalledTools, ContentPart, Echo, IncompleteDetails, InputReader, ItemStatus, OutputItem, Response,
+    ResponseEvent, ResponseStatus, StreamEvent, Usage,
 };
 use crate::generation::{FinishReason, GenerationDelta, ToolCallIds};
+use crate::http::auth::Owner;
 use crate::http::envelope::unix_seconds;
+use crate::http::logprob::{self, TokenNames, TokenSorter};
 use crate::http::message_answer::{EventWriter, ReasoningCount};
-use crate::http::response_store::ResponseStore;
+use crate::http::response_store::{ResponseStore, StoredResponse};
 use crate::http::sse::{self, Event};
 use crate::telemetry::RequestSummary;
 use crate::text::Part;
@@ -23,11 +28,43 @@ pub(super) struct ResponseWriter {
     open: bool,
     /// `None` if the model cannot call tools.
     call_ids: Option<ToolCallIds>,
-    namespaces: Namespaces,
+    called: CalledTools,
+    /// Of the custom tool's call that is open.
+    input: InputReader,
     sequence_number: usize,
     reasoning: ReasoningCount,
-    /// Where the response is stored, and the conversation before it.
-    stored: Option<(ResponseStore, Conversation)>,
+    logprobs: Option<LogprobWriter>,
+    place: Option<Place>,
+}
+
+/// Where a response is stored, and what it answers.
+pub(super) struct Place {
+    pub(super) store: ResponseStore,
+    pub(super) owner: Owner,
+    /// With the items of the responses that it continues.
+    pub(super) input: Vec<Value>,
+    pub(super) conversation: Conversation,
+}
+
+/// Writes the logprobs of messages.
+pub(super) struct LogprobWriter {
+    names: TokenNames,
+    tokens: TokenSorter,
+}
+
+impl LogprobWriter {
+    pub(super) fn new(names: TokenNames) -> Self {
+        Self { names, tokens: TokenSorter::default() }
+    }
+
+    /// The tokens of content that a delta completes.
+    fn read(&mut self, delta: &GenerationDelta) -> Vec<TokenLogprob> {
+        let is_last = delta.delta.finish.is_some();
+        let tokens = self.tokens.sort(delta.delta.token.clone(), &delta.parts, is_last).content;
+        // The token that ends the answer is not part of its text.
+        let of_text = tokens.into_iter().filter(|token| !token.special);
+        of_text.map(|token| logprob::of_token(&self.names, token)).collect()
+    }
 }
 
 impl ResponseWriter {
@@ -35,8 +72,9 @@ impl ResponseWriter {
         model: String,
         echo: Echo,
         call_ids: Option<ToolCallIds>,
-        namespaces: Namespaces,
-        stored: Option<(ResponseStore, Conversation)>,
+        called: CalledTools,
+        logprobs: Option<LogprobWriter>,
+        place: Option<Place>,
     ) -> Self {
         let response = Response {
             id: new_id("resp"),
@@ -46,8 +84,17 @@ impl ResponseWriter {
             echo,
             ..Response::default()
         };
-        let reasoning = ReasoningCount::default();
-        Self { response, open: false, call_ids, namespaces, sequence_number: 0, reasoning, stored }
+        Self {
+            response,
+            open: false,
+            call_ids,
+            called,
+            input: InputReader::default(),
+            sequence_number: 0,
+            reasoning: ReasoningCount::default(),
+            logprobs,
+            place,
+        }
     }
 
     fn number(&mut self, events: Vec<ResponseEvent>) -> Vec<StreamEvent> {
@@ -59,7 +106,8 @@ impl ResponseWriter {
         events.into_iter().map(number).collect()
     }
 
-    fn part(&mut self, part: Part, events: &mut Vec<ResponseEvent>) {
+    /// `logprobs`: of the tokens that the part's delta completes.
+    fn part(&mut self, part: Part, logprobs: &mut Vec<TokenLogprob>, events: &mut Vec<ResponseEvent>) {
         let item = match &part {
             Part::Content(_) => OutputItem::Message {
                 id: new_id("msg"),
@@ -75,18 +123,33 @@ impl ResponseWriter {
             },
             Part::ToolCallStart { name, id, .. } => {
                 self.close(ItemStatus::Completed, events);
-                let (namespace, name) = self.namespaces.split(name);
-                let item = OutputItem::FunctionCall {
-                    id: new_id("fc"),
-                    status: ItemStatus::InProgress,
-                    call_id: id.clone().unwrap_or_else(|| self.call_ids.unwrap_or_default().new_id("call_")),
-                    name,
-                    namespace,
-                    arguments: String::new(),
+                let CalledTool { namespace, name, is_custom } = self.called.called(name);
+                let call_id = id.clone().unwrap_or_else(|| self.call_ids.unwrap_or_default().new_id("call_"));
+                let status = ItemStatus::InProgress;
+                let item = if is_custom {
+                    OutputItem::CustomToolCall {
+                        id: new_id("ctc"),
+                        status,
+                        call_id,
+                        name,
+                        namespace,
+                        input: String::new(),
+                    }
+                } else {
+                    let arguments = String::new();
+                    OutputItem::FunctionCall { id: new_id("fc"), status, call_id, name, namespace, arguments }
                 };
+                self.input = InputReader::default();
                 return self.start(item, None, events);
             }
-            Part::ToolCallArguments { fragment, .. } => return self.add(fragment.clone(), events),
+            Part::ToolCallArguments { fragment, .. } => {
+                let is_custom = matches!(self.response.output.last(), Some(OutputItem::CustomToolCall { .. }));
+                let delta = if is_custom { self.input.push(fragment) } else { fragment.clone() };
+                if !delta.is_empty() {
+                    self.add(delta, Vec::new(), events);
+                }
+                return;
+            }
         };
         let continues = self.open
             && self
@@ -103,7 +166,8 @@ impl ResponseWriter {
             };
             self.start(item, Some(empty), events);
         }
-        self.add(text.clone(), events);
+        let logprobs = if matches!(part, Part::Content(_)) { std::mem::take(logprobs) } else { Vec::new() };
+        self.add(text.clone(), logprobs, events);
     }
 
     /// Starts an item, and its part if it has one.
@@ -124,51 +188,62 @@ impl ResponseWriter {
         self.open = true;
     }
 
-    /// Adds text to the open item.
-    fn add(&mut self, delta: String, events: &mut Vec<ResponseEvent>) {
+    /// Adds text to the open item. `logprobs`: of its tokens.
+    fn add(&mut self, delta: String, logprobs: Vec<TokenLogprob>, events: &mut Vec<ResponseEvent>) {
         let output_index = self.response.output.len().saturating_sub(1);
         let Some(item) = self.response.output.last_mut() else { return };
         item.push_str(&delta);
+        item.push_logprobs(&logprobs);
         let (item_id, content_index) = (item.id().to_owned(), CONTENT_INDEX);
         events.push(match item {
             OutputItem::Message { .. } => {
-                ResponseEvent::TextDelta { item_id, output_index, content_index, delta, logprobs: [] }
+                ResponseEvent::TextDelta { item_id, output_index, content_index, delta, logprobs }
             }
             OutputItem::Reasoning { .. } => {
                 ResponseEvent::ReasoningDelta { item_id, output_index, content_index, delta }
             }
             OutputItem::FunctionCall { .. } => ResponseEvent::ArgumentsDelta { item_id, output_index, delta },
+            OutputItem::CustomToolCall { .. } => ResponseEvent::CustomInputDelta { item_id, output_index, delta },
         });
     }
 
     /// Ends the open item, if there is one.
     fn close(&mut self, status: ItemStatus, events: &mut Vec<ResponseEvent>) {
-        if !std::mem::take(&mut self.open) {
+        if !self.open {
             return;
         }
+        if matches!(self.response.output.last(), Some(OutputItem::CustomToolCall { .. })) {
+            let rest = self.input.finish();
+            if !rest.is_empty() {
+                self.add(rest, Vec::new(), events);
+            }
+        }
+        self.open = false;
         let output_index = self.response.output.len().saturating_sub(1);
         let Some(item) = self.response.output.last_mut() else { return };
         item.set_status(status);
         let (item_id, content_index, text) = (item.id().to_owned(), CONTENT_INDEX, item.text().to_owned());
         let item = item.clone();
-        let part = match &item {
+        let part = item.part().cloned();
+        events.push(match &item {
             OutputItem::Message { .. } => {
-                let item_id = item_id.clone();
-                let text = text.clone();
-                events.push(ResponseEvent::TextDone { item_id, output_index, content_index, text, logprobs: [] });
-                Some(ContentPart::text(item.text().to_owned()))
+                let logprobs = match &part {
+                    Some(ContentPart::OutputText { logprobs, .. }) => logprobs.clone(),
+                    _ => Vec::new(),
+                };
+                ResponseEvent::TextDone { item_id: item_id.clone(), output_index, content_index, text, logprobs }
             }
             OutputItem::Reasoning { .. } => {
-                let (item_id, text) = (item_id.clone(), text.clone());
-                events.push(ResponseEvent::ReasoningDone { item_id, output_index, content_index, text });
-                Some(ContentPart::ReasoningText { text: item.text().to_owned() })
+                ResponseEvent::ReasoningDone { item_id: item_id.clone(), output_index, content_index, text }
             }
             OutputItem::FunctionCall { name, .. } => {
-                let (item_id, name) = (item_id.clone(), name.clone());
-                events.push(ResponseEvent::ArgumentsDone { item_id, output_index, name, arguments: text });
-                None
+                let name = name.clone();
+                ResponseEvent::ArgumentsDone { item_id: item_id.clone(), output_index, name, arguments: text }
             }
-        };
+            OutputItem::CustomToolCall { .. } => {
+                ResponseEvent::CustomInputDone { item_id: item_id.clone(), output_index, input: text }
+            }
+        });
         if let Some(part) = part {
             events.push(ResponseEvent::PartDone { item_id, output_index, content_index, part });
         }
@@ -182,19 +257,20 @@ impl ResponseWriter {
         self.close(if is_cut || ends_in_call { ItemStatus::Incomplete } else { ItemStatus::Completed }, &mut events);
         self.response.usage = Some(Usage::new(summary, self.reasoning.num_tokens));
         self.response.completed_at = Some(unix_seconds());
-        if let Some((store, mut conversation)) = self.stored.take()
-            && self.response.output.iter().try_for_each(|item| item.add_to(&mut conversation)).is_ok()
-        {
-            store.insert(self.response.id.clone(), conversation);
-        }
-        events.push(if is_cut {
+        if is_cut {
             self.response.status = ResponseStatus::Incomplete;
             self.response.incomplete_details = Some(IncompleteDetails { reason: "max_output_tokens" });
-            ResponseEvent::Incomplete { response: self.response.clone() }
         } else {
             self.response.status = ResponseStatus::Completed;
-            ResponseEvent::Completed { response: self.response.clone() }
-        });
+        }
+        let response = self.response.clone();
+        if let Some(Place { store, owner, input, mut conversation }) = self.place.take()
+            && response.output.iter().try_for_each(|item| item.add_to(&mut conversation)).is_ok()
+        {
+            store.insert(owner, StoredResponse { response: response.clone(), input, conversation });
+        }
+        let ended = if is_cut { ResponseEvent::Incomplete { response } } else { ResponseEvent::Completed { response } };
+        events.push(ended);
         events
     }
 }
@@ -211,8 +287,9 @@ impl EventWriter for ResponseWriter {
     fn write(&mut self, delta: GenerationDelta) -> Vec<StreamEvent> {
         let mut events = Vec::new();
         self.reasoning.add(&delta);
+        let mut logprobs = self.logprobs.as_mut().map(|writer| writer.read(&delta)).unwrap_or_default();
         for part in delta.parts {
-            self.part(part, &mut events);
+            self.part(part, &mut logprobs, &mut events);
         }
         if let (Some(finish), Some(summary)) = (delta.delta.finish, delta.summary) {
             events.extend(self.finish(finish.reason, delta.ends_in_call, &summary));
@@ -240,6 +317,7 @@ impl EventWriter for ResponseWriter {
     }
 }
 
-fn new_id(prefix: &str) -> String {
+/// A new id with this prefix.
+pub(super) fn new_id(prefix: &str) -> String {
     format!("{prefix}_{:032x}", rand::random::<u128>())
 }
