@@ -315,8 +315,8 @@ pub(crate) struct Args {
     #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]
     pub(crate) enable_prefill_logprobs: bool,
 
-    /// Number of newest responses of /v1/responses that are kept in memory, so that requests can continue them by
-    /// previous_response_id; 0 keeps none
+    /// Number of newest responses of /v1/responses that are kept in memory, so that requests can continue, read and
+    /// delete them; 0 keeps none
     #[arg(long, env, default_value_t = 0)]
     pub(crate) max_stored_responses: usize,
 

@@ -134,7 +134,7 @@ pub fn response_fold(answer: &Answer) -> Value {
             "response.output_text.delta" | "response.reasoning_text.delta" => {
                 append(&mut item["content"][0]["text"], &event["delta"]);
                 if let (Some(logprobs), Some(more)) =
-                    (item["content"][0]["logprobs"].as_array_mut(), event["logprobs"].as_array())
+                    (item["content"][0].get_mut("logprobs").and_then(Value::as_array_mut), event["logprobs"].as_array())
                 {
                     logprobs.extend(more.iter().cloned());
                 }

@@ -118,10 +118,10 @@ async fn custom_tools_are_shown_with_their_grammar_and_their_calls_read() {
     let custom =
         |name: &str, format: Value| json!({"type": "custom", "name": name, "description": "d", "format": format});
     let tools = json!([
-        custom("sql", format("regex", "SELECT [a-z]+")),
+        custom("sql", format("regex", "^SELECT [a-z]+$")),
         custom("patch", format("lark", "start: \"+\" /[a-z]+/ LF\n%import common.LF")),
         custom("nested", format("lark", "start: \"(\" start? \")\"")),
-        custom("text", json!({"type": "text"})),
+        custom("ahead", format("regex", "(?=a)[a-z]+")),
         {"type": "custom", "name": "free"},
     ]);
     let input = json!([
@@ -138,7 +138,7 @@ async fn custom_tools_are_shown_with_their_grammar_and_their_calls_read() {
     );
     let warning = answer.header("x-penstock-warning");
     assert!(warning.contains("tools[2].format: the model is shown the grammar, which is not enforced"), "{warning}");
-    assert!(!warning.contains("tools[1]"), "{warning}");
+    assert!(warning.contains("tools[3].format") && !warning.contains("tools[1]"), "{warning}");
     let prompt = prompt(&server);
     let shown: Value = serde_json::from_str(prompt.lines().next().unwrap()).unwrap();
     let pattern = |index: usize| shown[index]["function"]["parameters"]["properties"]["input"]["pattern"].clone();
@@ -146,7 +146,7 @@ async fn custom_tools_are_shown_with_their_grammar_and_their_calls_read() {
     assert!(pattern(1).as_str().is_some_and(|pattern| regex::Regex::new(pattern).unwrap().is_match("+ab\n")));
     assert_eq!([pattern(2), pattern(3), pattern(4)], [Value::Null, Value::Null, Value::Null]);
     let description = shown[0]["function"]["description"].as_str().unwrap();
-    assert_eq!(description, "d\n\nThe input matches this regular expression:\nSELECT [a-z]+");
+    assert_eq!(description, "d\n\nThe input matches this regular expression:\n^SELECT [a-z]+$");
     assert!(
         prompt.contains(r#"<tool_call>{"name": "sql", "arguments": {"input": "SELECT \"a\""}}</tool_call>"#),
         "{prompt}"
@@ -169,7 +169,7 @@ async fn what_tools_of_other_servers_did_is_read_as_text() {
     ]);
     assert_eq!(server.post(PATH, hello(json!({"input": input}))).await.status, StatusCode::OK);
     insta::assert_snapshot!(prompt(&server), @r#"
-    offuser:Hi
+    user:Hi
     assistant:<web_search_call>{"action":{"type":"search","query":"e"}}</web_search_call>
 
     <image_generation_call>{}</image_generation_call>

@@ -9,9 +9,15 @@ const INPUT: &str = "input";
 pub(super) fn schema(pattern: Option<&str>) -> Value {
     let mut input = json!({"type": "string"});
     if let Some(pattern) = pattern {
-        input["pattern"] = format!("^(?:{pattern})$").into();
+        input["pattern"] = format!("^(?:{})$", without_anchors(pattern)).into();
     }
     json!({"type": "object", "properties": {INPUT: input}, "required": [INPUT], "additionalProperties": false})
+}
+
+/// The pattern without the anchors of a whole text.
+fn without_anchors(pattern: &str) -> &str {
+    let pattern = pattern.strip_prefix('^').unwrap_or(pattern);
+    pattern.strip_suffix('$').filter(|rest| !rest.ends_with('\\')).unwrap_or(pattern)
 }
 
 /// The arguments of a call with this input, as JSON text.

@@ -15,7 +15,7 @@ use crate::text::{Tool, ToolChoice};
 /// A function, a custom tool, or a namespace of them. Tools that OpenAI executes are left out if there is also a function, and
 /// refused otherwise.
 #[derive(Debug, Deserialize, ToSchema)]
-#[schema(as = ResponseTool, no_recursion, example = json!({"type": "function", "name": "get_weather", "description": "The weather at a place.", "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}}))]
+#[schema(as = ResponseTool, example = json!({"type": "function", "name": "get_weather", "description": "The weather at a place.", "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}}))]
 pub(super) struct ToolParam {
     #[serde(rename = "type")]
     kind: String,
@@ -26,6 +26,7 @@ pub(super) struct ToolParam {
     /// Of a custom tool: `text`, or a `grammar` of its input.
     format: Option<CustomFormat>,
     /// Of a namespace: its functions and custom tools.
+    #[schema(no_recursion)]
     tools: Option<Vec<ToolParam>>,
 }
 
@@ -36,6 +37,21 @@ pub(super) struct ToolParam {
 pub(super) enum CustomFormat {
     Text,
     Grammar { syntax: Syntax, definition: String },
+}
+
+impl CustomFormat {
+    /// A regular expression of the whole input, if its form is limited. The error says why there is none.
+    fn pattern(&self) -> Result<Option<String>, String> {
+        let pattern = match self {
+            Self::Text => return Ok(None),
+            Self::Grammar { syntax: Syntax::Regex, definition } => definition.clone(),
+            Self::Grammar { syntax: Syntax::Lark, definition } => lark::pattern(definition)?,
+        };
+        match regex::Regex::new(&pattern) {
+            Ok(_) => Ok(Some(pattern)),
+            Err(_) => Err("it needs more than a regular expression can say".to_owned()),
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -197,19 +213,10 @@ impl ToolParam {
             return Ok(Function { namespace, name, description, parameters, custom: None });
         }
         let format = format.unwrap_or(CustomFormat::Text);
-        let pattern = match &format {
-            CustomFormat::Text => None,
-            CustomFormat::Grammar { syntax: Syntax::Regex, definition } => Some(definition.clone()),
-            CustomFormat::Grammar { syntax: Syntax::Lark, definition } => match lark::pattern(definition) {
-                Ok(pattern) => Some(pattern),
-                Err(reason) => {
-                    warnings.push(format!(
-                        "{path}.format: the model is shown the grammar, which is not enforced: {reason}"
-                    ));
-                    None
-                }
-            },
-        };
+        let pattern = format.pattern().unwrap_or_else(|reason| {
+            warnings.push(format!("{path}.format: the model is shown the grammar, which is not enforced: {reason}"));
+            None
+        });
         let parameters = Some(custom::schema(pattern.as_deref()));
         Ok(Function { namespace, name, description, parameters, custom: Some(format) })
     }
