@@ -248,13 +248,13 @@ impl InputItem {
         let kind = self.value.get("type").and_then(Value::as_str)?;
         let fields = self.value.as_object()?.iter();
         // An image is no text, and what is encrypted only its author can read.
-        let is_kept = |key: &str| {
-            !matches!(key, "type" | "id" | "status" | "call_id")
-                && !(kind == "image_generation_call" && key == "result")
-                && !key.starts_with("encrypted")
+        let is_left_out = |key: &str| {
+            matches!(key, "type" | "id" | "status" | "call_id")
+                || key.starts_with("encrypted")
+                || (kind == "image_generation_call" && key == "result")
         };
         let kept: Map<_, _> =
-            fields.filter(|(key, _)| is_kept(key)).map(|(key, value)| (key.clone(), value.clone())).collect();
+            fields.filter(|(key, _)| !is_left_out(key)).map(|(key, value)| (key.clone(), value.clone())).collect();
         Some((format!("<{kind}>{}</{kind}>", Value::Object(kept)), CALLS.contains(&kind)))
     }
 

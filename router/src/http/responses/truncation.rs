@@ -39,7 +39,8 @@ fn without(chat: &Chat, turns: &[usize], turn: usize) -> Chat {
     let start = if turn == 0 { 0 } else { turns[turn] };
     let (dropped, kept) = messages.split_at(start);
     let system = dropped.iter().filter(|message| message["role"] == "system");
-    let num_images: usize = dropped.iter().filter_map(|message| message["content"].as_array()).map(num_images).sum();
+    let num_images: usize =
+        dropped.iter().filter_map(|message| message["content"].as_array()).map(|parts| num_images(parts)).sum();
     let messages = system.chain(kept).cloned().collect();
     Chat {
         inputs: ChatInputs { messages, ..chat.inputs.clone() },
@@ -48,7 +49,7 @@ fn without(chat: &Chat, turns: &[usize], turn: usize) -> Chat {
     }
 }
 
-fn num_images(parts: &Vec<Value>) -> usize {
+fn num_images(parts: &[Value]) -> usize {
     parts.iter().filter(|part| part["type"] == "image").count()
 }
 
