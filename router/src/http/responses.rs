@@ -95,7 +95,9 @@ pub(super) async fn input_tokens(
     service.model_name(Some(&request.model))?;
     let store = service.responses();
     let (earlier, _) = earlier(store, owner, request.previous_response_id.as_deref())?;
-    let request = request.read(earlier, false, |id| store.item(owner, id)).map_err(OpenAiError::of_response)?;
+    let defaults = &service.config().sampling_defaults;
+    let request = request.read(earlier, false, defaults, |id| store.item(owner, id));
+    let request = request.map_err(OpenAiError::of_response)?;
     let mut input_tokens = 0;
     for prompt in request.generation.prompts {
         if let Prompt::Chat(chat) = prompt {
