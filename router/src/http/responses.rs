@@ -136,7 +136,7 @@ pub(super) async fn compact(
     let mut deltas = std::pin::pin!(generations.deltas());
     while let Some(delta) = deltas.next().await {
         let delta = delta.map_err(OpenAiError::of_response)?;
-        reasoning.add(&delta.parts);
+        reasoning.add(&delta);
         total = delta.total;
         for part in delta.parts {
             if let Part::Content(text) = part {
