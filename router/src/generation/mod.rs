@@ -36,9 +36,7 @@ pub(crate) use chat::{Chat, ToolCallIds, ToolSet};
 pub(crate) use delta::{Draft, FinishReason, PromptToken, TextToken, TopToken};
 pub(crate) use error::{Bound, GenerationError, MIN_RETRY_AFTER_S, Refusal};
 pub(crate) use image::{ImageSource, take_from_text};
-pub(crate) use parameter::{
-    Constraint, Extension, MAX_LOGIT_BIAS, MAX_LOGIT_BIASES, Parameters, ReasoningBudget,
-};
+pub(crate) use parameter::{Constraint, Extension, MAX_LOGIT_BIAS, MAX_LOGIT_BIASES, Parameters, ReasoningBudget};
 pub(crate) use pooling::{Pooled, PoolingInput, PoolingRequest};
 pub(crate) use request::{GenerationRequest, Prompt};
 pub(crate) use running::{Finished, GenerationDelta, Generations, StartedPrompt};

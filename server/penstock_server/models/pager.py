@@ -107,7 +107,7 @@ class Pager:
 def unpacked() -> Iterator[None]:
     """Lets transformers make masks on the device meta: it does not look for several texts in the positions there, which
     have no values."""
-    masking = importlib.import_module("transformers.masking_utils")
+    masking: Any = importlib.import_module("transformers.masking_utils")
     find = masking.find_packed_sequence_indices
     masking.find_packed_sequence_indices = lambda *_: None
     try:
