@@ -39,7 +39,7 @@ pub(super) async fn chat_completions(
     OpenAiJson(request): OpenAiJson<ChatRequest>,
 ) -> Result<Response, OpenAiError> {
     let defaults = service.config().sampling_defaults;
-    answer(service, record, request, &defaults).await
+    Box::pin(answer(service, record, request, &defaults)).await
 }
 
 /// `defaults` fill in what the request leaves out.

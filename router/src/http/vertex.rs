@@ -78,7 +78,7 @@ async fn answer(
             let answer = generate::answer(service, record, (*request).into()).await?;
             Ok((answer.response.generated_text, answer.summary))
         }
-        VertexInstance::Chat(request) => answer_chat(service, record, *request).await,
+        VertexInstance::Chat(request) => Box::pin(answer_chat(service, record, *request)).await,
     }
 }
 
