@@ -222,7 +222,9 @@ def lay_out_foreign(
         fitting,
     )
     architecture = Config.read(folder).require("model_type", str)
-    return Layout(architecture, found.max_position_tokens, 0, str(dtype).removeprefix("torch."), device.type, (rank,))
+    dtype_name = str(dtype).removeprefix("torch.")
+    longest, vocab_size = found.max_position_tokens, found.vocab_size
+    return Layout(architecture, longest, 0, dtype_name, device.type, (rank,), vocab_size=vocab_size)
 
 
 def _unloadable(tensors: Mapping[str, StoredTensor], expected: Iterable[str]) -> list[str]:

@@ -165,6 +165,7 @@ class Outline:
     num_layers: int
     num_heads: int
     num_kv_heads: int
+    vocab_size: int
     max_position_tokens: int
     weight_bytes: int
     kv_bytes_per_token: int
@@ -202,7 +203,8 @@ def outline(options: LoadOptions, group: RankGroup, weights: Mapping[str, Tensor
             # A layer reads values, which are not there, so that not all layers are known.
             is_complete = False
         weight_bytes = sum(each.numel() * each.itemsize for each in [*model.parameters(), *model.buffers()])
-    return Outline(num_layers, num_heads, num_kv_heads, longest, weight_bytes, kv_bytes, is_complete)
+    sizes = (num_layers, num_heads, num_kv_heads, text.vocab_size, longest)
+    return Outline(*sizes, weight_bytes, kv_bytes, is_complete)
 
 
 def check_request(model_type: str, config: Config, options: LoadOptions, group: RankGroup) -> None:
