@@ -33,7 +33,7 @@ PENSTOCK = Dialect(
     path="/generate_stream",
     body=lambda prompt, num: {
         "inputs": prompt,
-        "parameters": {"max_new_tokens": num, "do_sample": False, "details": True},
+        "parameters": {"max_new_tokens": num, "do_sample": False, "details": True, "ignore_eos": True},
     },
     counts=lambda last: (last["details"]["input_length"], last["details"]["generated_tokens"]),
 )
