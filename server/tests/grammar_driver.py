@@ -28,7 +28,7 @@ class AnswerDriver:
     """One stream of steps. Each sequence gets the same number of blocks."""
 
     engine: Engine
-    eos_id: int
+    eos_ids: tuple[int, ...]
     num_blocks: int
     blocks_each: int = 16
     num_steps: int = 0
@@ -83,7 +83,7 @@ class AnswerDriver:
             computed[output.sequence_id] += max(0, len(output.tokens) - 1)
             for token in output.tokens:
                 answer.tokens.append(token.id)
-                answer.has_ended = token.id == self.eos_id
+                answer.has_ended = token.id in self.eos_ids
 
     def _new(self, place: int, answer: Answer) -> NewSequence:
         first = place * self.blocks_each

@@ -21,6 +21,7 @@ from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.models.registry import ARCHITECTURES
 from penstock_server.parallel import RankGroup
+from penstock_server.weights.gguf.selection import Reference
 from quantized_checkpoints import gptq, save_quantized
 from safetensors.torch import load_file, save_file
 from test_quantized_checkpoints import CASES, SIZES
@@ -339,7 +340,7 @@ def test_a_failing_hub_leaves_the_cached_model_to_describe(
     assert status == 1
     assert report["problems"][0].startswith("someone/tiny is not in the cache, and the hub answered ")
     hub.status = 200
-    snapshot = download("someone/tiny").folder
+    snapshot = download(Reference("someone/tiny")).folder
     hub.status = 503
     status, report = run(capsys, "someone/tiny")
     assert (status, report["problems"], report["stored_as"]) == (0, [], {"F32": 30})

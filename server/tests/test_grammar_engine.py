@@ -30,7 +30,7 @@ from penstock_server.plan import Grammar, NewSequence, Sampling
 from plans import Advance, plan, step
 from sample_at_once import sample_at_once
 
-EOS = 2
+EOS = (0, 2)  # <|endoftext|> and <|im_end|>
 NUM_SEQUENCES = 12
 PERSON = {
     "type": "object",
@@ -70,11 +70,11 @@ def prompt(tokenizer: Any) -> list[int]:
 
 
 def constrained(schema: dict[str, Any], **options: Any) -> Sampling:
-    return Sampling(grammar=Grammar("json_schema", json.dumps(schema)), stop_token_ids=(EOS,), **options)
+    return Sampling(grammar=Grammar("json_schema", json.dumps(schema)), stop_token_ids=EOS, **options)
 
 
 def test_forced_tokens_save_steps_and_change_no_token(driver: AnswerDriver, prompt: list[int]) -> None:
-    drawn = [Sampling(do_sample=seed > 0, seed=seed, stop_token_ids=(EOS,)) for seed in range(2)]
+    drawn = [Sampling(do_sample=seed > 0, seed=seed, stop_token_ids=EOS) for seed in range(2)]
     asked = [
         (prompt, sampling) for sampling in (*(constrained(PERSON, do_sample=True, seed=i) for i in range(3)), *drawn)
     ]
@@ -244,7 +244,7 @@ def test_an_invalid_grammar_affects_no_other_sequence(
 def test_a_complete_grammar_overrides_min_new_tokens(driver: AnswerDriver, prompt: list[int]) -> None:
     for do_sample in (False, True):
         sampling = Sampling(
-            grammar=Grammar("regex", "(yes|no)"), min_new_tokens=20, stop_token_ids=(EOS,), do_sample=do_sample
+            grammar=Grammar("regex", "(yes|no)"), min_new_tokens=20, stop_token_ids=EOS, do_sample=do_sample
         )
         (answer,) = driver.run([(prompt, sampling)], max_tokens=30)
         assert answer.has_ended

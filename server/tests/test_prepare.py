@@ -93,7 +93,7 @@ def test_a_folder_with_one_gguf_file_equals_that_file(tmp_path: Path) -> None:
     path = save_gguf(make_model("llama"), folder / "tiny.gguf")
     assert prepare(str(folder)).folder == prepare(str(path)).folder
     save_gguf(make_model("llama"), folder / "other.gguf")
-    with pytest.raises(ConfigError, match=r"several GGUF files \(other.gguf, tiny.gguf\); give the path of one"):
+    with pytest.raises(ConfigError, match=r"several GGUF models: other\.gguf, tiny\.gguf; name one as --model-id"):
         prepare(str(folder))
 
 

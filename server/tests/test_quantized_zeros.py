@@ -20,9 +20,19 @@ from torch import Tensor
 LAYER = "model.layers.0.mlp.down_proj"
 WEIGHT = f"{LAYER}.weight"
 # How the names of tensors with scales of groups, rows or the weight end.
-SCALES = (".scales", ".scale", ".s", ".weight_scale", ".weight_scale_inv", ".SCB", ".absmax", ".scaled_zeros")
+SCALES = (
+    ".scales",
+    ".scale",
+    ".s",
+    ".weight_scale",
+    ".qscale_weight",
+    ".weight_scale_inv",
+    ".SCB",
+    ".absmax",
+    ".scaled_zeros",
+)
 # Scales are exponents, or quantized.
-WITHOUT_FLOATS = ("quark mxfp4", "bitsandbytes nf4, double")
+WITHOUT_FLOATS = ("quark mxfp4", "mxfp4", "bitsandbytes nf4, double")
 # Zeros are the difference of two rounded numbers, or have a scale that was quantized with others.
 NEARLY_ZERO = ("awq gemv_fast", "bitsandbytes nf4, double")
 

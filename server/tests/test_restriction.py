@@ -78,7 +78,7 @@ def test_what_names_no_token_is_refused() -> None:
 def driver(embedded_folder: Path) -> Iterator[AnswerDriver]:
     engine, _ = Engine.load(LoadConfig(embedded_folder, BLOCK_TOKENS, dtype="bfloat16", device="cpu"))
     engine.warm_up(WarmUpConfig(512, 12, 512, num_blocks=16 * 12))
-    yield AnswerDriver(engine, EOS, num_blocks=16 * 12)
+    yield AnswerDriver(engine, (EOS,), num_blocks=16 * 12)
     engine.close()
 
 
