@@ -192,7 +192,7 @@ def dialects() -> Iterator[Bad]:
     for items in (5, None, [], [5], [{}], [{"role": "user"}], [{"type": "item_reference", "id": "msg_1"}]):
         yield _response("input", "input", input=items)
     for part in ({"type": "input_image"}, {"type": "input_text"}, {"type": "input_text", "text": 5}, 5):
-        yield _response("content", "input[0].content[0]", input=[{"role": "user", "content": [part]}])
+        yield _response("content", "content[0]", input=[{"role": "user", "content": [part]}])
     yield _response("orphan", "call_0", input=[{"type": "function_call_output", "call_id": "call_0", "output": "rain"}])
     for tool in ({"type": "web_search"}, {"type": "custom"}, {"type": "function"}, {}):
         yield _response("tools", "tools[0]", tools=[tool])

@@ -47,7 +47,9 @@ KERNEL_TESTS = (
 )
 MODEL_TESTS = (
     "test_models.py",
+    "test_rope_config.py",
     "test_device_ranks.py",
+    "architecture/test_own_head.py",
     "architecture/test_triton_models.py",
     "architecture/test_fp8_cache.py",
     "architecture/test_deterministic.py",

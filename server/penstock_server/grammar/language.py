@@ -82,7 +82,8 @@ def _definition(grammar: Grammar) -> str:
     except ValueError as error:
         reason = readable(str(error))
         if reason == "Expecting object schema to apply options":
-            reason = "it must be a JSON object"
+            is_false = json.loads(grammar.text) is False
+            reason = "it matches no text" if is_false else "it must be a JSON object"
         raise GrammarError(f"{_NAMES[grammar.kind]} cannot be used: {reason}") from error
 
 
