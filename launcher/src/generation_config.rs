@@ -1,5 +1,5 @@
-//! Which `generation_config.json` is served (`--generation-config`, `--override-generation-config`), and the defaults of requests
-//! that it has.
+//! Chooses the `generation_config.json` that is served (`--generation-config`, `--override-generation-config`), and reads the
+//! defaults of requests from it.
 
 use std::convert::Infallible;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ pub(crate) const FILE: &str = "generation_config.json";
 /// Models saved by old releases of transformers have the entries here.
 const MODEL_CONFIG: &str = "config.json";
 
-/// Where the sampling defaults of requests come from.
+/// The source of the sampling defaults of requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum GenerationConfig {
     /// The model's own file.

@@ -27,7 +27,7 @@ pub(crate) fn write(config: &mut Map<String, Value>, args: &Args) {
 }
 
 fn write_text(config: &mut Map<String, Value>, kind: RopeScaling, factor: f64, original: Option<u32>) {
-    // Where layers of different types have ropes of their own, scaling is that of layers with full attention.
+    // If each type of layer has a rope of its own, the scaling belongs to the layers with full attention.
     let by_type = config
         .get("rope_parameters")
         .and_then(Value::as_object)

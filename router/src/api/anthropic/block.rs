@@ -53,13 +53,13 @@ pub(super) enum Block {
         tool_use_id: String,
         content: Option<Content<TextBlock>>,
     },
-    /// Of a user's message or of a tool's result, for a model that reads images.
+    /// An image in a user's message or a tool's result, for a model that reads images.
     Image {
         source: Option<ImageField>,
     },
-    /// Of a user's message or of a tool's result.
+    /// A document in a user's message or a tool's result.
     Document(DocumentBlock),
-    /// Of a user's message or of a tool's result.
+    /// A search result in a user's message or a tool's result.
     SearchResult(SearchResultBlock),
     /// The name of a tool that a search of tools has found; the model is shown all tools anyway.
     ToolReference {
@@ -67,7 +67,7 @@ pub(super) enum Block {
     },
     /// A call that another server has executed within an earlier answer, read as text.
     ServerToolUse(HostedCall),
-    /// As `server_tool_use`.
+    /// A call of an MCP server's tool, read like `server_tool_use`.
     McpToolUse(HostedCall),
     /// The result of such a call, read as text, as are the following ones. What is encrypted is left out.
     WebSearchToolResult(HostedResult),
@@ -98,7 +98,7 @@ pub(super) struct DocumentBlock {
     pub(super) context: Option<String>,
 }
 
-/// Where a document's text is.
+/// The place of a document's text.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(tag = "type", rename_all = "snake_case")]
 #[schema(as = AnthropicDocumentSource)]
@@ -189,15 +189,15 @@ pub(super) enum TextBlock {
     Text {
         text: String,
     },
-    /// Of a tool's result, for a model that reads images; refused in a system prompt.
+    /// An image in a tool's result, for a model that reads images; refused in a system prompt.
     Image {
         source: Option<ImageField>,
     },
-    /// Of a tool's result; refused in a system prompt.
+    /// A document in a tool's result; refused in a system prompt.
     Document(DocumentBlock),
-    /// Of a tool's result; refused in a system prompt.
+    /// A search result in a tool's result; refused in a system prompt.
     SearchResult(SearchResultBlock),
-    /// Of a tool's result; refused in a system prompt.
+    /// A reference to a tool in a tool's result; refused in a system prompt.
     ToolReference {
         tool_name: String,
     },

@@ -28,9 +28,9 @@ pub(super) struct ToolParam {
     #[serde(rename = "type")]
     #[schema(default = "custom")]
     kind: Option<String>,
-    /// Of `computer` tools.
+    /// Width of the screen of a `computer` tool.
     display_width_px: Option<u32>,
-    /// Of `computer` tools.
+    /// Height of the screen of a `computer` tool.
     display_height_px: Option<u32>,
 }
 
