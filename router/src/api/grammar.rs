@@ -48,7 +48,7 @@ impl<'de> Deserialize<'de> for GrammarField {
 struct Schemas {
     /// OpenAI's.
     json_schema: Option<NamedSchema>,
-    /// Of llama.cpp, Together and Fireworks.
+    /// Schema of `json_object`, as llama.cpp, Together and Fireworks take it.
     schema: Option<Value>,
     strict: Option<bool>,
 }

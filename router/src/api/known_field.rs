@@ -14,7 +14,7 @@ use utoipa::openapi::{Ref, RefOr};
 
 /// Unknown fields that are named; more are only counted.
 const MAX_NAMED: usize = 16;
-/// Of objects whose fields are known.
+/// Deepest level of nested objects whose fields are looked at.
 const MAX_DEPTH: usize = 2;
 /// Fields with several kinds of values, of which the schemas describe the main ones; their readers refuse what they cannot use.
 const READ_ELSEWHERE: [&str; 3] = ["grammar", "response_format", "tool_choice"];

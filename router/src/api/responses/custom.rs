@@ -71,7 +71,7 @@ impl InputReader {
     }
 }
 
-/// Where the text of the input starts.
+/// Byte offset at which the text of the input starts.
 fn start(json: &str) -> Option<usize> {
     let rest = json.trim_start().strip_prefix('{')?.trim_start().strip_prefix("\"input\"")?;
     let text = rest.trim_start().strip_prefix(':')?.trim_start().strip_prefix('"')?;

@@ -47,15 +47,15 @@ struct ItemFields {
     name: Option<String>,
     /// Of a call, if the function is in a namespace.
     namespace: Option<String>,
-    /// Of a function's call: JSON text.
+    /// JSON text of a function's call.
     arguments: Option<String>,
-    /// Of a custom tool's call: free-form text.
+    /// Free-form text of a custom tool's call.
     input: Option<String>,
     /// Of a call's output: a string or a list of parts.
     output: Option<Content<InputPart>>,
-    /// Of a compaction: what `/v1/responses/compact` returned.
+    /// Summary in a compaction, as `/v1/responses/compact` returned it.
     encrypted_content: Option<String>,
-    /// Of a reference: the id of an item of a stored response.
+    /// Id of an item of a stored response, in a reference to it.
     id: Option<String>,
 }
 

@@ -3,9 +3,9 @@
 
 use std::collections::HashMap;
 
-/// Of the regular expression that a grammar becomes.
+/// Limit on the regular expression that a grammar becomes.
 const MAX_BYTES: usize = 16 << 10;
-/// Of rules within rules, and of groups within groups.
+/// Limit on the nesting of rules and groups.
 const MAX_DEPTH: usize = 64;
 
 /// What terminals of Lark's library match.

@@ -31,7 +31,7 @@ pub(crate) struct Retrieval {
     pub(crate) stream: Option<bool>,
 }
 
-/// Which items are asked for.
+/// The items of a stored response that a client asks for.
 #[derive(Debug, Deserialize, IntoParams)]
 pub(crate) struct ItemPage {
     /// From 1 to 100; by default 20.

@@ -23,7 +23,7 @@ pub(super) struct ToolParam {
     description: Option<String>,
     /// Of a function: JSON schema of the arguments, enforced for every call.
     parameters: Option<Value>,
-    /// Of a custom tool: `text`, or a `grammar` of its input.
+    /// Format of a custom tool's input: `text`, or a `grammar`.
     format: Option<CustomFormat>,
     /// Of a namespace: its functions and custom tools.
     #[schema(no_recursion)]
