@@ -191,8 +191,13 @@ def dialects() -> Iterator[Bad]:
     yield _message("long prompt", "prompt is too long", messages=[{"role": "user", "content": "word " * 20_000}])
     for items in (5, None, [], [5], [{}], [{"role": "user"}], [{"type": "item_reference", "id": "msg_1"}]):
         yield _response("input", "input", input=items)
-    for part in ({"type": "input_image"}, {"type": "input_text"}, {"type": "input_text", "text": 5}, 5):
-        yield _response("content", "content[0]", input=[{"role": "user", "content": [part]}])
+    for part, place in (
+        ({"type": "input_image"}, "input[0].content[0]"),
+        ({"type": "input_text"}, "input[0].content[0]"),
+        ({"type": "input_text", "text": 5}, "input[0]: content[0].text"),
+        (5, "input[0]: content[0]"),
+    ):
+        yield _response("content", place, input=[{"role": "user", "content": [part]}])
     yield _response("orphan", "call_0", input=[{"type": "function_call_output", "call_id": "call_0", "output": "rain"}])
     for tool in ({"type": "web_search"}, {"type": "custom"}, {"type": "function"}, {}):
         yield _response("tools", "tools[0]", tools=[tool])
