@@ -63,7 +63,7 @@ WORKDIR /data
 EXPOSE 80
 # A start may take minutes for its download, during which failures do not count.
 HEALTHCHECK --interval=15s --timeout=5s --start-period=60m --retries=3 \
-    CMD ["/opt/penstock/bin/python", "-m", "penstock_server.health"]
+    CMD ["/opt/penstock/bin/python", "-m", "penstock_server.process.health"]
 ENTRYPOINT ["penstock"]
 
 FROM base AS cuda

@@ -154,7 +154,7 @@ clean: ## remove everything that was built
 	$(UV) --quiet --no-deps --no-build-isolation --reinstall --editable .
 	# These imports write bytecode, because uv does not, and those of a server cannot where PYTHONDONTWRITEBYTECODE is set: each
 	# start would compile a thousand modules of torch.
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m penstock_server.fork_server < /dev/null > /dev/null
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m penstock_server.process.fork_server < /dev/null > /dev/null
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import penstock_server.prepare, penstock_server.grammar.trial, penstock_server.grammar.start"
 	@mkdir -p .make && touch $@
 

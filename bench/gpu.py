@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 from figure import percentile
-from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine
 from penstock_server.engine.drafting import ngram
-from penstock_server.plan import Plan
+from penstock_server.protocol.config import LoadConfig, WarmUpConfig
+from penstock_server.protocol.plan import Plan
 from penstock_server.weights.loader import Loader
 from prediction import decode_name, floor_s, prompt_name
 from random_model import SIZES, read_quantized, read_random, write_model

@@ -18,10 +18,10 @@ from result import ROOT, heading, keep, option_parser
 
 sys.path.insert(0, str(ROOT / "server"))
 
-from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine
-from penstock_server.plan import Advances, Grammar, NewSequence, Plan, Sampling
 from penstock_server.prepare import prepare
+from penstock_server.protocol.config import LoadConfig, WarmUpConfig
+from penstock_server.protocol.plan import Advances, Grammar, NewSequence, Plan, Sampling
 
 BLOCK_TOKENS, PROMPT_TOKENS = 16, 64
 SCHEMA = {

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine
-from penstock_server.plan import Plan
+from penstock_server.protocol.config import LoadConfig, WarmUpConfig
+from penstock_server.protocol.plan import Plan
 from prediction import DEVICES, Cost, decode_name, prompt_name, report
 from random_model import SIZES, Size, read_quantized, write_model
 from result import ROOT, heading, keep, machine, option_parser

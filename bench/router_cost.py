@@ -41,10 +41,10 @@ def build_worker() -> Path:
     return ROOT / "target" / "release" / "penstock-bench-worker"
 
 
-# Replaces penstock_server.fork_server and forks the mock worker.
+# Replaces penstock_server.process.fork_server and forks the mock worker.
 FORK_SERVER = """
 import os, sys
-from penstock_server.fork_server import ForkServer
+from penstock_server.process.fork_server import ForkServer
 
 def run(config, _):
     flags = ["--socket", str(config.endpoint.path), "--rank", str(config.rank), "--world-size", str(config.world_size)]
@@ -66,7 +66,7 @@ def script(worker: Path, folder: Path, token_ids: Sequence[int]) -> dict[str, st
     python = folder / "python"
     interpreter = shlex.quote(sys.executable)
     python.write_text(
-        f'#!/bin/sh\nif [ "$2" = penstock_server.fork_server ]; then\n'
+        f'#!/bin/sh\nif [ "$2" = penstock_server.process.fork_server ]; then\n'
         f"exec {interpreter} -c {shlex.quote(FORK_SERVER)} {shlex.quote(str(worker))}\nfi\n"
         f'exec {interpreter} "$@"\n'
     )

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from penstock_server.engine import Engine
-from penstock_server.plan import Advances, NewSequence, Plan, Sampling, StepTiming
+from penstock_server.protocol.plan import Advances, NewSequence, Plan, Sampling, StepTiming
 
 MAX_STEP_TOKENS = 8192
 

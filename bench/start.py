@@ -42,7 +42,7 @@ from result import from_root, heading, keep, machine, option_parser, title
 PROGRAMS = {  # each is timed from the interpreter's start to its end
     "interpreter": ["-c", ""],
     "torch": ["-c", "import torch"],
-    "worker": ["-m", "penstock_server.fork_server"],  # ends at once, because nothing asks it for a worker
+    "worker": ["-m", "penstock_server.process.fork_server"],  # ends at once, because nothing asks it for a worker
 }
 QUIET_S = 2.0  # a server that uses less than a hundredth of a core for this long is idle
 WINDOW_S = 5.0  # the standby group starts to load one second after ready

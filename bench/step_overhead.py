@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine
-from penstock_server.message import plan_of, result_message
 from penstock_server.pb import worker_pb2 as pb
+from penstock_server.protocol.config import LoadConfig, WarmUpConfig
+from penstock_server.protocol.message import plan_of, result_message
 from result import heading, keep, machine, option_parser
 from table import markdown
 

@@ -17,7 +17,7 @@ from binary import TIMEOUT_S, Server, children, launch, name, paused, start
 from client import ask, events
 from fault.drain import ENVIRONMENT
 from fault.probe import health, restarts, wait_for_restart, wait_until
-from penstock_server.health import PROCESS_NAMES
+from penstock_server.process.health import PROCESS_NAMES
 from test_nodes import SECRET as NODE_SECRET
 from test_nodes import run_node
 
@@ -89,7 +89,7 @@ def test_vertex_predicts_on_its_own_routes(vertex: Server) -> None:
 
 def check(pid: int) -> tuple[int, str]:
     """The image's health check: its exit status and what it says."""
-    command = [sys.executable, "-m", "penstock_server.health", "--pid", str(pid)]
+    command = [sys.executable, "-m", "penstock_server.process.health", "--pid", str(pid)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     return done.returncode, done.stdout
 

@@ -192,7 +192,7 @@ def test_ranks_that_ray_places_give_the_tokens_of_one_rank_here(
 
 
 def test_nodes_and_workers_do_not_have_the_cluster_s_token(cluster: Cluster, ray_server: Server) -> None:
-    workers = cluster.pids("penstock_server.fork_server")
+    workers = cluster.pids("penstock_server.process.fork_server")
     assert len(workers) == 4, "a fork server and a worker on each machine"
     for pid in (*workers, *cluster.pids("penstock node")):
         assert cluster.env["RAY_AUTH_TOKEN"] not in Path(f"/proc/{pid}/environ").read_text()

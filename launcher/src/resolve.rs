@@ -3,6 +3,8 @@
 //! It happens in three stages: `Settings` before any process is started, `step_tokens` once the device is known, and
 //! `SequenceLimits` once the model and its memory are known. Each chosen value carries its reason, for the log.
 
+pub(crate) mod environment;
+pub(crate) mod machine_share;
 mod nodes;
 mod sequence_limits;
 
@@ -13,11 +15,11 @@ use penstock_router::config::{EndpointError, TraceConfig};
 use penstock_router::worker::Description;
 use penstock_scheduler::Limits;
 
-use crate::args::{Args, RopeScaling};
-use crate::attention::Attention;
-use crate::listener::Place;
+use crate::flag::args::{Args, RopeScaling};
+use crate::flag::attention::Attention;
+use crate::listen::listener::Place;
 use crate::node::RanksOn;
-use crate::standby::Standby;
+use crate::worker::standby::Standby;
 pub(crate) use sequence_limits::SequenceLimits;
 
 /// Default limit on the sequences of a step.
@@ -474,5 +476,4 @@ pub(crate) fn listed_devices(list: &str) -> usize {
 }
 
 #[cfg(test)]
-#[path = "resolve_tests.rs"]
 pub(crate) mod tests;

@@ -1,5 +1,7 @@
 //! `penstock route`: from settings to engines on other servers. Nothing but the tokenizer and the configuration is prepared here.
 
+pub(crate) mod replica_file;
+
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -10,11 +12,11 @@ use penstock_router::remote::{Access, Properties, Remote, RemoteError, RequestLi
 use penstock_router::replica::Replicas;
 use penstock_router::worker::Phase;
 
-use crate::adapter::AdapterFlags;
-use crate::args::Args;
-use crate::fingerprint;
-use crate::replica_file::{self, Follower, Servers};
+use crate::flag::args::Args;
+use crate::model::adapter::AdapterFlags;
+use crate::model::fingerprint;
 use crate::resolve::{ResolveError, SequenceLimits};
+use crate::route::replica_file::{Follower, Servers};
 use crate::start::{self, Started};
 
 /// Between two attempts to reach a first server.

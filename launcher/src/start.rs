@@ -14,22 +14,22 @@ use penstock_router::text::{LoadError, TextModel};
 use penstock_router::worker::{Description, Group, LoadOptions, Phase, Pool, WarmUpOptions};
 use penstock_scheduler::Limits;
 
-use crate::adapter::AdapterFlags;
-use crate::args::Args;
-use crate::fingerprint;
-use crate::fork_server::ForkServerOptions;
-use crate::group::{self, GroupError, Recipe};
-use crate::hosts::{Hosts, Placement};
-use crate::machine_share::MachineShare;
-use crate::model_folder::{FolderError, ModelFolder};
-use crate::prefetch;
-use crate::quantize::Quantize;
-use crate::replica_file::Follower;
+use crate::flag::args::Args;
+use crate::model::adapter::AdapterFlags;
+use crate::model::fingerprint;
+use crate::model::model_folder::{FolderError, ModelFolder};
+use crate::model::prefetch;
+use crate::model::quantize::Quantize;
+use crate::model::weights::{self, PrepareError, Prepared};
+use crate::resolve::machine_share::MachineShare;
 use crate::resolve::{Choice, ResolveError, SequenceLimits, Settings};
-use crate::standby::Standby;
-use crate::supervise::Supervisor;
-use crate::weights::{self, PrepareError, Prepared};
-use crate::workers::{Meeting, WorkerOptions, Workers, WorkersError};
+use crate::route::replica_file::Follower;
+use crate::worker::fork_server::ForkServerOptions;
+use crate::worker::group::{self, GroupError, Recipe};
+use crate::worker::hosts::{Hosts, Placement};
+use crate::worker::standby::Standby;
+use crate::worker::supervise::Supervisor;
+use crate::worker::workers::{Meeting, WorkerOptions, Workers, WorkersError};
 
 /// Waiting this long raises a request's rank by one priority, so that no request starves while urgent ones still go first.
 const PRIORITY_AGEING: Duration = Duration::from_secs(10);

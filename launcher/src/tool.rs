@@ -7,9 +7,9 @@ use std::process::Command;
 
 use clap::{Args, Subcommand, ValueEnum};
 
-use crate::dtype::Dtype;
+use crate::flag::dtype::Dtype;
 use crate::node::NodeArgs;
-use crate::process;
+use crate::worker::process;
 
 /// A subcommand.
 #[derive(Clone, Debug, Subcommand)]
@@ -173,11 +173,11 @@ impl Tool {
             }
             Self::Node(_) => unreachable!("invariant: a node runs in this process"),
             Self::Models { json } => {
-                command.args(["-m", "penstock_server.catalog"]);
+                command.args(["-m", "penstock_server.inspection.catalog"]);
                 json
             }
             Self::Check(check) => {
-                command.args(["-m", "penstock_server.check", "--num-shard", &check.num_shard.to_string()]);
+                command.args(["-m", "penstock_server.inspection.check", "--num-shard", &check.num_shard.to_string()]);
                 command.args(["--pipeline-parallel-size", &check.pipeline_parallel_size.to_string()]);
                 command.args(["--cuda-memory-fraction", &check.cuda_memory_fraction.to_string()]);
                 command.args(check.dtype.iter().flat_map(|dtype| ["--dtype", dtype.name()]));

@@ -84,7 +84,7 @@ def prepare(
         return Prepared(model_id, str(gguf_folder(found)))
     if looks_like_path(model_id):
         raise ConfigError(f"there is no file or folder {model_id}")
-    from penstock_server.hub import download
+    from penstock_server.hub.download import download
 
     reference = Reference.parse(model_id)
     snapshot = download(reference, revision, with_code=trust_remote_code, with_weights=with_weights and weights is None)
@@ -117,7 +117,7 @@ def _is_adapter(folder: Path, *, with_weights: bool) -> bool:
 
 def prepare_adapter(given: str) -> str:
     """The folder of a LoRA adapter on the hub, which is downloaded. given: ID or ID@REVISION. Raises ConfigError."""
-    from penstock_server.hub import download_adapter
+    from penstock_server.hub.download import download_adapter
 
     adapter_id, _, revision = given.partition("@")
     return str(download_adapter(adapter_id, revision or None).folder)

@@ -19,10 +19,10 @@ import numpy.typing as npt
 import pytest
 import torch
 from late_device import LateEvent
-from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine, transfer
 from penstock_server.kernels import triton_device
-from penstock_server.plan import Plan
+from penstock_server.protocol.config import LoadConfig, WarmUpConfig
+from penstock_server.protocol.plan import Plan
 from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes

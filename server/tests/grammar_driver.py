@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock_server.engine import Engine
-from penstock_server.plan import NewSequence, Sampling
+from penstock_server.protocol.plan import NewSequence, Sampling
 from plans import Advance, plan, step
 
 BLOCK_TOKENS = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from penstock_server.limited_process import Job, Limits, serve
+from penstock_server.host.limited_process import Job, Limits, serve
 
 LIMITS = Limits(time_s=1.0, memory_bytes=64 << 20, stack_bytes=8 << 20)
 

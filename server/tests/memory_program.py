@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine, capacity, memory
-from penstock_server.plan import Grammar, NewSequence, Sampling
+from penstock_server.protocol.config import LoadConfig, WarmUpConfig
+from penstock_server.protocol.plan import Grammar, NewSequence, Sampling
 from plans import Advance, plan, step
 from tested_isa import use_tested_isa
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 from fake_model import BLOCK_TOKENS, FakeModel
-from penstock_server.config import WarmUpConfig
 from penstock_server.engine import Engine
 from penstock_server.parallel import RankGroup
+from penstock_server.protocol.config import WarmUpConfig
 
 CPU = torch.device("cpu")
 

@@ -11,12 +11,12 @@ from threading import Barrier
 
 import torch
 from penstock_server.collectives.distributed import Distributed
-from penstock_server.config import WarmUpConfig
 from penstock_server.engine import Engine
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup, Stage
-from penstock_server.plan import NewSequence, Plan, Sampling
+from penstock_server.protocol.config import WarmUpConfig
+from penstock_server.protocol.plan import NewSequence, Plan, Sampling
 from plans import Advance, Output, columns, outputs
 from rank_threads import ThreadGroup
 from tiny_models import prompts

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock_server.engine import Engine
-from penstock_server.plan import Advances, Fault, NewSequence, Plan, StepResult, Tokens, Top
+from penstock_server.protocol.plan import Advances, Fault, NewSequence, Plan, StepResult, Tokens, Top
 
 
 @dataclass(frozen=True)

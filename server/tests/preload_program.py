@@ -12,8 +12,8 @@ import sys
 import threading
 from pathlib import Path
 
-from penstock_server import fork_server
-from penstock_server.config import LoadConfig, WarmUpConfig
+from penstock_server.process import fork_server
+from penstock_server.protocol.config import LoadConfig, WarmUpConfig
 from tested_isa import use_tested_isa
 
 PROMPT = [504, 3575, 282, 4649, 314]
@@ -27,7 +27,7 @@ def private_bytes() -> int:
 
 def serve(load_model: object, config: LoadConfig) -> None:
     from penstock_server.engine import Engine
-    from penstock_server.plan import Advances, NewSequence, Plan
+    from penstock_server.protocol.plan import Advances, NewSequence, Plan
 
     before = private_bytes()
     given = {} if load_model is None else {"load_model": load_model}

@@ -12,13 +12,13 @@ import pytest
 import torch
 from current_device import CurrentDevice
 from fake_model import BLOCK_TOKENS, FakeModel, load_fake
-from penstock_server.background import run_in_background
-from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine
 from penstock_server.grammar.compiler import MAX_RUNNING
+from penstock_server.host.background import run_in_background
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import Adapter
+from penstock_server.protocol.config import LoadConfig, WarmUpConfig
+from penstock_server.protocol.plan import Adapter
 
 CPU = torch.device("cpu")
 

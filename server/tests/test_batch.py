@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock_server.attention.interface import StepBatch
 from penstock_server.engine import batch, memory
 from penstock_server.engine.sequence import SequenceTable, TableLimits
-from penstock_server.plan import Grammar, NewSequence, Sampling
+from penstock_server.protocol.plan import Grammar, NewSequence, Sampling
 from plans import Advance, columns
 
 VOCAB = 1000

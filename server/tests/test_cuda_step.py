@@ -13,7 +13,7 @@ from fake_cuda import FakeEvent, Launches, Recorder, fake_cuda, launched, load
 from mtp_checkpoint import Reference
 from penstock_server.engine import Engine
 from penstock_server.engine.device_progress import Progress
-from penstock_server.plan import Advances, NewSequence, Plan, Sampling
+from penstock_server.protocol.plan import Advances, NewSequence, Plan, Sampling
 from penstock_server.watermark import GreenLists
 
 Loaded = tuple[Engine, Launches]

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from eagle_checkpoint import HEAD_DIM, HEADS, Tensors, knowing_head, random_head, save_head
-from penstock_server.config import WarmUpConfig
 from penstock_server.engine import Engine
 from penstock_server.engine.drafting.eagle import EagleHead, is_eagle_head
 from penstock_server.engine.drafting.head import HeadDrafter
@@ -21,8 +20,9 @@ from penstock_server.layers import rope
 from penstock_server.models import load_model
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import NewSequence
 from penstock_server.prepare import prepare_speculative_model
+from penstock_server.protocol.config import WarmUpConfig
+from penstock_server.protocol.plan import NewSequence
 from plans import Advance, listed, plan
 from tiny_models import make_model, prompts, save_model
 from torch import Tensor

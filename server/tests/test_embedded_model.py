@@ -11,12 +11,12 @@ import torch
 import transformers
 from model_driver import ModelDriver
 from penstock_server import watermark
-from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine
 from penstock_server.models import load_model
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import NewSequence, Sampling
+from penstock_server.protocol.config import LoadConfig, WarmUpConfig
+from penstock_server.protocol.plan import NewSequence, Sampling
 from penstock_server.watermark import GreenLists, detect
 from plans import Advance, plan, step
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint

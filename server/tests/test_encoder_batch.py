@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock_server.engine import batch, warmup
 from penstock_server.engine.sequence import SequenceTable, TableLimits
-from penstock_server.plan import NewSequence, Plan, Sampling
+from penstock_server.protocol.plan import NewSequence, Plan, Sampling
 from plans import Advance, columns
 
 BLOCK_TOKENS = 4

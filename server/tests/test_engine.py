@@ -20,8 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paired_ranks import paired_engines
 from penstock_server.attention.reference import ReferenceAttention
-from penstock_server.config import LoadConfig, Node, WarmUpConfig
-from penstock_server.endpoint import Tls
 from penstock_server.engine import Engine, memory, warmup
 from penstock_server.engine import device as device_module
 from penstock_server.engine.capacity import CapacityProbe
@@ -40,8 +38,10 @@ from penstock_server.engine.step import BROKEN_LOGITS
 from penstock_server.errors import ConfigError, FullMemoryError, PlanError
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
-from penstock_server.phase import PhaseClock
-from penstock_server.plan import Adapter, NewSequence, Plan, Sampling, StepTiming
+from penstock_server.protocol.config import LoadConfig, Node, WarmUpConfig
+from penstock_server.protocol.endpoint import Tls
+from penstock_server.protocol.phase import PhaseClock
+from penstock_server.protocol.plan import Adapter, NewSequence, Plan, Sampling, StepTiming
 from plans import Advance, Output, plan, step
 
 

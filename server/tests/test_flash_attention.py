@@ -24,7 +24,7 @@ from penstock_server.errors import ConfigError
 from penstock_server.layers.attention import AttentionSpec
 from penstock_server.layers.shard import Shard
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import Advances, NewSequence, Plan
+from penstock_server.protocol.plan import Advances, NewSequence, Plan
 from tested_device import DEVICE, triton_skip_reason
 from torch import Tensor
 from torch._subclasses import FakeTensorMode

@@ -16,18 +16,18 @@ from typing import Any
 
 import grpc
 import pytest
-from penstock_server.config import Node, WorkerConfig
-from penstock_server.endpoint import TcpEndpoint, Tls, UnixEndpoint
 from penstock_server.errors import ConfigError
-from penstock_server.fork_server import Signal, Start, parse
 from penstock_server.pb import worker_pb2 as pb
 from penstock_server.pb import worker_pb2_grpc as rpc
+from penstock_server.process.fork_server import Signal, Start, parse
+from penstock_server.protocol.config import Node, WorkerConfig
+from penstock_server.protocol.endpoint import TcpEndpoint, Tls, UnixEndpoint
 
 TIMEOUT_S = 240
 # Its workers import nothing: they say what they are and have, and wait for a signal.
 PROGRAM = """
 import os, signal, sys
-from penstock_server.fork_server import ForkServer
+from penstock_server.process.fork_server import ForkServer
 
 def run(config, load_model):
     if config.rank == 7:
@@ -223,7 +223,7 @@ def test_requests_are_understood_or_refused() -> None:
 
 
 def test_real_workers_ignore_sigint_and_exit_0_on_sigterm_and_what_is_no_request_is_named(tmp_path: Path) -> None:
-    launcher = Launcher(tmp_path, "-m", "penstock_server.fork_server")
+    launcher = Launcher(tmp_path, "-m", "penstock_server.process.fork_server")
     launcher.hear("ready")
     assert len(list(Path(f"/proc/{launcher.process.pid}/task").iterdir())) == 1
     # Two with gRPC after each other, from one process.
@@ -251,13 +251,13 @@ def test_real_workers_ignore_sigint_and_exit_0_on_sigterm_and_what_is_no_request
 def test_a_worker_of_an_own_model_imports_nothing_more() -> None:
     program = """
 import sys
-from penstock_server.fork_server import _import_all
+from penstock_server.process.fork_server import _import_all
 _import_all()
 before = set(sys.modules)
 from pathlib import Path
 import subprocess, json
 folder = json.loads(subprocess.check_output([sys.executable, "-m", "penstock_server.prepare"]))["folder"]
-from penstock_server.config import LoadConfig, WarmUpConfig
+from penstock_server.protocol.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine
 engine, _ = Engine.load(LoadConfig(Path(folder), 16), 0, 1)
 engine.warm_up(WarmUpConfig(max_step_tokens=16, max_step_sequences=2, num_blocks=20, proven=True))
@@ -289,8 +289,8 @@ for name in ("_lazy_init", "is_available", "device_count", "_device_count_nvml",
     assert hasattr(torch.cuda, name), name
     setattr(torch.cuda, name, refuse)
 
-from penstock_server import nvidia
-from penstock_server.fork_server import _import_all
+from penstock_server.host import nvidia
+from penstock_server.process.fork_server import _import_all
 nvidia.DRIVER = pathlib.Path({str(driver)!r})
 _import_all()
 mapped = pathlib.Path("/proc/self/maps").read_text()
@@ -322,7 +322,8 @@ def test_without_a_model_that_could_be_loaded_workers_start_and_load_it_themselv
 def test_imports_without_bytecode_on_disk_are_warned_of(tmp_path: Path) -> None:
     (tmp_path / "packages" / "example").mkdir(parents=True)
     (tmp_path / "packages" / "example" / "__init__.py").touch()
-    program = "import example\nfrom penstock_server import fork_server, log\nlog.configure()\n"
+    program = "import example\nfrom penstock_server.host import log\n"
+    program += "from penstock_server.process import fork_server\nlog.configure()\n"
     program += "fork_server.check_bytecode(example)"
     environment = {
         **os.environ,

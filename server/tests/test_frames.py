@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from penstock_server.frames import OK, FrameListener, Frames
+from penstock_server.protocol.frames import OK, FrameListener, Frames
 
 
 @contextmanager

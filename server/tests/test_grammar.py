@@ -38,7 +38,7 @@ from penstock_server.grammar.state import GRAMMAR_ENDED, GrammarStates, Refusal
 from penstock_server.grammar.trial import Trial
 from penstock_server.grammar.vocabulary import Vocabulary, fast_vocabulary, read_vocabulary, small_vocabulary
 from penstock_server.grammar.walk import walk as walk_texts
-from penstock_server.plan import Fault, Grammar, NewSequence, Plan, Sampling
+from penstock_server.protocol.plan import Fault, Grammar, NewSequence, Plan, Sampling
 
 SCHEMAS = sorted((Path(__file__).parent / "schemas").glob("*.json"))
 VOCAB = 49152

@@ -19,14 +19,14 @@ from grammar_walk import check_instance
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from late_device import LateEvent, make_late
-from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine
 from penstock_server.engine.sampler import Sampler
 from penstock_server.engine.sampling import SAMPLING_FIELDS, compose, record
 from penstock_server.engine.watermark import Watermark
 from penstock_server.grammar.state import GrammarStates
 from penstock_server.grammar.text import ThoughtLimit
-from penstock_server.plan import Grammar, NewSequence, Sampling
+from penstock_server.protocol.config import LoadConfig, WarmUpConfig
+from penstock_server.protocol.plan import Grammar, NewSequence, Sampling
 from plans import Advance, plan, step
 from sample_at_once import sample_at_once
 

@@ -19,7 +19,7 @@ from penstock_server.grammar.metaspace import Metaspace
 from penstock_server.grammar.start import build_start
 from penstock_server.grammar.state import GrammarStates
 from penstock_server.grammar.vocabulary import read_vocabulary
-from penstock_server.plan import Grammar, NewSequence, Plan, Sampling
+from penstock_server.protocol.plan import Grammar, NewSequence, Plan, Sampling
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 PIECES = ["▁", "▁a", "▁b", "▁ab", "▁a▁b", "a", "b", "ab", "ba", "▁{", "{", "}", '"', ":", ",", "1", "0", "▁1", '":']

@@ -16,14 +16,14 @@ from fake_model import BLOCK_TOKENS, FakeModel, continuation, load_fake
 from hypothesis import given
 from hypothesis import strategies as st
 from late_device import make_late
-from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine, memory
 from penstock_server.engine.drafting import ngram
 from penstock_server.engine.graphs import Bucket, StepGraphs, buckets, context_buckets, needed_bytes, row_buckets
 from penstock_server.engine.host_batch import HostAdapters, HostBatch
 from penstock_server.engine.memory import Memory
 from penstock_server.engine.sequence import TableLimits
-from penstock_server.plan import NewSequence, Sampling
+from penstock_server.protocol.config import LoadConfig, WarmUpConfig
+from penstock_server.protocol.plan import NewSequence, Sampling
 from plans import Advance, listed, plan, step
 from torch import Tensor
 

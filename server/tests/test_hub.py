@@ -25,9 +25,9 @@ from hf_xet import XetAuthenticationError, XetObjectNotFoundError
 from hub_server import SHA, Hub, running
 from huggingface_hub.errors import LocalEntryNotFoundError
 from penstock_server.errors import ConfigError
-from penstock_server.hub import hub_weights, wanted_files
-from penstock_server.hub_disk import check_room, write_errors
-from penstock_server.hub_retry import DEFAULT_RETRIES, Passing, Retries, transfer_errors
+from penstock_server.hub.disk import check_room, write_errors
+from penstock_server.hub.download import hub_weights, wanted_files
+from penstock_server.hub.retry import DEFAULT_RETRIES, Passing, Retries, transfer_errors
 from penstock_server.weights.folder import choose_weights
 from penstock_server.weights.gguf.selection import Reference
 from safetensors.torch import load_file
@@ -287,7 +287,7 @@ def test_a_disk_that_fills_up_during_a_download_ends_it(hub: Hub, small_disk: Pa
 
 def test_a_download_without_room_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = shutil.disk_usage(tmp_path)._replace(free=3 * 10**9)
-    monkeypatch.setattr("penstock_server.hub_disk.shutil.disk_usage", lambda path: free)
+    monkeypatch.setattr("penstock_server.hub.disk.shutil.disk_usage", lambda path: free)
     check_room(tmp_path / "not" / "there", "a/b", 3 * 10**9)
     with pytest.raises(ConfigError, match=r"a/b needs 5\.00 GB more, 3\.00 GB are free; make room"):
         check_room(tmp_path / "not" / "there", "a/b", 5 * 10**9)

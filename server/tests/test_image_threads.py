@@ -13,7 +13,7 @@ import torch
 import transformers
 from current_device import CurrentDevice
 from image_cases import file_of, make_image_model, picture
-from penstock_server.plan import Image, ImageSpan
+from penstock_server.protocol.plan import Image, ImageSpan
 from penstock_server.vision.encoded import ImageStates
 from penstock_server.vision.encoder import ImageEncoder
 from penstock_server.vision.family import FAMILIES, Arrays

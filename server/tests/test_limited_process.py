@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from limited_jobs import LIMITS
-from penstock_server.limited_process import LimitedProcess, ProcessDiedError
+from penstock_server.host.limited_process import LimitedProcess, ProcessDiedError
 
 
 @pytest.fixture

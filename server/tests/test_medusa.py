@@ -28,7 +28,7 @@ from penstock_server.engine.sequence import SequenceTable, TableLimits
 from penstock_server.errors import ConfigError
 from penstock_server.kernels.native_build import find_build
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import NewSequence
+from penstock_server.protocol.plan import NewSequence
 from plans import Advance
 from safetensors.torch import save_file
 from test_engine import LIMITS, Driver, prompt_of

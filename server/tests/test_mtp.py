@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from mtp_checkpoint import NUM_LAYERS, VALUES, Reference
-from penstock_server.config import WarmUpConfig
 from penstock_server.engine import Engine
 from penstock_server.engine.drafting.head import HeadDrafter
 from penstock_server.engine.drafting.load import load_drafter
@@ -23,7 +22,8 @@ from penstock_server.models import load_model
 from penstock_server.models.decoder import Decoder
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import NewSequence, Plan, Transfer, TransferKind
+from penstock_server.protocol.config import WarmUpConfig
+from penstock_server.protocol.plan import NewSequence, Plan, Transfer, TransferKind
 from plans import Advance, listed, plan
 from quantized_checkpoints import float8, save_quantized
 from rank_threads import run_native_ranks

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock_server.engine.offload import Offload
 from penstock_server.engine.pool_blocks import DeviceBlocks, HostBlocks, pool_blocks
 from penstock_server.errors import ConfigError, PlanError
-from penstock_server.plan import Transfer, TransferKind
+from penstock_server.protocol.plan import Transfer, TransferKind
 from torch import Tensor
 
 STORE, LOAD, DEMOTE = TransferKind

@@ -14,15 +14,15 @@ import torch
 from fake_model import BLOCK_TOKENS as FAKE_BLOCK_TOKENS
 from fake_model import POISON, VOCAB, FakeModel, continuation
 from native_builds import BUILD
-from penstock_server import check
 from penstock_server.collectives.distributed import Distributed
 from penstock_server.engine import Engine
 from penstock_server.engine.step import BROKEN_LOGITS
 from penstock_server.errors import ConfigError
+from penstock_server.inspection import check
 from penstock_server.models import load_model
 from penstock_server.models.decoder import Decoder
 from penstock_server.parallel import RankGroup, Stage, split_layers
-from penstock_server.plan import NewSequence, Plan, Sampling
+from penstock_server.protocol.plan import NewSequence, Plan, Sampling
 from pipeline_ranks import CPU, Recorder, loaded_engine, options_of, run_script, run_stages
 from plans import Advance, Output, columns, step
 from rank_environment import rank_environment

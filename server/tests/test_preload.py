@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from penstock_server import nvidia
-from penstock_server.config import LoadConfig
 from penstock_server.engine.load import Preloaded
+from penstock_server.host import nvidia
 from penstock_server.prepare import prepare
+from penstock_server.protocol.config import LoadConfig
 
 PROGRAM = Path(__file__).with_name("preload_program.py")
 

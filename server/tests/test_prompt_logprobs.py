@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine, prompt
-from penstock_server.plan import NewSequence, Sampling
+from penstock_server.protocol.config import LoadConfig, WarmUpConfig
+from penstock_server.protocol.plan import NewSequence, Sampling
 from plans import Advance, Token, plan, step
 from tiny_models import make_model, prompts, save_model
 

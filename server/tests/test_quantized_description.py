@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from penstock_server import check
 from penstock_server.errors import ConfigError
+from penstock_server.inspection import check
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup

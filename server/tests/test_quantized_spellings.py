@@ -13,8 +13,8 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from native_builds import BUILD
-from penstock_server import check
 from penstock_server.errors import ConfigError
+from penstock_server.inspection import check
 from penstock_server.weights.format import quantization_config
 from penstock_server.weights.kv_scale import check_scales
 from penstock_server.weights.quantization.checkpoint import QuantizedCheckpoint

@@ -11,7 +11,7 @@ from fake_model import POISON, FakeModel, continuation
 from paired_ranks import PairedGroup, paired_engines
 from penstock_server.engine.step import BROKEN_LOGITS
 from penstock_server.grammar.state import Masks, Refusal
-from penstock_server.plan import Fault, Grammar, NewSequence, Plan, Sampling
+from penstock_server.protocol.plan import Fault, Grammar, NewSequence, Plan, Sampling
 from plans import Advance
 from test_engine import LIMITS, Driver, prompt_of
 

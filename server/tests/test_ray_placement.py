@@ -10,12 +10,12 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import penstock_server.ray
+import penstock_server.process.ray
 import pytest
-from penstock_server.config import LoadConfig
 from penstock_server.engine.device import choose_num_threads
 from penstock_server.errors import ConfigError
-from penstock_server.ray import Order, Placement, Reports, cpus_per_rank, place
+from penstock_server.process.ray import Order, Placement, Reports, cpus_per_rank, place
+from penstock_server.protocol.config import LoadConfig
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch, starts: list[str | Exception]) -> 
     exceptions.RayError, exceptions.RayTaskError = RayError, RayTaskError
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setitem(sys.modules, "ray.exceptions", exceptions)
-    monkeypatch.setattr(penstock_server.ray, "_RETRY_S", 0.0)
+    monkeypatch.setattr(penstock_server.process.ray, "_RETRY_S", 0.0)
     return asked
 
 

@@ -15,7 +15,7 @@ from penstock_server.engine.drafting.interface import Drafter, SentDrafter
 from penstock_server.engine.drafting.medusa import MedusaDrafter
 from penstock_server.engine.drafting.recent import RecentAnswers, RecentDrafter
 from penstock_server.engine.sequence import SequenceTable, TableLimits
-from penstock_server.plan import NewSequence, StepResult
+from penstock_server.protocol.plan import NewSequence, StepResult
 from plans import Advance, plan
 from test_engine import LIMITS, prompt_of
 from test_medusa import knowing

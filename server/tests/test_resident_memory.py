@@ -7,12 +7,12 @@ import subprocess
 import sys
 
 import pytest
-from penstock_server import nvidia
+from penstock_server.host import nvidia
 
 PRIVATE = """
 import re
 from pathlib import Path
-from penstock_server.heap import return_free_pages
+from penstock_server.host.heap import return_free_pages
 
 def private():
     return_free_pages()
@@ -23,11 +23,11 @@ def private():
 LOADED = f"""
 import gc, sys
 {PRIVATE}
-from penstock_server import fork_server
+from penstock_server.process import fork_server
 from penstock_server.prepare import prepare
 
 fork_server._import_all()
-from penstock_server.config import LoadConfig, WarmUpConfig
+from penstock_server.protocol.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine
 from penstock_server.grammar.vocabulary import Vocabulary
 folder = Path(prepare(None).folder)
@@ -55,7 +55,7 @@ print(private() - before, vocabulary.tokenizer.vocab_size * TOKEN_BYTES)
 FREED = f"""
 import ctypes, threading
 {PRIVATE}
-from penstock_server.heap import use_one_arena
+from penstock_server.host.heap import use_one_arena
 
 use_one_arena()
 libc = ctypes.CDLL(None)

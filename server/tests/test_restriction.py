@@ -14,10 +14,10 @@ import transformers
 from grammar_driver import BLOCK_TOKENS, AnswerDriver
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine
 from penstock_server.engine.restriction import NOTHING_LEFT, Restriction, refusal
-from penstock_server.plan import Grammar, Sampling
+from penstock_server.protocol.config import LoadConfig, WarmUpConfig
+from penstock_server.protocol.plan import Grammar, Sampling
 from transformers.generation import logits_process as hf
 
 EOS = 2

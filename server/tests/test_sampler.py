@@ -20,7 +20,7 @@ from penstock_server.engine.random import uniform
 from penstock_server.engine.sampler import BROKEN, Sampled, Sampler
 from penstock_server.engine.sampling import SAMPLING_FIELDS, Composition, compose, names_tokens, record, refusal
 from penstock_server.engine.watermark import Watermark
-from penstock_server.plan import Sampling
+from penstock_server.protocol.plan import Sampling
 from penstock_server.watermark import GreenLists
 from sample_at_once import sample_at_once
 from transformers.generation import logits_process as hf

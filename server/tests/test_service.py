@@ -20,20 +20,20 @@ import pytest
 import torch
 from fake_model import BLOCK_TOKENS, CRASH, FakeModel, continuation
 from grammar_walk import END, WORDS, write_small_tokenizer
-from penstock_server.config import WorkerConfig
-from penstock_server.endpoint import UnixEndpoint
 from penstock_server.engine import Engine
 from penstock_server.engine.device_progress import DeviceProgress
 from penstock_server.engine.sampling import SAMPLING_FIELDS
 from penstock_server.errors import ConfigError, FullMemoryError, ImageError, ImagesOverloadError
-from penstock_server.frames import OK, Frames, steps_socket
-from penstock_server.message import PROTOCOL_VERSION
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
 from penstock_server.pb import worker_pb2 as pb
 from penstock_server.pb import worker_pb2_grpc as rpc
-from penstock_server.plan import Sampling
-from penstock_server.service import Worker, start_server
+from penstock_server.process.service import Worker, start_server
+from penstock_server.protocol.config import WorkerConfig
+from penstock_server.protocol.endpoint import UnixEndpoint
+from penstock_server.protocol.frames import OK, Frames, steps_socket
+from penstock_server.protocol.message import PROTOCOL_VERSION
+from penstock_server.protocol.plan import Sampling
 from penstock_server.watermark import GreenLists
 from plans import Advance, columns
 

@@ -14,7 +14,6 @@ from grammar_walk import WORDS, write_small_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from paired_ranks import CPU, PairedGroup, paired_engines
-from penstock_server.config import WarmUpConfig
 from penstock_server.engine import Engine, speculation
 from penstock_server.engine.batch import select
 from penstock_server.engine.drafting import ngram
@@ -31,7 +30,8 @@ from penstock_server.grammar.state import GRAMMAR_ENDED
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup, Stage
-from penstock_server.plan import Grammar, NewSequence, Sampling
+from penstock_server.protocol.config import WarmUpConfig
+from penstock_server.protocol.plan import Grammar, NewSequence, Sampling
 from plans import Advance, columns, plan
 from test_engine import LIMITS, Driver, prompt_of, ready_engine
 

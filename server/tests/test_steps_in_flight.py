@@ -16,11 +16,11 @@ from fake_model import BLOCK_TOKENS, POISON, FakeModel, continuation, load_fake
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from late_device import LateEvent, make_late
-from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine, graphs
 from penstock_server.engine.drafting import ngram
 from penstock_server.engine.step import BROKEN_LOGITS, Pending
-from penstock_server.plan import NewSequence, Plan, Sampling, StepResult
+from penstock_server.protocol.config import LoadConfig, WarmUpConfig
+from penstock_server.protocol.plan import NewSequence, Plan, Sampling, StepResult
 from plans import Advance, plan
 from plans import listed as plain_tokens
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from penstock_server.errors import PlanError
 from penstock_server.grammar.text import ThoughtLimit
 from penstock_server.grammar.thoughts import Thoughts
-from penstock_server.message import grammar_of
 from penstock_server.pb import worker_pb2 as pb
-from penstock_server.plan import Grammar
+from penstock_server.protocol.message import grammar_of
+from penstock_server.protocol.plan import Grammar
 
 TOKENS = ["a", " b", "\n", "<think>", "</think>", "<", "/think", ">", "é"[:1], "final:", "<end>"]
 OPEN, CLOSE = "<think>", "</think>"

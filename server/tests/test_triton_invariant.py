@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock_server.attention import choose_attention, flash, preferred_block_tokens
 from penstock_server.attention.interface import AttentionShape
-from penstock_server.check import check
 from penstock_server.errors import ConfigError
+from penstock_server.inspection.check import check
 from penstock_server.kernels import choose_ops, native_build, triton_device
 from penstock_server.kernels.native_build import find_build
 from tested_device import DEVICE, one_order_of_sums, triton_skip_reason

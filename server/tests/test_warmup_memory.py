@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 from penstock_server.engine import capacity, memory, warmup
-from penstock_server.message import tokens_message
-from penstock_server.plan import Tokens
 from penstock_server.prepare import prepare
+from penstock_server.protocol.message import tokens_message
+from penstock_server.protocol.plan import Tokens
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")

@@ -13,13 +13,13 @@ import pytest
 import torch
 from penstock_server.collectives import Ranks, meet, open_store
 from penstock_server.collectives.network import Network
-from penstock_server.config import Node, WorkerConfig
-from penstock_server.endpoint import WORKER_NAME, TcpEndpoint, Tls
 from penstock_server.errors import ConfigError
-from penstock_server.message import PROTOCOL_VERSION
 from penstock_server.pb import worker_pb2 as pb
 from penstock_server.pb import worker_pb2_grpc as rpc
-from penstock_server.service import Worker, start_server
+from penstock_server.process.service import Worker, start_server
+from penstock_server.protocol.config import Node, WorkerConfig
+from penstock_server.protocol.endpoint import WORKER_NAME, TcpEndpoint, Tls
+from penstock_server.protocol.message import PROTOCOL_VERSION
 from tls_files import make_tls, needs_openssl
 from torch import Tensor
 

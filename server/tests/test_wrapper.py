@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from model_driver import ModelDriver
-from penstock_server import check
 from penstock_server.errors import ConfigError
+from penstock_server.inspection import check
 from penstock_server.models import load_model
 from penstock_server.models.fallback import load_fallback
 from penstock_server.models.interface import CausalModel, LoadOptions

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from penstock_server.endpoint import WORKER_NAME, Tls
+from penstock_server.protocol.endpoint import WORKER_NAME, Tls
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
 

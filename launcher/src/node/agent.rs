@@ -28,11 +28,11 @@ use tokio_rustls::rustls::{RootCertStore, ServerConfig, version};
 use super::authority::{Authority, NODE_NAME};
 use super::reservation::PortReservation;
 use super::{NodeSecret, client};
-use crate::fork_protocol::{NodeFlags, Open, Ports, Report, Request, WorkerFlags};
-use crate::fork_server::ForkServerOptions;
-use crate::machine_share::MachineShare;
-use crate::output::{Lines, StderrTail};
-use crate::workers::make_pipe;
+use crate::resolve::machine_share::MachineShare;
+use crate::worker::fork_protocol::{NodeFlags, Open, Ports, Report, Request, WorkerFlags};
+use crate::worker::fork_server::ForkServerOptions;
+use crate::worker::output::{Lines, StderrTail};
+use crate::worker::workers::make_pipe;
 
 /// How long a connection may take to show its certificate and its first line.
 const OPENING_TIMEOUT: Duration = Duration::from_secs(10);

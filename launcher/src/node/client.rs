@@ -16,8 +16,8 @@ use tokio_rustls::rustls::{ClientConfig, RootCertStore, version};
 
 use super::authority::{Authority, LAUNCHER_NAME, NODE_NAME};
 use super::{NodeAddress, NodeSecret};
-use crate::fork_protocol::{Open, Report};
-use crate::output::Lines;
+use crate::worker::fork_protocol::{Open, Report};
+use crate::worker::output::Lines;
 
 /// How long a node that is away, or hosts another server, may take to come back. Streams wait meanwhile.
 const PATIENCE: Duration = Duration::from_secs(60);

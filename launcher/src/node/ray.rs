@@ -1,4 +1,4 @@
-//! Ray chooses the nodes: `penstock_server.ray` asks it for one actor per node, and each actor runs an agent (`penstock node`).
+//! Ray chooses the nodes: `penstock_server.process.ray` asks it for one actor per node, and each actor runs an agent (`penstock node`).
 //!
 //! INVARIANT: the actors live as long as the Python process, and the agents as long as their actors.
 
@@ -13,9 +13,9 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
 use super::{NodeOptions, NodePlace, NodeSecret};
-use crate::fork_server::SpawnError;
-use crate::output::{Lines, StderrTail};
-use crate::process;
+use crate::worker::fork_server::SpawnError;
+use crate::worker::output::{Lines, StderrTail};
+use crate::worker::process;
 
 /// How long the process may take to leave the cluster.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -85,7 +85,7 @@ impl RayNodes {
         if self.process.as_ref().is_some_and(|process| !process.is_finished()) {
             return Ok(());
         }
-        let mut command = process::python_module(&self.options.python, "penstock_server.ray");
+        let mut command = process::python_module(&self.options.python, "penstock_server.process.ray");
         command.stdin(std::process::Stdio::piped());
         let child = command.spawn().map_err(|source| SpawnError::new(&self.options.python, source))?;
         self.places.iter().for_each(|place| drop(place.send_replace(NodePlace::Awaited)));

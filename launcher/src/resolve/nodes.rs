@@ -1,8 +1,8 @@
 //! The number of ranks of a pipeline stage with `--ranks-on`.
 
 use super::{Choice, ResolveError};
-use crate::args::Args;
-use crate::isa::CpuIsa;
+use crate::flag::args::Args;
+use crate::flag::isa::CpuIsa;
 use crate::node::RanksOn;
 
 /// Each node has equally many ranks of all stages.

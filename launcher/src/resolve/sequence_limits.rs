@@ -4,7 +4,7 @@ use penstock_router::worker::Description;
 use penstock_scheduler::BlockLayout;
 
 use super::{Choice, ResolveError, Settings};
-use crate::args::Args;
+use crate::flag::args::Args;
 
 /// Default limit on queued tokens, in sequences of maximum length: the default of `--max-concurrent-requests`, so that by
 /// default this limit refuses no request that the other one admits.

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed does not declare them for mypy
 
 from penstock_server.collectives.gathered import Gathered
-from penstock_server.config import Node
-from penstock_server.endpoint import WORKER_NAME, parse_address
 from penstock_server.errors import ConfigError
+from penstock_server.protocol.config import Node
+from penstock_server.protocol.endpoint import WORKER_NAME, parse_address
 
 logger = logging.getLogger(__name__)
 

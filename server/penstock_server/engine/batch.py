@@ -15,7 +15,7 @@ import numpy.typing as npt
 from penstock_server.engine.cross_attention import cross_attention_images
 from penstock_server.engine.host_batch import HostBatch, Rows, split
 from penstock_server.engine.sequence import SequenceTable
-from penstock_server.plan import Advances, Failure
+from penstock_server.protocol.plan import Advances, Failure
 from penstock_server.vision.encoder import PlacedImage, image_tokens, text_positions
 
 

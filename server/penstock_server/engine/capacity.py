@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from penstock_server.config import WarmUpConfig
 from penstock_server.engine import memory, warmup
 from penstock_server.engine.drafting.pooled import PooledDrafter
 from penstock_server.errors import ConfigError
 from penstock_server.models.adapter import NEUTRAL
 from penstock_server.models.interface import CausalModel, is_encoder
 from penstock_server.parallel import RankGroup
-from penstock_server.phase import PhaseClock
-from penstock_server.plan import Plan, StepTiming
+from penstock_server.protocol.config import WarmUpConfig
+from penstock_server.protocol.phase import PhaseClock
+from penstock_server.protocol.plan import Plan, StepTiming
 
 # Memory that one step frees in the C library's heap may be too fragmented for the next step: all of it in the worst
 # case; 30 % was observed.

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-from penstock_server.background import run_in_background
-from penstock_server.config import Capacity, Description, ImageInput, LoadConfig, Node, WarmUpConfig
 from penstock_server.engine import memory, warmup
 from penstock_server.engine.capacity import CapacityProbe, Measured
 from penstock_server.engine.device import (
@@ -48,12 +46,14 @@ from penstock_server.engine.watermark import Watermark
 from penstock_server.errors import ConfigError, GrammarError, ImageError
 from penstock_server.grammar.compiler import GrammarCompiler
 from penstock_server.grammar.state import GrammarStates
-from penstock_server.heap import return_free_pages
+from penstock_server.host.background import run_in_background
+from penstock_server.host.heap import return_free_pages
 from penstock_server.kernels.native_build import find_build
 from penstock_server.models.interface import CausalModel, is_encoder
 from penstock_server.parallel import RankGroup
-from penstock_server.phase import PhaseClock
-from penstock_server.plan import Adapter, Advances, Grammar, Image, NewSequence, Plan, StepResult, StepTiming
+from penstock_server.protocol.config import Capacity, Description, ImageInput, LoadConfig, Node, WarmUpConfig
+from penstock_server.protocol.phase import PhaseClock
+from penstock_server.protocol.plan import Adapter, Advances, Grammar, Image, NewSequence, Plan, StepResult, StepTiming
 from penstock_server.vision.encoded import ImageSize
 from penstock_server.vision.encoder import ImageEncoder
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock_server.engine.greedy import BLOCK
 from penstock_server.engine.parameter import Asking
 from penstock_server.engine.transfer import Fetch, Fetched
-from penstock_server.plan import Top
+from penstock_server.protocol.plan import Top
 
 
 @dataclass(frozen=True, slots=True)

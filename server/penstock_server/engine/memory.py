@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from penstock_server.background import lower_priority
-from penstock_server.heap import return_free_pages
+from penstock_server.host.background import lower_priority
+from penstock_server.host.heap import return_free_pages
 
 # The default pool on a CPU: this size, or this many of the longest sequences if that is more. It is not all memory,
 # because a CPU server usually shares the machine, and touching pages costs start-up time.

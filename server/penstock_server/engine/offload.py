@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock_server.engine import transfer
 from penstock_server.engine.pool_blocks import DeviceBlocks, HostBlocks
 from penstock_server.errors import ConfigError, PlanError
-from penstock_server.plan import Transfer, TransferKind
+from penstock_server.protocol.plan import Transfer, TransferKind
 
 
 class Offload:

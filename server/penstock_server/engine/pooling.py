@@ -18,7 +18,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock_server.config import WarmUpConfig
 from penstock_server.engine import batch
 from penstock_server.engine.batch import Selection
 from penstock_server.engine.device_progress import DeviceProgress
@@ -29,7 +28,8 @@ from penstock_server.engine.transfer import Download, Fetched, Put, Upload
 from penstock_server.models.interface import CausalModel
 from penstock_server.models.pooler import Pooler
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import NO_VECTORS, Failure, Plan, StepResult, StepTiming
+from penstock_server.protocol.config import WarmUpConfig
+from penstock_server.protocol.plan import NO_VECTORS, Failure, Plan, StepResult, StepTiming
 
 BROKEN_OUTPUTS = "the model's outputs are not finite"
 

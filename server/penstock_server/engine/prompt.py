@@ -18,7 +18,7 @@ from penstock_server.engine.parameter import Asking, asking, slices
 from penstock_server.engine.sampler import Sampler
 from penstock_server.engine.transfer import Fetch, Fetched, Put
 from penstock_server.models.interface import CausalModel
-from penstock_server.plan import Tokens
+from penstock_server.protocol.plan import Tokens
 
 # Rows for which the head's weight is read once, and whose logits are in memory together.
 CHUNK_ROWS = {"cpu": 64, "cuda": 256}

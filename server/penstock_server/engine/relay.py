@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import torch
 
-from penstock_server.config import WarmUpConfig
 from penstock_server.engine import batch
 from penstock_server.engine.batch import Selection
 from penstock_server.engine.device_progress import DeviceProgress
@@ -19,7 +18,8 @@ from penstock_server.engine.sequence import SequenceTable
 from penstock_server.engine.stream import apply_changes, check_plan
 from penstock_server.engine.transfer import Upload
 from penstock_server.models.interface import CausalModel
-from penstock_server.plan import Plan, StepResult, StepTiming
+from penstock_server.protocol.config import WarmUpConfig
+from penstock_server.protocol.plan import Plan, StepResult, StepTiming
 
 
 class RelayRunner:

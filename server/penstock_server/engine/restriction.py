@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from penstock_server.plan import Sampling
+from penstock_server.protocol.plan import Sampling
 
 # [words]: bit b of word w stands for token 32·w + b (little-endian)
 Mask = npt.NDArray[np.int32]

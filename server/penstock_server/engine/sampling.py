@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from penstock_server.engine import restriction
 from penstock_server.engine.restriction import Restriction
-from penstock_server.plan import Sampling
+from penstock_server.protocol.plan import Sampling
 
 _TYPES = {bool: np.bool_, int: np.int64, float: np.float32}
 _WIDER_TYPES = {"seed": np.uint64, "top_p": np.float64, "typical_p": np.float64}

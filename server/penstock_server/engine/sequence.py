@@ -28,7 +28,7 @@ from penstock_server.engine.sampling import (
 )
 from penstock_server.errors import ConfigError, ImageError
 from penstock_server.models.adapter import Adapters
-from penstock_server.plan import Adapter, Failure, ImageSpan, NewSequence, Sampling
+from penstock_server.protocol.plan import Adapter, Failure, ImageSpan, NewSequence, Sampling
 from penstock_server.vision.encoder import ImageEncoder, PlacedImage
 
 

@@ -28,7 +28,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock_server.config import WarmUpConfig
 from penstock_server.engine import batch, transfer
 from penstock_server.engine.batch import Built, Selection
 from penstock_server.engine.device_progress import DeviceProgress
@@ -48,7 +47,8 @@ from penstock_server.engine.transfer import Download, Fetched, Put, Upload
 from penstock_server.grammar.state import NO_MASKS, GrammarStates, Masks, Refusal
 from penstock_server.models.interface import CausalModel
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import NO_TOKENS, Failure, Fault, Plan, StepResult, StepTiming, Tokens
+from penstock_server.protocol.config import WarmUpConfig
+from penstock_server.protocol.plan import NO_TOKENS, Failure, Fault, Plan, StepResult, StepTiming, Tokens
 
 BROKEN_LOGITS = "the model's logits are not finite"
 Ids = npt.NDArray[np.int64]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from typing import Any, Protocol
 
-from penstock_server.config import WarmUpConfig
 from penstock_server.engine.offload import Offload
 from penstock_server.engine.sequence import SequenceTable
 from penstock_server.errors import PlanError
-from penstock_server.plan import Plan, StepResult
+from penstock_server.protocol.config import WarmUpConfig
+from penstock_server.protocol.plan import Plan, StepResult
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from penstock_server.plan import Adapter, Advances, Grammar, NewSequence, Plan, Sampling
+from penstock_server.protocol.plan import Adapter, Advances, Grammar, NewSequence, Plan, Sampling
 
 _MAX_BLOCKS = 256  # of the temporary cache
 _FIRST_SEQUENCES = 16  # rows that the sampler processes at a time on a CPU

@@ -23,7 +23,7 @@ from penstock_server.grammar.language import readable
 from penstock_server.grammar.start import Start
 from penstock_server.grammar.text import Grammar
 from penstock_server.grammar.thoughts import Thoughts
-from penstock_server.plan import Fault, Plan
+from penstock_server.protocol.plan import Fault, Plan
 
 # [rows, words]: bit b of word w stands for token 32·w + b (little-endian)
 Words = npt.NDArray[np.int32]

@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock_server.errors import GrammarError
 from penstock_server.grammar.text import Grammar
-from penstock_server.limited_process import Job, LimitedProcess, Limits, ProcessDiedError, serve
+from penstock_server.host.limited_process import Job, LimitedProcess, Limits, ProcessDiedError, serve
 
 TIME_LIMIT_S = 2.0
 _MEMORY_BYTES = 1 << 30
@@ -48,7 +48,7 @@ def main(folder: str, time_limit_s: str) -> None:
         from penstock_server.grammar.start import build_start
         from penstock_server.grammar.vocabulary import read_vocabulary, small_vocabulary
         from penstock_server.grammar.walk import walk
-        from penstock_server.heap import return_free_pages
+        from penstock_server.host.heap import return_free_pages
 
         try:
             vocabulary = small_vocabulary(read_vocabulary(Path(folder)))

@@ -6,8 +6,15 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
-from penstock_server.hub import Snapshot, hub_cache, hub_weights, online_or_cached, repository_name, wanted_files
-from penstock_server.hub_retry import transfer_errors
+from penstock_server.hub.download import (
+    Snapshot,
+    hub_cache,
+    hub_weights,
+    online_or_cached,
+    repository_name,
+    wanted_files,
+)
+from penstock_server.hub.retry import transfer_errors
 from penstock_server.inspection.files import ModelFiles, StoredTensor
 from penstock_server.inspection.local_model import inspect_folder, inspect_gguf
 from penstock_server.weights.folder import find_gguf

@@ -14,7 +14,7 @@ import torch
 from penstock_server.errors import ConfigError
 from penstock_server.kernels.native_build import NativeBuild
 from penstock_server.layers.adapter import AdapterSites, OwnAdapter
-from penstock_server.plan import Adapter
+from penstock_server.protocol.plan import Adapter
 from penstock_server.weights.adapter import Change, check_adapter, read_adapter
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from penstock_server.attention.interface import Attention, StepAdapters, StepBatch, window_tokens
-from penstock_server.heap import return_free_pages
+from penstock_server.host.heap import return_free_pages
 from penstock_server.kernels.native_ops import NativeOps
 from penstock_server.kernels.ops import Lookup
 from penstock_server.layers.adapter import AdapterSites

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, linear, tanh
 
-from penstock_server.config import Dense, Pooling
 from penstock_server.errors import ConfigError
 from penstock_server.layers.norm import norm_parameters
 from penstock_server.models.spec import ClassifierSpec, ModelSpec
+from penstock_server.protocol.config import Dense, Pooling
 from penstock_server.weights.loader import Loader, Parameter, mismatches
 from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
 from penstock_server.weights.torch_file import read_state_dict

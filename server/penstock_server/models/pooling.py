@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock_server.config import Dense, Pooling
 from penstock_server.errors import ConfigError
 from penstock_server.models.config import Config
+from penstock_server.protocol.config import Dense, Pooling
 
 # Encoders without a decoder, whose outputs can only be pooled.
 ENCODERS = ("bert", "modernbert", "nomic_bert", "roberta", "xlm-roberta")

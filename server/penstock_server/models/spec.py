@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from penstock_server.config import Pooling
 from penstock_server.errors import ConfigError
 from penstock_server.layers.attention import AttentionSpec
 from penstock_server.layers.embedding import EmbeddingSpec
@@ -15,6 +14,7 @@ from penstock_server.layers.experts import MoeSpec
 from penstock_server.layers.latent_attention import LatentAttentionSpec
 from penstock_server.layers.mlp import MlpSpec
 from penstock_server.layers.norm import NormSpec
+from penstock_server.protocol.config import Pooling
 from penstock_server.weights.location import Location, Locator
 
 

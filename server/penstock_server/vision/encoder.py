@@ -21,9 +21,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock_server.background import enter_background
 from penstock_server.errors import ConfigError, ImageError, ImagesOverloadError
-from penstock_server.plan import Image, ImageSpan
+from penstock_server.host.background import enter_background
+from penstock_server.protocol.plan import Image, ImageSpan
 from penstock_server.vision.crops import CropProcessor
 from penstock_server.vision.encoded import EncodedImage, ImageSize, ImageStates
 from penstock_server.vision.family import Arrays, ImageFamily, image_token_id

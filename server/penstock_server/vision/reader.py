@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock_server.errors import ImageError
-from penstock_server.limited_process import Job, LimitedProcess, Limits, ProcessDiedError, serve
+from penstock_server.host.limited_process import Job, LimitedProcess, Limits, ProcessDiedError, serve
 
 TIME_LIMIT_S = 20.0
 MEMORY_BYTES = 2 << 30

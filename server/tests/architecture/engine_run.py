@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from penstock_server.config import WarmUpConfig
 from penstock_server.engine import Engine
 from penstock_server.engine.engine import LoadModel
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import Adapter, ImageSpan, NewSequence, Sampling
+from penstock_server.protocol.config import WarmUpConfig
+from penstock_server.protocol.plan import Adapter, ImageSpan, NewSequence, Sampling
 from plans import Advance, plan, step
 from tested_device import DEVICE
 

@@ -11,7 +11,6 @@ import torch
 from cases import CASES, VOCAB
 from mtp_checkpoint import Reference
 from native_builds import build
-from penstock_server.config import WarmUpConfig
 from penstock_server.engine import Engine
 from penstock_server.engine.drafting import medusa, ngram
 from penstock_server.engine.drafting.draft_model import DraftModel
@@ -22,7 +21,8 @@ from penstock_server.models import load_model
 from penstock_server.models.decoder import Decoder
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import Adapter
+from penstock_server.protocol.config import WarmUpConfig
+from penstock_server.protocol.plan import Adapter
 from safetensors.torch import save_file
 from test_adapters import CPU, DENSE_PARTS, load, make_adapter, save
 from test_drafts import (  # the fixture is used by its name

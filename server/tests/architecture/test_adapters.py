@@ -17,7 +17,6 @@ import transformers
 from cases import CASES, VOCAB, Case
 from model_driver import ModelDriver
 from penstock_server.attention.interface import StepAdapters
-from penstock_server.config import WarmUpConfig
 from penstock_server.engine import Engine
 from penstock_server.engine.sequence import SequenceTable, TableLimits
 from penstock_server.errors import ConfigError
@@ -26,7 +25,8 @@ from penstock_server.models import load_model
 from penstock_server.models.decoder import Decoder
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import Adapter, NewSequence
+from penstock_server.protocol.config import WarmUpConfig
+from penstock_server.protocol.plan import Adapter, NewSequence
 from penstock_server.weights.adapted import adapted_folder
 from plans import Advance, plan, step
 from rank_threads import run_native_ranks

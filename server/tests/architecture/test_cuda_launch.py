@@ -15,7 +15,7 @@ from fake_cuda import Launches, Recorder, fake_cuda, load
 from penstock_server.layers.experts import MixtureOfExperts
 from penstock_server.layers.latent_attention import LatentAttentionBlock
 from penstock_server.models.layer import Layer
-from penstock_server.plan import Advances, NewSequence, Plan
+from penstock_server.protocol.plan import Advances, NewSequence, Plan
 from tiny_model import save_case
 
 # Of one rank; several add their collectives, and gather queries and keys for norms over all heads.

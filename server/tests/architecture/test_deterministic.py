@@ -21,7 +21,7 @@ from penstock_server.kernels import triton_device
 from penstock_server.models import load_model
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import Advances, NewSequence, Plan
+from penstock_server.protocol.plan import Advances, NewSequence, Plan
 from rank_threads import run_ranks
 from tested_device import DEVICE, one_order_of_sums, triton_skip_reason
 from tiny_model import save_case

@@ -29,7 +29,7 @@ from penstock_server.models import load_model
 from penstock_server.models.decoder import Decoder
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import Adapter, Advances, NewSequence, Plan
+from penstock_server.protocol.plan import Adapter, Advances, NewSequence, Plan
 from rank_threads import run_ranks
 from test_adapters import ACCURATE, BLOCK_TOKENS, MAX_RANK, loaded, logits_of, make_adapter, reference, save, targets
 from test_deterministic import one_at_a_time

@@ -17,7 +17,6 @@ from eagle_checkpoint import random_head, save_head
 from fake_cuda import record_eagerly
 from late_device import make_late
 from mtp_checkpoint import Reference
-from penstock_server.config import WarmUpConfig
 from penstock_server.engine import Engine
 from penstock_server.engine.drafting import medusa, ngram
 from penstock_server.engine.drafting.interface import Drafter
@@ -28,7 +27,8 @@ from penstock_server.kernels import triton_device
 from penstock_server.models import load_model
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import Sampling
+from penstock_server.protocol.config import WarmUpConfig
+from penstock_server.protocol.plan import Sampling
 from safetensors.torch import save_file
 from tested_device import DEVICE, triton_skip_reason
 from tiny_model import save_case

@@ -13,7 +13,6 @@ import test_quantized_models
 import torch
 from cases import VOCAB
 from gguf_files import save_gguf
-from penstock_server.config import WarmUpConfig
 from penstock_server.engine import Engine
 from penstock_server.engine.drafting import pooled
 from penstock_server.engine.drafting.draft_model import DraftModel
@@ -22,7 +21,8 @@ from penstock_server.errors import ConfigError
 from penstock_server.models import load_model
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import NewSequence, Sampling
+from penstock_server.protocol.config import WarmUpConfig
+from penstock_server.protocol.plan import NewSequence, Sampling
 from penstock_server.weights.gguf.folder import gguf_folder
 from plans import Advance, listed, plan
 from quantized_checkpoints import save_quantized

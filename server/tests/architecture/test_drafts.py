@@ -15,14 +15,14 @@ import torch
 from cases import VOCAB
 from grammar_walk import END, write_small_tokenizer
 from native_builds import build
-from penstock_server.config import WarmUpConfig
 from penstock_server.engine import Engine
 from penstock_server.engine.drafting import medusa, ngram
 from penstock_server.grammar.compiler import GrammarCompiler
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import Adapter, Grammar, ImageSpan, NewSequence, Sampling
+from penstock_server.protocol.config import WarmUpConfig
+from penstock_server.protocol.plan import Adapter, Grammar, ImageSpan, NewSequence, Sampling
 from plans import Advance, Token, listed, plan
 from rank_threads import run_native_ranks
 from safetensors import safe_open

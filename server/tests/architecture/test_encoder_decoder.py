@@ -13,18 +13,18 @@ import transformers
 from cases import CASES, VOCAB
 from engine_run import EngineRun
 from model_driver import ModelDriver
-from penstock_server import check
 from penstock_server.attention.interface import AttentionMask, AttentionShape, window_tokens
 from penstock_server.attention.reference import ReferenceAttention
-from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine
 from penstock_server.errors import ConfigError
+from penstock_server.inspection import check
 from penstock_server.layers.relative_bias import RelativeBiasSpec
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.models.registry import read_spec
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import NewSequence, Sampling
+from penstock_server.protocol.config import LoadConfig, WarmUpConfig
+from penstock_server.protocol.plan import NewSequence, Sampling
 from plans import Advance, plan, step
 from test_parity import reference_logits
 from tiny_model import make_model, save_model

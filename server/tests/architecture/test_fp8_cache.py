@@ -13,13 +13,13 @@ from fake_cuda import fake_cuda
 from fake_cuda import load as load_fake
 from model_driver import ModelDriver
 from penstock_server.attention.fp8 import FP8_DTYPES, KvScales
-from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine, memory
 from penstock_server.errors import ConfigError
 from penstock_server.models import load_model
 from penstock_server.models.decoder import Decoder
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
+from penstock_server.protocol.config import LoadConfig, WarmUpConfig
 from safetensors.torch import load_file, save_file
 from tested_device import DEVICE
 from tiny_model import save_case

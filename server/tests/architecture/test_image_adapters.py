@@ -17,7 +17,7 @@ from penstock_server.models import load_model
 from penstock_server.models.decoder import Decoder
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import Adapter, ImageSpan, NewSequence
+from penstock_server.protocol.plan import Adapter, ImageSpan, NewSequence
 from safetensors.torch import load_file, save_file
 from test_adapters import loaded, make_adapter
 from test_images import IMAGES, Made, logits_of, prompts_of

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from image_cases import make_image_model
-from penstock_server.config import WarmUpConfig
 from penstock_server.engine import Engine
 from penstock_server.engine.drafting import ngram
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import Sampling
+from penstock_server.protocol.config import WarmUpConfig
+from penstock_server.protocol.plan import Sampling
 from plans import Token
 from test_drafts import BLOCK_TOKENS, NUM_BLOCKS, Drafts, generate
 from test_images import prompts_of

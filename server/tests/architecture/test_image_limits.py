@@ -17,7 +17,7 @@ from penstock_server.models import load_model
 from penstock_server.models.decoder import Decoder
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import Image, ImageSpan
+from penstock_server.protocol.plan import Image, ImageSpan
 from penstock_server.vision import encoder as encoder_module
 from penstock_server.vision.encoder import ImageEncoder
 from tested_device import DEVICE

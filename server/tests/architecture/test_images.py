@@ -28,7 +28,7 @@ from penstock_server.models.interface import LoadOptions
 from penstock_server.models.registry import read_spec
 from penstock_server.models.support import support_of
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import Image, ImageSpan, NewSequence, Sampling
+from penstock_server.protocol.plan import Image, ImageSpan, NewSequence, Sampling
 from penstock_server.vision import encoder as encoder_module
 from penstock_server.vision import tower
 from penstock_server.vision.crops import CropProcessor

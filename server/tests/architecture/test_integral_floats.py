@@ -11,8 +11,8 @@ import torch
 from cases import CASES, VOCAB, Case
 from image_cases import make_image_model
 from model_driver import ModelDriver
-from penstock_server import check
 from penstock_server.errors import ConfigError
+from penstock_server.inspection import check
 from penstock_server.models import load_model
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.models.support import FALLBACK, support_of

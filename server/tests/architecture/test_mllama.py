@@ -20,7 +20,7 @@ from penstock_server.engine.sequence import SequenceTable, TableLimits
 from penstock_server.errors import ConfigError, ImageError
 from penstock_server.models.image_layer import ImageLayer
 from penstock_server.models.registry import read_spec
-from penstock_server.plan import Failure, Fault, Image, ImageSpan, NewSequence, Sampling
+from penstock_server.protocol.plan import Failure, Fault, Image, ImageSpan, NewSequence, Sampling
 from penstock_server.vision.encoded import EncodedImage, ImageStates
 from penstock_server.vision.encoder import ImageEncoder, PlacedImage
 from penstock_server.vision.states import ImageGroup, ImageKvPool

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine
 from penstock_server.errors import ConfigError
 from penstock_server.models import load_model
@@ -19,7 +18,8 @@ from penstock_server.models.interface import LoadOptions
 from penstock_server.models.pooling import read_pooling
 from penstock_server.models.registry import read_spec
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import NewSequence
+from penstock_server.protocol.config import LoadConfig, WarmUpConfig
+from penstock_server.protocol.plan import NewSequence
 from plans import Advance, plan
 from safetensors.torch import load_file, save_file
 from tested_device import DEVICE

@@ -12,13 +12,13 @@ import torch
 from cases import VOCAB
 from gguf_files import save_gguf
 from penstock_server.attention.fp8 import FP8_DTYPES
-from penstock_server.config import WarmUpConfig
 from penstock_server.engine import Engine
 from penstock_server.engine.drafting import ngram
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import Plan
+from penstock_server.protocol.config import WarmUpConfig
+from penstock_server.protocol.plan import Plan
 from penstock_server.weights.gguf.folder import gguf_folder
 from plans import Token, listed
 from quantized_checkpoints import save_quantized

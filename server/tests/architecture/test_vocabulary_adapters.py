@@ -17,7 +17,7 @@ from penstock_server.errors import ConfigError
 from penstock_server.models import load_model
 from penstock_server.models.decoder import Decoder
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import Adapter, NewSequence, Sampling
+from penstock_server.protocol.plan import Adapter, NewSequence, Sampling
 from plans import Advance, plan, step
 from safetensors.torch import load_file, save_file
 from test_adapters import (

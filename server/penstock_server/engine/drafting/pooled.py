@@ -19,7 +19,7 @@ from penstock_server.engine.drafting.interface import Tokens
 from penstock_server.engine.host_batch import Rows
 from penstock_server.engine.sequence import SequenceTable
 from penstock_server.engine.transfer import upload
-from penstock_server.plan import Plan
+from penstock_server.protocol.plan import Plan
 
 # Unseen tokens that a step computes at most, of all sequences: a long prompt delays few tokens of others.
 MAX_CATCH_UP_TOKENS = 256

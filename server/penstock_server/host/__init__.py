@@ -1,0 +1,1 @@
+"""The machine below a process: its heap, its threads' priorities, its drivers, its log."""

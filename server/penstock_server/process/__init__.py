@@ -1,0 +1,1 @@
+"""The processes of workers: the fork server, one process per rank, its service and its compute thread."""
