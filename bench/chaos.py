@@ -12,7 +12,6 @@ answer changed, or a resource was not released.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ from typing import Any
 
 import peers
 from load import percentile
-from result import ROOT, heading, machine, new_path, option_parser, revision
+from result import ROOT, beside, heading, machine, new_path, option_parser, read, revision, save
 from router_cost import build_worker, script, word_tokens
 
 sys.path.insert(0, str(ROOT / "integration-tests"))
@@ -104,9 +103,7 @@ class Run:
         # `--resume` may continue at a different commit.
         if self.revision not in part["revisions"]:
             part["revisions"].append(self.revision)
-        unfinished = self.path.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(self.record, indent=1) + "\n", encoding="utf-8")
-        unfinished.rename(self.path)
+        save(self.record, self.path)
 
     def pieces(self, name: str, wanted: int) -> Iterator[tuple[Part, int, str]]:
         """Yields (part, count, seed) until `wanted` are done; each piece is saved when the next one is requested."""
@@ -283,7 +280,7 @@ def main() -> None:
     parser.add_argument("--resume", type=Path, metavar="RAW", help="continue this raw result")
     options = parser.parse_args()
     if options.resume:
-        record = json.loads(options.resume.read_text(encoding="utf-8"))
+        record = read(options.resume)
         options.seed, options.tokens = record["seed"], record["tokens"]
         run = Run(options.resume, record)
     else:
@@ -304,7 +301,7 @@ def main() -> None:
             run_replica_kills(run, asked, options.replica_kills, fleet)
             run_drains(run, asked, options.drains, fleet)
     text = summary(run.record)
-    run.path.with_suffix(".md").write_text(text, encoding="utf-8")
+    beside(run.path, ".md").write_text(text, encoding="utf-8")
     print(f"\n{text}\nraw: {run.path}")
     if not run.is_good():
         raise SystemExit(1)

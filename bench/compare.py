@@ -27,7 +27,7 @@ import peers
 import plot
 from load import LLAMA_CPP, PENSTOCK, Dialect, Load, LoadError, run
 from process import memory_of
-from result import ROOT, from_root, heading, keep, option_parser
+from result import ROOT, beside, from_root, heading, keep, option_parser
 from table import BASE, report
 
 START_TIMEOUT_S = 240
@@ -284,7 +284,7 @@ def main() -> None:
     # Without all peers it is another benchmark, so that it does not take the place of the whole comparison.
     name = "compare" if BASE in record["repeats"][0] else "compare-partly"
     path = keep(record, name, report(record), options.out)
-    path.with_suffix(".svg").write_bytes(plot.comparison(record))
+    beside(path, ".svg").write_bytes(plot.comparison(record))
     exit_on_errors(record)
 
 

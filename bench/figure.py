@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from memory import beyond_torch, columns, parts
-from table import figures, floors, markdown
+from table import best_limits, figures, floors, markdown
 
 Record = dict[str, Any]
 POLICIES = {"Prefix": "Penstock's policy", "Work": "by work alone", "RoundRobin": "round robin"}
+TARGET = re.compile(r"(?P<relation>[≥≤<]?) ?(?P<bound>−?[\d,.]+)( [^ ]+)?")
 CRITERION_SAMPLES = 30  # of scheduler/benches/step.rs
 
 
@@ -34,6 +36,16 @@ class Figure:
 
     def text(self, value: float) -> str:
         return f"{value:,.{self.decimals}f}{self.unit}"
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether its median, or its sum if it is a count, misses the target. A figure without a target misses none."""
+        if not (found := TARGET.fullmatch(self.target)):
+            return False
+        bound = float(found["bound"].replace("−", "-").replace(",", ""))
+        value = sum(self.values) if self.is_count else statistics.median(self.values)
+        value = round(value, self.decimals)
+        return {"≥": value < bound, "≤": value > bound, "<": value >= bound, "": value != bound}[found["relation"]]
 
     def row(self) -> list[str]:
         if self.is_count:
@@ -58,7 +70,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def compare(record: Record) -> Iterator[Figure]:
     """Penstock and every peer: all columns of the comparison."""
-    floor = floors(record["limits"], record["model"], record["load"])
+    floor = floors(best_limits(record), record["model"], record["load"])
     names = dict.fromkeys(name for repeat in record["repeats"] for name in repeat)
     by_server = {
         name: [figures(repeat[name]) for repeat in record["repeats"] if "loads" in repeat.get(name, {})]
@@ -271,7 +283,7 @@ def quantized(record: Record) -> Iterator[Figure]:
                 quoted = [ours / theirs for ours, theirs in pairs]
                 yield Figure(f"{kind}, {load}: speed to {other}", f"≥ {target}" if target else "", quoted)
         if "limits" in record:
-            bandwidth = max(record["limits"]["read_bytes_per_s"].values())
+            bandwidth = max(best_limits(record)["read_bytes_per_s"].values())
             floor_s = record["weight_bytes"][kind.partition(",")[0]] / bandwidth
             target = "≥ 0.8" if kind.startswith("Q4") and "of 16 bits" not in kind and not isa else ""
             yield Figure(

@@ -8,7 +8,6 @@ after every model and repeat; with `--resume`, models that the file holds are no
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from penstock_server.protocol.plan import Plan
 from penstock_server.weights.loader import Loader
 from prediction import decode_name, floor_s, prompt_name
 from random_model import SIZES, read_quantized, read_random, write_model
-from result import heading, machine, new_path, option_parser, write
+from result import SUFFIX, heading, machine, new_path, option_parser, read, write
 from sequences import MAX_STEP_TOKENS, Sequences
 from table import markdown
 
@@ -182,7 +181,7 @@ def predicted(name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as out:
         program = [sys.executable, str(Path(__file__).with_name("predict.py"))]
         subprocess.run([*program, "--model", name, "--out", out], stdout=subprocess.DEVNULL, check=False)
-        found = [json.loads(path.read_text(encoding="utf-8")) for path in Path(out).glob("*.json")]
+        found = [read(path) for path in Path(out).glob(f"*{SUFFIX}")]
     return found[0]["models"][name] if found else {}
 
 
@@ -284,7 +283,7 @@ def report(record: dict[str, Any]) -> str:
 def begin(options: Any, device: torch.device) -> tuple[dict[str, Any], Path]:
     """The record and its file: those to resume, or new ones."""
     if options.resume and options.resume.exists():
-        return json.loads(options.resume.read_text(encoding="utf-8")), options.resume
+        return read(options.resume), options.resume
     is_gpu = device.type == "cuda"
     record: dict[str, Any] = {
         **heading(),

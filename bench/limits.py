@@ -11,14 +11,20 @@ import mmap
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from penstock_server.kernels.native_build import find_build
+from penstock_server.kernels.native_ops import NativeLinear
 from result import machine
 
-READ_BYTES = 512 << 20  # far larger than any last-level cache
+MIN_READ_BYTES = 512 << 20
+CACHES_READ = 4  # last-level caches' worth of bytes, so that little of the next pass is still in one
+LAST_LEVEL_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 MATRIX_ROWS = 1536
+WEIGHT_COLUMNS = 4096
 
 
 def best_s(action: Callable[[], object], num_tries: int) -> float:
@@ -32,15 +38,36 @@ def best_s(action: Callable[[], object], num_tries: int) -> float:
     return shortest
 
 
+def read_bytes() -> int:
+    """The size of the memory to read: far more than the last-level cache."""
+    try:
+        size = LAST_LEVEL_CACHE.read_text(encoding="ascii").strip()
+    except OSError:
+        return MIN_READ_BYTES
+    return max(MIN_READ_BYTES, CACHES_READ * int(size.removesuffix("K")) * 1024)
+
+
 def read_bandwidth(huge_pages: bool) -> float:
     """Bytes per second read by a sum over a large float32 array, with torch's threads."""
-    memory = mmap.mmap(-1, READ_BYTES)
+    num_bytes = read_bytes()
+    memory = mmap.mmap(-1, num_bytes)
     if huge_pages:
         memory.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(memory, dtype=np.float32)
     array.fill(1.0)
     values = torch.from_numpy(array)
-    return READ_BYTES / best_s(values.sum, 12)
+    return num_bytes / best_s(values.sum, 12)
+
+
+def weight_bandwidth() -> float | None:
+    """Bytes per second of weights that a native product with one row reads. None: there are no native kernels."""
+    build = find_build(torch.device("cpu"), torch.bfloat16)
+    if build is None:
+        return None
+    weight = torch.zeros(read_bytes() // (2 * WEIGHT_COLUMNS), WEIGHT_COLUMNS, dtype=torch.bfloat16)
+    linear = NativeLinear.dense(build.kernels(torch.get_num_threads()), weight, None, gated=False)
+    row = torch.ones(1, WEIGHT_COLUMNS, dtype=torch.bfloat16)
+    return weight.nbytes / best_s(lambda: linear(row), 12)
 
 
 def product_rate(dtype: torch.dtype) -> float:
@@ -57,7 +84,11 @@ def measure() -> dict[str, Any]:
         "machine": machine(),
         "torch": torch.__version__,
         "num_threads": torch.get_num_threads(),
-        "read_bytes_per_s": {"ordinary_pages": read_bandwidth(False), "huge_pages": read_bandwidth(True)},
+        "read_bytes_per_s": {
+            "ordinary_pages": read_bandwidth(False),
+            "huge_pages": read_bandwidth(True),
+            **({"native_product": native} if (native := weight_bandwidth()) else {}),
+        },
         "product_flop_per_s": {"bf16": product_rate(torch.bfloat16), "f32": product_rate(torch.float32)},
     }
 

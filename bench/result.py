@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gzip
 import itertools
 import json
 import os
@@ -11,12 +12,16 @@ import platform
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "bench" / "runs"
+SUFFIX = ".json.gz"  # of raw results: repeats of events are large, and compress to a seventh
+MAX_BUSY_SHARE = 0.1  # of the processors, when a benchmark begins
+BUSY_WINDOW_S = 2.0
 
 
 def option_parser(description: str | None, num_repeats: int | None = None) -> argparse.ArgumentParser:
@@ -39,11 +44,35 @@ def revision() -> str:
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout.strip() or "unknown"
 
 
+def busy_share() -> float:
+    """The share of all processors that other programs, and the host's other guests, use now."""
+
+    def ticks() -> tuple[int, int]:
+        with open("/proc/stat", encoding="ascii") as file:
+            numbers = [int(number) for number in file.readline().split()[1:9]]
+        return sum(numbers), sum(numbers) - numbers[3] - numbers[4]  # all; neither idle nor waiting for a disk
+
+    before = ticks()
+    time.sleep(BUSY_WINDOW_S)
+    total, busy = (after - start for after, start in zip(ticks(), before, strict=True))
+    return busy / max(total, 1)
+
+
 def heading() -> dict[str, Any]:
-    """The head of every result: command, start time and revision."""
+    """The head of every result: command, start time, revision, and how busy the machine was before."""
+    busy = busy_share()
+    if busy > MAX_BUSY_SHARE:
+        print(
+            f"warning: other programs use {busy:.0%} of the processors; this result cannot be quoted", file=sys.stderr
+        )
     started = datetime.datetime.now(datetime.UTC)
     command = from_root([Path(sys.executable).name, *sys.argv])
-    return {"command": command, "started": started.isoformat(timespec="seconds"), "revision": revision()}
+    return {
+        "command": command,
+        "started": started.isoformat(timespec="seconds"),
+        "revision": revision(),
+        "busy_share": busy,
+    }
 
 
 def title(record: Mapping[str, Any]) -> str:
@@ -81,18 +110,35 @@ def machine_of(record: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def new_path(record: Mapping[str, Any], name: str, out: Path) -> Path:
-    """The path of a new result: DATE-VENDOR-CORES-NAME.json, numbered if that exists."""
+    """The path of a new result: DATE-VENDOR-CORES-NAME.json.gz, numbered if that exists."""
     out.mkdir(exist_ok=True)
     machine = machine_of(record)
     stem = f"{record['started'][:10]}-{machine['vendor']}-{machine['num_cores']}c-{name}"
     numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
-    return next(path for number in numbers if not (path := out / f"{stem}{number}.json").exists())
+    return next(path for number in numbers if not (path := out / f"{stem}{number}{SUFFIX}").exists())
 
 
 def write(record: Mapping[str, Any], text: str, path: Path) -> None:
     """Writes the raw result, and its table next to it."""
-    path.write_text(json.dumps(record) + "\n", encoding="utf-8")  # every gap on a line of its own would be megabytes
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    save(record, path)
+    beside(path, ".md").write_text(text, encoding="utf-8")
+
+
+def save(record: Mapping[str, Any], path: Path) -> None:
+    """Writes the raw result; a file under its name is always complete."""
+    unfinished = beside(path, ".unfinished")
+    unfinished.write_bytes(gzip.compress(json.dumps(record).encode(), mtime=0))
+    unfinished.rename(path)
+
+
+def read(path: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
+    return record
+
+
+def beside(path: Path, suffix: str) -> Path:
+    """The file of a raw result's table or plot."""
+    return path.with_name(path.name.removesuffix(SUFFIX) + suffix)
 
 
 def keep(record: Mapping[str, Any], name: str, text: str, out: Path) -> Path:

@@ -34,6 +34,19 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def best_limits(record: dict[str, Any]) -> dict[str, Any]:
+    """The larger of each limit that was measured before and after a run: a limit that was measured while something else
+    ran is none."""
+    before, after = record["limits"], record.get("limits_after", {})
+    return {
+        **before,
+        **{
+            kind: {name: max(value, after.get(kind, {}).get(name, 0.0)) for name, value in before[kind].items()}
+            for kind in ("read_bytes_per_s", "product_flop_per_s")
+        },
+    }
+
+
 def floors(limits: dict[str, Any], model: dict[str, int], load: dict[str, Any]) -> dict[str, float]:
     """The best possible figures: each step reads all weights once or computes its rows, whichever takes longer."""
     read: float = max(limits["read_bytes_per_s"].values())
@@ -143,7 +156,7 @@ def _memory(record: dict[str, Any]) -> list[list[str]]:
 def report(record: dict[str, Any]) -> str:
     """The complete report."""
     limits, machine = record["limits"], record["limits"]["machine"]
-    floor = floors(limits, record["model"], record["load"])
+    floor = floors(best_limits(record), record["model"], record["load"])
     rows = medians(record)
     columns = list(floor)
     header = ["server", *(f"{c} tok/s" if not c.startswith("ttft") else f"{c} tokens" for c in columns)]

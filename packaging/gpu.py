@@ -136,7 +136,7 @@ def parts_of(device: str, out: Path, quick: bool) -> dict[str, list[str]]:
     def tests(names: Sequence[str]) -> list[str]:
         return [*pytest, *chosen, *(str(ROOT / "server" / "tests" / name) for name in names)]
 
-    benchmark = [sys.executable, "bench/gpu.py", "--device", device, "--resume", str(out / "gpu.json")]
+    benchmark = [sys.executable, "bench/gpu.py", "--device", device, "--resume", str(out / "gpu.json.gz")]
     benchmark += ["--repeats", "1" if quick else "3"]
     is_tiny = quick or device == "cpu"
     # On a CPU, --deterministic needs operators that not every CPU has, so that the tiny model does without.

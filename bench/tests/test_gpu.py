@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from result import read
 
 PROGRAM = Path(__file__).parents[1] / "gpu.py"
 QUANTIZED = [f"tiny-{name}" for name in ("w4", "q4k", "fp8", "w8a8")]
@@ -16,12 +16,12 @@ QUANTIZED = [f"tiny-{name}" for name in ("w4", "q4k", "fp8", "w8a8")]
 
 @pytest.mark.timeout(900)  # the benchmark has the time that other tests leave it
 def test_every_load_of_tiny_models_is_measured_and_a_result_is_resumed_where_it_ended(tmp_path: Path) -> None:
-    raw = tmp_path / "gpu.json"
+    raw = tmp_path / "gpu.json.gz"
 
     def models(*names: str) -> dict[str, Any]:
         options = ["--model", *names, "--device", "cpu", "--repeats", "1", "--resume", str(raw)]
         subprocess.run([sys.executable, str(PROGRAM), *options], check=True)
-        return json.loads(raw.read_text())["models"]
+        return read(raw)["models"]
 
     first = models("tiny")["tiny"]
     found = models("tiny", *QUANTIZED)
