@@ -16,6 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -249,6 +250,7 @@ def test_the_port_accepts_connections_only_after_warm_up(port: int) -> None:
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=TIMEOUT_S) as answer:
                     assert answer.status == 200
+                answered = datetime.now(UTC)
                 break
             except (urllib.error.URLError, TimeoutError):
                 num_refused += 1
@@ -256,10 +258,12 @@ def test_the_port_accepts_connections_only_after_warm_up(port: int) -> None:
         else:
             pytest.fail(f"the server did not become ready within {START_TIMEOUT_S} s")
         assert num_refused > 0
-        # The log is read on another thread, so the line may arrive later than the response.
-        while not any("allocate KV pool" in line for line in lines):
-            assert time.monotonic() < deadline, "the port was open before the end of warm-up"
+        # The log is read on another thread, so the line may arrive later than the response; its stamp is not later.
+        while not (found := [line for line in lines if "allocate KV pool" in line]):
+            assert time.monotonic() < deadline, "the end of warm-up was not logged"
             time.sleep(0.02)
+        warmed_up = datetime.fromisoformat(json.loads(found[0])["timestamp"])
+        assert warmed_up < answered, "the port was open before the end of warm-up"
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(TIMEOUT_S) == 0

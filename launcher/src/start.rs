@@ -295,6 +295,7 @@ impl Starting {
             python: python.to_owned(),
             num_threads: settings.num_threads,
             share,
+            cpu_isa: args.cpu_isa,
             hub_cache: args.huggingface_hub_cache.clone(),
             node: None,
         };

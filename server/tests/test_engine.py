@@ -576,7 +576,8 @@ def test_a_router_learns_what_decides_the_bits_of_a_device(monkeypatch: pytest.M
     monkeypatch.setattr(importlib.metadata, "version", version)
     gpu, cpu = torch.device("cuda", 1), torch.device("cpu")
     assert (device_name(gpu), libraries(gpu)) == ("GPU 1", f"torch {torch.__version__}, triton 3.5.1")
-    assert (device_name(cpu), libraries(cpu)) == ("", f"torch {torch.__version__}")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert (device_name(cpu), libraries(cpu)) == ("", f"torch {torch.__version__} with AVX2")
 
 
 @pytest.mark.parametrize("uses_gpu", [False, True])

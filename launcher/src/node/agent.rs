@@ -213,7 +213,7 @@ impl Node {
         R: AsyncRead + Unpin,
         W: AsyncWrite + Unpin,
     {
-        let mut command = self.fork_server(open.num_ranks.clamp(1, MAX_WORKERS)).command();
+        let mut command = self.fork_server(open).command();
         if open.uses_gpus && std::env::var_os(NCCL_INTERFACE).is_none() {
             command.env_remove(NCCL_INTERFACE); // Not the loopback interface: NCCL finds one.
         }
@@ -236,12 +236,14 @@ impl Node {
         Ok(())
     }
 
-    fn fork_server(&self, num_ranks: usize) -> ForkServerOptions {
+    fn fork_server(&self, open: &Open) -> ForkServerOptions {
+        let num_ranks = open.num_ranks.clamp(1, MAX_WORKERS);
         let num_cores = std::thread::available_parallelism().map_or(1, usize::from);
         ForkServerOptions {
             python: self.python.clone(),
             num_threads: (num_cores / num_ranks).max(1),
             share: MachineShare::default(),
+            cpu_isa: open.cpu_isa,
             hub_cache: None,
             node: None,
         }

@@ -16,6 +16,7 @@ use tokio_rustls::rustls::{ClientConfig, RootCertStore, version};
 
 use super::authority::{Authority, LAUNCHER_NAME, NODE_NAME};
 use super::{NodeAddress, NodeSecret};
+use crate::flag::isa::CpuIsa;
 use crate::worker::fork_protocol::{Open, Report};
 use crate::worker::output::Lines;
 
@@ -104,8 +105,8 @@ impl NodeOptions {
     }
 
     /// Waits until the agent accepts this server. The error says why it did not.
-    pub(crate) async fn connect(&self) -> Result<NodeConnection, String> {
-        self.connect_with(Open::new(self.num_ranks, self.uses_gpus)).await
+    pub(crate) async fn connect(&self, cpu_isa: CpuIsa) -> Result<NodeConnection, String> {
+        self.connect_with(Open::new(self.num_ranks, self.uses_gpus, cpu_isa)).await
     }
 
     /// Connects with `open` as the first line.
@@ -212,7 +213,7 @@ mod tests {
                 NodePlace::At(NodeAddress { host: address.ip().to_string(), port: address.port() })
             });
             let (sender, place) = watch::channel(NodePlace::Awaited);
-            let mut connecting = tokio::spawn(async move { on(place).connect().await.map(|_| ()) });
+            let mut connecting = tokio::spawn(async move { on(place).connect(CpuIsa::Auto).await.map(|_| ()) });
             sender.send_replace(first);
             let (mut tried, _) = gone.accept().await.unwrap(); // In vain.
             assert!(tried.read(&mut [0; 4096]).await.unwrap() > 0);
@@ -230,7 +231,7 @@ mod tests {
     #[tokio::test]
     async fn a_server_learns_why_ray_gives_it_no_node() {
         let (sender, place) = watch::channel(NodePlace::Awaited);
-        let connecting = tokio::spawn(async move { on(place).connect().await.map(|_| ()) });
+        let connecting = tokio::spawn(async move { on(place).connect(CpuIsa::Auto).await.map(|_| ()) });
         sender.send_replace(NodePlace::Unavailable("the cluster has no CPUs".to_owned()));
         assert_eq!(connecting.await.unwrap(), Err("the cluster has no CPUs".to_owned()));
     }

@@ -11,8 +11,10 @@ use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
 
+use crate::flag::isa::CpuIsa;
+
 /// Version of what a server and a node say to each other.
-const NODE_PROTOCOL_VERSION: u32 = 2;
+const NODE_PROTOCOL_VERSION: u32 = 3;
 /// Ranks of different releases could compute different tokens, or not understand each other.
 const RELEASE: &str = env!("CARGO_PKG_VERSION");
 
@@ -28,6 +30,8 @@ pub(crate) struct Open {
     /// Each rank runs on a GPU.
     #[serde(default)]
     pub(crate) uses_gpus: bool,
+    #[serde(default)]
+    pub(crate) cpu_isa: CpuIsa,
 }
 
 /// Why a node refuses a server.
@@ -43,8 +47,8 @@ pub(crate) enum OpenError {
 }
 
 impl Open {
-    pub(crate) fn new(num_ranks: usize, uses_gpus: bool) -> Self {
-        Self { version: NODE_PROTOCOL_VERSION, release: RELEASE.to_owned(), num_ranks, uses_gpus }
+    pub(crate) fn new(num_ranks: usize, uses_gpus: bool, cpu_isa: CpuIsa) -> Self {
+        Self { version: NODE_PROTOCOL_VERSION, release: RELEASE.to_owned(), num_ranks, uses_gpus, cpu_isa }
     }
 
     /// Whether this node can host the server.

@@ -13,6 +13,7 @@ use tokio::process::Child;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 
+use crate::flag::isa::CpuIsa;
 use crate::node::{NodeConnection, NodeOptions};
 use crate::resolve::machine_share::MachineShare;
 use crate::worker::fork_protocol::{Command, Report, WorkerEvents, WorkerFlags, WorkerTable};
@@ -41,6 +42,7 @@ pub(crate) struct ForkServerOptions {
     pub(crate) num_threads: usize,
     /// What the workers may use of the machine.
     pub(crate) share: MachineShare,
+    pub(crate) cpu_isa: CpuIsa,
     pub(crate) hub_cache: Option<PathBuf>,
     /// Where the process runs; `None`: on this machine.
     pub(crate) node: Option<NodeOptions>,
@@ -209,7 +211,7 @@ impl ForkServerOptions {
         let events = ProcessEvents { import_time: import_sender, preload_time: preload_sender, end: end_sender };
         let task = match &self.node {
             None => tokio::spawn(drive(self.command().spawn()?, received, events)),
-            Some(node) => tokio::spawn(drive_node(node.clone(), received, events)),
+            Some(node) => tokio::spawn(drive_node(node.clone(), self.cpu_isa, received, events)),
         };
         Ok(Process { commands, import_time, preload_time, end, task })
     }
@@ -223,6 +225,9 @@ impl ForkServerOptions {
         }
         if let Some(cores) = &self.share.cores {
             command.args(["--cores", cores]);
+        }
+        if let Some(capability) = self.cpu_isa.torch_capability() {
+            command.env("ATEN_CPU_CAPABILITY", capability);
         }
         // NumPy's own threads would exist before the fork.
         command.env("OPENBLAS_NUM_THREADS", "1");
@@ -276,8 +281,13 @@ async fn drive(mut child: Child, mut commands: mpsc::UnboundedReceiver<Command>,
 }
 
 /// The same with a process on a node, which ends with the connection.
-async fn drive_node(node: NodeOptions, mut commands: mpsc::UnboundedReceiver<Command>, events: ProcessEvents) {
-    let (reason, workers) = match node.connect().await {
+async fn drive_node(
+    node: NodeOptions,
+    cpu_isa: CpuIsa,
+    mut commands: mpsc::UnboundedReceiver<Command>,
+    events: ProcessEvents,
+) {
+    let (reason, workers) = match node.connect(cpu_isa).await {
         Err(reason) => (reason, WorkerTable::default()),
         Ok(NodeConnection { address, requests, reports }) => {
             let mut workers = WorkerTable::on_node(address.host.clone());

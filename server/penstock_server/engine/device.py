@@ -64,8 +64,11 @@ def device_name(device: torch.device) -> str:
 
 
 def libraries(device: torch.device) -> str:
-    """The libraries that compute on the device, with their versions: another version may give other bits."""
+    """The libraries that compute on the device, with their versions, and torch's instruction set on a CPU: another
+    version or set may give other bits."""
     found = [f"torch {torch.__version__}"]
+    if device.type == "cpu":
+        found[0] += f" with {torch.backends.cpu.get_cpu_capability()}"
     for package in ("triton", "flash-attn") if device.type == "cuda" else ():
         with suppress(importlib.metadata.PackageNotFoundError):
             found.append(f"{package} {importlib.metadata.version(package)}")

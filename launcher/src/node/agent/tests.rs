@@ -1,6 +1,7 @@
 //! What servers and nodes say to each other.
 
 use super::*;
+use crate::flag::isa::CpuIsa;
 use crate::node::{NodeAddress, NodeOptions, NodePlace};
 
 const SECRET: &str = "0123456789abcdef0123456789abcdef";
@@ -25,7 +26,7 @@ async fn meeting(secret: &str) -> (Result<(), String>, bool) {
         num_ranks: 3,
         uses_gpus: true,
     };
-    let connection = server.connect().await;
+    let connection = server.connect(CpuIsa::Auto).await;
     let first_line = node.await.unwrap();
     let open = first_line.and_then(|line| serde_json::from_str::<Open>(&line).ok());
     (connection.map(|_| ()), open.is_some_and(|open| open.check().is_ok() && open.num_ranks == 3 && open.uses_gpus))
@@ -82,7 +83,7 @@ async fn refusal(num_servers: usize, open: Open) -> String {
 
 #[tokio::test]
 async fn a_server_learns_why_a_node_does_not_host_it() {
-    let open = |uses_gpus| Open::new(1, uses_gpus);
+    let open = |uses_gpus| Open::new(1, uses_gpus, CpuIsa::Auto);
     let no_python = refusal(0, open(false)).await;
     assert!(no_python.starts_with("cannot start the fork server: "), "{no_python}");
     assert_eq!(refusal(MAX_SERVERS, open(false)).await, "this node hosts 64 servers already");
@@ -141,11 +142,11 @@ async fn a_server_gets_the_gpus_of_a_node_when_the_workers_of_the_one_before_hav
             });
         }
     });
-    let mut connection = before.connect().await.unwrap();
+    let mut connection = before.connect(CpuIsa::Auto).await.unwrap();
     assert!(connection.reports.next().await.unwrap().contains("worker-0.0"));
     let waiting = tokio::spawn(async move {
         loop {
-            match after.connect().await {
+            match after.connect(CpuIsa::Auto).await {
                 Ok(connection) => return connection,
                 Err(reason) => assert!(reason.contains("was not free"), "{reason}"),
             }
