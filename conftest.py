@@ -1,4 +1,5 @@
-"""Rules for the tests of all folders: which share a process, what they draw, and which need the native operators."""
+"""Rules for the tests of all folders: their surroundings, which share a process, what they draw, and which need native
+operators."""
 
 from __future__ import annotations
 
@@ -8,7 +9,11 @@ import sys
 
 import pytest
 from hypothesis import settings
+from surroundings import make_definite
 from tested_isa import use_tested_isa
+
+# First, because what is imported below may read variables.
+make_definite()
 
 # Triton decides at its import whether kernels are interpreted, on the CPU, or compiled. On a GPU, set it to 0. The
 # conftest.py of a folder below may import it, so `pytest_configure` would be too late.
