@@ -99,14 +99,17 @@ def paused(pid: int) -> Iterator[None]:
 
 def launch(
     *arguments: str,
+    hostname: str = "127.0.0.1",
+    port: str | None = "0",
     env: dict[str, str] | None = None,
     through: Sequence[str] = (),
     command: Sequence[str] = (),
 ) -> subprocess.Popen[str]:
-    """Start the binary with JSON logs; stdout also carries stderr. through: a command that runs it. command: a
-    subcommand."""
+    """Start the binary with JSON logs, by default on a free port; stdout also carries stderr. port: None if a variable
+    of `env` sets it. through: a command that runs it. command: a subcommand."""
+    place = ["--hostname", hostname, *([] if port is None else ["--port", port])]
     return subprocess.Popen(
-        [*through, PENSTOCK, *command, "--json-output", *arguments],
+        [*through, PENSTOCK, *command, "--json-output", *place, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -139,9 +142,8 @@ def start(
     command: Sequence[str] = (),
     timeout_s: float = START_TIMEOUT_S,
 ) -> Server:
-    """Start on a free port and wait for the log line with the URL. port: None if a variable of `env` sets it."""
-    place = [] if port is None else ["--port", port]
-    process = launch(*place, "--hostname", hostname, *arguments, env=env, through=through, command=command)
+    """As `launch`, and wait for the log line with the URL."""
+    process = launch(*arguments, hostname=hostname, port=port, env=env, through=through, command=command)
     server = Server(process, "")
     ready: queue.Queue[str | None] = queue.Queue()
 

@@ -155,9 +155,9 @@ def test_a_standby_group_shares_the_weights(server: Server) -> None:
     assert sum(map(int, fields)) / 1024 < int(weights_mib) / 2
 
 
-def refused(*arguments: str, env: dict[str, str] | None = None) -> str:
+def refused(*arguments: str, port: str = "0", env: dict[str, str] | None = None) -> str:
     """The output of a startup that must fail."""
-    process = launch(*arguments, env=env)
+    process = launch(*arguments, port=port, env=env)
     try:
         output, _ = process.communicate(timeout=TIMEOUT_S)
     finally:
@@ -171,17 +171,17 @@ def test_a_busy_port_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = taken.getsockname()[1]
-        assert str(port) in refused("--hostname", "127.0.0.1", "--port", str(port))
+        port = str(taken.getsockname()[1])
+        assert port in refused(port=port)
 
 
 def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
-    assert "config.json" in refused("--model-id", str(tmp_path), "--port", "0")
+    assert "config.json" in refused("--model-id", str(tmp_path))
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    assert "safetensors" in refused("--model-id", str(tmp_path), "--port", "0")
+    assert "safetensors" in refused("--model-id", str(tmp_path))
 
 
 def tiny_model(folder: Path) -> None:
@@ -205,7 +205,7 @@ def tiny_model(folder: Path) -> None:
 
 def test_more_ranks_than_attention_heads_are_refused(tmp_path: Path) -> None:
     tiny_model(tmp_path)
-    output = refused("--model-id", str(tmp_path), "--num-shard", "3", "--port", "0")
+    output = refused("--model-id", str(tmp_path), "--num-shard", "3")
     assert "3 ranks" in output
     assert "2 attention heads" in output
 
@@ -214,17 +214,17 @@ def test_truncated_weights_are_named(tmp_path: Path) -> None:
     tiny_model(tmp_path)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    assert "model.safetensors" in refused("--model-id", str(tmp_path), "--port", "0")
+    assert "model.safetensors" in refused("--model-id", str(tmp_path))
 
 
 def test_unsupported_flags_are_refused_by_name() -> None:
-    assert "--quantize" in refused("--quantize", "awq", "--port", "0")
+    assert "--quantize" in refused("--quantize", "awq")
     assert "--no-such-flag" in refused("--no-such-flag")
-    assert "quantize" in refused("--port", "0", env={"QUANTIZE": "awq"}).lower()
+    assert "quantize" in refused(env={"QUANTIZE": "awq"}).lower()
 
 
 def test_contradicting_limits_are_refused() -> None:
-    output = refused("--max-input-tokens", "100", "--max-total-tokens", "50", "--port", "0")
+    output = refused("--max-input-tokens", "100", "--max-total-tokens", "50")
     assert "max-input-tokens" in output or "max_input_tokens" in output
 
 
@@ -240,7 +240,7 @@ def port() -> Iterator[int]:
 
 
 def test_the_port_accepts_connections_only_after_warm_up(port: int) -> None:
-    process = launch("--port", str(port), "--hostname", "127.0.0.1")
+    process = launch(port=str(port))
     lines: list[str] = []
     assert process.stdout is not None
     threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True).start()

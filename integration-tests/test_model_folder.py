@@ -122,7 +122,7 @@ def test_a_damaged_folder_ends_startup_with_one_message(
 ) -> None:
     folder = Path(shutil.copytree(sound, tmp_path / "model"))
     model = damage(folder) or folder
-    process = launch("--port", "0", "--hostname", "127.0.0.1", "--model-id", str(model))
+    process = launch("--model-id", str(model))
     output, _ = process.communicate(timeout=180)
     assert process.returncode == 1
     lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]

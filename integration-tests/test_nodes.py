@@ -194,7 +194,7 @@ def test_a_kill_of_a_node_changes_no_token_once_it_is_back(cluster: Cluster, und
 def test_a_server_with_another_secret_is_refused(nodes: list[Node], tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("another secret, of 32 characters or more")
-    process = launch("--ranks-on", nodes[0].address, "--node-secret-file", str(secret), "--port", "0")
+    process = launch("--ranks-on", nodes[0].address, "--node-secret-file", str(secret))
     output, _ = process.communicate(timeout=START_TIMEOUT_S)
     assert process.returncode == 1
     assert "does not have the secret of --node-secret-file" in output

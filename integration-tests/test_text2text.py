@@ -272,7 +272,7 @@ def test_an_input_limit_beyond_the_step_limit_is_refused_at_startup(tmp_path: Pa
     t5(tokenizer.get_vocab_size()).save_pretrained(tmp_path)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     flags = ("--max-input-tokens", "200", "--max-batch-prefill-tokens", "100", "--max-batch-size", "8")
-    process = launch("--port", "0", "--hostname", "127.0.0.1", "--model-id", str(tmp_path), *flags)
+    process = launch("--model-id", str(tmp_path), *flags)
     output, _ = process.communicate(timeout=180)
     assert process.returncode == 1
     assert "--max-input-tokens is 200, but this model's inputs can have at most 100 tokens" in output
