@@ -175,7 +175,7 @@ def ray_server(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Ser
     yield server
     assert server.stop() == 0, server.last_lines()
     # The end of the server is the end of what it started on the machines.
-    wait_until(lambda: not cluster.pids("penstock"))
+    wait_until(lambda: not (cluster.pids("penstock node") or cluster.pids("-m penstock_server.")))
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +236,7 @@ def test_a_kill_of_the_process_that_asks_ray_changes_no_token(
 
 
 def test_a_cluster_without_tls_is_refused() -> None:
-    process = launch("--ranks-on", "ray://127.0.0.1:1", "--num-shard", "2", "--port", "0", env={"RAY_USE_TLS": "0"})
+    process = launch("--ranks-on", "ray://127.0.0.1:1", "--num-shard", "2", env={"RAY_USE_TLS": "0"})
     output, _ = process.communicate(timeout=START_TIMEOUT_S)
     assert process.returncode == 1
     assert "RAY_USE_TLS is not 1" in output
