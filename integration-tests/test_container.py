@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from binary import TIMEOUT_S, Server, children, launch, name, paused, start
 from client import ask, events
 from fault.drain import ENVIRONMENT
 from fault.probe import health, restarts, wait_for_restart, wait_until
-from penstock_server.process.health import PROCESS_NAMES
+from penstock_server.process.health import PROCESS_NAMES, addresses
 from test_nodes import SECRET as NODE_SECRET
 from test_nodes import run_node
 
@@ -117,6 +118,14 @@ def test_the_health_check_passes_over_the_engines_port(tmp_path: Path) -> None:
     assert server.stop() == 0
 
 
+def test_the_health_check_finds_a_unix_socket_whose_path_has_a_space(tmp_path: Path) -> None:
+    path = str(tmp_path / "a socket")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path)
+        listening.listen()
+        assert (socket.AF_UNIX, path) in addresses(os.getpid())
+
+
 def test_the_health_check_accepts_a_node(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text(NODE_SECRET)
@@ -126,12 +135,13 @@ def test_the_health_check_accepts_a_node(tmp_path: Path) -> None:
     assert node.process.wait(TIMEOUT_S) == 0
 
 
-# Runs the program "$3" under the name of TGI's, with the arguments after it, as `docker run --read-only --ipc none`
+# Runs the program "$4" under the name of TGI's, with the arguments after it, as `docker run --read-only --ipc none`
 # does with the model "$1" mounted at /tmp/model: what was mounted before is read-only, and /dev has a few devices only.
-# /tmp is writable if "$2" is rw. $0: an empty folder, for what replaces /dev and /tmp.
+# /tmp is writable if "$2" is rw. The checkout "$3" may be below it. $0: an empty folder, for what replaces /dev and
+# /tmp.
 CONFINED = """
-model=$1 tmp=$2 program=$3
-shift 3
+model=$1 tmp=$2 checkout=$3 program=$4
+shift 4
 unset TMPDIR
 cut -d " " -f 2 /proc/self/mounts | grep -vE "^/(proc|sys|dev)(/|$)" | while read -r place; do
     mount -o remount,bind,ro "$place"
@@ -141,6 +151,7 @@ mkdir -p "$0/dev" "$0/tmp/model"
 for name in null zero full random urandom; do touch "$0/dev/$name"; mount --bind "/dev/$name" "$0/dev/$name"; done
 ln -s "$program" "$0/tmp/text-generation-launcher"
 mount --rbind "$model" "$0/tmp/model"
+case $checkout in /tmp/*) mkdir -p "$0$checkout"; mount --rbind "$checkout" "$0$checkout";; esac
 mount --rbind "$0/dev" /dev
 mount --rbind "$0/tmp" /tmp
 mount -o "remount,bind,$tmp" /tmp
@@ -154,7 +165,7 @@ def confined(folder: Path, tmp: str) -> list[str]:
     model.mkdir()
     replaced.mkdir()
     byte_model.save(model, 256, None)
-    command = ["unshare", "--mount", "sh", "-ec", CONFINED, str(replaced), str(model), tmp]
+    command = ["unshare", "--mount", "sh", "-ec", CONFINED, str(replaced), str(model), tmp, str(ROOT)]
     if shutil.which("unshare") is None or subprocess.run([*command, "/bin/true"], capture_output=True).returncode != 0:
         pytest.skip("needs the right to mount a file system, as root has it")
     return command

@@ -45,7 +45,7 @@ def addresses(pid: int) -> list[Address]:
                 host, _, port = fields[1].rpartition(":")
                 found.append((family, (reachable(host), int(port, 16))))
     for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]:
-        fields = line.split()
+        fields = line.split(maxsplit=7)  # the path may have spaces
         if fields[3] == "00010000" and fields[6] in sockets and len(fields) > 7:
             found.append((socket.AF_UNIX, fields[7]))
     if not found:
