@@ -29,7 +29,7 @@ pub(crate) fn run_as_first_process() -> Option<ExitCode> {
 fn supervise() -> std::io::Result<u8> {
     // The health check looks for the server by its name.
     prctl::set_name(c"penstock-init")?;
-    // Blocked, so that none is lost before the first wait.
+    // Blocked, so that none is lost before the first wait. The server unblocks them (`signals::restore_defaults`).
     let signals: SigSet = FORWARDED.into_iter().chain([Signal::SIGCHLD]).collect();
     signals.thread_block()?;
     let mut arguments = std::env::args_os();
@@ -37,11 +37,6 @@ fn supervise() -> std::io::Result<u8> {
     command.arg0(arguments.next().unwrap_or_default()).args(arguments);
     // Its own process group, so that Ctrl-C in a terminal arrives once.
     command.process_group(0);
-    // SAFETY: between fork and exec the closure makes one system call and allocates nothing.
-    #[allow(unsafe_code)]
-    unsafe {
-        command.pre_exec(|| Ok(SigSet::empty().thread_set_mask()?))
-    };
     let server = Pid::from_raw(command.spawn()?.id().cast_signed());
     loop {
         match signals.wait()? {

@@ -71,6 +71,10 @@ enum Stopped {
 }
 
 fn main() -> ExitCode {
+    if let Err(error) = signals::restore_defaults() {
+        let _ = writeln!(std::io::stderr(), "error: cannot restore the default actions of signals: {error}");
+        return ExitCode::FAILURE;
+    }
     if std::env::args_os().nth(1).is_some_and(|argument| argument == RENDERER_ARGUMENT) {
         return if run_chat_renderer().is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     }
