@@ -144,7 +144,7 @@ model=$1 tmp=$2 checkout=$3 program=$4
 shift 4
 unset TMPDIR
 cut -d " " -f 2 /proc/self/mounts | grep -vE "^/(proc|sys|dev)(/|$)" | while read -r place; do
-    mount -o remount,bind,ro "$place"
+    mount -o remount,bind,ro "$(printf %b "$place")"  # a space is \\040 there
 done
 mount -t tmpfs tmpfs "$0"
 mkdir -p "$0/dev" "$0/tmp/model"
@@ -165,10 +165,11 @@ def confined(folder: Path, tmp: str) -> list[str]:
     model.mkdir()
     replaced.mkdir()
     byte_model.save(model, 256, None)
-    command = ["unshare", "--mount", "sh", "-ec", CONFINED, str(replaced), str(model), tmp, str(ROOT)]
-    if shutil.which("unshare") is None or subprocess.run([*command, "/bin/true"], capture_output=True).returncode != 0:
+    new = ["unshare", "--mount"]
+    mount = [*new, "mount", "-t", "tmpfs", "tmpfs", str(replaced)]
+    if shutil.which(new[0]) is None or subprocess.run(mount, capture_output=True).returncode != 0:
         pytest.skip("needs the right to mount a file system, as root has it")
-    return command
+    return [*new, "sh", "-ec", CONFINED, str(replaced), str(model), tmp, str(ROOT)]
 
 
 @pytest.fixture(scope="module")
