@@ -123,26 +123,35 @@ mod tests {
 
     use super::*;
 
+    /// Not in TMPDIR, whose path may be too long for a socket.
+    fn folder() -> tempfile::TempDir {
+        tempfile::tempdir_in("/tmp").unwrap()
+    }
+
     fn error(path: &Path) -> String {
         ReservedSocket::bind(path).err().unwrap().to_string()
     }
 
     #[tokio::test]
     async fn connections_are_refused_until_the_socket_is_opened_and_its_files_go_with_it() {
-        let folder = tempfile::tempdir().unwrap();
+        let folder = folder();
         let path = folder.path().join("socket");
         let reserved = ReservedSocket::bind(&path).unwrap();
         assert!(UnixStream::connect(&path).is_err());
         let (_listener, file) = reserved.open().unwrap();
         assert!(UnixStream::connect(&path).is_ok());
-        assert_eq!(path.metadata().unwrap().permissions().mode() & 0o022, 0, "writable by others");
+        let mode = |path: &Path| path.metadata().unwrap().permissions().mode() & 0o666;
+        let plain = folder.path().join("plain");
+        std::fs::write(&plain, "").unwrap();
+        assert_eq!(mode(&path), mode(&plain), "not what the umask allows");
+        std::fs::remove_file(plain).unwrap();
         drop(file);
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
     }
 
     #[test]
     fn a_socket_that_a_server_has_reserved_or_that_accepts_connections_is_in_use() {
-        let folder = tempfile::tempdir().unwrap();
+        let folder = folder();
         let path = folder.path().join("socket");
         let in_use =
             format!("unix socket {} is in use; stop the process that uses it or choose another --uds", path.display());
@@ -156,7 +165,7 @@ mod tests {
 
     #[test]
     fn the_socket_of_a_killed_server_is_replaced() {
-        let folder = tempfile::tempdir().unwrap();
+        let folder = folder();
         let path = folder.path().join("socket");
         drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
         std::fs::write(folder.path().join("socket.lock"), "").unwrap();
@@ -167,7 +176,7 @@ mod tests {
 
     #[test]
     fn what_is_not_a_socket_is_kept() {
-        let folder = tempfile::tempdir().unwrap();
+        let folder = folder();
         let path = folder.path().join("socket");
         std::fs::write(&path, "precious").unwrap();
         assert!(error(&path).ends_with("is the path of something else; remove that or choose another --uds"));
@@ -177,7 +186,7 @@ mod tests {
 
     #[test]
     fn a_path_that_no_socket_can_have_is_reported() {
-        let folder = tempfile::tempdir().unwrap();
+        let folder = folder();
         assert!(error(&folder.path().join("missing").join("socket")).contains("cannot be used: No such file"));
         assert!(error(&folder.path().join("x".repeat(120))).contains("cannot be used: "));
     }

@@ -26,6 +26,8 @@ use crate::worker::output::{Lines, StderrTail};
 const KILL_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long the pipes of an exited process may stay open, because a process that it started holds them.
 const PIPE_TIMEOUT: Duration = Duration::from_secs(1);
+/// The longest path of a group's private folder. With a socket's name it fits into the 107 bytes of an address.
+const MAX_FOLDER_BYTES: usize = 80;
 
 /// Settings that every group of a replica shares.
 #[derive(Clone, Debug)]
@@ -118,6 +120,14 @@ pub(crate) enum WorkersError {
     Certificate(#[from] rcgen::Error),
 }
 
+/// A new folder that only this user can enter: in `parent`, or in /tmp if the path there is too long for sockets.
+fn private_folder(parent: &Path) -> std::io::Result<TempDir> {
+    let mut new = tempfile::Builder::new();
+    new.prefix("penstock-").permissions(Permissions::from_mode(0o700));
+    let folder = new.tempdir_in(parent)?;
+    if folder.path().as_os_str().len() <= MAX_FOLDER_BYTES { Ok(folder) } else { new.tempdir_in("/tmp") }
+}
+
 impl Workers {
     /// Starts one process per rank. Call it on the main thread (see `process::python_module`).
     ///
@@ -125,8 +135,7 @@ impl Workers {
     pub(crate) fn spawn(options: &WorkerOptions, hosts: &mut Hosts, number: usize) -> Result<Self, WorkersError> {
         hosts.start()?;
         let number = options.replica + options.num_replicas * number;
-        let folder = tempfile::Builder::new().prefix("penstock-").permissions(Permissions::from_mode(0o700)).tempdir();
-        let folder = folder.map_err(WorkersError::Folder)?;
+        let folder = private_folder(&std::env::temp_dir()).map_err(WorkersError::Folder)?;
         let mut prefix = options.socket_prefix.clone().unwrap_or_else(|| folder.path().join("worker")).into_os_string();
         // COMPAT: the first group's sockets have TGI's names.
         if number > 0 {
@@ -356,5 +365,24 @@ impl Watched {
         };
         // The receiver is gone while the server stops.
         let _ = exits.send(reason);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sockets_fit_into_their_addresses_wherever_temporary_files_are() {
+        let parent = tempfile::tempdir_in("/tmp").unwrap();
+        let long = parent.path().join("x".repeat(100));
+        std::fs::create_dir(&long).unwrap();
+        for (given, expected) in [(parent.path(), parent.path()), (&long, Path::new("/tmp"))] {
+            let folder = private_folder(given).unwrap();
+            assert_eq!(folder.path().parent(), Some(expected));
+            assert_eq!(folder.path().metadata().unwrap().permissions().mode() & 0o777, 0o700);
+            std::os::unix::net::UnixListener::bind(folder.path().join("worker-10000-63.steps")).unwrap();
+        }
+        assert_eq!(std::fs::read_dir(long).unwrap().count(), 0, "a folder was left behind");
     }
 }

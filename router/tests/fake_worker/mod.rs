@@ -167,7 +167,8 @@ pub struct FakeGroup {
 
 impl FakeGroup {
     pub fn start(scripts: Vec<Script>) -> Self {
-        let folder = tempfile::tempdir().unwrap();
+        // Not in TMPDIR, whose path may be too long for a socket.
+        let folder = tempfile::tempdir_in("/tmp").unwrap();
         let start = |(rank, script)| FakeWorker::start(&folder.path().join(format!("rank-{rank}")), script, rank == 0);
         Self { ranks: scripts.into_iter().enumerate().map(start).collect(), _folder: folder }
     }
