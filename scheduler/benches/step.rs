@@ -77,23 +77,12 @@ impl Run {
             max_step_tokens: 8192,
             max_step_sequences: load.num_running,
             max_sequence_tokens: 1 << 20,
-            num_memory_slots: 0,
-            num_disk_slots: 0,
             num_blocks: if load.num_cached_blocks > 0 { load.num_cached_blocks } else { 100_000 },
             block_tokens: BLOCK_TOKENS,
             max_steps_in_flight: 2,
             prefix_caching: true,
             priority_ageing: Duration::from_secs(10),
-            max_inter_token: None,
-            max_overtaking: 0,
-            window_tokens: None,
-            whole_prompts: false,
-            max_draft_tokens: 0,
-            drafts_with_model: false,
-            drafts_extend_lookup: false,
-            drafts_only_forced: false,
-            max_image_bytes: 0,
-            num_stages: 1,
+            ..Limits::PLAIN
         });
         for text in 0..load.num_cached_blocks / 500 {
             submit(&mut scheduler, text, prompt(1_000_000 + text, 500 * BLOCK_TOKENS), 1);

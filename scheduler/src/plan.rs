@@ -76,6 +76,31 @@ pub struct Limits {
 }
 
 impl Limits {
+    /// Limits of a scheduler that neither caches, drafts nor offloads, for `..Limits::PLAIN`. All sizes are 0, so every submission is
+    /// rejected; priorities do not age.
+    pub const PLAIN: Self = Self {
+        max_step_tokens: 0,
+        max_step_sequences: 0,
+        max_sequence_tokens: 0,
+        num_blocks: 0,
+        num_memory_slots: 0,
+        num_disk_slots: 0,
+        block_tokens: 0,
+        max_steps_in_flight: 1,
+        prefix_caching: false,
+        priority_ageing: Duration::MAX,
+        max_inter_token: None,
+        max_overtaking: 0,
+        window_tokens: None,
+        whole_prompts: false,
+        max_draft_tokens: 0,
+        drafts_with_model: false,
+        drafts_extend_lookup: false,
+        drafts_only_forced: false,
+        max_image_bytes: 0,
+        num_stages: 1,
+    };
+
     /// Slots beside the pool, wherever they are.
     pub fn num_slots(&self) -> usize {
         self.num_memory_slots as usize + self.num_disk_slots as usize

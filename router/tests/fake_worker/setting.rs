@@ -20,23 +20,11 @@ pub const fn limits() -> Limits {
         max_step_tokens: 64,
         max_step_sequences: 16,
         max_sequence_tokens: 512,
-        num_memory_slots: 0,
-        num_disk_slots: 0,
         num_blocks: 256,
         block_tokens: 16,
         max_steps_in_flight: 2,
-        prefix_caching: false,
-        priority_ageing: Duration::MAX,
-        max_inter_token: None,
-        max_overtaking: 0,
-        window_tokens: None,
-        whole_prompts: false,
-        max_draft_tokens: 0,
-        drafts_with_model: false,
-        drafts_extend_lookup: false,
-        drafts_only_forced: false,
         max_image_bytes: 100,
-        num_stages: 1,
+        ..Limits::PLAIN
     }
 }
 

@@ -1,7 +1,5 @@
 //! Shrunk scenarios that have failed.
 
-use std::time::Duration;
-
 use penstock_scheduler::Limits;
 
 use crate::model::Images;
@@ -36,22 +34,11 @@ fn a_blocked_sequence_is_unblocked_when_a_second_copy_replaces_a_lost_block() {
         max_step_sequences: 3,
         max_sequence_tokens: 80,
         num_blocks: 68,
-        num_memory_slots: 0,
-        num_disk_slots: 0,
         block_tokens: 1,
         max_steps_in_flight: 5,
         prefix_caching: true,
-        priority_ageing: Duration::MAX,
-        max_inter_token: None,
-        max_overtaking: 0,
-        window_tokens: None,
-        whole_prompts: false,
-        max_draft_tokens: 0,
-        drafts_with_model: false,
-        drafts_extend_lookup: false,
-        drafts_only_forced: false,
         max_image_bytes: u64::MAX,
-        num_stages: 1,
+        ..Limits::PLAIN
     };
     let arrivals = vec![
         Arrival { tick: 7, id: 5, needs_prompt_outputs: true, ..ARRIVAL },
@@ -89,22 +76,12 @@ fn a_sequence_that_may_end_with_its_drafts_in_flight_is_not_preempted() {
         max_step_sequences: 4,
         max_sequence_tokens: 12,
         num_blocks: 3,
-        num_memory_slots: 0,
-        num_disk_slots: 0,
         block_tokens: 5,
         max_steps_in_flight: 3,
-        prefix_caching: false,
-        priority_ageing: Duration::MAX,
-        max_inter_token: None,
-        max_overtaking: 0,
-        window_tokens: None,
-        whole_prompts: false,
         max_draft_tokens: 3,
         drafts_with_model: true,
-        drafts_extend_lookup: false,
-        drafts_only_forced: false,
         max_image_bytes: u64::MAX,
-        num_stages: 1,
+        ..Limits::PLAIN
     };
     let arrival = Arrival { num_text_tokens: 0, ..ARRIVAL };
     let arrivals = vec![

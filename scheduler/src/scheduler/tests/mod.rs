@@ -32,22 +32,9 @@ fn limits(num_blocks: u32, max_steps_in_flight: u32) -> Limits {
         max_step_sequences: 8,
         max_sequence_tokens: 100,
         num_blocks,
-        num_memory_slots: 0,
-        num_disk_slots: 0,
         block_tokens: 4,
         max_steps_in_flight,
-        prefix_caching: false,
-        priority_ageing: Duration::MAX,
-        max_inter_token: None,
-        max_overtaking: 0,
-        window_tokens: None,
-        whole_prompts: false,
-        max_draft_tokens: 0,
-        drafts_with_model: false,
-        drafts_extend_lookup: false,
-        drafts_only_forced: false,
-        max_image_bytes: 0,
-        num_stages: 1,
+        ..Limits::PLAIN
     }
 }
 
