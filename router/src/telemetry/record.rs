@@ -1,7 +1,7 @@
 //! The outcome of one HTTP request: filled in while it is served; logged, counted and traced once at its end.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::identity::RequestIdentity;
 use super::metrics::{self, Failure};
@@ -95,7 +95,7 @@ impl RequestRecord {
         let is_disconnected = request.is_disconnected();
         let Exchange { method, path, status, .. } = exchange;
         let status = status.map_or(0, |status| status.as_u16());
-        let duration_ms = self.received.elapsed().as_secs_f64() * 1000.0;
+        let duration_ms = milliseconds(self.received.elapsed());
         let trace_id = self.identity.trace().trace_id().map(tracing::field::display);
         let request_id = self.identity.request_id_text();
         let warnings = self.warning_line();
@@ -106,9 +106,9 @@ impl RequestRecord {
                     %method, path, status, duration_ms, request_id, trace_id,
                     prompt_tokens = summary.num_prompt_tokens,
                     generated_tokens = summary.num_generated_tokens,
-                    validation_ms = summary.validation.as_secs_f64() * 1000.0,
-                    queue_ms = summary.queue.as_secs_f64() * 1000.0,
-                    inference_ms = summary.inference.as_secs_f64() * 1000.0,
+                    validation_ms = milliseconds(summary.validation),
+                    queue_ms = milliseconds(summary.queue),
+                    inference_ms = milliseconds(summary.inference),
                     warnings,
                     "request"
                 );
@@ -142,4 +142,9 @@ impl RequestRecord {
         // Plain data: nothing can be half-written by a panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Milliseconds with two decimals, for the log.
+fn milliseconds(duration: Duration) -> f64 {
+    (duration.as_secs_f64() * 100_000.0).round() / 100.0
 }
