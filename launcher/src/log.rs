@@ -13,7 +13,7 @@ use tracing_subscriber::EnvFilter;
 
 /// Buffer for a slow reader: several thousand lines.
 const MAX_BUFFERED_BYTES: usize = 1 << 20;
-/// How long the last lines may take at exit.
+/// Time limit for the last lines at exit.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Starts logging. `level` is the value of `LOG_LEVEL`: a plain level for this server's own events, or a filter of

@@ -476,3 +476,61 @@ fn bench_passes_its_settings_on_and_refuses_wrong_numbers() {
         assert!(printed(&output).contains(wrong[0]), "{}", printed(&output));
     }
 }
+
+/// Standard output of a command that succeeds.
+fn shown(arguments: &[&str]) -> String {
+    let output = penstock(arguments, &[]);
+    assert_eq!(output.status.code(), Some(0), "{arguments:?}: {}", printed(&output));
+    String::from_utf8(output.stdout).expect("text")
+}
+
+const COMMANDS: [&str; 6] = ["route", "node", "check", "models", "bench", "help"];
+
+#[test]
+fn the_help_begins_with_all_commands_and_has_the_flags_in_groups() {
+    let help = shown(&["--help"]);
+    assert_eq!(help, shown(&["help"]));
+    let (_, commands) = help.split_once("\nCommands:\n").expect("a list of commands");
+    let (commands, flags) = commands.split_once("\n\n").expect("an end of the list");
+    let names: Vec<_> = commands.lines().filter_map(|line| line.strip_prefix("  ")?.split(' ').next()).collect();
+    assert_eq!(names.into_iter().filter(|name| !name.is_empty()).collect::<Vec<_>>(), COMMANDS);
+    let headings = ["Model:", "Adapters:", "Address and keys:", "KV cache:", "Speculative decoding:"];
+    assert!(headings.iter().all(|heading| flags.contains(&format!("\n{heading}\n"))), "{flags}");
+    for of_others in ["--ngrok", "--waiting-served-ratio", "--prometheus-port", "--replica-file"] {
+        assert!(!flags.contains(of_others), "{of_others} has no effect here: {flags}");
+    }
+}
+
+#[test]
+fn the_short_help_fits_on_a_screen_and_names_the_long_one() {
+    for (arguments, flag) in [(&["-h"][..], "--model-id"), (&["route", "-h"], "--replica ")] {
+        let help = String::from_utf8(penstock(arguments, &[("COLUMNS", "80")]).stdout).expect("text");
+        assert!((15..=32).contains(&help.lines().count()), "{help}");
+        assert!(help.lines().all(|line| line.len() <= 80), "{help}");
+        assert!(help.contains(flag) && help.contains("--help`") && !help.contains("--max-best-of"), "{help}");
+    }
+}
+
+#[test]
+fn each_command_has_a_help_of_its_own() {
+    for command in &COMMANDS[..5] {
+        let help = shown(&["help", command]);
+        assert!(help.contains(&format!("Usage: penstock {command}")), "{help}");
+        assert_eq!(help, shown(&[command, "--help"]));
+    }
+    let router = shown(&["help", "route"]);
+    assert!(router.contains("--replica-file") && router.contains("--max-best-of"), "{router}");
+    assert!(!router.contains("--speculate") && !router.contains("--lora-adapters"), "set on the servers: {router}");
+}
+
+#[test]
+fn an_unknown_command_is_refused_with_the_known_ones() {
+    for arguments in [&["help", "nonsense"][..], &["nonsense"]] {
+        let output = penstock(arguments, &[]);
+        assert_eq!(output.status.code(), Some(2));
+        let expected = "there is no command \"nonsense\"; the commands are ";
+        let message = printed(&output);
+        let (_, known) = message.split_once(expected).unwrap_or_else(|| panic!("{message}"));
+        assert!(COMMANDS.iter().all(|command| known.contains(command)), "{message}");
+    }
+}

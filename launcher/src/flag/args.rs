@@ -14,17 +14,17 @@ use penstock_router::{AllowedHost, ImageUrlConfig};
 
 use crate::flag::attention::Attention;
 use crate::flag::dtype::{Dtype, KvCacheDtype};
+use crate::flag::generation_config::{GenerationConfig, Overrides};
 use crate::flag::isa::CpuIsa;
 use crate::flag::priority::PriorityOrder;
-use crate::model::generation_config::{GenerationConfig, Overrides};
-use crate::model::quantize::Quantize;
-use crate::node::RanksOn;
-use crate::tool::Tool;
-use crate::worker::standby::Standby;
+use crate::flag::quantize::Quantize;
+use crate::flag::ranks_on::RanksOn;
+use crate::flag::standby::Standby;
+use crate::flag::tool::Tool;
 
 /// Serves a large language model over HTTP, with the routes of TGI and of OpenAI.
 #[derive(Clone, Debug, Parser)]
-#[command(name = "penstock", version, max_term_width = 120, args_conflicts_with_subcommands = true)]
+#[command(name = "penstock", version, args_conflicts_with_subcommands = true)]
 pub(crate) struct Args {
     #[command(subcommand)]
     pub(crate) tool: Option<Tool>,
@@ -245,7 +245,7 @@ pub(crate) struct Args {
     #[arg(long, env, default_value_t = 0, value_parser = RangedU64ValueParser::<u32>::new().range(0..=1 << 17))]
     pub(crate) speculate_recent_tokens: u32,
 
-    /// What proposes the draft tokens of --speculate: a smaller model with the same vocabulary, as a folder, a .gguf file, or an
+    /// Source of the draft tokens of --speculate: a smaller model with the same vocabulary, as a folder, a .gguf file, or an
     /// id or ID@REVISION on the Hugging Face hub; or heads that were made for the model: EAGLE-3 in the published layout, or Medusa
     /// in TGI's layouts or as a chain (ADR 126); or `ngram`: n-grams. Without it, drafts come from the checkpoint's MTP layer, or from
     /// n-grams if it has none. A step uses n-grams instead where they are expected to save more time
@@ -476,8 +476,8 @@ pub(crate) struct Args {
     #[arg(long, short, action = ArgAction::SetTrue)]
     pub(crate) env: bool,
 
-    /// Set by `penstock route`
-    #[arg(long, hide = true)]
+    /// Whether the command is `penstock route`.
+    #[arg(skip)]
     pub(crate) route: bool,
 
     /// Print a generated page of docs/ and exit
@@ -495,14 +495,14 @@ pub(crate) enum Page {
 }
 
 impl Args {
-    /// Which URLs of images are fetched; `None`: none.
+    /// The URLs of images that are fetched; `None`: none.
     pub(crate) fn image_urls(&self) -> Option<ImageUrlConfig> {
         let config =
             || ImageUrlConfig { allowed_hosts: self.allowed_image_hosts.clone(), max_bytes: self.max_image_fetch_size };
         self.allow_image_urls.then(config)
     }
 
-    /// What `--speculative-model` names; `None`: nothing, or n-grams.
+    /// The model that `--speculative-model` names; `None`: n-grams, or no value.
     pub(crate) fn drafting_model(&self) -> Option<&str> {
         self.speculative_model.as_deref().filter(|given| *given != "ngram")
     }

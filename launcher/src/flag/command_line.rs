@@ -9,6 +9,7 @@ use clap::{ArgMatches, CommandFactory, FromArgMatches};
 use penstock_router::config::VertexRoutes;
 
 use crate::flag::args::Args;
+use crate::flag::help::{self, Detail};
 use crate::flag::platform::Platform;
 use crate::flag::{compat, variable};
 
@@ -20,7 +21,7 @@ const SECRET: &str = "api_key";
 pub(crate) struct Given {
     pub(crate) name: String,
     pub(crate) value: String,
-    /// Where the value comes from, for the log.
+    /// Origin of the value, for the log.
     pub(crate) origin: String,
 }
 
@@ -35,20 +36,12 @@ pub(crate) struct Parsed {
     pub(crate) vertex_routes: VertexRoutes,
 }
 
-/// All flags, including those that only TGI has.
-pub(crate) fn command() -> clap::Command {
-    let mut command = Args::command().next_help_heading("Accepted for compatibility with TGI, without effect");
-    for flag in compat::FLAGS {
-        command = command.arg(flag.arg());
-    }
-    // Generated documentation must not contain this machine's environment.
-    command.mut_args(|arg| arg.hide_env_values(true))
-}
-
-/// The word that makes this program a router in front of other servers.
+/// The subcommand that makes this program a router in front of other servers.
 const ROUTE: &str = "route";
 /// COMPAT: SageMaker runs a container as `docker run IMAGE serve`, and the entry point of TGI's image ignores the word.
 const SERVE: &str = "serve";
+/// Flags of `penstock route` alone.
+const OF_ROUTERS: [&str; 3] = ["replica", "replica_file", "replica_timeout"];
 
 /// Flags of servers with a model, which have no effect with `penstock route`.
 const OF_MODELS: [&str; 34] = [
@@ -88,24 +81,48 @@ const OF_MODELS: [&str; 34] = [
     "unencrypted_gpus",
 ];
 
+/// All flags, including those that only TGI has.
+pub(crate) fn flags() -> clap::Command {
+    let command = compat::FLAGS.iter().fold(Args::command(), |command, flag| command.arg(flag.arg()));
+    // Generated documentation must not contain this machine's environment.
+    command.mut_args(|arg| arg.hide_env_values(true))
+}
+
+/// The command line. `penstock route` has the same flags, of which the help hides those without effect.
+fn command(platform: &Platform, detail: Detail) -> clap::Command {
+    let flags = platform.apply(flags());
+    let hidden = |arg: clap::Arg, ids: &[&str]| {
+        let hides = ids.contains(&arg.get_id().as_str());
+        if hides { arg.hide(true) } else { arg }
+    };
+    let mut of_router: Vec<_> = flags.get_arguments().cloned().map(|arg| hidden(arg, &OF_MODELS)).collect();
+    // The help begins with the group of the first flag.
+    of_router.sort_by_key(|arg| !OF_ROUTERS.contains(&arg.get_id().as_str()));
+    let router = clap::Command::new(ROUTE).args(of_router);
+    help::with_router(flags.mut_args(|arg| hidden(arg, &OF_ROUTERS)), router, detail)
+}
+
 /// Reads flags and environment. An error is ready to be printed.
 pub(crate) fn parse(
     arguments: impl IntoIterator<Item = OsString>,
     get_env: impl Fn(&str) -> Option<String>,
 ) -> Result<Parsed, clap::Error> {
     let mut arguments: Vec<_> = arguments.into_iter().collect();
-    let word = arguments.get(1).and_then(|word| word.to_str());
-    let (is_router, says_serve) = (word == Some(ROUTE), word == Some(SERVE));
-    if is_router {
-        arguments[1] = "--route".into();
-    }
+    let says_serve = arguments.get(1).is_some_and(|word| word == SERVE);
     if says_serve {
         arguments.remove(1);
     }
     let platform = Platform::detect(says_serve, &get_env);
-    let mut command = platform.apply(command());
-    let matches = command.try_get_matches_from_mut(arguments)?;
-    check_route(&mut command, &matches)?;
+    let detail = if arguments.iter().any(|argument| argument == "-h") { Detail::Summary } else { Detail::All };
+    let mut command = command(&platform, detail);
+    let parsed = command.try_get_matches_from_mut(arguments);
+    let mut matches = parsed.map_err(|error| help::with_known_commands(&mut command, error))?;
+    let is_router = matches.subcommand_name() == Some(ROUTE);
+    if is_router && let Some((name, of_router)) = matches.remove_subcommand() {
+        matches = of_router;
+        command = command.find_subcommand(&name).cloned().unwrap_or(command);
+    }
+    check_route(&mut command, &matches, is_router)?;
     // A subcommand starts no server, so a refused variable does not concern it.
     let checked = if matches.subcommand_name().is_some() { Ok(Vec::new()) } else { compat::check(&matches) };
     let mut notes =
@@ -113,16 +130,17 @@ pub(crate) fn parse(
     notes.extend(variable::check(&get_env));
     notes.extend(unused_port(&mut command, &matches)?);
     let args = Args::from_arg_matches(&matches).map_err(|error| error.format(&mut command))?;
+    let args = Args { route: is_router, ..args };
     let given = given(&command, &matches, &platform);
     Ok(Parsed { args, given, notes, vertex_routes: platform.vertex_routes })
 }
 
 /// A router has servers and no model; a server has no servers.
-fn check_route(command: &mut clap::Command, matches: &ArgMatches) -> Result<(), clap::Error> {
+fn check_route(command: &mut clap::Command, matches: &ArgMatches, is_router: bool) -> Result<(), clap::Error> {
     let given =
         |id: &str| matches!(matches.value_source(id), Some(ValueSource::CommandLine | ValueSource::EnvVariable));
     let [has_urls, has_file] = ["replica", "replica_file"].map(|id| matches.contains_id(id));
-    let refusal = match (matches.get_flag("route"), has_urls || has_file) {
+    let refusal = match (is_router, has_urls || has_file) {
         (true, false) => {
             "`penstock route` needs --replica, the URL of a server's --engine-listen, or --replica-file".to_owned()
         }

@@ -17,7 +17,7 @@ enum Kind {
     Switch,
 }
 
-/// What happens when the flag is given.
+/// Treatment of the flag when it is given.
 pub(crate) enum Verdict {
     /// The server does not start; says why and what to do instead.
     Refused(&'static str),
@@ -60,10 +60,7 @@ impl CompatFlag {
             // The environment variable of a switch is true or false.
             Switch => arg.num_args(0..=1).require_equals(true).default_missing_value("true"),
         };
-        match self.verdict {
-            Verdict::Refused(_) => arg.hide(true),
-            Verdict::Neutral(why) => arg.help(format!("No effect: {why}")).hide_short_help(true),
-        }
+        arg.hide(true)
     }
 
     /// Whether any of `values` turns the flag on.

@@ -3,7 +3,7 @@
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-/// What the kernels may use, from the least to the most.
+/// Instruction sets that the kernels may use, from the least to the most.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Deserialize, Serialize)]
 pub(crate) enum CpuIsa {
     /// The fastest that the CPU has. Also an empty variable CPU_ISA.

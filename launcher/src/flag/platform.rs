@@ -66,7 +66,7 @@ impl Platform {
         command
     }
 
-    /// Where a setting's default comes from, if the platform gave it.
+    /// Origin of a setting's default, if the platform gave it.
     pub(crate) fn origin(&self, id: &str) -> Option<&'static str> {
         self.defaults.iter().find(|default| default.id == id).map(|default| default.origin)
     }

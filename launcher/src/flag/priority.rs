@@ -3,7 +3,7 @@
 use clap::ValueEnum;
 use penstock_router::config;
 
-/// Which priorities are served first.
+/// The priorities that are served first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum PriorityOrder {
     HighestFirst,

@@ -7,9 +7,10 @@ use clap::{Arg, ArgAction};
 use crate::flag::args::Page;
 use crate::flag::command_line;
 use crate::flag::compat::{self, CompatFlag, Verdict};
+use crate::flag::group::{FlagGroup, GROUPS};
 use crate::flag::variable::{Effect, VARIABLES};
 
-/// How a flag differs from TGI's flag of the same name. Flags that are not listed behave as in TGI.
+/// Differences of flags from TGI's flags of the same names. Flags that are not listed behave as in TGI.
 const DIFFERENCES: &[(&str, &str)] = &[
     ("api-key", "several keys; case-sensitive, unlike in TGI; also protects `/chat_tokenize`"),
     ("attention", "TGI has only the variable; its values mean `auto`"),
@@ -105,14 +106,21 @@ of the three tables. If the server has API keys, every route requires one except
 use a proxy for TLS.
 ";
 
+const HEADER: &str = "| flag | variable | default | description | compared with TGI |\n|---|---|---|---|---|\n";
+
 fn flags() -> String {
     let mut page = INTRODUCTION.to_owned();
-    page += "\n## Flags\n\n| flag | variable | default | description | compared with TGI |\n|---|---|---|---|---|\n";
-    let mut command = command_line::command();
+    page += "\n## Flags\n";
+    let mut command = command_line::flags();
     command.build();
-    for arg in command.get_arguments().filter(|arg| !arg.is_hide_set() && !compat::is_known(arg.get_id().as_str())) {
-        page += &row(arg);
+    for FlagGroup { heading, ids } in GROUPS {
+        let _ = write!(page, "\n### {heading}\n\n{HEADER}");
+        for id in *ids {
+            page.extend(command.get_arguments().find(|arg| arg.get_id() == id).map(row));
+        }
     }
+    let _ = write!(page, "\n### Help\n\n{HEADER}");
+    page.extend(command.get_arguments().filter(|arg| is_help(arg)).map(row));
     let table = |title: &str, reason: fn(&Verdict) -> Option<&'static str>| {
         let mut table = format!("\n## {title}\n\n| flag | variable | why |\n|---|---|---|\n");
         for CompatFlag { name, verdict, .. } in compat::FLAGS {
@@ -143,9 +151,8 @@ fn flags() -> String {
 
 /// Every flag, those that only TGI has included: its name, its variable, and whether it is a switch.
 fn settings() -> String {
-    let mut command = command_line::command();
+    let mut command = command_line::flags();
     command.build();
-    let is_setting = |arg: &&Arg| !matches!(arg.get_action(), ArgAction::Help | ArgAction::Version);
     let setting = |arg: &Arg| {
         serde_json::json!({
             "name": arg.get_long(),
@@ -153,8 +160,13 @@ fn settings() -> String {
             "switch": matches!(arg.get_action(), ArgAction::SetTrue),
         })
     };
-    let settings: Vec<_> = command.get_arguments().filter(is_setting).map(setting).collect();
+    let settings: Vec<_> = command.get_arguments().filter(|arg| !is_help(arg)).map(setting).collect();
     serde_json::Value::from(settings).to_string()
+}
+
+/// Whether the flag prints something about the program.
+fn is_help(arg: &Arg) -> bool {
+    matches!(arg.get_action(), ArgAction::Help | ArgAction::HelpShort | ArgAction::HelpLong | ArgAction::Version)
 }
 
 fn row(arg: &Arg) -> String {

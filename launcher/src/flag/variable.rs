@@ -1,7 +1,7 @@
 //! Environment variables that do not belong to a flag: those of TGI, the platforms and libraries. A variable of TGI that has
 //! no effect is reported in the log.
 
-/// What a variable does.
+/// Effect of a variable.
 pub(crate) enum Effect {
     /// Describes the effect.
     Honoured(&'static str),

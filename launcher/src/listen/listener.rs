@@ -1,4 +1,4 @@
-//! Where the server listens: a port, or a unix socket. It is bound before anything is loaded, so that a busy port is reported
+//! The address of the server: a port, or a unix socket. It is bound before anything is loaded, so that a busy port is reported
 //! at once, and accepts connections only when everything is ready.
 
 use std::fmt;
@@ -11,7 +11,7 @@ use tokio::net::TcpListener;
 
 use crate::listen::unix_socket::{ReservedSocket, SocketError, SocketFile};
 
-/// Where the server listens. Displays as a URL for a client on this machine.
+/// The address of the server. Displays as a URL for a client on this machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Place {
     Port(SocketAddr),
@@ -54,7 +54,7 @@ impl Reserved {
         })
     }
 
-    /// Where clients reach it; has the number of the port that was chosen for port 0.
+    /// The address for clients, with the number of the port that was chosen for port 0.
     pub(crate) fn place(&self) -> Place {
         match self {
             Self::Port(port) => Place::Port(port.address),

@@ -9,12 +9,12 @@ use penstock_router::AdapterDownload;
 use tokio::sync::mpsc;
 
 use crate::flag::args::Args;
-use crate::model::weights;
+use crate::model::prepare;
 
 /// Downloads at a time; later ones wait.
 const MAX_DOWNLOADS: usize = 4;
 
-/// Downloads what is asked for, each in a process of its own. Run it on the main thread, as `process::python_module` requires.
+/// Downloads what is asked for, each in a process of its own. Run it on the main thread, as `python::module` requires.
 pub(crate) async fn run(mut asked: mpsc::Receiver<AdapterDownload>, python: &Path, args: &Args) -> Infallible {
     let mut running = FuturesUnordered::new();
     loop {
@@ -33,7 +33,7 @@ pub(crate) async fn run(mut asked: mpsc::Receiver<AdapterDownload>, python: &Pat
 async fn answer(download: AdapterDownload, python: &Path, args: &Args) {
     let AdapterDownload { id, mut answer } = download;
     let result = tokio::select! {
-        result = weights::prepare_adapter(python, args, &id) => result,
+        result = prepare::prepare_adapter(python, args, &id) => result,
         () = answer.closed() => return,
     };
     let result = result.map_err(|error| error.to_string());

@@ -1,4 +1,4 @@
-//! What decides the bits of a token on this server, so that a router joins only servers that give the same tokens.
+//! Properties that decide the bits of a token on this server. A router joins only servers whose properties are equal.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
@@ -9,9 +9,9 @@ use penstock_router::worker::Description;
 use sha2::{Digest, Sha256};
 
 use crate::flag::args::Args;
-use crate::model::quantize::Quantize;
+use crate::flag::quantize::Quantize;
 
-/// Of each weight file, this much at its begin and at its end is read, besides its length: reading all of it would take minutes.
+/// Bytes at the begin and at the end of each weight file that are hashed, with its length: reading all of it would take minutes.
 const SAMPLE_BYTES: u64 = 1 << 16;
 /// Features of a CPU that choose other kernels, as /proc/cpuinfo calls them.
 const CPU_FEATURES: [&str; 11] = [
@@ -73,7 +73,7 @@ pub(crate) fn tokenizer(folder: &Path) -> io::Result<String> {
     file_hash(&folder.join("tokenizer.json"))
 }
 
-/// What was given, or what the workers choose by.
+/// The given instruction set, or the CPU features by which the workers choose one.
 fn instruction_set(args: &Args) -> io::Result<String> {
     if let Some(isa) = args.cpu_isa.name() {
         return Ok(isa.to_owned());

@@ -1,67 +1,21 @@
 //! Chooses the `generation_config.json` that is served (`--generation-config`, `--override-generation-config`), and reads the
 //! defaults of requests from it.
 
-use std::convert::Infallible;
-use std::path::{Path, PathBuf};
-use std::str::FromStr;
+use std::path::Path;
 
 use penstock_router::SamplingDefaults;
 use serde_json::{Map, Value};
 
 use crate::flag::args::Args;
-use crate::model::model_folder::{FolderError, parse, read};
+use crate::flag::generation_config::{GenerationConfig, Overrides};
+use crate::model::file::{FileError, parse, read};
 
 pub(crate) const FILE: &str = "generation_config.json";
 /// Models saved by old releases of transformers have the entries here.
 const MODEL_CONFIG: &str = "config.json";
 
-/// The source of the sampling defaults of requests.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum GenerationConfig {
-    /// The model's own file.
-    Auto,
-    /// The API's defaults hold. Token ids are still those of the model's file.
-    None,
-    /// The file in this folder, with its token ids.
-    Folder(PathBuf),
-}
-
-impl FromStr for GenerationConfig {
-    type Err = Infallible;
-
-    fn from_str(text: &str) -> Result<Self, Infallible> {
-        Ok(match text {
-            // An empty variable.
-            "auto" | "" => Self::Auto,
-            // COMPAT: vLLM's name.
-            "none" | "vllm" => Self::None,
-            folder => Self::Folder(folder.into()),
-        })
-    }
-}
-
-/// Entries that replace those of the file; null removes one.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Overrides(Map<String, Value>);
-
-impl FromStr for Overrides {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let entries: Map<String, Value> =
-            serde_json::from_str(text).map_err(|error| format!("it is not a JSON object: {error}"))?;
-        if let Some(unknown) = entries.keys().find(|key| !SamplingDefaults::KEYS.contains(&key.as_str())) {
-            return Err(format!("{unknown} has no effect here; give {}", SamplingDefaults::KEYS.join(", ")));
-        }
-        match &SamplingDefaults::of(&entries).1[..] {
-            [] => Ok(Self(entries)),
-            [bad, ..] => Err(bad.to_string()),
-        }
-    }
-}
-
 /// The content that replaces the file of the prepared model, for router and workers; `None` if the flags do not change it.
-pub(crate) fn replacement(args: &Args) -> Result<Option<String>, FolderError> {
+pub(crate) fn replacement(args: &Args) -> Result<Option<String>, FileError> {
     let GenerationConfig::Folder(folder) = &args.generation_config else { return Ok(None) };
     let path = folder.join(FILE);
     let text = read(&path)?;
@@ -70,7 +24,7 @@ pub(crate) fn replacement(args: &Args) -> Result<Option<String>, FolderError> {
 }
 
 /// The defaults of requests to the model in `folder`. Logs them, and each entry that has no effect.
-pub(crate) fn defaults(folder: &Path, args: &Args) -> Result<SamplingDefaults, FolderError> {
+pub(crate) fn defaults(folder: &Path, args: &Args) -> Result<SamplingDefaults, FileError> {
     let (file, mut config) = match args.generation_config {
         GenerationConfig::None => ("--override-generation-config", Map::new()),
         GenerationConfig::Auto | GenerationConfig::Folder(_) => entries(folder)?,
@@ -93,7 +47,7 @@ pub(crate) fn defaults(folder: &Path, args: &Args) -> Result<SamplingDefaults, F
 }
 
 /// The file's entries; without the file, those of the model's configuration, as in transformers. Also the name of the file that was read.
-fn entries(folder: &Path) -> Result<(&'static str, Map<String, Value>), FolderError> {
+fn entries(folder: &Path) -> Result<(&'static str, Map<String, Value>), FileError> {
     let path = folder.join(FILE);
     if path.exists() {
         return Ok((FILE, parse(&path, &read(&path)?)?));
@@ -164,15 +118,5 @@ mod tests {
         assert_eq!(shown(&folder(&[(MODEL_CONFIG, config.clone())]), &[]), "temperature 0.7, top_k 9");
         assert_eq!(shown(&folder(&[(MODEL_CONFIG, config), (FILE, json!({"min_p": 0.1}))]), &[]), "min_p 0.1");
         assert_eq!(shown(&folder(&[]), &[]), "");
-    }
-
-    #[test]
-    fn an_override_without_effect_is_refused_by_name() {
-        let refusal = |text: &str| text.parse::<Overrides>().unwrap_err();
-        let keys = "temperature, top_p, top_k, min_p, typical_p, repetition_penalty, max_new_tokens";
-        assert_eq!(refusal(r#"{"top_q": 1}"#), format!("top_q has no effect here; give {keys}"));
-        assert_eq!(refusal(r#"{"top_p": 2}"#), "top_p is 2, must be a number from 0 to 1");
-        assert!(refusal("0.5").starts_with("it is not a JSON object: "));
-        assert!(refusal(r#"{"temperature": NaN}"#).starts_with("it is not a JSON object: "));
     }
 }

@@ -2,10 +2,11 @@
 
 pub(crate) mod adapter;
 pub(crate) mod adapter_download;
+pub(crate) mod file;
 pub(crate) mod fingerprint;
+pub(crate) mod folder;
 pub(crate) mod generation_config;
-pub(crate) mod model_folder;
+pub(crate) mod local;
 pub(crate) mod prefetch;
-pub(crate) mod quantize;
+pub(crate) mod prepare;
 pub(crate) mod rope_scaling;
-pub(crate) mod weights;

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 
-use crate::worker::memory;
+use crate::process::memory;
 
 /// The kernel reads no more than this ahead for one call.
 const PIECE_BYTES: u64 = 1 << 20;

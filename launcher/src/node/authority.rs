@@ -11,7 +11,7 @@ use rcgen::{
 use sha2::{Digest, Sha256};
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
 
-use super::NodeSecret;
+use crate::node::secret::NodeSecret;
 
 /// The name in an agent's certificate.
 pub(crate) const NODE_NAME: &str = "node.penstock";
@@ -73,7 +73,7 @@ impl Authority {
 }
 
 impl Certified {
-    /// For rustls.
+    /// The certificate and the key in the types of rustls.
     pub(crate) fn into_der(self) -> (CertificateDer<'static>, PrivateKeyDer<'static>) {
         (self.certificate.into(), PrivateKeyDer::Pkcs8(self.key.into()))
     }

@@ -14,19 +14,20 @@ use tokio_rustls::client::TlsStream;
 use tokio_rustls::rustls::pki_types::ServerName;
 use tokio_rustls::rustls::{ClientConfig, RootCertStore, version};
 
-use super::authority::{Authority, LAUNCHER_NAME, NODE_NAME};
-use super::{NodeAddress, NodeSecret};
 use crate::flag::isa::CpuIsa;
-use crate::worker::fork_protocol::{Open, Report};
-use crate::worker::output::Lines;
+use crate::flag::ranks_on::NodeAddress;
+use crate::node::authority::{Authority, LAUNCHER_NAME, NODE_NAME};
+use crate::node::secret::NodeSecret;
+use crate::process::output::Lines;
+use crate::protocol::{Open, Report};
 
-/// How long a node that is away, or hosts another server, may take to come back. Streams wait meanwhile.
+/// Time that a node that is away, or hosts another server, has to come back. Streams wait meanwhile.
 const PATIENCE: Duration = Duration::from_secs(60);
 const RETRY_INTERVAL: Duration = Duration::from_millis(200);
-/// The same for a node that hosts another server, which logs each attempt.
+/// Interval between attempts at a node that hosts another server, because that node logs each attempt.
 const BUSY_RETRY_INTERVAL: Duration = Duration::from_secs(1);
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
-/// How soon a machine that vanished without a word counts as lost.
+/// A machine that sends nothing for this long counts as lost.
 const SILENCE: Duration = Duration::from_secs(20);
 
 /// A node to host ranks on.
@@ -42,7 +43,7 @@ pub(crate) struct NodeOptions {
     pub(crate) uses_gpus: bool,
 }
 
-/// Where a node is. Ray may move it.
+/// The place of a node. Ray may move it.
 #[derive(Clone, Debug)]
 pub(crate) enum NodePlace {
     At(NodeAddress),
@@ -110,7 +111,7 @@ impl NodeOptions {
     }
 
     /// Connects with `open` as the first line.
-    pub(super) async fn connect_with(&self, open: Open) -> Result<NodeConnection, String> {
+    pub(crate) async fn connect_with(&self, open: Open) -> Result<NodeConnection, String> {
         let config = self.tls().map_err(|error| format!("the secret of the nodes cannot be used: {error}"))?;
         let connector = TlsConnector::from(Arc::new(config));
         let (mut began, mut before, mut is_busy) = (Instant::now(), None, false);
@@ -184,7 +185,7 @@ async fn attempt(address: &NodeAddress, connector: &TlsConnector, open: &Open) -
 }
 
 /// Lets the kernel detect a machine that is gone.
-pub(super) fn set_options(stream: &TcpStream) -> io::Result<()> {
+pub(crate) fn set_options(stream: &TcpStream) -> io::Result<()> {
     let keepalive = TcpKeepalive::new().with_time(SILENCE / 4).with_interval(SILENCE / 4);
     let socket = SockRef::from(stream);
     socket.set_tcp_keepalive(&keepalive)?;

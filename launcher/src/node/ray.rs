@@ -12,12 +12,12 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-use super::{NodeOptions, NodePlace, NodeSecret};
-use crate::worker::fork_server::SpawnError;
-use crate::worker::output::{Lines, StderrTail};
-use crate::worker::process;
+use crate::node::client::{NodeOptions, NodePlace};
+use crate::node::secret::NodeSecret;
+use crate::process::output::{Lines, StderrTail};
+use crate::process::python::{self, SpawnError};
 
-/// How long the process may take to leave the cluster.
+/// Time limit for the process to leave the cluster.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 const NAME: &str = "the process that asks Ray for nodes";
 
@@ -36,7 +36,7 @@ pub(crate) struct RayOptions {
 pub(crate) struct RayNodes {
     options: RayOptions,
     secret: NodeSecret,
-    /// Of each node.
+    /// The place of each node.
     places: Vec<watch::Sender<NodePlace>>,
     process: Option<JoinHandle<()>>,
     stop: CancellationToken,
@@ -68,7 +68,7 @@ impl RayNodes {
         Self { options, secret: NodeSecret::make(), places, process: None, stop: CancellationToken::new() }
     }
 
-    /// In the order of their ranks.
+    /// The nodes, in the order of their ranks.
     pub(crate) fn nodes(&self) -> Vec<NodeOptions> {
         let node = |place: &watch::Sender<_>| NodeOptions {
             place: place.subscribe(),
@@ -80,12 +80,12 @@ impl RayNodes {
         self.places.iter().map(node).collect()
     }
 
-    /// Starts the process unless it runs. Call it on the main thread (see `process::python_module`).
+    /// Starts the process unless it runs. Call it on the main thread (see `python::module`).
     pub(crate) fn start(&mut self) -> Result<(), SpawnError> {
         if self.process.as_ref().is_some_and(|process| !process.is_finished()) {
             return Ok(());
         }
-        let mut command = process::python_module(&self.options.python, "penstock_server.process.ray");
+        let mut command = python::module(&self.options.python, "penstock_server.process.ray");
         command.stdin(std::process::Stdio::piped());
         let child = command.spawn().map_err(|source| SpawnError::new(&self.options.python, source))?;
         self.places.iter().for_each(|place| drop(place.send_replace(NodePlace::Awaited)));
@@ -113,7 +113,7 @@ impl RayNodes {
     }
 }
 
-/// Passes on where the nodes are, until the process ends or `stop`.
+/// Passes on the places of the nodes, until the process ends or `stop`.
 async fn follow(mut child: Child, order: String, places: Vec<watch::Sender<NodePlace>>, stop: CancellationToken) {
     let (Some(mut stdin), Some(stdout), Some(stderr)) = (child.stdin.take(), child.stdout.take(), child.stderr.take())
     else {

@@ -39,7 +39,7 @@ impl NodeSecret {
         Ok(Self(text.to_owned()))
     }
 
-    /// Of 32 random bytes.
+    /// A new secret of 32 random bytes.
     pub(super) fn make() -> Self {
         let bytes: [u8; 32] = rand::random();
         Self(bytes.iter().map(|byte| format!("{byte:02x}")).collect())

@@ -3,7 +3,7 @@
 use super::{Choice, ResolveError};
 use crate::flag::args::Args;
 use crate::flag::isa::CpuIsa;
-use crate::node::RanksOn;
+use crate::flag::ranks_on::RanksOn;
 
 /// Each node has equally many ranks of all stages.
 pub(super) fn num_shards(args: &Args, choices: &mut Vec<Choice>) -> Result<usize, ResolveError> {
@@ -46,7 +46,7 @@ pub(super) fn num_shards(args: &Args, choices: &mut Vec<Choice>) -> Result<usize
     }
 }
 
-/// As given: only Ray knows the cluster.
+/// The given number of shards, because only Ray knows the cluster.
 fn num_shards_on_ray(args: &Args) -> Result<usize, ResolveError> {
     let refused = |name, value, allowed| Err(ResolveError::OutOfRange { name, value, allowed });
     if args.ranks_on.len() > 1 {

@@ -60,7 +60,8 @@ impl SequenceLimits {
                          --max-total-tokens allows up to {model_limit}"
                     )
                 };
-                choices.push(Choice::new("max-total-tokens", tokens, reason.clone()));
+                let choose = if tokens == model_limit { Choice::usual } else { Choice::new };
+                choices.push(choose("max-total-tokens", tokens, reason.clone()));
                 (tokens, reason)
             }
         };
@@ -71,14 +72,14 @@ impl SequenceLimits {
             Some(given) => check_source(given, model, step_tokens)?,
             None => {
                 let (tokens, reason) = default_input(settings, model, step_tokens, max_total_tokens);
-                choices.push(Choice::new("max-input-tokens", tokens, reason));
+                choices.push(Choice::usual("max-input-tokens", tokens, reason));
                 tokens
             }
         };
         let max_queued_tokens = args.max_queued_tokens.unwrap_or_else(|| {
             let tokens = (QUEUED_POOLS * capacity).max(QUEUED_SEQUENCES * u64::from(max_total_tokens));
             let reason = "128 sequences of maximum length or 16 times the KV cache, whichever is larger";
-            choices.push(Choice::new("max-queued-tokens", tokens, reason));
+            choices.push(Choice::usual("max-queued-tokens", tokens, reason));
             tokens
         });
         let max_new_tokens = model.max_new_tokens();

@@ -4,6 +4,7 @@ use clap::Parser;
 use penstock_router::sequence::{ImageInput, Matryoshka, Pooling, Task};
 
 use super::*;
+use machine::{listed_devices, visible_devices};
 
 const MACHINE: Machine = Machine { num_cores: 8, num_visible_devices: None };
 
@@ -257,22 +258,12 @@ fn drafting(model: &Description, num_blocks: u32) -> Limits {
         max_step_sequences: 8,
         max_sequence_tokens: 8192,
         num_blocks,
-        num_memory_slots: 0,
-        num_disk_slots: 0,
         block_tokens: model.block_tokens,
         max_steps_in_flight: 2,
-        prefix_caching: false,
         priority_ageing: Duration::ZERO,
-        max_inter_token: None,
-        max_overtaking: 0,
         window_tokens: model.window_tokens,
-        whole_prompts: false,
         max_draft_tokens: 4,
-        drafts_with_model: false,
-        drafts_extend_lookup: false,
-        drafts_only_forced: false,
-        max_image_bytes: 0,
-        num_stages: 1,
+        ..Limits::PLAIN
     }
 }
 

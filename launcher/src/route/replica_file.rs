@@ -19,15 +19,15 @@ const MAX_BYTES: u64 = 1 << 20;
 /// The servers of a file.
 pub(crate) struct Servers {
     pub(crate) remotes: Vec<Remote>,
-    /// What is wrong with the other lines.
+    /// Errors of the other lines.
     pub(crate) refusals: Vec<String>,
 }
 
-/// What is needed to follow the file.
+/// Follows the file while the router serves.
 pub(crate) struct Follower {
     pub(crate) path: PathBuf,
     pub(crate) access: Access,
-    /// How each server is used; `remote` is any of them.
+    /// Options of each server; `remote` is replaced.
     pub(crate) options: RemoteOptions,
     pub(crate) replicas: Replicas,
 }

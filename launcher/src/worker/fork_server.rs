@@ -2,7 +2,7 @@
 //!
 //! INVARIANT: when this process or the fork server ends, the kernel kills the workers.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
@@ -14,13 +14,13 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 
 use crate::flag::isa::CpuIsa;
-use crate::node::{NodeConnection, NodeOptions};
-use crate::resolve::machine_share::MachineShare;
-use crate::worker::fork_protocol::{Command, Report, WorkerEvents, WorkerFlags, WorkerTable};
-use crate::worker::output::{Lines, StderrTail};
-use crate::worker::process;
+use crate::node::client::{NodeConnection, NodeOptions};
+use crate::process::output::{Lines, StderrTail};
+use crate::process::python::{self, SpawnError};
+use crate::process::share::MachineShare;
+use crate::protocol::{Command, Report, WorkerEvents, WorkerFlags, WorkerTable};
 
-/// How long the process may take to exit after it has closed its output.
+/// Time limit for the process to exit after it has closed its output.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Polls of a waiting thread of libgomp before it sleeps.
@@ -40,19 +40,12 @@ pub(crate) struct ForkServerOptions {
     pub(crate) python: PathBuf,
     /// CPU threads per rank.
     pub(crate) num_threads: usize,
-    /// What the workers may use of the machine.
+    /// The part of the machine that the workers may use.
     pub(crate) share: MachineShare,
     pub(crate) cpu_isa: CpuIsa,
     pub(crate) hub_cache: Option<PathBuf>,
-    /// Where the process runs; `None`: on this machine.
+    /// Node of the process; `None`: this machine.
     pub(crate) node: Option<NodeOptions>,
-}
-
-#[derive(Debug, thiserror::Error)]
-#[error("cannot start {}: {source}; set PENSTOCK_PYTHON to the interpreter that has penstock_server", .python.display())]
-pub(crate) struct SpawnError {
-    python: PathBuf,
-    source: std::io::Error,
 }
 
 /// Duration of the imports once they are done. Closed when the process has ended.
@@ -62,12 +55,12 @@ struct Process {
     commands: mpsc::UnboundedSender<Command>,
     import_time: ImportTime,
     preload_time: watch::Receiver<Option<Duration>>,
-    /// Why the process has ended.
+    /// Reason for the end of the process, once it has ended.
     end: watch::Receiver<Option<String>>,
     task: JoinHandle<()>,
 }
 
-/// The sending side of what a `Process` tells.
+/// The sending sides of the channels of a `Process`.
 struct ProcessEvents {
     import_time: watch::Sender<Option<Duration>>,
     preload_time: watch::Sender<Option<Duration>>,
@@ -100,23 +93,17 @@ impl WorkerHandle {
     }
 }
 
-impl SpawnError {
-    pub(crate) fn new(python: &Path, source: std::io::Error) -> Self {
-        Self { python: python.to_owned(), source }
-    }
-}
-
 impl ForkServer {
     pub(crate) fn new(options: ForkServerOptions) -> Self {
         Self { options, preload: None, process: None }
     }
 
-    /// Where its process runs; `None`: on this machine.
+    /// Node of its process; `None`: this machine.
     pub(crate) fn node(&self) -> Option<&NodeOptions> {
         self.options.node.as_ref()
     }
 
-    /// Starts the process unless it runs. Call it on the main thread (see `process::python_module`).
+    /// Starts the process unless it runs. Call it on the main thread (see `python::module`).
     pub(crate) fn start(&mut self) -> Result<(), SpawnError> {
         if self.process.as_ref().is_none_or(|process| process.import_time.has_changed().is_err()) {
             let process = self.options.spawn().map_err(|source| SpawnError::new(&self.options.python, source))?;
@@ -137,12 +124,12 @@ impl ForkServer {
         self.preload = Some(request);
     }
 
-    /// How long the load took; `None` if each worker loads the model itself.
+    /// Duration of the load; `None` if each worker loads the model itself.
     pub(crate) fn preload_time(&self) -> Option<Duration> {
         self.process.as_ref().and_then(|process| *process.preload_time.borrow())
     }
 
-    /// Requests a worker. Call it on the main thread (see `process::python_module`).
+    /// Requests a worker. Call it on the main thread (see `python::module`).
     pub(crate) fn start_worker(&mut self, flags: WorkerFlags) -> Result<Forked, SpawnError> {
         self.start()?;
         let Some(Process { commands, import_time, .. }) = &self.process else {
@@ -218,7 +205,7 @@ impl ForkServerOptions {
 
     /// The process on this machine.
     pub(crate) fn command(&self) -> tokio::process::Command {
-        let mut command = process::python_module(&self.python, "penstock_server.process.fork_server");
+        let mut command = python::module(&self.python, "penstock_server.process.fork_server");
         command.stdin(Stdio::piped());
         if let Some(devices) = &self.share.devices {
             command.env("CUDA_VISIBLE_DEVICES", devices);
@@ -280,7 +267,7 @@ async fn drive(mut child: Child, mut commands: mpsc::UnboundedReceiver<Command>,
     report_lost(reason, workers, commands, events.end).await;
 }
 
-/// The same with a process on a node, which ends with the connection.
+/// Like `drive`, with a process on a node, which ends with the connection.
 async fn drive_node(
     node: NodeOptions,
     cpu_isa: CpuIsa,
@@ -317,7 +304,7 @@ async fn report_lost(
     }
 }
 
-/// How an exchange ended.
+/// The end of an exchange.
 enum Ended {
     /// Every command sender is dropped.
     Released,

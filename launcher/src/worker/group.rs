@@ -6,19 +6,20 @@ use futures::FutureExt;
 use futures::future::BoxFuture;
 use penstock_router::worker::{Group, LoadOptions, WarmUpOptions, WorkerError};
 
-use crate::worker::workers::{Meeting, WorkerOptions, Workers, WorkersError};
+use crate::worker::process::{Meeting, WorkerOptions, Workers, WorkersError};
 
 /// Time limit for forked workers to listen.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(300);
-/// After a lost connection: how long to wait for the exit that explains it.
+/// Time to wait, after a lost connection, for the exit that explains it.
 pub(crate) const EXIT_REASON_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How to start a group like the first one.
+/// Settings that start a group like the first one.
+#[derive(Clone)]
 pub(crate) struct Recipe {
     pub(crate) workers: WorkerOptions,
     /// `rendezvous`, `token` and `background` are replaced: each group has its own.
     pub(crate) load: LoadOptions,
-    /// As many blocks as the first group has, without repeating that group's memory measurements.
+    /// Asks for as many blocks as the first group has, without that group's memory measurements.
     pub(crate) warm_up: WarmUpOptions,
     /// Host memory that a standby group takes. The error says why there is none.
     pub(crate) standby_bytes: Result<u64, String>,
@@ -27,7 +28,7 @@ pub(crate) struct Recipe {
 /// A group whose weights are loaded.
 pub(crate) struct Loaded {
     pub(crate) group: Group,
-    /// When all workers had answered.
+    /// Time at which all workers had answered.
     pub(crate) connected: Instant,
 }
 
@@ -71,7 +72,7 @@ impl Recipe {
         }
     }
 
-    /// As `load`.
+    /// Like the function `load`, with the recipe's options.
     pub(crate) fn load(&self, workers: &Workers, background: bool) -> Loading {
         load(&self.load, workers, background)
     }
@@ -118,7 +119,7 @@ pub(crate) async fn while_alive<T>(workers: &mut Workers, task: impl Future<Outp
     }
 }
 
-/// Why a worker exited; `None` if none exits soon.
+/// The reason of a worker's exit; `None` if none exits soon.
 pub(crate) async fn exit_reason(workers: &mut Workers) -> Option<String> {
     tokio::time::timeout(EXIT_REASON_TIMEOUT, workers.exit()).await.ok()
 }

@@ -2,51 +2,39 @@
 //! would save almost nothing, because a fork takes hundredths of a second. The load yields the processors to running
 //! requests, so only a finished one is taken over.
 
-use clap::ValueEnum;
 use futures::FutureExt;
 
+use crate::flag::standby::Standby;
+use crate::process::memory::{self, Size};
 use crate::worker::group::{Loaded, Loading, Recipe};
-use crate::worker::hosts::Hosts;
-use crate::worker::memory;
-use crate::worker::workers::Workers;
+use crate::worker::host::Hosts;
+use crate::worker::process::Workers;
 
 /// Memory per rank that must be available in addition to the weights: several times what a worker uses before warm-up.
 /// The imports are shared with the fork server.
 const RANK_BYTES: u64 = 512 << 20;
 
-/// Whether to keep a standby group.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Standby {
-    /// If memory that nothing else needs is left.
-    Auto,
-    /// The KV cache of a GPU leaves room for it. On a CPU, the same as `Auto`.
-    Reserve,
-    Off,
-}
-
-impl Standby {
-    /// Host memory of a group. The error says why there is none. `weight_bytes` are those of all ranks that are not shared
-    /// with other groups, `room_bytes` as in `Pool`.
-    pub(crate) fn host_bytes(
-        self,
-        weight_bytes: u64,
-        room_bytes: Option<i64>,
-        num_ranks: usize,
-    ) -> Result<u64, String> {
-        if self == Self::Off {
-            return Err("--standby is off".to_owned());
-        }
-        let processes = RANK_BYTES * num_ranks as u64;
-        match room_bytes {
-            // Packing a weight needs as much memory again.
-            None => Ok(processes + 2 * weight_bytes),
-            Some(room) if room < 0 => Err(format!(
-                "a GPU lacks {} MiB for a second copy of the weights beside the KV cache and the largest step; use \
-                 --standby reserve, lower --max-batch-total-tokens or raise --cuda-memory-fraction",
-                room.unsigned_abs().div_ceil(1 << 20)
-            )),
-            Some(_) => Ok(processes),
-        }
+/// Host memory of a standby group. The error says why there is none. `weight_bytes` are those of all ranks that are not shared
+/// with other groups, `room_bytes` as in `Pool`.
+pub(crate) fn host_bytes(
+    standby: Standby,
+    weight_bytes: u64,
+    room_bytes: Option<i64>,
+    num_ranks: usize,
+) -> Result<u64, String> {
+    if standby == Standby::Off {
+        return Err("--standby is off".to_owned());
+    }
+    let processes = RANK_BYTES * num_ranks as u64;
+    match room_bytes {
+        // Packing a weight needs as much memory again.
+        None => Ok(processes + 2 * weight_bytes),
+        Some(room) if room < 0 => Err(format!(
+            "a GPU lacks {} MiB for a second copy of the weights beside the KV cache and the largest step; use \
+             --standby reserve, lower --max-batch-total-tokens or raise --cuda-memory-fraction",
+            room.unsigned_abs().div_ceil(1 << 20)
+        )),
+        Some(_) => Ok(processes),
     }
 }
 
@@ -57,7 +45,7 @@ pub(crate) struct StandbyGroup {
     is_ready: bool,
 }
 
-/// What happened to a standby group.
+/// An event of a standby group.
 pub(crate) enum StandbyEvent {
     Ready,
     /// It cannot be used any more; the text says why.
@@ -65,13 +53,13 @@ pub(crate) enum StandbyEvent {
 }
 
 impl StandbyGroup {
-    /// Spawns the workers and starts to load them. Call it on the main thread (see `process::python_module`). The error
+    /// Spawns the workers and starts to load them. Call it on the main thread (see `python::module`). The error
     /// says why there is no standby group. `number` as in `Workers::spawn`.
     pub(crate) fn start(recipe: &Recipe, hosts: &mut Hosts, number: usize) -> Result<Self, String> {
         let required_bytes = recipe.standby_bytes.clone()?;
         // An unknown amount of available memory counts as none.
         if memory::available_bytes().unwrap_or(0) < required_bytes {
-            return Err(format!("less than {} MiB of memory are available", required_bytes >> 20));
+            return Err(format!("less than {} of memory are available", Size(required_bytes)));
         }
         let workers = Workers::spawn(&recipe.workers, hosts, number).map_err(|error| error.to_string())?;
         let loading = recipe.load(&workers, true);
@@ -107,10 +95,10 @@ mod tests {
 
     #[test]
     fn a_second_copy_of_the_weights_is_in_host_memory_or_fits_on_every_gpu() {
-        assert_eq!(Standby::Auto.host_bytes(5 << 30, None, 2), Ok((10 << 30) + 2 * RANK_BYTES));
+        assert_eq!(host_bytes(Standby::Auto, 5 << 30, None, 2), Ok((10 << 30) + 2 * RANK_BYTES));
         for standby in [Standby::Auto, Standby::Reserve] {
-            assert_eq!(standby.host_bytes(5 << 30, Some(0), 2), Ok(2 * RANK_BYTES));
-            let reason = standby.host_bytes(5 << 30, Some(-(3 << 20) + 1), 2).unwrap_err();
+            assert_eq!(host_bytes(standby, 5 << 30, Some(0), 2), Ok(2 * RANK_BYTES));
+            let reason = host_bytes(standby, 5 << 30, Some(-(3 << 20) + 1), 2).unwrap_err();
             assert!(reason.starts_with("a GPU lacks 3 MiB for a second copy of the weights"), "{reason}");
         }
     }
@@ -118,7 +106,7 @@ mod tests {
     #[test]
     fn a_standby_group_can_be_off() {
         for room in [None, Some(1)] {
-            assert_eq!(Standby::Off.host_bytes(5 << 30, room, 2), Err("--standby is off".to_owned()));
+            assert_eq!(host_bytes(Standby::Off, 5 << 30, room, 2), Err("--standby is off".to_owned()));
         }
     }
 }

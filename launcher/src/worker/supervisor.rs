@@ -12,9 +12,9 @@ use penstock_router::worker::{HealthProbe, RankProgress};
 use tokio::sync::{mpsc, oneshot};
 
 use crate::worker::group::{self, EXIT_REASON_TIMEOUT, GroupError, Loaded, Recipe};
-use crate::worker::hosts::Hosts;
+use crate::worker::host::Hosts;
+use crate::worker::process::Workers;
 use crate::worker::standby::{StandbyEvent, StandbyGroup};
-use crate::worker::workers::Workers;
 
 /// A standby group starts this long after a group became ready, so that its load does not slow the first steps down, and once the
 /// group's KV pool has its memory, so that only the rest counts as available.
@@ -24,21 +24,21 @@ const PROBE_TIMEOUT: Duration = Duration::from_secs(1);
 /// Delay after a standby group was lost, for example for want of memory.
 const STANDBY_RETRY: Duration = Duration::from_secs(60);
 
-/// Owns the worker processes. It runs on the main thread (see `process::python_module`); the engine's requests arrive over
+/// Owns the worker processes. It runs on the main thread (see `python::module`); the engine's requests arrive over
 /// a channel.
 pub(crate) struct Supervisor {
     recipe: Recipe,
     hosts: Hosts,
     /// `None` after a failed restart.
     workers: Option<Workers>,
-    /// Of the current group.
+    /// Asks the current group.
     probe: HealthProbe,
     standby: Option<StandbyGroup>,
-    /// When to start a standby group; `None` if there is one, or if there can be none.
+    /// Time at which a standby group starts; `None` if there is one, or if there can be none.
     standby_due: Option<Instant>,
     num_groups: usize,
     requests: mpsc::UnboundedReceiver<Request>,
-    /// Why the current group failed; `None` while it is alive or before its exit is seen.
+    /// Reason for the current group's failure; `None` while it is alive or before its exit is seen.
     exit_reason: Option<String>,
 }
 

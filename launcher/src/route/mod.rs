@@ -6,23 +6,25 @@ use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use futures::FutureExt;
 use futures::future::join_all;
 use penstock_router::engine::RemoteOptions;
 use penstock_router::remote::{Access, Properties, Remote, RemoteError, RequestLimits, ServerDescription, UrlError};
 use penstock_router::replica::Replicas;
-use penstock_router::worker::Phase;
 
 use crate::flag::args::Args;
-use crate::model::adapter::AdapterFlags;
 use crate::model::fingerprint;
+use crate::model::local::{LocalModel, LocalModelError};
+use crate::phase::Phases;
 use crate::resolve::{ResolveError, SequenceLimits};
 use crate::route::replica_file::{Follower, Servers};
-use crate::start::{self, Started};
+use crate::serve::Started;
+use crate::setup::Setup;
 
-/// Between two attempts to reach a first server.
+/// Interval between two attempts to reach a first server.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Why the router cannot use its servers.
+/// Errors of the servers behind a router.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum RouteError {
     #[error("--replica: {0}")]
@@ -43,11 +45,11 @@ pub(crate) enum RouteError {
     File { path: PathBuf, reason: String },
 }
 
-/// Why the router does not start.
+/// Errors of a router's start.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum StartError {
     #[error(transparent)]
-    Model(#[from] start::StartError),
+    Files(#[from] LocalModelError),
     #[error(transparent)]
     Servers(#[from] RouteError),
     #[error(transparent)]
@@ -83,69 +85,47 @@ fn servers_of_file(path: &Path, access: &Access) -> Result<Servers, RouteError> 
 
 /// Waits until a server can be reached. Dropping the future stops that.
 pub(crate) async fn start(
-    args: &Args,
-    adapters: &AdapterFlags,
-    python: &Path,
+    setup: Setup<'_>,
     mut servers: Vec<Remote>,
     access: Option<Access>,
 ) -> Result<Started, StartError> {
-    let mut phases = Vec::new();
-    let timed = |name: &str, since: Instant| Phase { name: name.to_owned(), duration: since.elapsed() };
-    let (prepared, folder, text) = start::prepare(args, adapters, python, &mut phases).await?;
-    let since = Instant::now();
-    let ours = fingerprint::tokenizer(&folder.path).map_err(RouteError::Read)?;
-    // A list that may change has servers that do not fit: they are refused alone, here or by their engines.
-    let is_fixed = args.replica_file.is_none();
-    let mut described = match args.replica_file.as_deref().zip(access.as_ref()) {
-        Some((path, access)) => describe_file(path, access, &mut servers, |server| check(args, &ours, server)).await,
+    let (args, mut phases) = (setup.args(), Phases::default());
+    let local = LocalModel::prepare(args, setup.adapters, setup.python, &mut phases).await?;
+    let start = Instant::now();
+    let tokenizer = fingerprint::tokenizer(&local.folder.path).map_err(RouteError::Read)?;
+    let file = args.replica_file.as_deref().zip(access.as_ref());
+    let described = match file {
+        Some((path, access)) => {
+            describe_file(path, access, &mut servers, |server| check(args, &tokenizer, server)).await
+        }
         None => describe(&servers, |server| check_release(&server.properties)).await?,
     };
-    phases.push(timed("find servers", since));
-    let properties = described.first().expect("invariant: there is a server").1.properties.clone();
-    if !is_fixed {
-        described.retain(|(_, server)| properties.check(&server.properties).is_ok());
-    }
-    let first = &described[0];
-    described.iter().try_for_each(|(url, server)| {
-        properties.check(&server.properties).map_err(|source| RouteError::Refused { url: url.clone(), source })
-    })?;
-    check_tokenizer(&ours, &first.1)?;
+    phases.add_since("find servers", start);
+    // A list that may change has servers that do not fit: they are refused alone, here or by their engines.
+    let described = equal_to_first(described, file.is_some())?;
+    let first = &described[0].1;
+    check_tokenizer(&tokenizer, first)?;
     let limits = limits(args, &described, servers.len())?;
     let max_image_bytes = described.iter().map(|(_, server)| server.model.max_image_bytes()).min().unwrap_or(0);
-    let mut model = first.1.model.clone();
+    let mut model = first.model.clone();
     model.image_input.iter_mut().for_each(|input| input.max_bytes = max_image_bytes);
-    let step_deadline = described.iter().map(|(_, server)| server.step_deadline).max().unwrap_or_default();
-    let options = |remote| RemoteOptions {
-        remote,
-        properties: properties.clone(),
-        limits: RequestLimits {
-            max_input_tokens: limits.max_input_tokens,
-            max_total_tokens: limits.max_total_tokens,
-            max_new_tokens: limits.max_new_tokens,
-            max_image_bytes,
-        },
-        timeout: Duration::from_secs(args.replica_timeout),
-        step_deadline,
-    };
-    let num_blocks = servers.len() * first.1.num_blocks as usize;
-    let since = Instant::now();
-    let servers: Vec<_> = servers.into_iter().map(options).collect();
-    let follower = args.replica_file.clone().zip(access).zip(servers.first().cloned());
-    let replicas = Replicas::connect(servers, &first.1);
+    let num_blocks = servers.len() * first.num_blocks as usize;
+    let start = Instant::now();
+    let options = |remote| remote_options(args, remote, &described, &limits, max_image_bytes);
+    let remotes: Vec<_> = servers.into_iter().map(options).collect();
+    let any = remotes.first().cloned();
+    let replicas = Replicas::connect(remotes, first);
     replicas.ready().await;
-    phases.push(timed("connect", since));
+    phases.add_since("connect", start);
+    let follower = args.replica_file.clone().zip(access).zip(any).map(|((path, access), options)| {
+        let follower = Follower { path, access, options, replicas: replicas.clone() };
+        async move { follower.run().await }.boxed()
+    });
     Ok(Started {
-        follower: follower.map(|((path, access), options)| Follower {
-            path,
-            access,
-            options,
-            replicas: replicas.clone(),
-        }),
+        follower,
         replicas,
         supervisors: Vec::new(),
-        prepared,
-        folder,
-        text: text.with_embeddings(model.vocab_size),
+        local: local.with_embeddings(model.vocab_size),
         model,
         limits,
         num_blocks,
@@ -154,7 +134,43 @@ pub(crate) async fn start(
     })
 }
 
-/// What the servers of a fixed list serve, as far as they can be reached and pass `check`; at least one. A server that refuses this router is
+/// The servers that compute the same tokens as the first. With `drops_others`, the others are left out; without it, one is an error.
+fn equal_to_first(
+    mut described: Vec<(String, ServerDescription)>,
+    drops_others: bool,
+) -> Result<Vec<(String, ServerDescription)>, RouteError> {
+    let properties = described.first().expect("invariant: there is a server").1.properties.clone();
+    if drops_others {
+        described.retain(|(_, server)| properties.check(&server.properties).is_ok());
+    }
+    described.iter().try_for_each(|(url, server)| {
+        properties.check(&server.properties).map_err(|source| RouteError::Refused { url: url.clone(), source })
+    })?;
+    Ok(described)
+}
+
+fn remote_options(
+    args: &Args,
+    remote: Remote,
+    described: &[(String, ServerDescription)],
+    limits: &SequenceLimits,
+    max_image_bytes: u64,
+) -> RemoteOptions {
+    RemoteOptions {
+        remote,
+        properties: described[0].1.properties.clone(),
+        limits: RequestLimits {
+            max_input_tokens: limits.max_input_tokens,
+            max_total_tokens: limits.max_total_tokens,
+            max_new_tokens: limits.max_new_tokens,
+            max_image_bytes,
+        },
+        timeout: Duration::from_secs(args.replica_timeout),
+        step_deadline: described.iter().map(|(_, server)| server.step_deadline).max().unwrap_or_default(),
+    }
+}
+
+/// Descriptions of the servers of a fixed list that can be reached and pass `check`; at least one. A server that refuses this router is
 /// an error.
 async fn describe(
     servers: &[Remote],
@@ -184,7 +200,7 @@ async fn describe(
     }
 }
 
-/// What the servers of the file serve that can be reached and pass `check`; at least one. Until there is one, the file is read again, and
+/// Descriptions of the servers of the file that can be reached and pass `check`; at least one. Until there is one, the file is read again, and
 /// `servers` is what it has.
 async fn describe_file(
     path: &Path,
@@ -259,7 +275,7 @@ fn check_tokenizer(ours: &str, server: &ServerDescription) -> Result<(), RouteEr
     }
 }
 
-/// What every server accepts, or less if flags say so.
+/// Limits that every server accepts, or less if flags say so.
 fn limits(
     args: &Args,
     described: &[(String, ServerDescription)],

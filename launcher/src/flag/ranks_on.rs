@@ -1,4 +1,4 @@
-//! Where ranks run: `node://HOST:PORT` of an agent, or `ray://HOST:PORT` of a Ray cluster, which chooses the machines.
+//! Values of `--ranks-on`: `node://HOST:PORT` of an agent, or `ray://HOST:PORT` of a Ray cluster, which chooses the machines.
 
 use std::fmt::{self, Display, Formatter};
 use std::str::FromStr;

@@ -6,7 +6,7 @@ use nix::unistd::Pid;
 /// `None`: all.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct MachineShare {
-    /// As in `CUDA_VISIBLE_DEVICES`.
+    /// Value of `CUDA_VISIBLE_DEVICES`.
     pub(crate) devices: Option<String>,
     /// Numbers, separated by commas.
     pub(crate) cores: Option<String>,
@@ -48,7 +48,7 @@ fn parts(
     all.chunks(num_each).take(num_parts).map(|part| share(Some(part.join(",")))).collect()
 }
 
-/// Those that the scheduler of the system lets this process use.
+/// Cores that the system lets this process use.
 fn usable_cores() -> Vec<String> {
     let Ok(set) = sched_getaffinity(Pid::from_raw(0)) else { return Vec::new() };
     let is_set = |core: &usize| set.is_set(*core).unwrap_or(false);

@@ -1,4 +1,4 @@
-//! Where the ranks of a replica run: a fork server on this machine, or one on each of several nodes, with equally many ranks. Ray may
+//! The machines of a replica's ranks: a fork server on this machine, or one on each of several nodes, with equally many ranks. Ray may
 //! choose the nodes.
 
 use std::time::Duration;
@@ -6,10 +6,12 @@ use std::time::Duration;
 use futures::future::{join_all, select_all};
 use penstock_router::worker::LoadOptions;
 
-use crate::node::{NodeOptions, RayNodes, RayOptions};
-use crate::worker::fork_server::{ForkServer, ForkServerOptions, SpawnError};
+use crate::node::client::NodeOptions;
+use crate::node::ray::{RayNodes, RayOptions};
+use crate::process::python::SpawnError;
+use crate::worker::fork_server::{ForkServer, ForkServerOptions};
 
-/// Where the ranks of a replica run.
+/// The machines of a replica's ranks.
 #[derive(Clone, Debug)]
 pub(crate) enum Placement {
     Here,
@@ -18,7 +20,7 @@ pub(crate) enum Placement {
 }
 
 pub(crate) struct Hosts {
-    /// Not empty, and all on this machine or all on nodes.
+    /// Fork servers, at least one: all on this machine, or all on nodes.
     servers: Vec<ForkServer>,
     /// Finds the nodes.
     ray: Option<RayNodes>,
@@ -45,7 +47,7 @@ impl Hosts {
         }
     }
 
-    /// Starts every process that does not run. Call it on the main thread (see `process::python_module`).
+    /// Starts every process that does not run. Call it on the main thread (see `python::module`).
     pub(crate) fn start(&mut self) -> Result<(), SpawnError> {
         self.ray.as_mut().map_or(Ok(()), RayNodes::start)?;
         self.servers.iter_mut().try_for_each(ForkServer::start)
@@ -57,17 +59,17 @@ impl Hosts {
         (&mut self.servers[rank / size], LocalRank { rank: rank % size, size })
     }
 
-    /// As `ForkServer::preload`, on all machines.
+    /// Like `ForkServer::preload`, on all machines.
     pub(crate) fn preload(&mut self, load: &LoadOptions) {
         self.servers.iter_mut().for_each(|host| host.preload(load));
     }
 
-    /// As `ForkServer::preload_time`, of the slowest.
+    /// Like `ForkServer::preload_time`: the longest.
     pub(crate) fn preload_time(&self) -> Option<Duration> {
         self.servers.iter().filter_map(ForkServer::preload_time).max()
     }
 
-    /// As `ForkServer::import_time`, of the slowest.
+    /// Like `ForkServer::import_time`: the longest.
     pub(crate) fn import_time(&self) -> impl Future<Output = Duration> + use<> {
         let times = join_all(self.servers.iter().map(ForkServer::import_time));
         async move { times.await.into_iter().max().unwrap_or_default() }
@@ -78,12 +80,12 @@ impl Hosts {
         select_all(self.servers.iter().map(|host| Box::pin(host.end()))).await.0
     }
 
-    /// As `ForkServer::abandon`.
+    /// Like `ForkServer::abandon`, on all machines.
     pub(crate) async fn abandon(&mut self) {
         join_all(self.servers.iter_mut().map(ForkServer::abandon)).await;
     }
 
-    /// As `ForkServer::stop`. Ray's nodes end too.
+    /// Like `ForkServer::stop`, on all machines. Ray's nodes end too.
     pub(crate) async fn stop(self) {
         join_all(self.servers.into_iter().map(ForkServer::stop)).await;
         if let Some(ray) = self.ray {

@@ -10,8 +10,8 @@ use tokio::process::Command;
 
 use crate::flag::args::Args;
 use crate::model::adapter::AdapterFlags;
-use crate::worker::output::Lines;
-use crate::worker::process;
+use crate::process::output::Lines;
+use crate::process::python;
 
 /// Limit on what the process may print. Its answer names every weight file, so it can exceed `output::Lines`.
 const MAX_ANSWER_BYTES: u64 = 16 << 20;
@@ -29,7 +29,7 @@ pub(crate) struct Prepared {
     pub(crate) adapters: HashMap<String, PathBuf>,
     /// The folder of `--speculative-model`.
     pub(crate) speculative_model: Option<PathBuf>,
-    /// Files that hold the weights of `speculative_model`. They decide no bit.
+    /// Files that hold the weights of `speculative_model`. No token depends on them.
     pub(crate) drafter_weights: Vec<PathBuf>,
 }
 
@@ -50,7 +50,7 @@ pub(crate) enum PrepareError {
 /// Finds, downloads or converts the model and the one that drafts, and downloads adapters. Logs the progress. Dropping the future kills the
 /// process.
 pub(crate) async fn prepare(python: &Path, args: &Args, adapters: &AdapterFlags) -> Result<Prepared, PrepareError> {
-    let mut command = process::python_module(python, "penstock_server.prepare");
+    let mut command = python::module(python, "penstock_server.prepare");
     command.args(args.model_id.iter().flat_map(|id| ["--model-id", id]));
     command.args(args.revision.iter().flat_map(|revision| ["--revision", revision]));
     if args.trust_remote_code {
@@ -70,12 +70,12 @@ pub(crate) async fn prepare(python: &Path, args: &Args, adapters: &AdapterFlags)
 
 /// Downloads an adapter, given as `ID` or `ID@REVISION`. Logs the progress. Dropping the future kills the process.
 pub(crate) async fn prepare_adapter(python: &Path, args: &Args, given: &str) -> Result<PathBuf, PrepareError> {
-    let mut command = process::python_module(python, "penstock_server.prepare");
+    let mut command = python::module(python, "penstock_server.prepare");
     command.args(["--only-adapter", given]);
     answer_of(command, python, args, "an adapter").await
 }
 
-/// What the process prints. `what` it prepares, for people.
+/// The answer that the process prints. `what`: the prepared thing, for the log.
 async fn answer_of<T: DeserializeOwned>(
     mut command: Command,
     python: &Path,

@@ -22,7 +22,7 @@ const RELEASE: &str = env!("CARGO_PKG_VERSION");
 #[derive(Debug, Deserialize, Serialize)]
 pub(crate) struct Open {
     pub(crate) version: u32,
-    /// Of the server.
+    /// Release of the server.
     #[serde(default)]
     pub(crate) release: String,
     /// Ranks of one group on the node, which share its cores.
@@ -63,7 +63,7 @@ impl Open {
     }
 }
 
-/// What a worker is started with. It has secrets, so it has no `Debug`.
+/// Settings of a worker's start. They have secrets, so there is no `Debug`.
 #[derive(Clone, Deserialize, Serialize)]
 pub(crate) struct WorkerFlags {
     /// Unique among all workers of this fork server.
@@ -72,7 +72,7 @@ pub(crate) struct WorkerFlags {
     pub(crate) endpoint: String,
     pub(crate) rank: usize,
     pub(crate) world_size: usize,
-    /// What `Load` must have.
+    /// Token that `Load` must have.
     pub(crate) token: String,
     /// `None`: all ranks are on this machine.
     pub(crate) node: Option<NodeFlags>,
@@ -88,37 +88,37 @@ pub(crate) struct NodeFlags {
     pub(crate) local_size: usize,
     /// Whether it runs on a GPU. The node sets it, as `Open` asks.
     pub(crate) uses_gpu: bool,
-    /// Where the other ranks connect, as HOST:PORT. The node chooses it.
+    /// Address for the other ranks, as HOST:PORT. The node chooses it.
     pub(crate) listen: String,
-    /// PEM, as the two below.
+    /// PEM, like the two below.
     pub(crate) certificate: String,
     pub(crate) key: String,
     pub(crate) authority: String,
 }
 
-/// Where a worker on a node listens.
+/// Ports of a worker on a node.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 pub(crate) struct Ports {
-    /// For this server.
+    /// Port for this server.
     pub(crate) worker: u16,
-    /// For the other ranks.
+    /// Port for the other ranks.
     pub(crate) peers: u16,
 }
 
-/// Where a worker on a node listens, as this server reaches it.
+/// Address of a worker on a node, as this server reaches it.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Listening {
-    /// Of the connection to the node.
+    /// Host of the connection to the node.
     pub(crate) host: String,
     pub(crate) ports: Ports,
 }
 
-/// How a worker ended: its exit status, or the reason why there is none (it never started, or its fork server ended).
+/// A worker's end: its exit status, or the reason why there is none (it never started, or its fork server ended).
 pub(crate) type ExitResult = Result<ExitStatus, String>;
 
-/// What happens to one worker.
+/// Events of one worker.
 pub(crate) struct WorkerEvents {
-    /// Resolves when the worker has opened its FIFOs, and tells where it listens if it is on a node; fails if it never does.
+    /// Resolves when the worker has opened its FIFOs, with its address if it is on a node; fails if it never does.
     pub(crate) started: oneshot::Receiver<Option<Listening>>,
     pub(crate) exited: oneshot::Receiver<ExitResult>,
 }
@@ -138,7 +138,7 @@ impl WorkerEvents {
     }
 }
 
-/// What the fork server is asked to do.
+/// A request to the fork server.
 #[expect(clippy::large_enum_variant, reason = "few exist at a time")]
 pub(crate) enum Command {
     Start {
@@ -176,7 +176,7 @@ pub(crate) enum Report {
     Started {
         name: String,
         pid: i32,
-        /// Of a worker on a node.
+        /// Ports of a worker on a node.
         #[serde(default)]
         ports: Option<Ports>,
     },
@@ -203,7 +203,7 @@ pub(crate) enum Report {
 /// The workers of one fork server that have not exited.
 #[derive(Default)]
 pub(crate) struct WorkerTable {
-    /// Of the fork server's node; `None`: it is on this machine.
+    /// Host of the fork server's node; `None`: this machine.
     host: Option<String>,
     by_name: HashMap<String, WorkerEventSender>,
 }

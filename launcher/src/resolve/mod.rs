@@ -3,9 +3,10 @@
 //! It happens in three stages: `Settings` before any process is started, `step_tokens` once the device is known, and
 //! `SequenceLimits` once the model and its memory are known. Each chosen value carries its reason, for the log.
 
-pub(crate) mod environment;
-pub(crate) mod machine_share;
+pub(crate) mod machine;
+
 mod nodes;
+mod range;
 mod sequence_limits;
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -15,11 +16,12 @@ use penstock_router::config::{EndpointError, TraceConfig};
 use penstock_router::worker::Description;
 use penstock_scheduler::Limits;
 
-use crate::flag::args::{Args, RopeScaling};
+use crate::flag::args::Args;
 use crate::flag::attention::Attention;
+use crate::flag::ranks_on::RanksOn;
+use crate::flag::standby::Standby;
 use crate::listen::listener::Place;
-use crate::node::RanksOn;
-use crate::worker::standby::Standby;
+use machine::Machine;
 pub(crate) use sequence_limits::SequenceLimits;
 
 /// Default limit on the sequences of a step.
@@ -35,30 +37,33 @@ const DEFAULT_SOURCE_TOKENS_CPU: u32 = 1024;
 const DEFAULT_WHOLE_PROMPT_TOKENS_CPU: u32 = 2048;
 const DEFAULT_SOURCE_TOKENS_GPU: u32 = 4096;
 
-/// A day, like the limit of a request's own timeout.
-const MAX_QUEUE_TIMEOUT_S: u64 = 86_400;
-/// Of one process.
-const MAX_REPLICAS: usize = 64;
-
-/// The resources of a machine.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Machine {
-    pub(crate) num_cores: usize,
-    /// Accelerators that the environment makes visible; `None` if it does not say.
-    pub(crate) num_visible_devices: Option<usize>,
-}
-
 /// A value that this module chose.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Choice {
     pub(crate) name: &'static str,
     pub(crate) value: String,
     pub(crate) reason: String,
+    /// The usual default, which the log has only at the level debug.
+    is_usual: bool,
 }
 
 impl Choice {
+    /// A value that differs from the usual one, or from what was given.
     fn new(name: &'static str, value: impl ToString, reason: impl Into<String>) -> Self {
-        Self { name, value: value.to_string(), reason: reason.into() }
+        Self { name, value: value.to_string(), reason: reason.into(), is_usual: false }
+    }
+
+    fn usual(name: &'static str, value: impl ToString, reason: impl Into<String>) -> Self {
+        Self { is_usual: true, ..Self::new(name, value, reason) }
+    }
+
+    /// Logs the value with its reason.
+    pub(crate) fn log(&self) {
+        let Self { name, value, reason, is_usual } = self;
+        match is_usual {
+            true => tracing::debug!("{name} is {value} ({reason})"),
+            false => tracing::info!("{name} is {value} ({reason})"),
+        }
     }
 }
 
@@ -66,9 +71,9 @@ impl Choice {
 #[derive(Clone, Debug)]
 pub(crate) struct Settings {
     pub(crate) place: Place,
-    /// Of one replica.
+    /// Ranks of one replica.
     pub(crate) num_ranks: usize,
-    /// Empty: on this machine.
+    /// Nodes of the ranks; empty: this machine.
     pub(crate) ranks_on: Vec<RanksOn>,
     /// CPU threads per rank.
     pub(crate) num_threads: usize,
@@ -83,7 +88,7 @@ pub(crate) struct Settings {
     /// Limit on a step with decodes; `None` lets the scheduler choose by measurement.
     pub(crate) max_inter_token: Option<Duration>,
     pub(crate) queue_timeout: Option<Duration>,
-    /// Where traces go; `None`: nowhere.
+    /// Destination of traces; `None`: there are no traces.
     pub(crate) traces: Option<TraceConfig>,
     pub(crate) choices: Vec<Choice>,
     /// Given values that were replaced, or need attention.
@@ -135,7 +140,7 @@ impl Settings {
 
     /// Checks the flags and fills in defaults.
     pub(crate) fn resolve(args: &Args, machine: Machine) -> Result<Self, ResolveError> {
-        check_ranges(args)?;
+        range::check(args)?;
         let (mut choices, mut warnings) = (Vec::new(), Vec::new());
         let num_ranks = num_shards(args, machine, &mut choices)? * args.pipeline_parallel_size as usize;
         let num_threads = (machine.num_cores / (num_ranks * args.replicas)).max(1);
@@ -143,7 +148,7 @@ impl Settings {
             1 => format!("{num_ranks} rank(s)"),
             replicas => format!("{replicas} replicas of {num_ranks} rank(s)"),
         };
-        choices.push(Choice::new("threads per rank", num_threads, format!("{} cores, {ranks}", machine.num_cores)));
+        choices.push(Choice::usual("threads per rank", num_threads, format!("{} cores, {ranks}", machine.num_cores)));
         let standby = standby(args, &mut choices)?;
         if args.trust_remote_code {
             // COMPAT: many deployments set it for models that do not need it.
@@ -157,7 +162,7 @@ impl Settings {
         }
         let max_step_sequences = max_step_sequences(args, &mut choices);
         let max_input_tokens = args.max_input_tokens.or(args.max_input_length);
-        check_contradictions(args, max_input_tokens, max_step_sequences)?;
+        range::check_order(args, max_input_tokens, max_step_sequences)?;
         Ok(Self {
             place: place(args, &mut warnings),
             num_ranks,
@@ -194,7 +199,7 @@ impl Settings {
         let wanted = if model.pooling.is_some() { wanted } else { wanted.min(model.max_position_tokens) };
         let tokens = wanted.max(whole_tokens.saturating_add(self.max_step_sequences));
         let reason = format!("the default on a {device}, adjusted to the model and max-batch-size");
-        (tokens, Some(Choice::new("max-batch-prefill-tokens", tokens, reason)))
+        (tokens, Some(Choice::usual("max-batch-prefill-tokens", tokens, reason)))
     }
 
     /// KV blocks that `--max-batch-total-tokens` requests.
@@ -253,97 +258,6 @@ fn no_drafts(model: &Description) -> String {
          --attention, or else --speculate",
         model.architecture, model.attention
     )
-}
-
-fn check_ranges(args: &Args) -> Result<(), ResolveError> {
-    let positive = [
-        ("max-concurrent-requests", Some(args.max_concurrent_requests)),
-        ("max-queued-tokens", args.max_queued_tokens.map(|tokens| usize::try_from(tokens).unwrap_or(usize::MAX))),
-        ("max-best-of", Some(args.max_best_of)),
-        ("max-client-batch-size", Some(args.max_client_batch_size)),
-        ("validation-workers", Some(args.validation_workers)),
-        ("payload-limit", Some(args.payload_limit)),
-        ("max-image-fetch-size", Some(args.max_image_fetch_size)),
-        ("num-shard", args.num_shard),
-        ("replicas", Some(args.replicas)),
-        ("max-input-tokens", args.max_input_tokens.map(|tokens| tokens as usize)),
-        ("max-input-length", args.max_input_length.map(|tokens| tokens as usize)),
-        ("max-batch-prefill-tokens", args.max_batch_prefill_tokens.map(|tokens| tokens as usize)),
-        ("max-batch-total-tokens", args.max_batch_total_tokens.map(|tokens| tokens as usize)),
-        ("max-batch-size", args.max_batch_size.map(|size| size as usize)),
-        ("max-inter-token-ms", args.max_inter_token_ms.map(|ms| ms as usize)),
-        ("step-timeout", args.step_timeout.map(|seconds| usize::try_from(seconds).unwrap_or(usize::MAX))),
-    ];
-    for (name, value) in positive {
-        if value == Some(0) {
-            return Err(ResolveError::OutOfRange { name, value: "0".to_owned(), allowed: "at least 1" });
-        }
-    }
-    if let Some(tokens @ 0..2) = args.max_total_tokens {
-        let allowed = "at least 2: one prompt token and one generated token";
-        return Err(ResolveError::OutOfRange { name: "max-total-tokens", value: tokens.to_string(), allowed });
-    }
-    in_range("replicas", args.replicas, args.replicas <= MAX_REPLICAS, "at most 64")?;
-    if let (Some(given), 0) = (&args.speculative_model, args.speculate) {
-        let value = format!("0 with --speculative-model {given}");
-        let allowed = "at least 1: the number of draft tokens that a step may verify for a sequence";
-        return Err(ResolveError::OutOfRange { name: "speculate", value, allowed });
-    }
-    let recent = args.speculate_recent_tokens;
-    in_range("speculate-recent-tokens", recent, recent == 0 || args.speculate > 0, "0 without --speculate")?;
-    let is_one_stage = args.pipeline_parallel_size == 1;
-    in_range("speculate", args.speculate, is_one_stage || args.speculate == 0, "0 with --pipeline-parallel-size")?;
-    let seconds = args.queue_timeout.unwrap_or(1);
-    in_range("queue-timeout", seconds, (1..=MAX_QUEUE_TIMEOUT_S).contains(&seconds), "from 1 to 86400")?;
-    let fraction = args.cuda_memory_fraction;
-    in_range("cuda-memory-fraction", fraction, fraction > 0.0 && fraction <= 1.0, "above 0 and at most 1")?;
-    for (name, gib) in [("kv-offload-gib", args.kv_offload_gib), ("kv-offload-disk-gib", args.kv_offload_disk_gib)] {
-        in_range(name, gib, gib >= 0.0 && gib.is_finite(), "at least 0")?;
-    }
-    let (disk_gib, has_folder) = (args.kv_offload_disk_gib, args.kv_offload_folder.is_some());
-    let allowed = "above 0 with --kv-offload-folder: the size of the file in it, while --kv-offload-gib is host memory";
-    in_range("kv-offload-disk-gib", disk_gib, disk_gib > 0.0 || !has_folder, allowed)?;
-    in_range("kv-offload-disk-gib", disk_gib, disk_gib == 0.0 || has_folder, "0 without --kv-offload-folder")?;
-    let gamma = args.watermark_gamma.unwrap_or(0.5);
-    in_range("watermark-gamma", gamma, gamma > 0.0 && gamma < 1.0, "between 0 and 1, exclusive")?;
-    let delta = args.watermark_delta.unwrap_or(2.0);
-    in_range("watermark-delta", delta, delta > 0.0 && delta.is_finite(), "above 0")?;
-    let factor = args.rope_factor.unwrap_or(1.0);
-    in_range("rope-factor", factor, factor >= 1.0 && factor.is_finite(), "at least 1")?;
-    let is_whole = args.rope_scaling != Some(RopeScaling::Yarn) || args.rope_factor.is_some();
-    in_range("rope-scaling", "yarn", is_whole, "with --rope-factor, or linear or dynamic without it")?;
-    let original = args.rope_original_max_tokens;
-    let scales = args.rope_factor.is_some() || args.rope_scaling.is_some();
-    let allowed = "with --rope-factor: it is the length that the factor multiplies";
-    in_range("rope-original-max-tokens", original.unwrap_or(0), original.is_none() || scales, allowed)
-}
-
-fn in_range(name: &'static str, value: impl ToString, holds: bool, allowed: &'static str) -> Result<(), ResolveError> {
-    if holds { Ok(()) } else { Err(ResolveError::OutOfRange { name, value: value.to_string(), allowed }) }
-}
-
-/// Refuses limits that no model and no machine can satisfy.
-fn check_contradictions(
-    args: &Args,
-    max_input_tokens: Option<u32>,
-    max_step_sequences: u32,
-) -> Result<(), ResolveError> {
-    let below = |small: (&'static str, Option<u32>), or_equal: bool, large: (&'static str, Option<u32>)| {
-        let ((small, Some(small_value)), (large, Some(large_value))) = (small, large) else { return Ok(()) };
-        if small_value < large_value || (or_equal && small_value == large_value) {
-            return Ok(());
-        }
-        let relation = if or_equal { "at most" } else { "less than" };
-        Err(ResolveError::Contradiction { small, small_value, relation, large, large_value })
-    };
-    let total = ("max-total-tokens", args.max_total_tokens);
-    let prefill = ("max-batch-prefill-tokens", args.max_batch_prefill_tokens);
-    let pool = ("max-batch-total-tokens", args.max_batch_total_tokens);
-    below(("max-input-tokens", max_input_tokens), false, total)?;
-    below(total, true, pool)?;
-    below(prefill, true, pool)?;
-    // Every running sequence advances in every step, so each needs its token.
-    below(("max-batch-size", Some(max_step_sequences)), true, prefill)
 }
 
 /// Other replicas take over what a replica loses, so that it needs no standby group.
@@ -413,7 +327,7 @@ fn max_step_sequences(args: &Args, choices: &mut Vec<Choice>) -> u32 {
     let requests = u32::try_from(args.max_concurrent_requests).unwrap_or(u32::MAX);
     let most = DEFAULT_MAX_STEP_SEQUENCES.min(args.max_batch_prefill_tokens.unwrap_or(u32::MAX));
     let size = requests.min(most);
-    choices.push(Choice::new("max-batch-size", size, "max-concurrent-requests, limited by what a step can hold"));
+    choices.push(Choice::usual("max-batch-size", size, "max-concurrent-requests, limited by what a step can hold"));
     size
 }
 
@@ -426,7 +340,7 @@ fn traces(args: &Args) -> Result<Option<TraceConfig>, EndpointError> {
 fn max_inter_token(args: &Args, choices: &mut Vec<Choice>) -> Option<Duration> {
     if args.max_inter_token_ms.is_none() {
         let reason = "of the duration of a step without prompts, measured while serving";
-        choices.push(Choice::new("max-inter-token-ms", "a small multiple", reason));
+        choices.push(Choice::usual("max-inter-token-ms", "a small multiple", reason));
     }
     args.max_inter_token_ms.map(Duration::from_millis)
 }
@@ -447,32 +361,6 @@ fn listen_ip(hostname: &str, warnings: &mut Vec<String>) -> IpAddr {
         warnings.push(format!("hostname {hostname:?} is not an IP address; listening on 0.0.0.0"));
         Ipv4Addr::UNSPECIFIED.into()
     })
-}
-
-/// Number of accelerators that the environment makes visible; `None` if it does not say. `list_all` counts the machine's.
-pub(crate) fn visible_devices(
-    get_env: impl Fn(&str) -> Option<String>,
-    list_all: impl FnOnce() -> Option<usize>,
-) -> Option<usize> {
-    let count = |list: &str| {
-        let is_named = |device: &&str| !device.is_empty() && !device.starts_with('-'); // CUDA ignores all after a -1
-        let devices: Vec<&str> = list.split(',').map(str::trim).take_while(is_named).collect();
-        if devices.iter().any(|device| device.starts_with("MIG-")) { 1 } else { devices.len() }
-    };
-    if let Some(list) = get_env("CUDA_VISIBLE_DEVICES") {
-        return Some(count(&list));
-    }
-    match get_env("NVIDIA_VISIBLE_DEVICES").as_deref() {
-        None => get_env("ZE_AFFINITY_MASK").map(|list| count(&list)),
-        Some("all" | "") => list_all(),
-        Some("void" | "none") => Some(0),
-        Some(list) => Some(count(list)),
-    }
-}
-
-/// The devices that a process can use, of those that `nvidia-smi -L` lists. A process sees one MIG instance.
-pub(crate) fn listed_devices(list: &str) -> usize {
-    if list.lines().any(|line| line.trim_start().starts_with("MIG ")) { 1 } else { list.lines().count() }
 }
 
 #[cfg(test)]

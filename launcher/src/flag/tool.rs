@@ -8,23 +8,27 @@ use std::process::Command;
 use clap::{Args, Subcommand, ValueEnum};
 
 use crate::flag::dtype::Dtype;
-use crate::node::NodeArgs;
-use crate::worker::process;
+use crate::flag::node::NodeArgs;
+use crate::process::python;
 
 /// A subcommand.
 #[derive(Clone, Debug, Subcommand)]
 pub(crate) enum Tool {
+    #[command(display_order = 1)]
+    Node(NodeArgs),
+    /// Describe a model and every problem with it, without loading it
+    #[command(display_order = 2)]
+    Check(Check),
     /// List the supported architectures, formats and data types
+    #[command(display_order = 3)]
     Models {
         /// Print one JSON object
         #[arg(long)]
         json: bool,
     },
-    /// Describe a model, how it would be served here, and every problem with it, without loading it
-    Check(Check),
-    /// Measure a running server, or two side by side, over the number of concurrent streams
+    /// Measure a running server, or two side by side
+    #[command(display_order = 4)]
     Bench(Bench),
-    Node(NodeArgs),
 }
 
 /// Exits with status 0 if the model can be served with these options, 1 if it cannot. Downloads only the small files of a
@@ -67,7 +71,7 @@ pub(crate) struct Check {
     json: bool,
 }
 
-/// Writes result.json and plot.svg. Needs AIPerf: pip install 'penstock[bench]'. A server's API key is read from OPENAI_API_KEY.
+/// Writes result.json and plot.svg. Needs AIPerf: pip install '.[bench]' in the source tree. A server's API key is read from OPENAI_API_KEY.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct Bench {
     /// Server to measure
@@ -159,7 +163,7 @@ impl Tool {
     /// Returns only if the interpreter cannot be started.
     pub(crate) fn run(&self, python: &Path) -> io::Error {
         let mut command = Command::new(python);
-        command.envs(process::hub_token());
+        command.envs(python::hub_token());
         let error = self.arguments(&mut command).exec();
         let hint = "set PENSTOCK_PYTHON to the interpreter that has penstock_server";
         io::Error::new(error.kind(), format!("cannot start {}: {error}; {hint}", python.display()))

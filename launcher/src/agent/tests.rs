@@ -1,12 +1,13 @@
-//! What servers and nodes say to each other.
+//! The opening of a connection between a server and a node.
 
 use super::*;
 use crate::flag::isa::CpuIsa;
-use crate::node::{NodeAddress, NodeOptions, NodePlace};
+use crate::flag::ranks_on::NodeAddress;
+use crate::node::client::{NodeOptions, NodePlace};
 
 const SECRET: &str = "0123456789abcdef0123456789abcdef";
 
-/// What a server with `secret` gets from a node with `SECRET`, and whether the node has accepted it.
+/// The answer of a node with `SECRET` to a server with `secret`, and whether the node has accepted the server.
 async fn meeting(secret: &str) -> (Result<(), String>, bool) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = listener.local_addr().unwrap().port();

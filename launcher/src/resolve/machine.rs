@@ -3,8 +3,6 @@
 use std::path::Path;
 use std::process::Command;
 
-use crate::resolve::{Machine, listed_devices, visible_devices};
-
 const PACKAGES: &str = "\
 import importlib.metadata as m, platform
 found = []
@@ -14,8 +12,16 @@ for name in ('penstock', 'penstock-kernels', 'torch', 'transformers', 'safetenso
 print('Python ' + platform.python_version() + ', ' + ', '.join(found))
 ";
 
+/// The resources of a machine.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Machine {
+    pub(crate) num_cores: usize,
+    /// Accelerators that the environment makes visible; `None` if it does not say.
+    pub(crate) num_visible_devices: Option<usize>,
+}
+
 /// This machine's cores and visible accelerators.
-pub(crate) fn machine() -> Machine {
+pub(crate) fn this() -> Machine {
     Machine {
         num_cores: std::thread::available_parallelism().map_or(1, usize::from),
         num_visible_devices: visible_devices(
@@ -53,4 +59,30 @@ fn output(program: &str, arguments: &[&str]) -> Option<String> {
     let output = Command::new(program).args(arguments).output().ok()?;
     let text = String::from_utf8_lossy(&output.stdout).trim().to_owned();
     (output.status.success() && !text.is_empty()).then_some(text)
+}
+
+/// Number of accelerators that the environment makes visible; `None` if it does not say. `list_all` counts the machine's.
+pub(super) fn visible_devices(
+    get_env: impl Fn(&str) -> Option<String>,
+    list_all: impl FnOnce() -> Option<usize>,
+) -> Option<usize> {
+    let count = |list: &str| {
+        let is_named = |device: &&str| !device.is_empty() && !device.starts_with('-'); // CUDA ignores all after a -1
+        let devices: Vec<&str> = list.split(',').map(str::trim).take_while(is_named).collect();
+        if devices.iter().any(|device| device.starts_with("MIG-")) { 1 } else { devices.len() }
+    };
+    if let Some(list) = get_env("CUDA_VISIBLE_DEVICES") {
+        return Some(count(&list));
+    }
+    match get_env("NVIDIA_VISIBLE_DEVICES").as_deref() {
+        None => get_env("ZE_AFFINITY_MASK").map(|list| count(&list)),
+        Some("all" | "") => list_all(),
+        Some("void" | "none") => Some(0),
+        Some(list) => Some(count(list)),
+    }
+}
+
+/// The devices that a process can use, of those that `nvidia-smi -L` lists. A process sees one MIG instance.
+pub(super) fn listed_devices(list: &str) -> usize {
+    if list.lines().any(|line| line.trim_start().starts_with("MIG ")) { 1 } else { list.lines().count() }
 }

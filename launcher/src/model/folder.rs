@@ -4,10 +4,11 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use serde_json::{Map, Value};
+use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::flag::args::Args;
+use crate::model::file::{FileError, parse, read};
 use crate::model::generation_config;
 use crate::model::rope_scaling;
 
@@ -26,10 +27,8 @@ pub(crate) struct ModelFolder {
 /// Why the flags cannot be applied to the model.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum FolderError {
-    #[error("cannot read {}: {source}", .path.display())]
-    Read { path: PathBuf, source: io::Error },
-    #[error("{} is not a JSON object: {reason}", .path.display())]
-    Malformed { path: PathBuf, reason: String },
+    #[error(transparent)]
+    File(#[from] FileError),
     #[error("--chat-template is neither a file nor a template: {0}")]
     NoTemplate(String),
     #[error("cannot create a folder of links to the model: {0}")]
@@ -78,19 +77,10 @@ fn read_template(given: &str) -> Result<String, FolderError> {
     if given.contains('{') {
         Ok(given.to_owned())
     } else if Path::new(given).is_file() {
-        read(Path::new(given))
+        Ok(read(Path::new(given))?)
     } else {
         Err(FolderError::NoTemplate(given.to_owned()))
     }
-}
-
-pub(crate) fn read(path: &Path) -> Result<String, FolderError> {
-    std::fs::read_to_string(path).map_err(|source| FolderError::Read { path: path.to_owned(), source })
-}
-
-pub(crate) fn parse(path: &Path, text: &str) -> Result<Map<String, Value>, FolderError> {
-    serde_json::from_str(text)
-        .map_err(|error| FolderError::Malformed { path: path.to_owned(), reason: error.to_string() })
 }
 
 fn link(prepared: &Path, changes: &Changes) -> io::Result<TempDir> {

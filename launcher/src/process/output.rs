@@ -9,9 +9,9 @@ use nix::sys::signal::Signal;
 use serde::Deserialize;
 use tokio::io::{AsyncBufReadExt, AsyncRead, BufReader};
 
-/// What is kept of a line. The rest is read and dropped, so that a process cannot fill our memory.
+/// Bytes of a line that are kept. The rest is read and dropped, so that a process cannot fill our memory.
 const MAX_LINE_BYTES: usize = 1 << 16;
-/// What is kept of standard error to explain an exit.
+/// Lines of standard error that are kept to explain an exit.
 const MAX_TAIL_LINES: usize = 20;
 
 /// The lines of a pipe. Bytes beyond `MAX_LINE_BYTES` are cut off and counted at the end of the line.
@@ -115,7 +115,8 @@ struct LogLine {
     target: String,
 }
 
-/// Logs a line of standard error at its own level. Returns it if it may explain the process's exit.
+/// Logs a line of standard error at its own level, except that information of ranks after the first is for the level debug: all
+/// ranks of a group say the same. Returns the line if it may explain the process's exit.
 fn re_emit(rank: Option<usize>, line: &str) -> Option<String> {
     let Ok(LogLine { level, message, target: module }) = serde_json::from_str(line) else {
         // Printed by the interpreter or a library.
@@ -124,6 +125,7 @@ fn re_emit(rank: Option<usize>, line: &str) -> Option<String> {
     };
     match level.as_str() {
         "TRACE" | "DEBUG" => tracing::debug!(target: "worker", rank, module, "{message}"),
+        "INFO" if rank.is_some_and(|rank| rank > 0) => tracing::debug!(target: "worker", rank, module, "{message}"),
         "INFO" => tracing::info!(target: "worker", rank, module, "{message}"),
         "WARN" | "WARNING" => tracing::warn!(target: "worker", rank, module, "{message}"),
         _ => {

@@ -1,4 +1,4 @@
-//! What stops the server: the first signal, or the end of standard input, starts a drain; the second one stops it immediately.
+//! Signals that stop the server: the first one, or the end of standard input, starts a drain; the second one stops it immediately.
 
 use std::future::Future;
 use std::mem::MaybeUninit;

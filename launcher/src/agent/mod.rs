@@ -2,6 +2,7 @@
 //!
 //! INVARIANT: a connection that has not shown a certificate of the secret's authority starts nothing.
 
+mod port;
 #[cfg(test)]
 mod tests;
 
@@ -14,7 +15,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
-use clap::Args;
 use nix::unistd::Pid;
 use tempfile::TempDir;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
@@ -25,65 +25,40 @@ use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls::server::WebPkiClientVerifier;
 use tokio_rustls::rustls::{RootCertStore, ServerConfig, version};
 
-use super::authority::{Authority, NODE_NAME};
-use super::reservation::PortReservation;
-use super::{NodeSecret, client};
-use crate::resolve::machine_share::MachineShare;
-use crate::worker::fork_protocol::{NodeFlags, Open, Ports, Report, Request, WorkerFlags};
-use crate::worker::fork_server::ForkServerOptions;
-use crate::worker::output::{Lines, StderrTail};
-use crate::worker::workers::make_pipe;
+use crate::flag::node::NodeArgs;
+use crate::node::authority::{Authority, NODE_NAME};
+use crate::node::client;
+use crate::node::secret::NodeSecret;
+use port::PortReservation;
 
-/// How long a connection may take to show its certificate and its first line.
+use crate::process::output::{Lines, StderrTail};
+use crate::process::share::MachineShare;
+use crate::protocol::{NodeFlags, Open, Ports, Report, Request, WorkerFlags};
+use crate::worker::fork_server::ForkServerOptions;
+use crate::worker::process::make_pipe;
+
+/// Time limit for a connection to show its certificate and its first line.
 const OPENING_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long the fork server may take to exit after its standard input has ended, and to be read to its end.
+/// Time limit for the fork server to exit after its standard input has ended, and for its output to be read to its end.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Between two looks at workers that are being killed.
+/// Interval between two looks at workers that are being killed.
 const EXIT_INTERVAL: Duration = Duration::from_millis(50);
-/// After which workers that were killed are reported.
+/// Killed workers that run for longer than this are reported.
 const KILL_TIMEOUT: Duration = Duration::from_secs(30);
-/// Connections at a time that have not shown both. Their own limit, so that strangers take no place of a server.
+/// Connections at a time that have not shown both. The limit is separate, so that strangers take no place of a server.
 const MAX_OPENINGS: usize = 64;
 /// Servers at a time.
 const MAX_SERVERS: usize = 64;
-/// Of one connection.
+/// Workers of one connection.
 const MAX_WORKERS: usize = 1024;
 const NCCL_INTERFACE: &str = "NCCL_SOCKET_IFNAME";
 
-/// Hosts ranks of a model for servers on other machines (--ranks-on). Every connection is encrypted, and both sides prove that they
-/// know the secret
-#[derive(Clone, Debug, Args)]
-pub(crate) struct NodeArgs {
-    /// IP address and port to listen on, as other machines reach them. Workers listen on the same address, on ports that the system
-    /// chooses, with certificates made for each group
-    #[arg(long, value_name = "ADDRESS")]
-    pub(crate) listen: SocketAddr,
-
-    /// File with the secret that this node and the servers that use it share, at least 32 characters
-    #[arg(long, value_name = "FILE")]
-    pub(crate) secret_file: PathBuf,
-
-    /// Offer this machine's GPUs, one for each rank, to one server at a time. GPUs of several machines exchange tensors by NCCL, which
-    /// neither encrypts nor checks who connects: only for a private network, whose interface NCCL_SOCKET_IFNAME names.
-    /// CUDA_VISIBLE_DEVICES chooses the GPUs. Has not been run on GPUs yet
-    #[arg(long)]
-    pub(crate) unencrypted_gpus: bool,
-
-    /// Log one JSON object per line
-    #[arg(long)]
-    pub(crate) json_output: bool,
-
-    /// Stop when standard input ends, as it does when the program that started this node is killed
-    #[arg(long)]
-    pub(crate) stop_with_stdin: bool,
-}
-
-/// Why a node refuses a server for now.
+/// The node refuses a server for now.
 #[derive(Debug, thiserror::Error)]
 #[error("the GPUs of this node are used by another server")]
 struct GpusInUse;
 
-/// What every connection needs.
+/// State that all connections share.
 struct Node {
     python: PathBuf,
     address: IpAddr,
@@ -94,7 +69,7 @@ struct Node {
     gpus: Option<Semaphore>,
 }
 
-/// Serves until the future is dropped. Run it on the main thread (see `process::python_module`), with a runtime that has no other.
+/// Serves until the future is dropped. Run it on the main thread (see `python::module`), with a runtime that has no other.
 pub(crate) async fn run(args: &NodeArgs, python: &Path) -> anyhow::Result<()> {
     let secret = NodeSecret::read(&args.secret_file)?;
     let acceptor = TlsAcceptor::from(Arc::new(tls(&secret).context("cannot make this node's certificate")?));
@@ -255,14 +230,14 @@ async fn send(to: &mut (impl AsyncWrite + Unpin), message: &impl serde::Serializ
     to.flush().await
 }
 
-/// Not of a process that has exited and whose parent does not ask for its status: it uses nothing any more.
+/// Whether a process runs. A zombie, whose parent has not asked for its status, does not: it uses nothing any more.
 fn is_running(pid: Pid) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     // The state follows the name in parentheses, which may have some itself.
     stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
 }
 
-/// What ended first.
+/// The side that ended first.
 enum End {
     OfConnection,
     OfForkServer,
@@ -270,13 +245,13 @@ enum End {
 
 /// The workers of a connection.
 struct Hosted {
-    /// By name: the ports for the server and for the other ranks, which stay reserved until the worker has ended.
+    /// Ports of each worker, by its name: one for the server and one for the other ranks, reserved until the worker has ended.
     ports: HashMap<String, [PortReservation; 2]>,
-    /// By name, of those that have started and not ended.
+    /// Workers that have started and not ended, by name.
     pids: HashMap<String, Pid>,
     address: IpAddr,
     uses_gpus: bool,
-    /// Of their pipes. Removed on drop.
+    /// Holds the workers' pipes. Removed on drop.
     folder: TempDir,
     num_started: usize,
 }
