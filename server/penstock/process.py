@@ -44,7 +44,8 @@ def find_binary() -> Path:
         if binary.is_file():
             return binary
     raise StartError(
-        f"there is no penstock in {', '.join(dict.fromkeys(map(str, folders)))}; run `pip install penstock`"
+        f"there is no penstock in {', '.join(dict.fromkeys(map(str, folders)))}; run "
+        "`pip install . ./kernels` in the source tree of Penstock, or set PENSTOCK_BINARY to a penstock that is built"
     )
 
 

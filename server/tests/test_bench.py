@@ -76,7 +76,7 @@ def test_a_missing_extra_is_named(
     monkeypatch.setattr(bench, "find_aiperf", lambda: None)
     error = run(capsys, "http://127.0.0.1:9", tmp_path)
     assert "needs aiperf" in error
-    assert "pip install 'penstock[bench]'" in error
+    assert "pip install '.[bench]'" in error
 
 
 @pytest.mark.usefixtures("with_aiperf")

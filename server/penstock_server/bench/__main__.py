@@ -23,7 +23,7 @@ from penstock_server.bench.endpoint import ENDPOINTS, BenchError, model_of, try_
 from penstock_server.bench.point import Percentiles, Point
 from penstock_server.errors import ConfigError
 
-MISSING = "penstock bench needs {}; install with: pip install 'penstock[bench]'"
+MISSING = "penstock bench needs {}; run `pip install '.[bench]'` in the source tree of Penstock"
 MAX_SEED = 1 << 32
 COLUMNS = ("streams", "tokens/s", "TTFT p50", "p90", "p99", "gap p50", "p90", "p99", "requests", "failed")
 

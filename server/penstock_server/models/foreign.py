@@ -69,4 +69,6 @@ def transformers() -> Any:
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
-        raise ConfigError(f"this model needs transformers: pip install 'penstock[transformers]' ({error})") from error
+        raise ConfigError(
+            f"this model needs transformers: pip install '.[transformers]' in the source tree of Penstock ({error})"
+        ) from error

@@ -159,7 +159,9 @@ def load_images(options: LoadOptions) -> ImageEncoder:
     if not any((folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
         raise ConfigError(f"{folder} holds no preprocessor_config.json, which says how images become pixel values")
     if importlib.util.find_spec("PIL") is None:
-        raise ConfigError("models that read images need Pillow: pip install 'penstock[transformers]'")
+        raise ConfigError(
+            "models that read images need Pillow: pip install '.[transformers]' in the source tree of Penstock"
+        )
     # Refuses a bad file here: the process that reads images could not say why.
     TileProcessor.of(folder)
     CropProcessor.of(folder)

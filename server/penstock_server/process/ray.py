@@ -1,4 +1,4 @@
-"""`python -m penstock_server.process.ray`: asks a Ray cluster for the nodes of a server. Needs penstock[ray].
+"""`python -m penstock_server.process.ray`: asks a Ray cluster for the nodes of a server. Needs the extra `ray`.
 
 Reads one line from stdin, {"cluster": "HOST:PORT", "num_nodes", "ranks_per_node", "secret", "uses_gpus"}, and prints
 JSON lines:
@@ -211,7 +211,9 @@ def place(order: Order, report: Callable[[dict[str, Any]], None]) -> NoReturn:
     try:
         import ray
     except ImportError as error:
-        raise ConfigError(f"--ranks-on ray:// needs Ray: pip install 'penstock[ray]' ({error})") from error
+        raise ConfigError(
+            f"--ranks-on ray:// needs Ray: pip install '.[ray]' in the source tree of Penstock ({error})"
+        ) from error
     try:
         ray.init(address=order.cluster, log_to_driver=False, logging_level=logging.WARNING, namespace="penstock")
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:

@@ -29,7 +29,7 @@ def unavailable_reason(device: torch.device, dtype: torch.dtype, kv_dtype: torch
     try:
         from flash_attn import flash_attn_varlen_func  # noqa: F401
     except (ImportError, OSError) as error:  # it is not installed, or was compiled for another version of torch
-        return f"the package flash_attn cannot be imported ({error}); install penstock[flash-attn]"
+        return f"the package flash_attn cannot be imported ({error}); install it as docs/install.md says"
     return None
 
 
