@@ -154,7 +154,7 @@ def status_bytes(name: str) -> int:
 def start_server(model: list[str]) -> dict[str, Any]:
     """Seconds to ready as the server reports them, in total and by phase."""
     began = time.perf_counter()
-    server = start(*model)
+    server = start(*model, env={"LOG_LEVEL": "debug"})
     wall_s = time.perf_counter() - began
     server.stop()
     return {"ready_s": logged(server, "ready")[""], "wall_s": wall_s, "phases": logged(server, "phase ")}

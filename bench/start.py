@@ -152,9 +152,9 @@ def measure(installation: Installation, words: Sequence[str], seed: str) -> dict
         }
         result["tokens_per_s"]["later"] = stream_rate(port, words, f"{seed}/later")
         result["memory"]["with the standby group"] = memory_of(started.pid)
-        (weights_mib,) = map(int, re.findall(r"(\d+) MiB of weights", started.logged()))
+        ((size, unit),) = re.findall(r"([\d.]+) ([MG]iB) of weights", started.logged())
         pool_tokens = metrics_of(port)["tgi_batch_max_total_tokens"]
-    result["weight_bytes"] = weights_mib << 20
+    result["weight_bytes"] = round(float(size) * {"MiB": 1 << 20, "GiB": 1 << 30}[unit])
     result["kv_bytes"] = pool_tokens * peers.model_shape()["kv_bytes_per_token"]
     rates = result["tokens_per_s"]
     print(

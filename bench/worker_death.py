@@ -36,7 +36,7 @@ FIRST_REQUESTS = 20
 @contextmanager
 def serving(num_ranks: int) -> Iterator[Server]:
     """Yields Penstock with the embedded model once it is ready, and stops it at the end."""
-    server = start("--num-shard", str(num_ranks))
+    server = start("--num-shard", str(num_ranks), env={"LOG_LEVEL": "debug"})
     try:
         yield server
     finally:

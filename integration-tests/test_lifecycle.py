@@ -144,15 +144,39 @@ def test_repeated_worker_failures_end_streams_with_an_error_and_the_server_with_
     assert server.process.returncode == 1
 
 
+def messages(server: Server) -> list[str]:
+    """The messages of the log, each with its figures."""
+    records = [json.loads(line)["fields"] for line in server.lines]
+    return [" ".join(map(str, [record.pop("message"), *record.values()])) for record in records]
+
+
+def test_a_plain_start_is_twelve_lines_with_round_figures() -> None:
+    server = start()
+    wait_until(lambda: any("the standby group is ready" in line for line in server.lines))
+    lines = messages(server)
+    server.stop()
+    assert len(lines) <= 12, "\n".join(lines)
+    assert not [line for line in lines if re.search(r"\d\.\d{3,}(?!\.)", line)]
+    assert not [line for line in lines if re.search(r"\b\d{10,}\b", line)], "bytes are in MiB or GiB"
+
+
+def test_the_level_debug_has_each_phase_and_each_default_with_its_reason() -> None:
+    server = start(env={"LOG_LEVEL": "debug"})
+    lines = messages(server)
+    server.stop()
+    assert any(line.startswith("phase warm up: worst decode") for line in lines)
+    assert any(line.startswith("threads per rank is ") for line in lines)
+    assert any(line.startswith("attention of 9 heads of 64") for line in lines)
+
+
 @pytest.mark.native
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="each group of a GPU has weights of its own")
 def test_a_standby_group_shares_the_weights(server: Server) -> None:
     wait_until(lambda: any("the standby group is ready" in line for line in server.lines))
     standby = server.worker_groups()[-1][0]
     fields = re.findall(r"^Private_\w+: +(\d+) kB", Path(f"/proc/{standby}/smaps_rollup").read_text(), re.MULTILINE)
-    (loaded,) = [line for line in server.lines if "MiB of weights" in line]
-    (weights_mib,) = re.findall(r"(\d+) MiB of weights", loaded)
-    assert sum(map(int, fields)) / 1024 < int(weights_mib) / 2
+    (weights_mib,) = re.findall(r"([\d.]+) MiB of weights", "\n".join(server.lines))
+    assert sum(map(int, fields)) / 1024 < float(weights_mib) / 2
 
 
 def refused(*arguments: str, port: str = "0", env: dict[str, str] | None = None) -> str:

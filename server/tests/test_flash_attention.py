@@ -133,7 +133,7 @@ def test_other_shapes_get_triton_unless_flash_is_asked_for(reason: str, caplog: 
 
 @with_package
 def test_an_installed_package_is_chosen_for_plain_shapes_and_larger_blocks(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     attention = choose_attention(PLAIN, CUDA, BF16)
     assert attention.name == "flash"
     assert attention.preferred_block_tokens == preferred_block_tokens(CUDA, BF16) == 256

@@ -71,7 +71,8 @@ def choose_attention(
     if chosen == "reference" and (device.type == "cuda" or kv_dtype is not None):
         logger.warning("attention of %s: reference, which is slow (%s)", shape, reason)
     else:
-        logger.info("attention of %s: %s (%s)", shape, chosen, reason)
+        level = logging.INFO if reason.startswith("not ") else logging.DEBUG  # a faster one was refused
+        logger.log(level, "attention of %s: %s (%s)", shape, chosen, reason)
     return implementation.make(shape, device, dtype, kv_dtype, cpu_isa)
 
 

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -88,16 +89,22 @@ def check_device_on_node(device: torch.device, node: Node | None) -> None:
     )
 
 
+@cache
+def _log_once(message: str) -> None:
+    """Log a message once in this process and the workers that are forked from it later."""
+    logger.info("%s", message)
+
+
 def _check_no_gpu_is_meant() -> None:
     """Raises ConfigError if torch sees no GPU, although CUDA_VISIBLE_DEVICES names one, or the machine has an NVIDIA
     driver and CUDA_VISIBLE_DEVICES does not hide its GPUs: a server on the CPU would be a surprise."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
-        logger.info('CUDA_VISIBLE_DEVICES is "%s", so the model runs on the CPU', visible)
+        _log_once(f'CUDA_VISIBLE_DEVICES is "{visible}", so the model runs on the CPU')
         return
     if not NVIDIA_DRIVER.exists():
         if visible is None:
-            logger.info("there is no NVIDIA driver (%s), so the model runs on the CPU", NVIDIA_DRIVER)
+            _log_once(f"there is no NVIDIA driver ({NVIDIA_DRIVER}), so the model runs on the CPU")
             return
         raise ConfigError(
             f'CUDA_VISIBLE_DEVICES is "{visible}", but there is no NVIDIA driver ({NVIDIA_DRIVER}); install it, or '

@@ -18,9 +18,11 @@ class JsonFormatter(logging.Formatter):
         return json.dumps({"level": level, "message": message, "target": record.name}, ensure_ascii=False)
 
 
-def configure(level: int = logging.INFO) -> None:
-    """Send every logger, and Python's warnings, to stderr as JSON lines."""
+def configure() -> None:
+    """Send every logger, and Python's warnings, to stderr as JSON lines: this package's from DEBUG on, others from INFO
+    on. The launcher drops what is below its own level."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.getLogger("penstock_server").setLevel(logging.DEBUG)
     logging.captureWarnings(True)

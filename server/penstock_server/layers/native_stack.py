@@ -223,9 +223,12 @@ class NativeStack:
                 raise NotNativeError(f"{ops.name} operators")
             stack = cls.written_by(append_layers, hidden_size, ops.build)
         except NotNativeError as reason:
-            logger.info("%s: one by one (%s)", what, reason)
+            # Only a CPU has native operators.
+            logger.log(
+                logging.INFO if isinstance(ops, NativeOps) else logging.DEBUG, "%s: one by one (%s)", what, reason
+            )
             return None
-        logger.info("%s: one native call", what)
+        logger.debug("%s: one native call", what)
         return stack
 
     @classmethod

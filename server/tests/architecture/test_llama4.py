@@ -38,7 +38,7 @@ OPTIONS = Case(
 def test_options_give_the_logits_of_transformers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     reference = make_model("llama4-options", OPTIONS)
     options = LoadOptions(save_model(reference, tmp_path), torch.float32, torch.device("cpu"), 16)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         driver = ModelDriver(load_model(options, RankGroup()), block_tokens=16)
     assert "layers: one native call" in caplog.messages
     (text,) = prompts(1, [30], VOCAB)

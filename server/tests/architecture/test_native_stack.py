@@ -164,7 +164,7 @@ def logits_of_steps(model: Decoder) -> list[torch.Tensor]:
 def test_one_call_computes_the_bits_of_the_layers(
     name: str, dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         model = load(save(name, sized(name), tmp_path), RankGroup(), dtype)
     assert "layers: one native call" in caplog.messages
     together, caches = logits_of_steps(model), [cache.clone() for cache in model.caches]
