@@ -29,7 +29,7 @@ pub(crate) fn run_as_first_process() -> Option<ExitCode> {
 fn supervise() -> std::io::Result<u8> {
     // The health check looks for the server by its name.
     prctl::set_name(c"penstock-init")?;
-    // Blocked, so that none is lost before the first wait. The server unblocks them (`signals::restore_defaults`).
+    // Blocked, so that none is lost before the first wait. The server unblocks them (`signal::restore_defaults`).
     let signals: SigSet = FORWARDED.into_iter().chain([Signal::SIGCHLD]).collect();
     signals.thread_block()?;
     let mut arguments = std::env::args_os();

@@ -38,7 +38,7 @@ use crate::process::python;
 use crate::run::Stopped;
 
 fn main() -> ExitCode {
-    if let Err(error) = signals::restore_defaults() {
+    if let Err(error) = signal::restore_defaults() {
         let _ = writeln!(std::io::stderr(), "error: cannot restore the default actions of signals: {error}");
         return ExitCode::FAILURE;
     }
