@@ -71,7 +71,7 @@ impl PoolingRequest {
 impl GenerationService {
     /// The pooling of the served model, if that is for `task`.
     pub(crate) fn pooling(&self, task: Task) -> Result<&Pooling, ValidationError> {
-        let served = self.config().pooling.as_ref();
+        let served = self.context().config.pooling.as_ref();
         let is_for = served.map_or(Task::Generate, |pooling| pooling.task);
         served.filter(|_| is_for == task).ok_or(ValidationError::Task { served: is_for })
     }
@@ -87,12 +87,12 @@ impl GenerationService {
         }
         let PoolingRequest { task, inputs, truncation } = request;
         let pooling = self.pooling(task)?;
-        let _permit = self.admission().admit(inputs.len())?;
-        let deadlines = Deadlines::new(record.received(), None, self.config().queue.timeout);
+        let _permit = self.context().admission.admit(inputs.len())?;
+        let deadlines = Deadlines::new(record.received(), None, self.context().config.queue.timeout);
         let mut encoded = Vec::with_capacity(inputs.len());
         for input in inputs {
-            let input = self.in_time(deadlines, self.encode_input(pooling, input, truncation)).await?;
-            let reservations = self.admission().reserve(1, input.token_ids.len() as u64)?;
+            let input = self.context().in_time(deadlines, self.encode_input(pooling, input, truncation)).await?;
+            let reservations = self.context().admission.reserve(1, input.token_ids.len() as u64)?;
             encoded.extend(reservations.into_iter().map(|reservation| (input.clone(), reservation)));
         }
         let running = encoded.into_iter().map(|(input, reservation)| {
@@ -100,7 +100,7 @@ impl GenerationService {
             metrics::prompt_accepted(num_tokens, 0);
             let timeline = record.trace().map(|trace| trace.add_sequence(num_tokens, None));
             let request = SequenceRequest { timeline: timeline.clone(), ..sequence(pooling, input) };
-            let events = self.generator().submit(request);
+            let events = self.context().generator.submit(request);
             let submitted = Instant::now();
             self.vector(PoolingSequence { events, reservation, deadlines, num_tokens, timeline, submitted })
         });
@@ -118,12 +118,12 @@ impl GenerationService {
         input: PoolingInput,
         truncation: Option<Truncation>,
     ) -> Result<EncodedInput, GenerationError> {
-        let (max, vocabulary) = (self.config().limits.max_input_tokens, self.text().vocabulary_size());
+        let (max, vocabulary) = (self.context().config.limits.max_input_tokens, self.text().vocabulary_size());
         let encoded = match input {
             PoolingInput::Text(text) => {
                 let truncation = truncation.map(|truncation| (max, truncation));
                 let encoded = self.text().encode_input(text, truncation, pooling.has_token_types).await?;
-                self.check_tokens_of_text(&encoded.token_ids)?;
+                self.context().check_tokens_of_text(&encoded.token_ids)?;
                 encoded
             }
             PoolingInput::TokenIds(mut ids) => {
@@ -153,7 +153,7 @@ impl GenerationService {
             let event = tokio::select! {
                 biased;
                 event = sequence.events.next() => event.ok_or(GenerationError::Incomplete)?,
-                () = self.abandoned().cancelled() => return Err(GenerationError::ShuttingDown),
+                () = self.context().abandoned.cancelled() => return Err(GenerationError::ShuttingDown),
                 () = reached(sequence.deadlines.first_step), if is_queued => {
                     return Err(sequence.reservation.queue_timeout());
                 }

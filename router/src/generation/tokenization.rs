@@ -25,10 +25,10 @@ impl GenerationService {
         images: &[ImageSource],
         mut add_special_tokens: bool,
     ) -> Result<Vec<TokenSpan>, GenerationError> {
-        let _permit = self.admission().permit(1)?;
+        let _permit = self.context().admission.permit(1)?;
         let deadlines = self.tokenization_deadlines();
-        let images = self.read_images(images)?;
-        let input = self.image_input().filter(|_| !images.is_empty());
+        let images = self.context().read_images(images)?;
+        let input = self.context().image_input().filter(|_| !images.is_empty());
         if let Some(framed) = input.and_then(|input| image::framed(&text, input)) {
             (text, add_special_tokens) = (framed, false);
         }
@@ -37,7 +37,7 @@ impl GenerationService {
 
     /// The text of tokens, special ones included.
     pub(crate) async fn detokenize(&self, token_ids: Vec<u32>) -> Result<String, GenerationError> {
-        let _permit = self.admission().permit(1)?;
+        let _permit = self.context().admission.permit(1)?;
         let vocabulary = self.text().tokenizer_size();
         if let Some(&given) = token_ids.iter().find(|&&id| id >= vocabulary) {
             return Err(ValidationError::TokenId { field: "tokens", vocabulary, given }.into());
@@ -51,11 +51,12 @@ impl GenerationService {
         chat: Chat,
         add_special_tokens: bool,
     ) -> Result<TokenizedChat, GenerationError> {
-        let _permit = self.admission().permit(1)?;
+        let _permit = self.context().admission.permit(1)?;
         let deadlines = self.tokenization_deadlines();
-        let images = self.read_images(&chat.images)?;
-        let mut text = self.in_time(deadlines, chat.render(self.text(), self.image_input())).await?.prompt;
-        if let Some(input) = self.image_input().filter(|_| !images.is_empty()) {
+        let images = self.context().read_images(&chat.images)?;
+        let mut text =
+            self.context().in_time(deadlines, chat.render(self.text(), self.context().image_input())).await?.prompt;
+        if let Some(input) = self.context().image_input().filter(|_| !images.is_empty()) {
             text = image::place_in_template(text, input);
         }
         let spans = self.spans(Arc::clone(&text), images, add_special_tokens, deadlines).await?;
@@ -70,14 +71,14 @@ impl GenerationService {
         deadlines: Deadlines,
     ) -> Result<Vec<TokenSpan>, GenerationError> {
         let encode = self.text().encode_spans(text, add_special_tokens);
-        let spans = self.in_time(deadlines, async { Ok(encode.await?) }).await?;
-        let Some(input) = self.image_input().filter(|_| !images.is_empty()) else { return Ok(spans) };
+        let spans = self.context().in_time(deadlines, async { Ok(encode.await?) }).await?;
+        let Some(input) = self.context().image_input().filter(|_| !images.is_empty()) else { return Ok(spans) };
         let token_ids: Vec<_> = spans.iter().map(|span| span.id).collect();
-        let (_, encoded) = self.encode_images(&token_ids, images, deadlines).await?;
+        let (_, encoded) = self.context().encode_images(&token_ids, images, deadlines).await?;
         Ok(image::expand_spans(spans, input, encoded))
     }
 
     fn tokenization_deadlines(&self) -> Deadlines {
-        Deadlines::new(Instant::now(), None, self.config().queue.timeout)
+        Deadlines::new(Instant::now(), None, self.context().config.queue.timeout)
     }
 }
