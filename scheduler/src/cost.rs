@@ -30,7 +30,7 @@ const MAX_SURPRISE: f64 = 2.0;
 const MAX_SURPRISES: u32 = 3;
 /// Weight of steps without decodes. They are evidence for steps with decodes too, but weak evidence.
 const PREFILL_ALONE_WEIGHT: f64 = 0.1;
-/// Of steps of decodes alone with fewer rows than this, the model also learns the time for each number of rows. A kernel that computes
+/// Below this many rows, the model also learns the time of steps of decodes alone for each number of rows. A kernel that computes
 /// several rows in a pass, or a recorded step on a GPU, takes as long for one row as for some, and the terms are only a line. Steps
 /// with drafts have a multiple of the rows of those without, and both are in the table.
 const END_OF_ROWS: usize = 512;
@@ -218,7 +218,7 @@ impl CostModel {
         work.terms.iter().zip(&self.coefficients).map(|(term, coefficient)| term * coefficient).sum()
     }
 
-    /// As `seconds`, of decodes alone, with what is known of this number of rows.
+    /// Like `seconds`, for decodes alone, corrected by what was measured with this number of rows.
     pub(crate) fn seconds_of_rows(&self, work: &Work) -> f64 {
         let excess = self.excess.get(work.num_decodes() as usize).copied().unwrap_or(0.0);
         self.seconds(work) * (1.0 + excess)

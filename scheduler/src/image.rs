@@ -26,7 +26,7 @@ impl ImageRoom {
         self.num_bytes + missing.map(|group| group.num_bytes).sum::<u64>() <= self.max_bytes
     }
 
-    /// As `fits`, for two sequences together.
+    /// Like `fits`, for two sequences together.
     pub(crate) fn fits_both(&self, first: &[ImageGroup], second: &[ImageGroup]) -> bool {
         let others = second.iter().filter(|group| first.iter().all(|other| other.key != group.key));
         self.fits(&first.iter().chain(others).copied().collect::<Vec<_>>())

@@ -5,6 +5,8 @@
 //! step's tokens and reports when the sequence has ended. `submit`, `abort` and `apply` can each make a new plan
 //! possible: after any of them, call `plan` until it returns `None`.
 
+#![warn(clippy::too_many_lines)]
+
 mod cache;
 mod cost;
 mod error;

@@ -16,7 +16,7 @@ pub(crate) struct Offload {
     slots: Vec<Option<(u64, NodeId)>>,
     tiers: [Tier; 2],
     num_stored: u64,
-    /// Those of the next plan, in the order in which the worker makes them.
+    /// Transfers of the next plan, in the order in which the worker makes them.
     transfers: Vec<Transfer>,
 }
 

@@ -167,7 +167,7 @@ pub struct ImageGroup {
     pub num_bytes: u64,
 }
 
-/// Where content begins that token ids do not show, as that of an image.
+/// The beginning of content that token ids do not show, such as an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ContentSalt {
     /// Prompt tokens before it.
@@ -200,23 +200,23 @@ pub struct Plan {
 pub enum Transfer {
     /// Out of the pool.
     Store {
-        /// Where it is.
+        /// The block to move.
         block_id: BlockId,
-        /// Where it moves to.
+        /// Its new slot.
         slot: SlotId,
     },
     /// Back into the pool.
     Load {
-        /// Where it is.
+        /// The slot with its content.
         slot: SlotId,
-        /// Where it moves to.
+        /// Its new block.
         block_id: BlockId,
     },
     /// To a slower tier.
     Demote {
-        /// Where it is: in memory.
+        /// The block's slot in memory.
         from: SlotId,
-        /// Where it moves to: on disk.
+        /// Its new slot on disk.
         to: SlotId,
     },
 }

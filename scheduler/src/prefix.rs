@@ -14,7 +14,7 @@ use crate::precedence::Precedence;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct NodeId(pub(crate) u32);
 
-/// Where a prefix starts. Prefixes with different roots differ, even if their token ids are equal.
+/// The start of a prefix. Prefixes with different roots differ, even if their token ids are equal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Root {
     /// Blocks are shared by all sequences with this salt, and stay cached when no sequence holds them.
@@ -42,7 +42,7 @@ pub(crate) struct Content<'a> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BlockContent<'a> {
     token_ids: &'a [TokenId],
-    /// Those whose content begins in the block.
+    /// Salts of the content that begins in the block.
     salts: &'a [ContentSalt],
 }
 

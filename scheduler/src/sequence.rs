@@ -58,7 +58,7 @@ pub(crate) struct Sequence {
     /// Tokens of prompts of lower precedence that were computed before this one's.
     num_overtaken_tokens: u64,
     borrowed_budget: Option<BorrowedBudget>,
-    /// Of drafts by lookup, and of those of a model.
+    /// Acceptance of drafts by lookup, and of a model's drafts.
     acceptance: [Acceptance; 2],
 }
 

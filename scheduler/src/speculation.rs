@@ -15,19 +15,19 @@ const LEARNING_RATE: f64 = 1.0 / 8.0;
 /// the row whose share the probability has just reached, and lowers the probability by `LEARNING_RATE` of that share. So tries
 /// of a sequence whose drafts are always wrong take at most PRIOR · RECOVERY_RATE / LEARNING_RATE of its time, about 1 %.
 const RECOVERY_RATE: f64 = 1.0 / 512.0;
-/// As `RECOVERY_RATE`, of the share of steps in which a draft is found.
+/// Recovery rate of the hit rate of lookups.
 const FINDING_RATE: f64 = 1.0 / 64.0;
 
 /// Share of the time that steps may take which draft only to measure it: with a model, and by lookup.
 const PROBE_SHARE: f64 = 0.02;
-/// From which a share may double: below it, single measurements say little. Lookups that take less are free.
+/// Shares of a step below this are noise: a lookup that takes less counts as free.
 const LEAST_SHARE: f64 = 0.01;
-/// Steps of a probe: in the first one, a draft model catches up on tokens. In a step that brings no draft it still does,
-/// and the probe goes on for a step more, up to `MAX_PROBE_STEPS`.
+/// Length of a probe. A draft model first catches up on tokens; each step without a draft extends the probe by one, up to
+/// `MAX_PROBE_STEPS`.
 const NUM_PROBE_STEPS: u32 = 2;
 const MAX_PROBE_STEPS: u32 = 16;
 
-/// Where the drafts of a step come from.
+/// The source of a step's drafts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Drafting {
     /// The sequences' own texts, and their grammars.
@@ -35,9 +35,9 @@ pub(crate) enum Drafting {
     Lookup,
     /// A draft model or heads, in addition to lookup.
     Model,
-    /// As `Model`, but only to measure it.
+    /// Like `Model`, but only to measure it.
     Probe,
-    /// As `Lookup`, but only to measure it.
+    /// Like `Lookup`, but only to measure it.
     LookupProbe,
     /// No drafts: they are not expected to save what they cost.
     None,
@@ -61,7 +61,7 @@ pub(crate) struct DraftingCost {
     num_planned_probe_steps: u32,
     /// The time of looking up the drafts of all sequences, as a share of a step without drafts.
     lookup_share: f64,
-    /// As `probe_seconds`, for lookups.
+    /// Like `probe_seconds`, for lookups.
     lookup_probe_seconds: f64,
 }
 
@@ -222,7 +222,7 @@ mod tests {
         acceptance
     }
 
-    /// Of up to eight draft tokens, if each costs as much.
+    /// Costs of one to eight draft tokens, if each costs `share`.
     fn costs(share: f64) -> [f64; 8] {
         std::array::from_fn(|index| share * (index + 1) as f64)
     }

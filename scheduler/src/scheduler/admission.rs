@@ -2,7 +2,7 @@
 //! computing its prefix, and starts it if it fits.
 
 use super::Scheduler;
-use super::draft::Draft;
+use super::plan_builder::PlanBuilder;
 use crate::cache::{BlockTable, PrefixHit};
 use crate::plan::{BlockId, SequenceId};
 use crate::prefix::NodeId;
@@ -48,7 +48,7 @@ impl Scheduler {
 
     /// Starts a ready sequence if the pool can hold all its known tokens and the step has time for some of them. If
     /// not, closes the admission, so that no sequence behind it is started either.
-    pub(super) fn admit(&mut self, draft: &mut Draft, admission: &mut Admission, id: SequenceId) {
+    pub(super) fn admit(&mut self, builder: &mut PlanBuilder, admission: &mut Admission, id: SequenceId) {
         if self.awaits_image_room(id) {
             self.queue.await_image_room(self.sequence(id).precedence(), id);
             admission.is_closed = self.quarantined.is_some();
@@ -65,7 +65,7 @@ impl Scheduler {
         admission.num_looked_up_blocks += 1 + hit.num_visited_nodes;
         admission.is_closed = admission.num_looked_up_blocks >= MAX_LOOKED_UP_BLOCKS;
         if let Some(node) = hit.pending_node {
-            return self.await_prefix(draft, id, node, hit.num_pending_blocks);
+            return self.await_prefix(builder, id, node, hit.num_pending_blocks);
         }
         let (sequence, num_hit_blocks) = (self.sequence(id), hit.block_ids.len());
         let num_known_tokens = sequence.num_pending_tokens();
@@ -80,26 +80,26 @@ impl Scheduler {
         }
         if hit.num_offloaded_blocks > admission.num_restorable_blocks {
             // The next steps bring back the rest.
-            self.cache.restore(hit, std::mem::take(&mut admission.num_restorable_blocks), draft.plan.step);
+            self.cache.restore(hit, std::mem::take(&mut admission.num_restorable_blocks), builder.plan.step);
             admission.is_closed = true;
             return;
         }
         let num_hit_tokens = num_hit_blocks as u32 * layout.block_tokens;
         let num_places = (num_available - num_of_hit) as u64 * u64::from(layout.block_tokens);
         let max_tokens = num_places.min(u64::from(num_known_tokens - num_hit_tokens)) as u32;
-        let num_tokens = self.chunk_tokens(draft, id, num_hit_tokens, max_tokens);
+        let num_tokens = self.chunk_tokens(builder, id, num_hit_tokens, max_tokens);
         if num_tokens == 0 {
             // A source that does not fit into the rest of the step. Running prompts may use the rest, unless they have
             // already overtaken the source often enough.
             admission.is_closed = true;
-            draft.is_closed |= sequence.prefill_order(draft.now, &self.limits).overtaking_budget == 0;
+            builder.is_closed |= sequence.prefill_order(builder.now, &self.limits).overtaking_budget == 0;
             return;
         }
         admission.num_unreserved_blocks -= num_to_admit as isize;
         admission.num_restorable_blocks -= hit.num_offloaded_blocks;
         admission.reserve_excess(layout.num_blocks(num_hit_tokens + num_tokens) - num_hit_blocks, num_missing);
-        let unwritten_blocks = self.start(draft, id, hit);
-        self.advance_prompt(draft, id, num_tokens, unwritten_blocks);
+        let unwritten_blocks = self.start(builder, id, hit);
+        self.advance_prompt(builder, id, num_tokens, unwritten_blocks);
     }
 
     /// Whether there is no room for its images, or a sequence of higher precedence waits for such room: otherwise sequences
@@ -126,10 +126,10 @@ impl Scheduler {
     ///
     /// Sequences cannot wait in a circle: the producer is running, so it waits for none, and it has the higher
     /// precedence.
-    fn await_prefix(&mut self, draft: &Draft, id: SequenceId, node: NodeId, num_pending_blocks: usize) {
+    fn await_prefix(&mut self, builder: &PlanBuilder, id: SequenceId, node: NodeId, num_pending_blocks: usize) {
         self.sequence_mut(id).set_num_blocks_to_admit(0);
         let sequence = self.sequence(id);
-        let overtaking_budget = sequence.prefill_order(draft.now, &self.limits).overtaking_budget;
+        let overtaking_budget = sequence.prefill_order(builder.now, &self.limits).overtaking_budget;
         self.queue.block(sequence.precedence(), id, node);
         self.wake_for_images();
         if let Some(pending) = self.cache.pending(node) {
@@ -139,13 +139,13 @@ impl Scheduler {
     }
 
     /// Moves a ready sequence to the worker. Returns the shared blocks that steps in flight have yet to write.
-    fn start(&mut self, draft: &mut Draft, id: SequenceId, hit: PrefixHit) -> Vec<BlockId> {
+    fn start(&mut self, builder: &mut PlanBuilder, id: SequenceId, hit: PrefixHit) -> Vec<BlockId> {
         let sequence = self.sequences.get_mut(&id).expect("invariant: a queued sequence is known");
         if let Some(content) = sequence.lookup_key() {
             self.cache.record_lookup(content.token_ids.len(), &hit);
         }
         let table = match sequence.content() {
-            Some(content) => self.cache.open(content, hit, sequence.pending_prefix(), draft.plan.step),
+            Some(content) => self.cache.open(content, hit, sequence.pending_prefix(), builder.plan.step),
             None => BlockTable::default(),
         };
         let is_unwritten = |block_id: &BlockId| !self.cache.pool().is_written(*block_id);
@@ -154,7 +154,7 @@ impl Scheduler {
         self.queue.remove(precedence, id);
         self.image_room.take(sequence.images());
         let residency = self.residents.start(precedence, id, sequence.max_tokens());
-        draft.plan.new_sequences.push(sequence.start(residency, table));
+        builder.plan.new_sequences.push(sequence.start(residency, table));
         self.wake_for_images();
         unwritten_blocks
     }

@@ -11,9 +11,9 @@
 mod admission;
 mod apply;
 mod audit;
-mod draft;
 mod failure;
 mod pipeline;
+mod plan_builder;
 mod prefill;
 mod restart;
 mod speculate;

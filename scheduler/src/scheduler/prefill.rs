@@ -18,7 +18,7 @@ use std::collections::VecDeque;
 
 use super::Scheduler;
 use super::admission::Admission;
-use super::draft::Draft;
+use super::plan_builder::PlanBuilder;
 use crate::plan::{BlockId, SequenceId};
 use crate::precedence::{Precedence, PrefillOrder};
 
@@ -40,24 +40,24 @@ impl PlannedPrompts {
 impl Scheduler {
     /// Advances running prompts and admits queued ones, as far as the step and the pool have room. `prefills`: the
     /// running sequences that do not decode.
-    pub(super) fn advance_prefills(&mut self, draft: &mut Draft, prefills: Vec<SequenceId>) {
-        let mut admission = Admission::new(self.num_unreserved_blocks(&prefills), draft.max_restored_blocks);
+    pub(super) fn advance_prefills(&mut self, builder: &mut PlanBuilder, prefills: Vec<SequenceId>) {
+        let mut admission = Admission::new(self.num_unreserved_blocks(&prefills), builder.max_restored_blocks);
         // `make_room` has made sure that there are blocks for the first running sequence.
         let mut reserved_for = self.residents.running().next().filter(|first| prefills.contains(first));
-        let mut running = VecDeque::from(self.in_order(prefills, draft));
+        let mut running = VecDeque::from(self.in_order(prefills, builder));
         let mut left_out = Vec::new();
         let mut planned = PlannedPrompts::default();
-        while draft.has_room(&self.limits) {
-            let (num_tokens_left, num_blocked) = (draft.num_tokens_left, self.queue.num_blocked());
-            let id = match (running.front().copied(), self.next_candidate(&admission, draft)) {
+        while builder.has_room(&self.limits) {
+            let (num_tokens_left, num_blocked) = (builder.num_tokens_left, self.queue.num_blocked());
+            let id = match (running.front().copied(), self.next_candidate(&admission, builder)) {
                 (next, Some((order, id))) if next.is_none_or(|(next, _)| order < next) => {
-                    self.admit(draft, &mut admission, id);
+                    self.admit(builder, &mut admission, id);
                     id
                 }
                 (Some((_, id)), _) => {
                     running.pop_front();
                     reserved_for = reserved_for.filter(|first| *first != id);
-                    if !self.advance_running(draft, &mut admission, id, reserved_for) {
+                    if !self.advance_running(builder, &mut admission, id, reserved_for) {
                         left_out.push(id);
                     }
                     id
@@ -66,32 +66,32 @@ impl Scheduler {
             };
             if self.queue.num_blocked() > num_blocked {
                 // A running prompt may have become more urgent.
-                running = self.in_order(running.into_iter().map(|(_, id)| id).collect(), draft).into();
-            } else if draft.num_tokens_left < num_tokens_left {
+                running = self.in_order(running.into_iter().map(|(_, id)| id).collect(), builder).into();
+            } else if builder.num_tokens_left < num_tokens_left {
                 let precedence = self.sequence(id).precedence();
                 self.sequence_mut(id).add_overtaken_tokens(planned.num_tokens_behind(precedence));
-                planned.0.push((precedence, num_tokens_left - draft.num_tokens_left));
+                planned.0.push((precedence, num_tokens_left - builder.num_tokens_left));
             }
         }
         left_out.extend(running.into_iter().map(|(_, id)| id));
         self.note_overtaken(left_out, &planned);
     }
 
-    fn in_order(&self, ids: Vec<SequenceId>, draft: &Draft) -> Vec<(PrefillOrder, SequenceId)> {
-        let mut in_order: Vec<_> = ids.into_iter().map(|id| self.with_order(id, draft)).collect();
+    fn in_order(&self, ids: Vec<SequenceId>, builder: &PlanBuilder) -> Vec<(PrefillOrder, SequenceId)> {
+        let mut in_order: Vec<_> = ids.into_iter().map(|id| self.with_order(id, builder)).collect();
         in_order.sort_unstable();
         in_order
     }
 
-    fn with_order(&self, id: SequenceId, draft: &Draft) -> (PrefillOrder, SequenceId) {
-        (self.sequence(id).prefill_order(draft.now, &self.limits), id)
+    fn with_order(&self, id: SequenceId, builder: &PlanBuilder) -> (PrefillOrder, SequenceId) {
+        (self.sequence(id).prefill_order(builder.now, &self.limits), id)
     }
 
     /// Advances a running prompt, but leaves the blocks that `reserved_for` needs. Returns false if nothing was left
     /// for it.
     fn advance_running(
         &mut self,
-        draft: &mut Draft,
+        builder: &mut PlanBuilder,
         admission: &mut Admission,
         id: SequenceId,
         reserved_for: Option<SequenceId>,
@@ -100,32 +100,32 @@ impl Scheduler {
         let num_allocatable = self.cache.pool().num_allocatable().saturating_sub(num_reserved);
         let sequence = self.sequence(id);
         let max_tokens = sequence.max_advance_tokens(num_allocatable);
-        let num_tokens = self.chunk_tokens(draft, id, sequence.num_computed_tokens(), max_tokens);
+        let num_tokens = self.chunk_tokens(builder, id, sequence.num_computed_tokens(), max_tokens);
         admission.reserve_excess(sequence.num_new_blocks(num_tokens), sequence.num_missing_blocks());
-        if num_tokens == 0 && sequence.min_advance_tokens(sequence.num_computed_tokens()) > draft.num_tokens_left {
+        if num_tokens == 0 && sequence.min_advance_tokens(sequence.num_computed_tokens()) > builder.num_tokens_left {
             // A span that does not fit into the rest of the step, as a source in `admit`.
-            draft.is_closed |= sequence.prefill_order(draft.now, &self.limits).overtaking_budget == 0;
+            builder.is_closed |= sequence.prefill_order(builder.now, &self.limits).overtaking_budget == 0;
         }
-        self.advance_prompt(draft, id, num_tokens, Vec::new());
+        self.advance_prompt(builder, id, num_tokens, Vec::new());
         num_tokens > 0
     }
 
     pub(super) fn advance_prompt(
         &mut self,
-        draft: &mut Draft,
+        builder: &mut PlanBuilder,
         id: SequenceId,
         num_tokens: u32,
         unwritten_blocks: Vec<BlockId>,
     ) {
-        draft.estimate.work.add_prefill(self.sequence(id).num_computed_tokens(), num_tokens);
-        self.advance(draft, id, num_tokens, 0, unwritten_blocks);
+        builder.estimate.work.add_prefill(self.sequence(id).num_computed_tokens(), num_tokens);
+        self.advance(builder, id, num_tokens, 0, unwritten_blocks);
     }
 
     /// The ready sequence to admit next.
     ///
     /// It can overtake the first one in the queue only if the pool has room for both: the first one may wait longer,
     /// but must not lose the blocks that it waits for. Nor may the first one with images lose the room for them.
-    fn next_candidate(&self, admission: &Admission, draft: &Draft) -> Option<(PrefillOrder, SequenceId)> {
+    fn next_candidate(&self, admission: &Admission, builder: &PlanBuilder) -> Option<(PrefillOrder, SequenceId)> {
         let limits = &self.limits;
         // Each running sequence needs a token in every step once it decodes.
         let max_running = limits.max_step_sequences.min(limits.max_step_tokens) as usize;
@@ -134,7 +134,7 @@ impl Scheduler {
         }
         let first = self.first_in_queue()?;
         if self.quarantined.is_some() || limits.max_overtaking == 0 {
-            return Some(self.with_order(first, draft));
+            return Some(self.with_order(first, builder));
         }
         let num_missing_blocks = |id| self.sequence(id).num_missing_blocks();
         let num_left_over = admission.num_available_blocks(self).saturating_sub(num_missing_blocks(first));
@@ -146,7 +146,7 @@ impl Scheduler {
             images(*id).is_empty() || !first_with_images.is_some_and(takes_room_of)
         };
         let candidates = self.queue.ready().take(MAX_CANDIDATES).filter(fits_too).filter(images_fit_too);
-        candidates.map(|id| self.with_order(id, draft)).min()
+        candidates.map(|id| self.with_order(id, builder)).min()
     }
 
     /// Counts the tokens that overtook a prompt which did not advance. In the queue, only the candidates for admission

@@ -12,7 +12,7 @@
 //! source that is expected to save most, by what each sequence has accepted of it. Heads draft only where lookup finds nothing: they
 //! are worth what their own drafts save, times the share of such steps.
 //!
-//! Where lookups take time, as on a GPU, which waits until the host knows the last tokens, a step looks drafts up only if
+//! If lookups take time, as on a GPU, which waits until the host knows the last tokens, a step looks drafts up only if
 //! those of all its sequences are expected to save more.
 
 use super::Scheduler;
@@ -21,7 +21,7 @@ use crate::plan::SequenceId;
 use crate::speculation::Drafting;
 
 impl Scheduler {
-    /// Where the step's drafts come from, and the most draft tokens of each of its decodes, whose work is `work`; empty:
+    /// The source of the step's drafts, and the most draft tokens of each of its decodes, whose work is `work`; empty:
     /// no decode has any.
     ///
     /// Drafts take what nothing else needs: rows up to `max_step_sequences`, which the worker has measured its memory for,

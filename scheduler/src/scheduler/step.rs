@@ -9,7 +9,7 @@
 use std::time::Duration;
 
 use super::Scheduler;
-use super::draft::Draft;
+use super::plan_builder::PlanBuilder;
 use crate::cost::Estimate;
 use crate::in_flight::InFlightAdvance;
 use crate::plan::{Advance, BlockId, Plan, SequenceId};
@@ -22,39 +22,40 @@ impl Scheduler {
         if self.in_flight.len() >= self.max_steps_in_flight() || !self.make_room() {
             return None;
         }
-        let mut draft = Draft::new(self.in_flight.next_step(), now, &self.limits, self.residents.running().len());
+        let mut builder =
+            PlanBuilder::new(self.in_flight.next_step(), now, &self.limits, self.residents.running().len());
         let advancing = self.residents.running().filter(|id| self.can_advance(*id));
         let (mut decodes, prefills): (Vec<_>, Vec<_>) = advancing.partition(|id| self.sequence(*id).is_decoding());
         decodes.truncate(self.max_step_decodes());
         for id in &decodes {
-            draft.estimate.work.add_decode(self.sequence(*id).num_computed_tokens());
+            builder.estimate.work.add_decode(self.sequence(*id).num_computed_tokens());
         }
-        let (drafting, num_drafts) = self.num_draft_tokens(&decodes, &prefills, &draft.estimate.work);
+        let (drafting, num_drafts) = self.num_draft_tokens(&decodes, &prefills, &builder.estimate.work);
         for (index, id) in decodes.into_iter().enumerate() {
             let num_draft_tokens = num_drafts.get(index).copied().unwrap_or(0);
-            self.advance(&mut draft, id, 1, num_draft_tokens, Vec::new());
+            self.advance(&mut builder, id, 1, num_draft_tokens, Vec::new());
         }
         let running_decodes = self.running_decodes();
-        draft.estimate.target_seconds = self.target_seconds(&running_decodes, prefills.len());
-        draft.max_restored_blocks = self.max_restored_blocks(&running_decodes);
-        self.advance_prefills(&mut draft, prefills);
-        if draft.plan.advances.is_empty() && !self.residents.has_freed() && !self.cache.has_transfers() {
+        builder.estimate.target_seconds = self.target_seconds(&running_decodes, prefills.len());
+        builder.max_restored_blocks = self.max_restored_blocks(&running_decodes);
+        self.advance_prefills(&mut builder, prefills);
+        if builder.plan.advances.is_empty() && !self.residents.has_freed() && !self.cache.has_transfers() {
             return None;
         }
         // Only now: within a step, no sequence may read what another one writes, or write what another one reads.
-        for in_flight in &draft.in_flight {
+        for in_flight in &builder.in_flight {
             self.register_blocks(in_flight.id);
             if self.limits.window_tokens.is_some() {
                 self.release_before_window(in_flight.id);
             }
         }
-        draft.plan.drafts_by_lookup = self.limits.drafts_with_model && !drafting.uses_model();
-        draft.plan.drafts_only_forced = self.limits.drafts_only_forced && !num_drafts.is_empty();
-        draft.plan.freed_sequence_ids = self.residents.take_freed();
-        draft.plan.transfers = self.cache.take_transfers();
-        let estimate = Estimate { seconds: self.cost.seconds(&draft.estimate.work), ..draft.estimate };
-        self.in_flight.push(draft.in_flight, estimate, drafting, !draft.plan.transfers.is_empty());
-        Some(draft.plan)
+        builder.plan.drafts_by_lookup = self.limits.drafts_with_model && !drafting.uses_model();
+        builder.plan.drafts_only_forced = self.limits.drafts_only_forced && !num_drafts.is_empty();
+        builder.plan.freed_sequence_ids = self.residents.take_freed();
+        builder.plan.transfers = self.cache.take_transfers();
+        let estimate = Estimate { seconds: self.cost.seconds(&builder.estimate.work), ..builder.estimate };
+        self.in_flight.push(builder.in_flight, estimate, drafting, !builder.plan.transfers.is_empty());
+        Some(builder.plan)
     }
 
     /// Preempts the running sequences of lowest precedence until the pool has the blocks of those that must
@@ -89,7 +90,7 @@ impl Scheduler {
     /// after them. The step and the pool must have room for all of them.
     pub(super) fn advance(
         &mut self,
-        draft: &mut Draft,
+        builder: &mut PlanBuilder,
         id: SequenceId,
         num_tokens: u32,
         num_draft_tokens: u32,
@@ -104,17 +105,17 @@ impl Scheduler {
         let new_block_ids = std::iter::repeat_with(allocate).take(sequence.num_new_blocks(num_rows)).collect();
         let first_written = sequence.min_computed_tokens();
         let last_token_id = sequence.last_token_id().filter(|_| self.limits.num_stages > 1);
-        let advance = sequence.advance(num_tokens, num_draft_tokens, new_block_ids, draft.now);
+        let advance = sequence.advance(num_tokens, num_draft_tokens, new_block_ids, builder.now);
         let (written, num_full) = sequence.written_blocks(first_written);
-        self.cache.record_writes(written, draft.plan.step);
+        self.cache.record_writes(written, builder.plan.step);
         let filled_blocks = if sequence.is_shared() { written[..num_full].to_vec() } else { Vec::new() };
         let residency = sequence.residency().expect("invariant: a running sequence is resident");
         if sequence.is_finishing() {
             self.note_finishing(id);
         }
-        draft.num_tokens_left -= num_rows;
+        builder.num_tokens_left -= num_rows;
         let sample = advance.sample;
-        draft.in_flight.push(InFlightAdvance {
+        builder.in_flight.push(InFlightAdvance {
             id,
             residency,
             sample,
@@ -122,7 +123,7 @@ impl Scheduler {
             filled_blocks,
             unwritten_blocks,
         });
-        draft.plan.advances.push(Advance { last_token_id, ..advance });
+        builder.plan.advances.push(Advance { last_token_id, ..advance });
     }
 
     /// Moves a running sequence whose last step is planned to the finishing ones.

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::Scheduler;
-use super::draft::Draft;
+use super::plan_builder::PlanBuilder;
 use crate::cost::Work;
 use crate::plan::{Drafted, Forecast, SequenceId};
 
@@ -30,7 +30,7 @@ impl Scheduler {
             let extends = self.limits.drafts_extend_lookup;
             let is_catching_up = !extends && (drafted.num_tokens as usize) < num_sequences;
             let num_passes = match extends && in_flight.drafting.uses_model() && num_sequences > 0 {
-                // Lookup has left the heads nothing to draft.
+                // Lookup has left the heads nothing to builder.
                 true if drafted.num_tokens > 0 && !drafted.by_model => 0,
                 // They end a draft that they think is wrong.
                 true => drafted.num_tokens.div_ceil(num_sequences as u32).max(1),
@@ -93,25 +93,31 @@ impl Scheduler {
     /// stream that is recomputed after a preemption: its client waits longer for the next token than any other.
     pub(super) fn chunk_tokens(
         &self,
-        draft: &mut Draft,
+        builder: &mut PlanBuilder,
         id: SequenceId,
         num_computed_tokens: u32,
         max_tokens: u32,
     ) -> u32 {
-        let num_tokens = self.affordable_tokens(draft, id, num_computed_tokens, max_tokens);
+        let num_tokens = self.affordable_tokens(builder, id, num_computed_tokens, max_tokens);
         self.sequence(id).whole_advance_tokens(num_computed_tokens, num_tokens)
     }
 
-    fn affordable_tokens(&self, draft: &mut Draft, id: SequenceId, num_computed_tokens: u32, max_tokens: u32) -> u32 {
+    fn affordable_tokens(
+        &self,
+        builder: &mut PlanBuilder,
+        id: SequenceId,
+        num_computed_tokens: u32,
+        max_tokens: u32,
+    ) -> u32 {
         let sequence = self.sequence(id);
-        let max_tokens = max_tokens.min(draft.num_tokens_left);
+        let max_tokens = max_tokens.min(builder.num_tokens_left);
         let min_tokens = sequence.min_advance_tokens(num_computed_tokens);
         if max_tokens < min_tokens {
             return 0;
         }
-        let target_seconds = draft.estimate.target_seconds.filter(|_| !sequence.has_generated());
+        let target_seconds = builder.estimate.target_seconds.filter(|_| !sequence.has_generated());
         let Some(target_seconds) = target_seconds else { return max_tokens };
-        let seconds_left = target_seconds - self.cost.seconds(&draft.estimate.work);
+        let seconds_left = target_seconds - self.cost.seconds(&builder.estimate.work);
         let affordable_tokens = self.cost.prefill_tokens(seconds_left, num_computed_tokens);
         if affordable_tokens >= max_tokens {
             return max_tokens;
@@ -122,8 +128,8 @@ impl Scheduler {
         if affordable_tokens >= least_tokens {
             return (affordable_tokens - (affordable_tokens - to_boundary) % block_tokens).max(min_tokens);
         }
-        draft.is_closed = true;
+        builder.is_closed = true;
         // One prompt always advances, however slow the decodes are.
-        if draft.estimate.work.has_prefills() { 0 } else { least_tokens.min(max_tokens) }
+        if builder.estimate.work.has_prefills() { 0 } else { least_tokens.min(max_tokens) }
     }
 }

@@ -44,7 +44,7 @@ impl Images {
         groups
     }
 
-    /// Those within the first `num_tokens` positions.
+    /// The images within the first `num_tokens` positions.
     pub fn within(self, num_tokens: usize) -> Self {
         Self(self.0.map(|image| image.filter(|(position, _)| (*position as usize) < num_tokens)))
     }

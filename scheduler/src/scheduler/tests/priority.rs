@@ -1,4 +1,4 @@
-//! Which sequence is admitted first, and which is preempted.
+//! Sequences are admitted and preempted in the order of their priorities.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! Which sequences advance, in which blocks; preemption and run-ahead.
+//! The advances of a step and their blocks; preemption and run-ahead.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! Which submissions are accepted.
+//! Submissions that can never run are refused.
 
 use super::*;
 

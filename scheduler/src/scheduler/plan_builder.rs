@@ -1,4 +1,4 @@
-//! A plan in the making.
+//! Builds the plan of one step.
 
 use std::time::Duration;
 
@@ -6,7 +6,8 @@ use crate::cost::Estimate;
 use crate::in_flight::InFlightAdvance;
 use crate::plan::{Limits, Plan};
 
-pub(super) struct Draft {
+/// A plan in the making, with what the step has left for it.
+pub(super) struct PlanBuilder {
     pub(super) plan: Plan,
     pub(super) in_flight: Vec<InFlightAdvance>,
     pub(super) now: Duration,
@@ -20,7 +21,7 @@ pub(super) struct Draft {
     pub(super) is_closed: bool,
 }
 
-impl Draft {
+impl PlanBuilder {
     pub(super) fn new(step: u64, now: Duration, limits: &Limits, num_running: usize) -> Self {
         Self {
             plan: Plan { step, ..Plan::default() },
