@@ -7,11 +7,10 @@ use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use crate::config::Config;
-use crate::engine::Generator;
 use crate::generation::{AdapterDownload, Adapters, GenerationService};
+use crate::generator::{Generator, RoutedQueue};
 use crate::http::connection::{self, App};
 use crate::http::{self, Listener, OriginError, Service};
-use crate::remote::RoutedQueue;
 use crate::telemetry::metrics::Exporter;
 use crate::telemetry::{Traces, TracesError};
 use crate::text::TextModel;

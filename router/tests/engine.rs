@@ -13,7 +13,8 @@ use fake_worker::setting::{FINISHED, PATIENCE, collect, limits, request, streams
 use fake_worker::{FakeGroup, Garble, Hang, Script, expected_tokens};
 use futures::StreamExt;
 use futures::future::BoxFuture;
-use penstock_router::engine::{Engine, EngineOptions, Generator, Health, RestartError, RestartGroup, Restarted};
+use penstock_router::engine::{Engine, EngineOptions, RestartError, RestartGroup, Restarted};
+use penstock_router::generator::{Generator, Health};
 use penstock_router::sequence::{
     FinishReason, Image, ImageSpan, Sampling, SequenceEvent, SequenceFailure, SequenceRequest, greedy,
 };

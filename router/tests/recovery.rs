@@ -13,7 +13,8 @@ use fake_worker::setting::{
 };
 use fake_worker::{Garble, Hang, Script, expected_tokens};
 use futures::future::join_all;
-use penstock_router::engine::{Engine, EngineOptions, Generator, Health};
+use penstock_router::engine::{Engine, EngineOptions};
+use penstock_router::generator::{Generator, Health};
 use penstock_router::sequence::{Grammar, GrammarError, SequenceEvent, SequenceFailure, SequenceRequest};
 use penstock_scheduler::Limits;
 

@@ -11,7 +11,8 @@ use fake_worker::setting::{PATIENCE, collect, limits, request, streams_are_compl
 use fake_worker::{Script, expected_tokens};
 use futures::StreamExt;
 use futures::future::join_all;
-use penstock_router::engine::{EngineOptions, Generator, Health, RestartGroup};
+use penstock_router::engine::{EngineOptions, RestartGroup};
+use penstock_router::generator::{Generator, Health};
 use penstock_router::replica::Replicas;
 use penstock_router::sequence::{
     EncodedImage, Grammar, Image, ImageError, ImageSpan, SequenceEvent, SequenceFailure, SequenceRequest,
@@ -225,7 +226,7 @@ async fn one_replica_alone_is_an_engine() {
     assert_eq!(collect_terminal(&replicas).await, SequenceEvent::Failed(SequenceFailure::ShuttingDown));
 }
 
-/// Of a sequence that never starts.
+/// The one event of a sequence that never starts.
 async fn collect_terminal(replicas: &Replicas) -> SequenceEvent {
     let mut events: Vec<_> = replicas.submit(request(&[1], 1)).collect().await;
     assert_eq!(events.len(), 1);

@@ -2,7 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use penstock_router::remote::{Access, Identity};
+use penstock_router::remote::Access;
+use penstock_router::tls::Identity;
 
 use crate::flag::args::Args;
 

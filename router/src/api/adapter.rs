@@ -33,7 +33,7 @@ pub(crate) struct UnloadAdapter {
 }
 
 impl LoadAdapter {
-    /// Where the adapter is. `served`: the names of the model, which adapters cannot have.
+    /// The location of the adapter. `served`: the names of the model, which adapters cannot have.
     pub(crate) fn place(&self, served: &[String]) -> Result<AdapterPlace, ApiError> {
         if self.lora_name.is_empty() || served.contains(&self.lora_name) {
             let reason = format!("`lora_name` is {:?}, must be a name that the model does not have", self.lora_name);

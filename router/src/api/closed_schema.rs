@@ -1,7 +1,7 @@
 //! COMPAT: in TGI an object with `properties` has no other properties, whatever JSON Schema says; small models would keep
 //! inventing more. Here that holds unless the schema mentions additional properties.
 //!
-//! Where several schemas apply to one object (`allOf`, or `properties` beside `$ref`, `anyOf` or `oneOf`), the object has the
+//! If several schemas apply to one object (`allOf`, or `properties` beside `$ref`, `anyOf` or `oneOf`), the object has the
 //! properties that any of them lists. There, a reference points to an open copy of its definition, since elsewhere the definition
 //! is closed.
 

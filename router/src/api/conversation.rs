@@ -16,8 +16,8 @@ pub(crate) struct Conversation {
     system: Vec<String>,
     messages: Vec<Value>,
     /// The user's turn, if that is the last one.
-    user: Vec<Part>,
-    /// Of all messages, in their order.
+    user: Vec<PromptPart>,
+    /// Images of all messages, in their order.
     images: Vec<ImageSource>,
     /// The assistant's turn, if that is the last one.
     assistant: Option<AssistantTurn>,
@@ -27,7 +27,7 @@ pub(crate) struct Conversation {
 
 /// A part of a user's turn, or of the result of a call.
 #[derive(Clone, Debug)]
-pub(super) enum Part {
+pub(super) enum PromptPart {
     Text(String),
     Image(ImageSource),
 }
@@ -47,10 +47,10 @@ impl Conversation {
             self.system.push(text);
             return Ok(());
         }
-        self.user(Part::Text(reminder(&text)))
+        self.user(PromptPart::Text(reminder(&text)))
     }
 
-    pub(super) fn user(&mut self, part: Part) -> Result<(), String> {
+    pub(super) fn user(&mut self, part: PromptPart) -> Result<(), String> {
         self.end_assistant();
         self.user.push(part);
         Ok(())
@@ -78,7 +78,7 @@ impl Conversation {
     }
 
     /// The result of a call.
-    pub(super) fn result(&mut self, id: &str, parts: Vec<Part>) -> Result<(), String> {
+    pub(super) fn result(&mut self, id: &str, parts: Vec<PromptPart>) -> Result<(), String> {
         let Some(position) = self.unanswered.iter().position(|(known, _)| known == id) else {
             return Err(format!("`{id}` is not the id of an earlier call without a result"));
         };
@@ -137,13 +137,13 @@ impl Conversation {
     }
 
     /// The parts as one text, or, with images, as a list.
-    fn content(&mut self, parts: Vec<Part>) -> Value {
+    fn content(&mut self, parts: Vec<PromptPart>) -> Value {
         let (mut values, mut texts) = (Vec::new(), Vec::new());
         let text = |texts: Vec<String>| json!({"type": "text", "text": joined(texts)});
         for part in parts {
             match part {
-                Part::Text(text) => texts.push(text),
-                Part::Image(image) => {
+                PromptPart::Text(text) => texts.push(text),
+                PromptPart::Image(image) => {
                     if !texts.is_empty() {
                         values.push(text(std::mem::take(&mut texts)));
                     }

@@ -10,7 +10,7 @@ use std::fmt::Write;
 use regex::Regex;
 use serde_json::Value;
 
-/// Of a grammar, as the workers bound grammars that need no translation.
+/// Longest grammar; the workers have the same limit for grammars that need no translation.
 const MAX_BYTES: usize = 256 << 10;
 /// Groups inside of groups.
 const MAX_DEPTH: usize = 64;

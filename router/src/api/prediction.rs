@@ -36,7 +36,7 @@ pub(crate) struct VerifiedDraft {
     token_index: u32,
     /// Draft tokens that the step verified.
     verified: u32,
-    /// Those that were right: the generated tokens from `token_index` on.
+    /// Predicted tokens that were right: the generated tokens from `token_index` on.
     accepted: u32,
 }
 

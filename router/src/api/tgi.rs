@@ -10,9 +10,10 @@ use super::field::or_default;
 use super::grammar::GrammarField;
 use super::prediction::VerifiedDraft;
 use crate::config::Config;
+use crate::config::SamplingDefaults;
 use crate::generation::{
-    self, GenerationRequest, ImageSource, Parameters, Prompt, PromptToken, SamplingDefaults, StopText, TextToken,
-    TopToken, ValidationError,
+    self, GenerationRequest, ImageSource, Parameters, Prompt, PromptToken, StopText, TextToken, TopToken,
+    ValidationError,
 };
 use crate::sequence::DraftCount;
 
@@ -203,9 +204,9 @@ pub(crate) struct Details {
 /// The draft tokens of a generation. Left out if no step verified any, as without `--speculate`.
 #[derive(Clone, Copy, Debug, Serialize, ToSchema)]
 pub(crate) struct DraftTokens {
-    /// Those that steps compared with what they sampled.
+    /// Draft tokens that steps compared with the tokens they sampled.
     verified: u32,
-    /// Those that were right, and so are part of the answer.
+    /// Draft tokens that were right, and so are part of the answer.
     accepted: u32,
 }
 

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use penstock_scheduler::SequenceId;
-use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender};
 use tokio::sync::oneshot;
 
-use super::event::EventSender;
 use super::moving::MovingSequence;
-use super::owner::Owner;
+use super::owner::{Abort, Owner};
+use crate::generator::EventSender;
 use crate::sequence::{SequenceEvent, SequenceFailure, SequenceRequest};
 
 pub(super) enum Command {
@@ -29,6 +29,13 @@ pub(super) enum Command {
     ShutDown {
         done: oneshot::Sender<()>,
     },
+}
+
+impl Abort for UnboundedSender<Command> {
+    fn abort(&self, id: SequenceId) {
+        // An error means that the engine has ended.
+        let _ = self.send(Command::Abort { id });
+    }
 }
 
 /// Ends every sequence that is on its way. Nothing can be sent afterwards.

@@ -16,10 +16,10 @@ use crate::sequence::{Grammar, GrammarError, SequenceFailure};
 /// How long the engine takes at most to notice that its group is lost.
 const LOSS_NOTICE: Duration = Duration::from_secs(2);
 
-/// Where grammars are compiled at this moment.
+/// The compiler of grammars at this moment.
 #[derive(Clone, Debug)]
 pub(super) enum Compiler {
-    /// Of the group.
+    /// The current worker group compiles.
     Ready(Arc<dyn Helper>),
     /// The group is restarted, or a sequence is in quarantine.
     Waiting,

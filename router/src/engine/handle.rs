@@ -10,10 +10,7 @@ use tokio::sync::{oneshot, watch};
 
 use super::adapter;
 use super::command::Command;
-use super::event::event_channel;
-use super::generator::Generator;
 use super::grammar::{self, Compiler};
-use super::health::Health;
 use super::image;
 use super::moving::{Handover, MovingSequence};
 use super::options::{EngineOptions, RemoteOptions};
@@ -22,7 +19,10 @@ use super::remote_loop::RemoteLoop;
 use super::restart::RestartGroup;
 use super::speed::Speed;
 use super::step_loop::StepLoop;
-use super::stream::SequenceStream;
+use crate::generator::Generator;
+use crate::generator::Health;
+use crate::generator::SequenceStream;
+use crate::generator::event_channel;
 use crate::sequence::{
     Adapter, AdapterError, EncodedImage, Grammar, GrammarError, Image, ImageError, SequenceEvent, SequenceFailure,
     SequenceRequest, ServerAdapters,
@@ -145,7 +145,7 @@ impl Engine {
     pub(crate) fn adopt(&self, moving: MovingSequence) {
         let owner = moving.sequence.owner();
         // If it was aborted, it ends here.
-        owner.replace(&self.commands, || {
+        owner.replace(self.commands.clone(), || {
             if let Err(refused) = self.commands.send(Command::Adopt(Box::new(moving)))
                 && let Command::Adopt(moving) = refused.0
             {

@@ -28,7 +28,7 @@ pub(super) struct HelperError {
     pub(super) reason: String,
 }
 
-/// Of a worker group.
+/// The calls to a worker group outside its steps.
 #[derive(Clone, Debug)]
 pub(super) struct GroupHelper {
     compiler: GrammarCompiler,

@@ -7,11 +7,8 @@
 
 mod adapter;
 mod command;
-mod event;
-mod generator;
 mod grammar;
 mod handle;
-mod health;
 mod helper;
 mod image;
 mod in_flight;
@@ -27,17 +24,12 @@ mod server_progress;
 mod speed;
 mod status;
 mod step_loop;
-mod stream;
 mod timelines;
 mod watchdog;
 
-pub use event::{EventReceiver, EventSender, event_channel};
-pub use generator::{Generator, ReplicaReport};
 pub use handle::Engine;
-pub use health::Health;
 pub use moving::{Handover, MovingSequence};
 pub use options::{EngineOptions, RemoteOptions};
 pub use restart::{RestartError, RestartGroup, RestartTimes, Restarted};
 #[cfg(test)]
 pub(crate) use speed::SpeedMeter;
-pub use stream::SequenceStream;

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use penstock_scheduler::SequenceId;
 use tokio::time::Instant;
 
-use super::event::EventSender;
 use super::open_sequence::{OpenSequence, Terms};
 use super::owner::Owner;
+use crate::generator::EventSender;
 use crate::sequence::{Constants, SequenceRequest, Timeline};
 
 /// An open sequence with everything that is needed to continue it.
@@ -80,7 +80,7 @@ impl MovingSequence {
     }
 }
 
-/// Where the sequences of an engine go when its worker group or its server is lost.
+/// Takes the sequences of an engine when its worker group or its server is lost.
 pub trait Handover: Send + Sync + 'static {
     /// Passes the sequences on to other engines (`Engine::adopt`). Returns those that none takes, because none takes steps.
     /// `has_lost_cache`: this engine has lost its KV cache and its encoded images.

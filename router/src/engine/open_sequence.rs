@@ -7,9 +7,9 @@ use std::time::Duration;
 use penstock_scheduler::ContentSalt;
 use tokio::time::Instant;
 
-use super::event::EventSender;
 use super::options::MAX_LOSSES;
 use super::owner::Owner;
+use crate::generator::EventSender;
 use crate::sequence::{Constants, DraftCount, SequenceEvent, Token};
 
 /// A sequence that was being computed in this many group losses in a row runs alone next time.

@@ -15,12 +15,12 @@ use penstock_scheduler::{
 use rustc_hash::FxHashMap;
 use tokio::time::Instant;
 
-use super::event::{Alarm, EventSender};
 use super::moving::{Handover, MovingSequence};
 use super::open_sequence::OpenSequence;
 use super::options::MAX_LOSSES;
 use super::owner::Owner;
 use super::timelines::{Timelines, TracedAdvance};
+use crate::generator::{Alarm, EventSender};
 use crate::sequence::{
     Constants, FinishReason, ImageSpan, SequenceEvent, SequenceFailure, SequenceRequest, image_groups,
 };
@@ -47,7 +47,7 @@ pub(super) struct OpenSequences {
 #[derive(Default)]
 pub(super) struct Delivered {
     pub(super) num_tokens: usize,
-    /// Those that a sequence waited for after its first token.
+    /// Tokens after the first of their sequences.
     pub(super) num_next_tokens: usize,
     /// Sequences that got a token and wait for the next one.
     pub(super) num_decoding: usize,
@@ -156,7 +156,7 @@ impl OpenSequences {
         self.timelines.advances(plan)
     }
 
-    /// Of a planned sequence.
+    /// The constants of a planned sequence.
     pub(super) fn constants(&self, id: SequenceId) -> &Constants {
         self.open.get(&id).expect("invariant: a planned sequence is open").constants()
     }

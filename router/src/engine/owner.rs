@@ -3,38 +3,38 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use penstock_scheduler::SequenceId;
-use tokio::sync::mpsc::UnboundedSender;
 
-use super::command::Command;
+/// An engine that can abort its sequences.
+pub(super) trait Abort: Send + 'static {
+    /// Aborts a sequence that the engine has, or that it is about to get. Does nothing after the engine has ended.
+    fn abort(&self, id: SequenceId);
+}
 
 /// `None`: the sequence was aborted, and moves no more.
-pub(super) struct Owner(Mutex<Option<UnboundedSender<Command>>>);
+pub(super) struct Owner(Mutex<Option<Box<dyn Abort>>>);
 
 impl Owner {
-    pub(super) fn new(commands: UnboundedSender<Command>) -> Self {
-        Self(Mutex::new(Some(commands)))
+    pub(super) fn new(engine: impl Abort) -> Self {
+        Self(Mutex::new(Some(Box::new(engine))))
     }
 
     /// Aborts the sequence in the engine that has it, or that is about to.
     pub(super) fn abort(&self, id: SequenceId) {
-        if let Some(commands) = self.lock().take() {
-            // An error means that the engine has ended.
-            let _ = commands.send(Command::Abort { id });
+        if let Some(engine) = self.lock().take() {
+            engine.abort(id);
         }
     }
 
-    /// Makes the engine of `commands` the owner. Returns false if the sequence was aborted. An abort after that comes after
-    /// what `send` sends.
-    pub(super) fn replace(&self, commands: &UnboundedSender<Command>, send: impl FnOnce()) -> bool {
+    /// Makes `engine` the owner. Does nothing if the sequence was aborted. An abort after that comes after what `send` sends.
+    pub(super) fn replace(&self, engine: impl Abort, send: impl FnOnce()) {
         let mut owner = self.lock();
         if owner.is_some() {
-            *owner = Some(commands.clone());
+            *owner = Some(Box::new(engine));
             send();
         }
-        owner.is_some()
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<UnboundedSender<Command>>> {
+    fn lock(&self) -> MutexGuard<'_, Option<Box<dyn Abort>>> {
         // One assignment: a panic cannot leave it half done.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -19,13 +19,13 @@ use tokio::time::Instant;
 
 use super::command::{self, Command};
 use super::grammar::CompilerGate;
-use super::health::Health;
 use super::moving::{Handover, MovingSequence};
 use super::options::{MAX_LOSSES, RemoteOptions};
 use super::recovery::backoff;
 use super::server_progress::ServerProgress;
 use super::speed::{Decoding, Speed};
 use super::status::Status;
+use crate::generator::Health;
 use crate::remote::{Client, RemoteError, SequenceUpdate, ServerState, Totals};
 use crate::sequence::{InterruptionCause, SequenceEvent, SequenceFailure};
 
@@ -285,7 +285,7 @@ impl RemoteLoop {
         self.open.insert(moving.id, Open { moving, vector: None, run: None });
     }
 
-    /// Of the open sequences, the oldest one first.
+    /// Ids of the open sequences, the oldest one first.
     fn ids(&self) -> Vec<SequenceId> {
         let mut ids: Vec<_> = self.open.keys().copied().collect();
         ids.sort_unstable();

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::health::Health;
+use crate::generator::Health;
 use crate::remote::ServerState;
 
 /// INVARIANT: outlives connections, so a server that hangs does not count as healthy after each new connection.

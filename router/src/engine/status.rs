@@ -5,8 +5,8 @@ use std::sync::Arc;
 use penstock_scheduler::Stats;
 use tokio::sync::watch;
 
-use super::health::Health;
 use super::speed::Speed;
+use crate::generator::Health;
 use crate::sequence::ServerAdapters;
 
 /// The publishing side.
@@ -16,7 +16,7 @@ use crate::sequence::ServerAdapters;
 pub(super) struct Status {
     health: watch::Sender<Health>,
     stats: watch::Sender<Stats>,
-    /// Of an engine on another server.
+    /// Adapters of the other server, if the engine is on one.
     adapters: watch::Sender<Arc<ServerAdapters>>,
     speed: Speed,
 }

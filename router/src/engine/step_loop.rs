@@ -12,7 +12,6 @@ use tokio::time::Instant;
 
 use super::command::{self, Command, refuse};
 use super::grammar::CompilerGate;
-use super::health::Health;
 use super::helper::GroupHelper;
 use super::in_flight::{InFlightStep, InFlightSteps};
 use super::moving::Handover;
@@ -22,6 +21,7 @@ use super::recovery::{Outage, RestartBudget};
 use super::restart::{RestartGroup, Restarted};
 use super::status::Status;
 use super::watchdog::{self, Progress};
+use crate::generator::Health;
 use crate::sequence::{SequenceEvent, SequenceFailure};
 use crate::telemetry::metrics;
 use crate::worker::{Group, StepReport, Steps, WorkerError};

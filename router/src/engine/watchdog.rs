@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::health::Health;
 use super::status::Status;
+use crate::generator::Health;
 use crate::worker::{HealthProbe, RankProgress};
 
 /// Time between two health checks, and for the answers.
@@ -189,7 +189,7 @@ mod tests {
         Some(RankProgress { processor_time: Duration::from_secs_f64(processor_s), ..RankProgress::default() })
     }
 
-    /// Of a rank that uses all of a core, as it does when it waits for its GPU.
+    /// The answer of a rank that uses all of a core, as it does when it waits for its GPU.
     fn answer_with_gpu(tick: u32, num_finished: u64, is_busy: bool) -> Option<RankProgress> {
         let processor_time = Duration::from_secs(tick.into());
         Some(RankProgress {

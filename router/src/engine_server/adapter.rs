@@ -14,8 +14,8 @@ use futures::stream::BoxStream;
 use sha2::{Digest, Sha256};
 use tokio::sync::watch;
 
-use crate::engine::Generator;
 use crate::generation::Adapters;
+use crate::generator::Generator;
 use crate::sequence::{Adapter, AdapterError, AdapterHash, SequenceEvent, SequenceFailure, SequenceRequest};
 
 /// What the workers read of an adapter.

@@ -1,4 +1,6 @@
-//! Serves this server's engine to a router elsewhere.
+//! Serves this server's engine and adapters to a router elsewhere, by the engine protocol.
+
+mod adapter;
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -19,13 +21,12 @@ use tonic::transport::Server;
 use tonic::transport::server::TcpIncoming;
 use tonic::{Request, Response, Status};
 
-use super::adapter::{self, ServedAdapter, ServedAdapters};
-use super::{
-    Access, CONNECTION_WINDOW_BYTES, MAX_MESSAGE_BYTES, RoutedQueue, STATUS_INTERVAL, ServerDescription, convert,
-};
+use adapter::{ServedAdapter, ServedAdapters};
+
 use crate::config::ApiKeys;
-use crate::engine::Generator;
 use crate::generation::Adapters;
+use crate::generator::{Generator, RoutedQueue};
+use crate::remote::{Access, CONNECTION_WINDOW_BYTES, MAX_MESSAGE_BYTES, STATUS_INTERVAL, ServerDescription, convert};
 use crate::sequence::{AdapterHash, EncodedImage, GrammarError, Image, ImageError};
 
 /// How soon a change of health is reported.
@@ -179,7 +180,7 @@ impl Engine for Service {
             loop {
                 let mut status = current();
                 if adapters.has_changed().unwrap_or(false) {
-                    status.adapters = adapters.borrow_and_update().as_deref().map(convert::adapter_list);
+                    status.adapters = adapters.borrow_and_update().as_deref().map(adapter_list);
                 }
                 let (health, sent_at) = ((status.unhealthy.clone(), status.is_draining), Instant::now());
                 yield Ok(status);
@@ -259,4 +260,9 @@ impl Engine for Service {
         let images = images.into_iter().map(encoded).collect();
         Ok(Response::new(worker::EncodeImagesResponse { error, images, is_overloaded }))
     }
+}
+
+fn adapter_list(served: &[ServedAdapter]) -> proto::AdapterList {
+    let adapter = |served: &ServedAdapter| proto::Adapter { name: served.name.to_string(), hash: served.hash.to_vec() };
+    proto::AdapterList { adapters: served.iter().map(adapter).collect() }
 }

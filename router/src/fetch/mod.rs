@@ -4,7 +4,6 @@
 //! for the same connection. This holds for the first URL and for each redirect.
 
 mod address;
-mod allowed_host;
 mod network;
 #[cfg(test)]
 mod tests;
@@ -29,10 +28,10 @@ use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tokio_util::task::AbortOnDropHandle;
 
-pub use allowed_host::{AllowedHost, AllowedHostError};
 use network::{Network, SystemNetwork};
 pub(crate) use url::Url;
 
+use crate::config::ImageUrlConfig;
 use crate::telemetry::metrics::{self, ImageFetch};
 
 /// Files that are fetched at the same time, for all requests.
@@ -44,15 +43,6 @@ const TOTAL_TIMEOUT: Duration = Duration::from_secs(20);
 /// The head of a response.
 const MAX_HEAD_BYTES: usize = 16 << 10;
 const USER_AGENT: &str = concat!("penstock/", env!("CARGO_PKG_VERSION"));
-
-/// Which URLs of images are fetched.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct ImageUrlConfig {
-    /// Hosts that may have addresses which are not public.
-    pub allowed_hosts: Vec<AllowedHost>,
-    /// Bytes of the images that one prompt names by URL, together.
-    pub max_bytes: usize,
-}
 
 /// Fetches files within limits.
 pub(crate) struct Fetcher {

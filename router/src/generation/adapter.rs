@@ -13,7 +13,7 @@ use super::adapter_place::{Places, Step};
 use super::error::GenerationError;
 use super::validation::ValidationError;
 use crate::config::AdapterConfig;
-use crate::engine::Generator;
+use crate::generator::Generator;
 use crate::sequence::{Adapter, AdapterError, AdapterHash};
 
 /// Adapters that an error names.
@@ -55,7 +55,7 @@ pub(crate) enum AdapterLease {
 pub(crate) struct AdapterReport {
     pub(crate) max_loaded: usize,
     pub(crate) loaded: Vec<Arc<str>>,
-    /// Those of requests without a lease.
+    /// Names of the adapters that queued requests wait for.
     pub(crate) waiting: Vec<Arc<str>>,
 }
 
@@ -116,7 +116,7 @@ impl Adapters {
         names
     }
 
-    /// Those that the workers here load, with their names.
+    /// The adapters that the workers here load, with their names.
     pub(crate) fn named(&self) -> Vec<(Arc<str>, Adapter)> {
         self.state().by_name.iter().map(|(name, adapter)| (Arc::clone(name), adapter.clone())).collect()
     }

@@ -15,7 +15,7 @@ pub struct AdapterDownload {
     pub answer: oneshot::Sender<Result<PathBuf, String>>,
 }
 
-/// Where an adapter is.
+/// The location of an adapter.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum AdapterPlace {
     /// An absolute path.
@@ -34,7 +34,7 @@ impl AdapterPlace {
     }
 }
 
-/// Of an owner, a repository or a revision on the hub.
+/// Longest name of an owner, a repository or a revision on the hub.
 const MAX_NAME_BYTES: usize = 96;
 
 /// Whether this is `name` or `owner/name` on the hub, with or without `@revision`.

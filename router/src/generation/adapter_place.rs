@@ -1,4 +1,4 @@
-//! Which adapters are in the workers, and which requests get one next: a state machine without time or I/O.
+//! The choice of the adapters in the workers, and of the requests that get one next: a state machine without time or I/O.
 //!
 //! First come, first served: a free place, or that of the least recently used adapter without a lease, goes to the adapter whose request
 //! has waited longest. Without an idle place, the adapter that was loaded first gives out no leases to requests that came later, so that

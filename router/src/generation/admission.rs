@@ -144,9 +144,9 @@ struct Ledger {
 
 #[derive(Default)]
 struct Entries {
-    /// Of generations that wait for their first step.
+    /// Tokens reserved by generations that wait for their first step.
     queued_tokens: u64,
-    /// Of all reservations.
+    /// Tokens of all reservations.
     reserved_tokens: u64,
     num_reservations: usize,
     rate: ServiceRate,

@@ -23,7 +23,7 @@ pub(crate) struct Chat {
     pub(crate) tools: Option<ToolSet>,
     /// Replaces the model's own templates.
     pub(crate) template: Option<String>,
-    /// Of all messages, in their order.
+    /// Images of all messages, in their order.
     pub(crate) images: Vec<ImageSource>,
 }
 

@@ -1,6 +1,6 @@
 //! Stop strings in the content of a chat's answer. Reasoning and tool calls may contain them.
 
-use super::held_text::HeldText;
+use super::stop_buffer::StopBuffer;
 use super::text_stream::StopText;
 use crate::text::{Part, StopMatcher, StopOutcome};
 
@@ -8,13 +8,13 @@ use crate::text::{Part, StopMatcher, StopOutcome};
 pub(super) struct ContentStop {
     matcher: StopMatcher,
     text: StopText,
-    held: HeldText,
+    held: StopBuffer,
 }
 
 impl ContentStop {
     /// `stops`: none is empty.
     pub(super) fn new(stops: Vec<String>, text: StopText) -> Self {
-        Self { matcher: StopMatcher::new(stops), text, held: HeldText::default() }
+        Self { matcher: StopMatcher::new(stops), text, held: StopBuffer::default() }
     }
 
     /// Cuts the parts behind a stop string, and holds back what may become part of one. Returns the stop string's position
@@ -62,7 +62,7 @@ impl ContentStop {
             (StopText::Cut, StopOutcome::Match { index, start, .. }) => {
                 self.held.push(text, hidden);
                 let shown = self.held.release(start);
-                self.held = HeldText::default();
+                self.held = StopBuffer::default();
                 (shown, Some(index))
             }
             (StopText::Kept | StopText::Included, outcome) => {

@@ -14,7 +14,7 @@ use super::error::GenerationError;
 use super::validation::ValidationError;
 use crate::config::Config;
 use crate::fetch::Fetcher;
-use crate::engine::Generator;
+use crate::generator::Generator;
 use crate::sequence::ImageInput;
 use crate::text::TextModel;
 

@@ -25,7 +25,7 @@ const MAX_SHOWN: usize = 40;
 /// An image as a client sent it. Clones share it.
 #[derive(Clone, Debug)]
 pub(crate) struct ImageSource {
-    /// Where it is in the request.
+    /// Path of the image in the request.
     pub(crate) path: String,
     /// A data URI, or, where the server fetches images, an http or https URL.
     pub(crate) url: Arc<str>,

@@ -15,7 +15,7 @@ const MAX_STOP_TOKENS: usize = 128;
 pub(crate) const MAX_LOGIT_BIASES: usize = 1024;
 pub(crate) const MAX_LOGIT_BIAS: f32 = 100.0;
 const MAX_BAD_WORDS: usize = 1024;
-/// Of all bad words together.
+/// Bytes of all bad words together.
 const MAX_BAD_WORD_BYTES: usize = 16_384;
 const MAX_PRIORITY: i32 = 100;
 const MAX_TIMEOUT_S: f64 = 86_400.0;
@@ -106,7 +106,7 @@ pub(crate) struct Extension {
     pub(crate) allowed_token_ids: Option<Vec<u32>>,
     /// Texts that are not written.
     pub(crate) bad_words: Vec<String>,
-    /// Of a chat; `None`: the server's.
+    /// The most tokens of a chat's thoughts; `None`: the server's limit.
     pub(crate) reasoning_budget: Option<ReasoningBudget>,
 }
 

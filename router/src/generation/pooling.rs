@@ -14,7 +14,7 @@ use super::error::GenerationError;
 use super::parameter::Parameters;
 use super::service::GenerationService;
 use super::validation::ValidationError;
-use crate::engine::SequenceStream;
+use crate::generator::SequenceStream;
 use crate::sequence::{DraftCount, End, Pooling, SequenceEvent, SequenceRequest, Task, Timeline, greedy};
 use crate::telemetry::{RequestParameters, RequestRecord, RequestSummary, metrics};
 use crate::text::{EncodedInput, Input, Truncation};

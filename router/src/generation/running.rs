@@ -32,7 +32,7 @@ pub(crate) struct StartedPrompt {
     pub(crate) text: Option<Arc<str>>,
     /// After truncation.
     pub(crate) token_ids: Vec<u32>,
-    /// Of a chat in which the model may call tools: the format of the calls' ids.
+    /// The format of the ids of tool calls; `None` unless the prompt is a chat in which the model may call tools.
     pub(crate) tool_call_ids: Option<ToolCallIds>,
 }
 
@@ -41,11 +41,11 @@ pub(crate) struct GenerationDelta {
     /// The generation's position among those of the request.
     pub(crate) index: usize,
     pub(crate) delta: TextDelta,
-    /// Of a chat: the text so far, split into content, reasoning and tool calls. The parser may hold text back.
+    /// The text so far of a chat's answer, split into content, reasoning and tool calls. The parser may hold text back.
     pub(crate) parts: Vec<Part>,
     /// Whether the token is one of the answer's thoughts, without their markers.
     pub(crate) is_thought: bool,
-    /// Of a chat's last delta: the answer ends within a tool call.
+    /// Whether this is the last delta of a chat's answer, which ends within a tool call.
     pub(crate) ends_in_call: bool,
     /// With the generation's first delta, if prompt logprobs were requested.
     pub(crate) prompt_tokens: Vec<PromptToken>,
@@ -61,7 +61,7 @@ pub(crate) struct Finished {
     pub(crate) tokens: Vec<TextToken>,
     /// Empty unless prompt logprobs were requested.
     pub(crate) prompt_tokens: Vec<PromptToken>,
-    /// Those that steps verified, in the order of their tokens.
+    /// Draft tokens that steps verified, in the order of their positions.
     pub(crate) drafts: Vec<Draft>,
     pub(crate) finish: Finish,
     /// `None` if nothing was sampled.
@@ -133,9 +133,9 @@ impl Generations {
 /// One running generation.
 pub(super) struct Running {
     pub(super) stream: TextStream,
-    /// Of a chat, until its last delta.
+    /// The parser of a chat's answer, until its last delta.
     pub(super) parser: Option<AnswerParser>,
-    /// Of a chat with stop strings, which the stream then does not have.
+    /// Ends a chat's answer at its stop strings, which the stream does not have then.
     pub(super) content_stop: Option<ContentStop>,
     /// `None` if nothing is sampled.
     pub(super) seed: Option<u64>,

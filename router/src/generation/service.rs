@@ -21,7 +21,7 @@ use super::submission::Submission;
 use super::validation::ValidationError;
 use crate::config::Config;
 use crate::fetch::Fetcher;
-use crate::engine::{Generator, Health, ReplicaReport};
+use crate::generator::{Generator, Health, ReplicaReport};
 use crate::telemetry::RequestRecord;
 use crate::text::TextModel;
 
@@ -163,7 +163,8 @@ impl GenerationService {
         let preparation = Preparation { context: &self.context, deadlines, record };
         let mut prompts = Vec::with_capacity(given.len());
         for prompt in given {
-            prompts.push(preparation.prepare(prompt, checked.clone()).await?);
+            // Boxed, because each future around it would have its size.
+            prompts.push(Box::pin(preparation.prepare(prompt, checked.clone())).await?);
         }
         Ok(Admitted { prompts, adapter_id: checked.adapter_id, num_per_prompt, deadlines, permit })
     }

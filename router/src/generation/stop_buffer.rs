@@ -4,11 +4,11 @@ use std::collections::VecDeque;
 
 /// Held text in pieces. Stop strings may be spelled with special tokens, so their text is held too, but never shown.
 #[derive(Default)]
-pub(super) struct HeldText {
+pub(super) struct StopBuffer {
     pieces: VecDeque<(String, bool)>,
 }
 
-impl HeldText {
+impl StopBuffer {
     pub(super) fn push(&mut self, text: &str, special: bool) {
         if !text.is_empty() {
             self.pieces.push_back((text.to_owned(), special));

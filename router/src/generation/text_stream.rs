@@ -11,9 +11,9 @@ use super::admission::QueueReservation;
 use super::deadline::{Deadlines, reached};
 use super::delta::{Draft, Finish, FinishReason, PromptToken, TextDelta, TextToken, Timings, TopToken};
 use super::error::GenerationError;
-use super::held_text::HeldText;
 use super::parameter::NumAlternatives;
-use crate::engine::{Generator, SequenceStream};
+use super::stop_buffer::StopBuffer;
+use crate::generator::{Generator, SequenceStream};
 use crate::sequence::{self, DraftCount, End, SequenceEvent, SequenceRequest, Timeline, Token};
 use crate::telemetry::metrics;
 use crate::text::{Detokenizer, Piece, StopMatcher, StopOutcome, TextModel};
@@ -38,10 +38,10 @@ pub(super) struct SequenceOptions {
     /// With the client's prompt and stop tokens only: [`TextStream::start`] adds `decoder_prefix`, and the model's stop
     /// tokens unless `ignore_eos`.
     pub(super) request: SequenceRequest,
-    /// Of an encoder–decoder, whose prompt is the encoder's source: the answer continues from these. Otherwise empty.
+    /// First tokens of an encoder–decoder's decoder, which the answer continues; its prompt is the encoder's source. Otherwise empty.
     pub(super) decoder_prefix: Arc<[u32]>,
     pub(super) ignore_eos: bool,
-    /// None is empty. Of a chat, whose content alone may contain them: no strings.
+    /// No string is empty. A chat has none here, because only its content may contain them.
     pub(super) stop_strings: Vec<String>,
     pub(super) stop_text: StopText,
     pub(super) shown: ShownTokens,
@@ -77,7 +77,7 @@ pub(super) struct TextStream {
     detokenizer: Detokenizer,
     stop_matcher: StopMatcher,
     stop_text: StopText,
-    held: HeldText,
+    held: StopBuffer,
     /// The sequence ends with one of these; their text is not part of the answer.
     stop_token_ids: Vec<u32>,
     shown: ShownTokens,
@@ -138,7 +138,7 @@ impl TextStream {
             detokenizer,
             stop_matcher: StopMatcher::new(options.stop_strings),
             stop_text: options.stop_text,
-            held: HeldText::default(),
+            held: StopBuffer::default(),
             stop_token_ids,
             shown: options.shown,
             num_alternatives: options.num_alternatives,

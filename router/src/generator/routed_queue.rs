@@ -11,7 +11,7 @@ pub struct RoutedQueue(Arc<AtomicU64>);
 
 /// A queued sequence. Dropping it ends its wait.
 #[derive(Debug)]
-pub(super) struct Queued {
+pub(crate) struct Queued {
     queue: RoutedQueue,
     num_tokens: u64,
 }
@@ -22,7 +22,7 @@ impl RoutedQueue {
         self.0.load(Ordering::Relaxed)
     }
 
-    pub(super) fn add(&self, request: &SequenceRequest) -> Queued {
+    pub(crate) fn add(&self, request: &SequenceRequest) -> Queued {
         let num_tokens = request.prompt_token_ids.len() as u64 + u64::from(request.max_new_tokens);
         self.0.fetch_add(num_tokens, Ordering::Relaxed);
         Queued { queue: self.clone(), num_tokens }

@@ -2,16 +2,13 @@
 //!
 //! INVARIANT: a route is protected unless it is listed here, so a new route requires a key until it is added.
 
-use std::convert::Infallible;
-
-use axum::extract::{FromRequestParts, MatchedPath, Request, State};
-use axum::http::request::Parts;
+use axum::extract::{MatchedPath, Request, State};
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
-use sha2::{Digest, Sha256};
 
 use super::dialect::{self, Dialect};
+use super::key_hash::KeyHash;
 use crate::api::error::ApiError;
 use crate::config::ApiKeys;
 
@@ -38,22 +35,10 @@ pub(super) const API_KEY: &str = "x-api-key";
 const MISSING: &str = "no API key was given; send one as `Authorization: Bearer KEY` or as `x-api-key: KEY`";
 const WRONG: &str = "the given API key is not one of this server's";
 
-/// The API key that a request came with, as a hash; the same for all requests to a server without keys.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Owner([u8; 32]);
-
-impl<S: Send + Sync> FromRequestParts<S> for Owner {
-    type Rejection = Infallible;
-
-    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Infallible> {
-        Ok(parts.extensions.get().copied().unwrap_or_default())
-    }
-}
-
-fn check(keys: &ApiKeys, headers: &HeaderMap) -> Result<Owner, ApiError> {
+fn check(keys: &ApiKeys, headers: &HeaderMap) -> Result<KeyHash, ApiError> {
     let given = [headers.get(header::AUTHORIZATION).and_then(bearer), headers.get(API_KEY).map(HeaderValue::as_bytes)];
     if let Some(key) = given.into_iter().flatten().find(|key| keys.contains(key)) {
-        return Ok(Owner(Sha256::digest(key).into()));
+        return Ok(KeyHash::of(key));
     }
     Err(ApiError::Unauthorized(if given == [None, None] { MISSING } else { WRONG }))
 }
@@ -72,8 +57,8 @@ pub(super) async fn require_key(State(keys): State<ApiKeys>, mut request: Reques
         return next.run(request).await;
     }
     match check(&keys, request.headers()) {
-        Ok(owner) => {
-            request.extensions_mut().insert(owner);
+        Ok(key) => {
+            request.extensions_mut().insert(key);
             next.run(request).await
         }
         Err(error) => unauthorized(error, request.uri().path()),

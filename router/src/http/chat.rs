@@ -14,7 +14,7 @@ use super::openai_answer::OpenAiAnswer;
 use super::service::Service;
 use crate::api::error::ApiError;
 use crate::api::openai::{ChatChunk, ChatCompletion, ChatRequest};
-use crate::generation::SamplingDefaults;
+use crate::config::SamplingDefaults;
 use crate::telemetry::RequestRecord;
 use choice::{ChatReader, ChatShape, ChatSum};
 

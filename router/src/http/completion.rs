@@ -13,7 +13,7 @@ use super::logprob::{CompletionLogprobWriter, TokenNames};
 use super::openai_answer::OpenAiAnswer;
 use super::service::Service;
 use crate::api::openai::{Completion, CompletionChunk, CompletionRequest};
-use crate::generation::SamplingDefaults;
+use crate::config::SamplingDefaults;
 use crate::telemetry::RequestRecord;
 use choice::{CompletionReader, CompletionShape, Echo};
 

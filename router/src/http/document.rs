@@ -17,7 +17,7 @@ use utoipa_swagger_ui::SwaggerUi;
 use super::auth;
 use super::dialect::Dialect;
 use crate::api::error::{AnthropicErrorBody, OpenAiErrorBody, TgiErrorBody};
-use crate::generation::SamplingDefaults;
+use crate::config::SamplingDefaults;
 
 const KEY: &str = "key";
 const KEY_HEADER: &str = "key_header";

@@ -20,7 +20,7 @@ use crate::api::known_field::KnownFields;
 use crate::api::openai::{ChatRequest, CompletionRequest};
 use crate::api::request_body::RequestBody;
 use crate::api::tgi::GenerateRequest;
-use crate::generation::SamplingDefaults;
+use crate::config::SamplingDefaults;
 use crate::telemetry::RequestRecord;
 
 /// A generate, chat or completion request.

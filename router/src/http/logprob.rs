@@ -38,7 +38,7 @@ pub(super) fn of_token(names: &TokenNames, token: TextToken) -> TokenLogprob {
 #[derive(Default)]
 pub(super) struct TokenSorter {
     waiting: Vec<TextToken>,
-    /// Of the last part.
+    /// Kind of the last part.
     last: Option<PartKind>,
 }
 

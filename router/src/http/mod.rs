@@ -4,6 +4,7 @@
 
 mod adapter;
 mod auth;
+mod body_drain;
 mod candidate;
 mod chat;
 mod completion;
@@ -19,7 +20,7 @@ mod header;
 mod health;
 mod invocations;
 mod joined_writes;
-mod leftover;
+mod key_hash;
 mod logprob;
 mod message_answer;
 mod messages;
@@ -35,9 +36,9 @@ mod service;
 mod slow_body;
 mod socket;
 mod sse;
+mod stalled_client;
 mod status;
 mod tokenize;
-mod unread;
 mod vertex;
 mod vertex_route;
 
@@ -87,8 +88,8 @@ pub(crate) fn router(service: Service) -> Result<Router, OriginError> {
         .layer(middleware::from_fn_with_state(body_timeout, slow_body::limit))
         .layer(middleware::from_fn_with_state(api_keys, auth::require_key))
         .layer(middleware::from_fn_with_state(traces.clone(), observe::observe))
-        .layer(middleware::from_fn_with_state(client_timeout, unread::limit))
-        .layer(middleware::from_fn(leftover::discard))
+        .layer(middleware::from_fn_with_state(client_timeout, stalled_client::limit))
+        .layer(middleware::from_fn(body_drain::discard))
         .layer(cors)
         .layer(middleware::from_fn_with_state(traces, request_id::identify));
     Ok(router)

@@ -40,7 +40,7 @@ pub(super) struct OpenAiAnswer<R> {
     pub(super) generations: Generations,
     /// One for each generation.
     pub(super) readers: Vec<R>,
-    /// Which of a stream's events have a usage.
+    /// Says which events of a stream have a usage.
     pub(super) stream_options: StreamOptions,
     /// Whether the usage leaves out the generated tokens.
     pub(super) hides_generated: bool,

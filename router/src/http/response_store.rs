@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde_json::Value;
 
-use super::auth::Owner;
+use super::key_hash::KeyHash;
 use crate::api::conversation::Conversation;
 use crate::api::responses::Response;
 
@@ -21,7 +21,7 @@ pub(super) struct ResponseStore {
 }
 
 struct Entry {
-    owner: Owner,
+    owner: KeyHash,
     response: Arc<StoredResponse>,
 }
 
@@ -55,14 +55,14 @@ impl ResponseStore {
     }
 
     /// The owner's response with this id.
-    pub(super) fn get(&self, owner: Owner, id: &str) -> Option<Arc<StoredResponse>> {
+    pub(super) fn get(&self, owner: KeyHash, id: &str) -> Option<Arc<StoredResponse>> {
         let stored = self.stored();
         let found = stored.iter().find(|entry| entry.is(owner, id))?;
         Some(Arc::clone(&found.response))
     }
 
     /// The item with this id of one of the owner's responses.
-    pub(super) fn item(&self, owner: Owner, id: &str) -> Option<Value> {
+    pub(super) fn item(&self, owner: KeyHash, id: &str) -> Option<Value> {
         let responses: Vec<_> = self
             .stored()
             .iter()
@@ -75,7 +75,7 @@ impl ResponseStore {
     }
 
     /// Stores a response, in place of the oldest one if there are too many.
-    pub(super) fn insert(&self, owner: Owner, response: StoredResponse) {
+    pub(super) fn insert(&self, owner: KeyHash, response: StoredResponse) {
         if !self.is_on() {
             return;
         }
@@ -87,7 +87,7 @@ impl ResponseStore {
     }
 
     /// Whether the owner had a response with this id.
-    pub(super) fn remove(&self, owner: Owner, id: &str) -> bool {
+    pub(super) fn remove(&self, owner: KeyHash, id: &str) -> bool {
         let mut stored = self.stored();
         let position = stored.iter().position(|entry| entry.is(owner, id));
         position.is_some_and(|position| stored.remove(position).is_some())
@@ -100,7 +100,7 @@ impl ResponseStore {
 }
 
 impl Entry {
-    fn is(&self, owner: Owner, id: &str) -> bool {
+    fn is(&self, owner: KeyHash, id: &str) -> bool {
         self.owner == owner && self.response.response.id == id
     }
 }
@@ -119,7 +119,7 @@ mod tests {
 
     #[test]
     fn the_oldest_response_is_replaced() {
-        let (store, owner) = (ResponseStore::new(2), Owner::default());
+        let (store, owner) = (ResponseStore::new(2), KeyHash::default());
         for id in ["a", "b", "c"] {
             store.insert(owner, response(id));
         }
@@ -130,7 +130,7 @@ mod tests {
 
     #[test]
     fn nothing_is_stored_by_default() {
-        let (store, owner) = (ResponseStore::new(0), Owner::default());
+        let (store, owner) = (ResponseStore::new(0), KeyHash::default());
         store.insert(owner, response("a"));
         assert!(!store.is_on() && store.get(owner, "a").is_none());
     }

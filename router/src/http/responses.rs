@@ -13,10 +13,10 @@ use axum::{Extension, Json};
 use futures::StreamExt;
 use serde_json::Value;
 
-use super::auth::Owner;
 use super::dialect::{OpenAiError, OpenAiJson};
 use super::document::{OpenAiAdmissionFailures, OpenAiFailures, StoredFailures};
 use super::envelope;
+use super::key_hash::KeyHash;
 use super::logprob::TokenNames;
 use super::message_answer::{MessageAnswer, ReasoningCount};
 use super::response_store::{ResponseStore, StoredResponse};
@@ -30,7 +30,7 @@ use crate::api::responses::{
 use crate::generation::Prompt;
 use crate::telemetry::RequestRecord;
 use crate::text::Part;
-use writer::{LogprobWriter, Place, ResponseWriter};
+use writer::{LogprobWriter, ResponseSlot, ResponseWriter};
 
 /// Answer a conversation of items.
 #[utoipa::path(
@@ -50,7 +50,7 @@ use writer::{LogprobWriter, Place, ResponseWriter};
 pub(super) async fn responses(
     State(service): State<Service>,
     Extension(record): Extension<RequestRecord>,
-    owner: Owner,
+    owner: KeyHash,
     OpenAiJson(request): OpenAiJson<ResponsesRequest>,
 ) -> Result<HttpResponse, OpenAiError> {
     record.generates();
@@ -71,7 +71,7 @@ pub(super) async fn responses(
     let generations = service.generation().start(generation, &record).await;
     let generations = generations.map_err(OpenAiError::of_response)?;
     let call_ids = generations.prompts.first().and_then(|prompt| prompt.tool_call_ids);
-    let place = conversation.map(|conversation| Place { store: store.clone(), owner, input, conversation });
+    let place = conversation.map(|conversation| ResponseSlot { store: store.clone(), owner, input, conversation });
     let names = || TokenNames { text_model: service.generation().text().clone(), are_ids: false };
     let logprobs = shows_logprobs.then(|| LogprobWriter::new(names()));
     let writer = ResponseWriter::new(model, echo, call_ids, called, logprobs, place);
@@ -89,7 +89,7 @@ pub(super) async fn responses(
 )]
 pub(super) async fn input_tokens(
     State(service): State<Service>,
-    owner: Owner,
+    owner: KeyHash,
     OpenAiJson(request): OpenAiJson<ResponsesRequest>,
 ) -> Result<Json<InputTokens>, OpenAiError> {
     service.model_name(Some(&request.model))?;
@@ -119,7 +119,7 @@ pub(super) async fn input_tokens(
 pub(super) async fn compact(
     State(service): State<Service>,
     Extension(record): Extension<RequestRecord>,
-    owner: Owner,
+    owner: KeyHash,
     OpenAiJson(request): OpenAiJson<ResponsesRequest>,
 ) -> Result<Json<Compaction>, OpenAiError> {
     record.generates();
@@ -168,7 +168,7 @@ pub(super) async fn compact(
 )]
 pub(super) async fn response(
     State(service): State<Service>,
-    owner: Owner,
+    owner: KeyHash,
     Path(id): Path<String>,
     query: Result<Query<Retrieval>, QueryRejection>,
 ) -> Result<Json<Response>, OpenAiError> {
@@ -190,7 +190,7 @@ pub(super) async fn response(
 )]
 pub(super) async fn delete(
     State(service): State<Service>,
-    owner: Owner,
+    owner: KeyHash,
     Path(id): Path<String>,
 ) -> Result<Json<DeletedResponse>, OpenAiError> {
     if !service.responses().remove(owner, &id) {
@@ -209,7 +209,7 @@ pub(super) async fn delete(
 )]
 pub(super) async fn input_items(
     State(service): State<Service>,
-    owner: Owner,
+    owner: KeyHash,
     Path(id): Path<String>,
     query: Result<Query<ItemPage>, QueryRejection>,
 ) -> Result<Json<ItemList>, OpenAiError> {
@@ -221,7 +221,7 @@ pub(super) async fn input_items(
 /// The conversation that ends with the response that a request continues, and its items.
 fn earlier(
     store: &ResponseStore,
-    owner: Owner,
+    owner: KeyHash,
     id: Option<&str>,
 ) -> Result<(Option<Conversation>, Vec<Value>), OpenAiError> {
     let Some(id) = id else { return Ok((None, Vec::new())) };
@@ -238,7 +238,7 @@ fn earlier(
     Ok((Some(stored.conversation.clone()), stored.items()))
 }
 
-fn stored(store: &ResponseStore, owner: Owner, id: &str) -> Result<Arc<StoredResponse>, OpenAiError> {
+fn stored(store: &ResponseStore, owner: KeyHash, id: &str) -> Result<Arc<StoredResponse>, OpenAiError> {
     store.get(owner, id).ok_or_else(|| not_stored(store, id))
 }
 

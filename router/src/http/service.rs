@@ -7,7 +7,7 @@ use super::response_store::ResponseStore;
 use crate::api::error::ApiError;
 use crate::config::Config;
 use crate::generation::GenerationService;
-use crate::remote::RoutedQueue;
+use crate::generator::RoutedQueue;
 use crate::telemetry::Traces;
 use crate::telemetry::metrics::Exporter;
 
@@ -78,7 +78,7 @@ impl Service {
         &self.responses
     }
 
-    /// Where spans go, if the server records any.
+    /// The queue of finished spans, if the server records any.
     pub(super) fn traces(&self) -> Option<&Traces> {
         self.traces.as_ref()
     }

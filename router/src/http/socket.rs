@@ -1,4 +1,4 @@
-//! Where connections come from, and the socket options with which the kernel detects clients that vanished or do not read.
+//! The addresses of connections, and the socket options with which the kernel detects clients that vanished or do not read.
 
 use std::io;
 use std::os::fd::AsRawFd;

@@ -15,7 +15,8 @@ use super::{dialect, generate};
 use crate::api::error::{ApiError, TgiErrorBody};
 use crate::api::openai::ChatRequest;
 use crate::api::vertex::{VertexInstance, VertexRequest, VertexResponse};
-use crate::generation::{GenerationError, GenerationRequest, SamplingDefaults, ValidationError};
+use crate::config::SamplingDefaults;
+use crate::generation::{GenerationError, GenerationRequest, ValidationError};
 use crate::telemetry::{RequestRecord, RequestSummary};
 
 /// An error as TGI writes it on this route: `error` and `error_type` are the same.

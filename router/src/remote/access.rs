@@ -8,6 +8,7 @@ use axum::http::Uri;
 use tonic::transport::{Certificate, ClientTlsConfig, ServerTlsConfig};
 
 use crate::config::ApiKeys;
+use crate::tls::Identity;
 
 /// The secret that both sides share, and the TLS material of this side. `Debug` prints neither.
 #[derive(Clone, Default)]
@@ -21,15 +22,6 @@ pub struct Access {
     pub authority: Option<String>,
     /// Whether the protocol may leave this machine without TLS.
     pub allows_plain_text: bool,
-}
-
-/// A certificate chain and its key, as PEM.
-#[derive(Clone)]
-pub struct Identity {
-    /// The certificate first.
-    pub certificates: String,
-    /// PKCS #8, SEC 1 or PKCS #1.
-    pub key: String,
 }
 
 impl std::fmt::Debug for Access {
@@ -57,12 +49,12 @@ pub enum UrlError {
 
 impl Access {
     /// The keys that an engine listener accepts.
-    pub(super) fn keys(&self) -> ApiKeys {
+    pub(crate) fn keys(&self) -> ApiKeys {
         ApiKeys::new([self.secret.clone()])
     }
 
     /// `None`: without TLS.
-    pub(super) fn server_tls(&self) -> Option<ServerTlsConfig> {
+    pub(crate) fn server_tls(&self) -> Option<ServerTlsConfig> {
         let identity = self.identity.as_ref()?;
         let tls = ServerTlsConfig::new().identity(identity.to_tonic());
         Some(match &self.authority {
@@ -93,12 +85,6 @@ impl Access {
             }
             _ => Err(form()),
         }
-    }
-}
-
-impl Identity {
-    pub(crate) fn to_tonic(&self) -> tonic::transport::Identity {
-        tonic::transport::Identity::from_pem(&self.certificates, &self.key)
     }
 }
 

@@ -18,13 +18,13 @@ use super::{
 use crate::sequence::{EncodedImage, Grammar, Image, ImageError, SequenceEvent, SequenceRequest};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// As the server's own limits for its workers.
+/// The server's own limit for its workers.
 const GRAMMAR_TIMEOUT: Duration = Duration::from_secs(180);
 /// More than the server's own limit for its workers, 300 s, so that its answer arrives, which tells an overload from a failure.
 const IMAGE_TIMEOUT: Duration = Duration::from_secs(330);
-/// Of a message, what is left for images and tokens.
+/// Bytes of a message that are left for images and tokens.
 const MAX_CONTENT_BYTES: usize = MAX_MESSAGE_BYTES - (1 << 20);
-/// Of a token id in a message.
+/// Most bytes of a token id in a message.
 const MAX_TOKEN_BYTES: usize = 5;
 
 /// A server that may be used, connected or not.

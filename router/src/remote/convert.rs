@@ -8,16 +8,15 @@ use penstock_proto::engine as proto;
 use penstock_proto::engine::event::Kind;
 use penstock_scheduler::Stats;
 
-use super::adapter::ServedAdapter;
 use super::{PROTOCOL_VERSION, Properties, RemoteError, STATUS_INTERVAL, ServerDescription, ServerState};
-use crate::engine::Health;
+use crate::generator::Health;
 use crate::sequence::{
     AdapterHash, ContentSalt, DraftCount, FinishReason, Grammar, Image, ImageSpan, LimitedThoughts, Matryoshka,
     Pooling, SequenceEvent, SequenceFailure, SequenceRequest, ServerAdapters, Task, ThoughtLimit, Token,
 };
 use crate::worker::{Description, convert};
 
-pub(super) fn description(description: &ServerDescription) -> proto::Description {
+pub(crate) fn description(description: &ServerDescription) -> proto::Description {
     let property = |(name, value): &(String, String)| proto::Property { name: name.clone(), value: value.clone() };
     proto::Description {
         protocol_version: PROTOCOL_VERSION,
@@ -115,7 +114,7 @@ fn pooling(pooling: &Pooling) -> penstock_proto::Pooling {
     }
 }
 
-pub(super) fn status(health: &Health, is_draining: bool, stats: &Stats) -> proto::Status {
+pub(crate) fn status(health: &Health, is_draining: bool, stats: &Stats) -> proto::Status {
     proto::Status {
         unhealthy: health.public_reason().unwrap_or_default(),
         is_draining,
@@ -135,11 +134,6 @@ pub(super) fn status(health: &Health, is_draining: bool, stats: &Stats) -> proto
         num_finished_steps: stats.num_finished_steps,
         adapters: None,
     }
-}
-
-pub(super) fn adapter_list(served: &[ServedAdapter]) -> proto::AdapterList {
-    let adapter = |served: &ServedAdapter| proto::Adapter { name: served.name.to_string(), hash: served.hash.to_vec() };
-    proto::AdapterList { adapters: served.iter().map(adapter).collect() }
 }
 
 pub(super) fn state(status: proto::Status) -> ServerState {
@@ -204,7 +198,7 @@ fn content_salt(content: &ContentSalt) -> proto::ContentSalt {
 
 /// Fails with what is wrong with the sequence. The lengths are checked where it is submitted, and there the sum of its images, each of
 /// which may take `max_image_bytes`.
-pub(super) fn request(sequence: proto::Sequence, max_image_bytes: u64) -> Result<SequenceRequest, String> {
+pub(crate) fn request(sequence: proto::Sequence, max_image_bytes: u64) -> Result<SequenceRequest, String> {
     let mut prompt_token_ids = sequence.token_ids;
     let (num_tokens, num_prompt_tokens) = (prompt_token_ids.len(), sequence.num_prompt_tokens as usize);
     if num_prompt_tokens > num_tokens || sequence.num_source_tokens > sequence.num_prompt_tokens {
@@ -245,7 +239,7 @@ pub(super) fn request(sequence: proto::Sequence, max_image_bytes: u64) -> Result
     })
 }
 
-pub(super) fn grammar(grammar: penstock_proto::Grammar) -> Result<Grammar, String> {
+pub(crate) fn grammar(grammar: penstock_proto::Grammar) -> Result<Grammar, String> {
     use penstock_proto::grammar::Kind;
     let penstock_proto::Grammar { kind, thoughts } = grammar;
     let grammar = kind.map(|kind| match kind {
@@ -262,7 +256,7 @@ pub(super) fn grammar(grammar: penstock_proto::Grammar) -> Result<Grammar, Strin
     Ok(Grammar::Thoughts(Box::new(LimitedThoughts { limit, grammar })))
 }
 
-pub(super) fn event(event: SequenceEvent) -> proto::Event {
+pub(crate) fn event(event: SequenceEvent) -> proto::Event {
     let kind = match event {
         SequenceEvent::Started { num_cached_tokens } => {
             Kind::Started(proto::Started { num_cached_tokens: num_cached_tokens as u64 })

@@ -1,25 +1,20 @@
-//! The engine protocol (proto/engine.proto): serving this server's engine to a router elsewhere, and the router's client of it.
+//! The engine protocol (proto/engine.proto): its messages, and a router's client of an engine on another server.
 //!
 //! Sequences cross as tokens. Everything that is needed to continue one stays with the router (docs/adr/0085).
 
 mod access;
-mod adapter;
 mod client;
-mod convert;
+pub(crate) mod convert;
 mod description;
 mod error;
-mod queue;
-mod service;
 mod totals;
 
-pub use access::{Access, Identity, UrlError};
+pub use access::{Access, UrlError};
 pub use client::Remote;
 pub(crate) use client::{Client, SequenceUpdate};
 pub(crate) use description::ServerState;
 pub use description::{Properties, RequestLimits, ServerDescription};
 pub use error::RemoteError;
-pub use queue::RoutedQueue;
-pub use service::{EngineListener, serve};
 pub(crate) use totals::Totals;
 
 use std::time::Duration;
@@ -28,8 +23,8 @@ use std::time::Duration;
 pub const PROTOCOL_VERSION: u32 = penstock_proto::engine::ProtocolVersion::Current as u32;
 
 /// A sequence with images carries them.
-const MAX_MESSAGE_BYTES: usize = 64 << 20;
+pub(crate) const MAX_MESSAGE_BYTES: usize = 64 << 20;
 /// How often a server reports its state while nothing changes.
-const STATUS_INTERVAL: Duration = Duration::from_secs(1);
+pub(crate) const STATUS_INTERVAL: Duration = Duration::from_secs(1);
 /// Flow-control window of a connection, which all its sequences share.
-const CONNECTION_WINDOW_BYTES: u32 = 4 << 20;
+pub(crate) const CONNECTION_WINDOW_BYTES: u32 = 4 << 20;

@@ -4,7 +4,7 @@ use penstock_scheduler::Stats;
 
 #[derive(Debug, Default)]
 pub(crate) struct Totals {
-    /// Of the processes before the current one.
+    /// Totals of the processes before the current one.
     before: Stats,
     /// Last reported.
     current: Stats,

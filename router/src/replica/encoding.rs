@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use super::Shared;
-use crate::engine::{Engine, Generator};
+use crate::engine::Engine;
+use crate::generator::Generator;
 use crate::sequence::{EncodedImage, Image, ImageError};
 
 /// Images that one engine is encoding: work that its other requests wait for.

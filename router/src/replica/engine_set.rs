@@ -2,8 +2,8 @@
 
 use std::{array, iter};
 
-/// The most engines that there can be.
-pub(super) const MAX_ENGINES: usize = 1024;
+use crate::generator::MAX_ENGINES;
+
 pub(super) const NUM_WORDS: usize = MAX_ENGINES / u64::BITS as usize;
 /// Engine `n` is bit `n % 64` of word `n / 64`.
 pub(super) type Bits = [u64; NUM_WORDS];

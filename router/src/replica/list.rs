@@ -3,8 +3,9 @@
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 
-use super::engine_set::MAX_ENGINES;
-use crate::engine::{Engine, Generator};
+use crate::engine::Engine;
+use crate::generator::Generator;
+use crate::generator::MAX_ENGINES;
 use crate::sequence::AdapterHash;
 
 /// An engine that has a number.
@@ -62,7 +63,7 @@ impl List {
         named.first().map(|(_, hash)| *hash)
     }
 
-    /// Of all adapters of engines that stay.
+    /// Names of all adapters of engines that stay.
     pub(super) fn adapter_names(&self) -> BTreeSet<Arc<str>> {
         let names = |replica: &Replica| {
             replica.engine.server_adapters().by_name.keys().map(|name| name.as_str().into()).collect::<Vec<_>>()

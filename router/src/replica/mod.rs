@@ -18,10 +18,8 @@ use futures::{FutureExt, TryFutureExt};
 use penstock_scheduler::{SequenceId, Stats};
 use tokio::sync::watch;
 
-use crate::engine::{
-    Engine, EngineOptions, Generator, Handover, Health, MovingSequence, RemoteOptions, ReplicaReport, RestartGroup,
-    SequenceStream,
-};
+use crate::engine::{Engine, EngineOptions, Handover, MovingSequence, RemoteOptions, RestartGroup};
+use crate::generator::{Generator, Health, MAX_ENGINES, ReplicaReport, Routed, SequenceStream};
 use crate::remote::ServerDescription;
 use crate::sequence::{
     Adapter, AdapterError, AdapterHash, EncodedImage, Grammar, GrammarError, Image, ImageError, SequenceEvent,
@@ -29,7 +27,6 @@ use crate::sequence::{
 };
 use crate::worker::Group;
 use list::List;
-pub use routing::Routed;
 use routing::{CacheShape, Routing};
 
 /// What an engine is started with: its first worker group, and who starts the next ones.
@@ -45,7 +42,7 @@ struct Shared {
     /// Whether there is one engine for ever. It needs no routing.
     is_alone: bool,
     routing: Mutex<Routing>,
-    /// Of all engines.
+    /// The next id, for sequences of all engines.
     next_id: AtomicU64,
 }
 
@@ -57,7 +54,7 @@ struct ToOthers {
 
 impl Replicas {
     /// The most engines that there can be.
-    pub const MAX_ENGINES: usize = engine_set::MAX_ENGINES;
+    pub const MAX_ENGINES: usize = MAX_ENGINES;
 
     /// Starts an engine for each group. `options` are those of each of them.
     pub fn start(groups: Vec<Start>, options: EngineOptions) -> Self {

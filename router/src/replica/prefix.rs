@@ -1,11 +1,12 @@
-//! Which engine computed which prefix, as far as is remembered.
+//! The prefixes that each engine has computed, as far as is remembered.
 
 use std::array;
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::mem;
 
-use super::engine_set::{Bits, EngineSet, MAX_ENGINES, NUM_WORDS, bits};
+use super::engine_set::{Bits, EngineSet, NUM_WORDS, bits};
+use crate::generator::MAX_ENGINES;
 use crate::sequence::ContentSalt;
 
 /// Remembers prefixes by the hashes of their blocks, each of which includes the block before it. Two prefixes with one hash only make
@@ -138,7 +139,7 @@ mod tests {
         index
     }
 
-    /// Of the first two engines.
+    /// Tokens found in the first two engines.
     fn found(index: &PrefixIndex, blocks: &[u64]) -> [u64; 2] {
         let [first, second, others @ ..] = index.num_tokens(blocks);
         assert!(others.iter().all(|num_tokens| *num_tokens == 0));

@@ -18,9 +18,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use penstock_scheduler::SequenceId;
 
-use super::engine_set::MAX_ENGINES;
 use super::prefix::PrefixIndex;
 use super::slowness::Slowness;
+use crate::generator::{MAX_ENGINES, Routed};
 use crate::sequence::{Image, SequenceRequest};
 
 /// New tokens of a sequence, before any has ended.
@@ -49,26 +49,11 @@ pub(super) struct CacheShape {
     pub(super) prefix_caching: bool,
 }
 
-/// What went to an engine's number since the start.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Routed {
-    /// What the engine has to compute at this moment, with the tokens that its sequences are expected to generate.
-    pub num_work_tokens: u64,
-    /// Sequences that were routed there when they arrived.
-    pub num_sequences: u64,
-    /// Sequences that left the engine for another one.
-    pub num_handovers: u64,
-    /// Tokens of the prompts of the routed sequences.
-    pub num_prompt_tokens: u64,
-    /// Those of them that the engine computed before, as far as is known here.
-    pub num_cached_tokens: u64,
-}
-
 pub(super) struct Routing {
     /// By number.
     routed: Vec<Routed>,
     slowness: Slowness,
-    places: HashMap<SequenceId, Place>,
+    places: HashMap<SequenceId, RoutedSequence>,
     /// Sequences that wait for the first token from their engine.
     num_waiting: usize,
     prefixes: PrefixIndex,
@@ -79,9 +64,9 @@ pub(super) struct Routing {
     mean_new_tokens: f64,
 }
 
-/// Where a sequence is, and what it adds to the work there.
+/// The engine of a sequence, and what the sequence adds to its work.
 #[derive(Debug)]
-struct Place {
+struct RoutedSequence {
     engine: usize,
     /// For the first token from this engine.
     is_waiting: Arc<AtomicBool>,
@@ -98,7 +83,7 @@ struct Choice {
     blocks: Vec<u64>,
     /// Tokens that the engine has to have in its cache before the next token: the prompt, and what was generated elsewhere.
     num_tokens: u64,
-    /// Those of them that it has.
+    /// Prompt tokens that the engine has in its cache.
     num_cached_tokens: u64,
 }
 
@@ -209,7 +194,8 @@ impl Routing {
         let images: Vec<_> = request.images.iter().map(|span| image_key(&span.image)).collect();
         self.images.insert(&images, engine);
         is_waiting.store(true, Ordering::Relaxed);
-        let place = Place { engine, is_waiting, num_prompt_tokens: num_tokens - num_cached_tokens, num_new_tokens };
+        let place =
+            RoutedSequence { engine, is_waiting, num_prompt_tokens: num_tokens - num_cached_tokens, num_new_tokens };
         self.routed[engine].num_work_tokens += place.num_tokens();
         self.num_waiting += 1;
         self.places.insert(id, place);
@@ -217,7 +203,7 @@ impl Routing {
     }
 
     /// Takes a sequence from the work of its engine.
-    fn remove(&mut self, id: SequenceId) -> Option<Place> {
+    fn remove(&mut self, id: SequenceId) -> Option<RoutedSequence> {
         let place = self.places.remove(&id)?;
         self.num_waiting -= usize::from(place.is_waiting.load(Ordering::Relaxed));
         self.routed[place.engine].num_work_tokens -= place.num_tokens();
@@ -305,7 +291,7 @@ fn image_key(image: &Image) -> u64 {
     image.hash().iter().take(8).fold(0, |key, byte| key << 8 | u64::from(*byte))
 }
 
-impl Place {
+impl RoutedSequence {
     fn num_tokens(&self) -> u64 {
         self.num_prompt_tokens + self.num_new_tokens
     }

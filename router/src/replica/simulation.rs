@@ -18,7 +18,7 @@ use crate::sequence::SequenceRequest;
 const BLOCK_TOKENS: usize = 16;
 const STEP_TOKENS: usize = 2048;
 const NEW_TOKENS: usize = 40;
-/// Of one of eight system prompts, with which every prompt begins.
+/// Length of the eight system prompts; every prompt begins with one of them.
 const SYSTEM_TOKENS: usize = 500;
 /// A conversation that is this long begins anew.
 const MAX_TOKENS: usize = 4000;

@@ -1,6 +1,6 @@
 //! How much slower than the others an engine is, so that it gets less work before it fails.
 
-use super::engine_set::MAX_ENGINES;
+use crate::generator::MAX_ENGINES;
 
 /// An engine is left at its factor while its speed changes by less than this: small differences are noise, and would scatter prefixes.
 const HYSTERESIS: f64 = 1.25;

@@ -55,9 +55,9 @@ pub struct SequenceRequest {
     pub group: Option<u64>,
     /// Cached prefixes are shared only among sequences with the same salt.
     pub cache_salt: Option<u64>,
-    /// Where images begin in the prompt. Prefixes are shared up to the first difference.
+    /// The beginnings of images in the prompt. Prefixes are shared up to the first difference.
     pub content_salts: Arc<[ContentSalt]>,
-    /// Where to note what happens to the sequence; `None`: its request is not traced.
+    /// A record of what happens to the sequence; `None`: its request is not traced.
     pub timeline: Option<Timeline>,
 }
 
@@ -98,9 +98,9 @@ pub enum SequenceEvent {
 /// Draft tokens of a sequence (`--speculate`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DraftCount {
-    /// Those that steps computed and compared with what they sampled.
+    /// Draft tokens that steps computed and compared with the tokens they sampled.
     pub num_verified: u32,
-    /// Those that were right, and so became tokens.
+    /// Draft tokens that were right, and so became tokens.
     pub num_right: u32,
 }
 

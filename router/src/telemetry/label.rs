@@ -1,6 +1,6 @@
 //! The values of metric labels.
 
-use crate::replica::Replicas;
+use crate::generator::MAX_ENGINES;
 
 /// A label's name, and the values that it can have.
 pub(super) type Label = (&'static str, &'static [&'static str]);
@@ -35,7 +35,7 @@ pub(super) const REPLICA: Label = ("replica", REPLICAS);
 
 /// Numbers of replicas, as many as there can be.
 pub(super) const REPLICAS: &[&str] = &{
-    let mut numbers = [""; Replicas::MAX_ENGINES];
+    let mut numbers = [""; MAX_ENGINES];
     let mut number = 0;
     while number < numbers.len() {
         let (_, digits) = DIGITS[number].split_at(match number {
@@ -58,8 +58,8 @@ const fn digit(number: usize, divisor: usize) -> u8 {
 }
 
 /// The four last decimal digits of each number of a replica.
-const DIGITS: &[[u8; 4]; Replicas::MAX_ENGINES] = &{
-    let mut digits = [[0; 4]; Replicas::MAX_ENGINES];
+const DIGITS: &[[u8; 4]; MAX_ENGINES] = &{
+    let mut digits = [[0; 4]; MAX_ENGINES];
     let mut number = 0;
     while number < digits.len() {
         digits[number] = [digit(number, 1000), digit(number, 100), digit(number, 10), digit(number, 1)];
@@ -143,7 +143,7 @@ mod tests {
 
     #[test]
     fn the_labels_of_replicas_are_their_numbers() {
-        let numbers: Vec<_> = (0..Replicas::MAX_ENGINES).map(|number| number.to_string()).collect();
+        let numbers: Vec<_> = (0..MAX_ENGINES).map(|number| number.to_string()).collect();
         assert_eq!(REPLICAS, numbers);
     }
 }

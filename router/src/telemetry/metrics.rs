@@ -12,7 +12,7 @@ pub(crate) use super::label::{Failure, ImageFetch, Method, RefusalReason, Restar
 use super::metric::{Kind, Metric};
 use super::summary::RequestSummary;
 use super::table::*;
-use crate::engine::ReplicaReport;
+use crate::generator::ReplicaReport;
 use crate::limits::RequestLimits;
 use crate::sequence::DraftCount;
 

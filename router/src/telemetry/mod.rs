@@ -4,6 +4,7 @@ mod identity;
 mod label;
 mod metric;
 pub mod metrics;
+mod outcome;
 mod record;
 mod summary;
 mod table;

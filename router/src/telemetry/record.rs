@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::identity::RequestIdentity;
 use super::metrics::{self, Failure};
+use super::outcome::Outcome;
 use super::summary::RequestSummary;
 use super::trace::{self, ClosedRequest, Exchange, RequestTrace, Traces};
 use super::warning::Warnings;
@@ -24,12 +25,6 @@ struct State {
     generates: bool,
     outcome: Option<Outcome>,
     warnings: Warnings,
-}
-
-#[derive(Clone, Debug)]
-pub(super) enum Outcome {
-    Answered(RequestSummary),
-    Failed { failure: Option<Failure>, error_type: &'static str, detail: Option<String> },
 }
 
 impl RequestRecord {

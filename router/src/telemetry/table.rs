@@ -1,7 +1,7 @@
 //! Every metric, declared once: name, kind, label, buckets and meaning. `docs/metrics.md` is generated from it.
 //!
 //! COMPAT: names, labels and buckets that begin with `tgi_` are those of text-generation-inference, which its dashboards query.
-//! Those that begin with `vllm:` are vLLM's: what the endpoint picker of Kubernetes' Gateway API Inference Extension reads, by its default
+//! Names that begin with `vllm:` are vLLM's: what the endpoint picker of Kubernetes' Gateway API Inference Extension reads, by its default
 //! names, and what vLLM's dashboards read of speculation. Ours begin with `penstock_` and have the unit in the name.
 
 use super::label::{

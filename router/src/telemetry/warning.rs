@@ -5,9 +5,9 @@ use std::fmt::Write;
 
 /// The name of the header.
 pub(crate) const WARNING: &str = "x-penstock-warning";
-/// Of the header's value.
+/// Size of the header's value.
 const MAX_BYTES: usize = 2048;
-/// Of one warning.
+/// Size of one warning.
 const MAX_WARNING_BYTES: usize = 512;
 /// More warnings are only counted.
 const MAX_KEPT: usize = 32;

@@ -22,7 +22,7 @@ const NUM_RENDERERS: usize = 2;
 pub(crate) struct ChatStyle {
     template: ChatTemplate,
     answer_format: AnswerFormat,
-    /// Of requests with tools, if the model has a separate template for them.
+    /// Format of the answers to requests with tools, if the model has a separate template for them.
     tool_answer_format: Option<AnswerFormat>,
     /// The token that ends the assistant's turn, if no EOS token does; with either template.
     turn_end: Option<u32>,

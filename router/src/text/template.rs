@@ -12,6 +12,7 @@ mod input;
 mod limit;
 mod method;
 mod operator;
+mod probe;
 mod process;
 mod python_format;
 mod python_json;
@@ -25,15 +26,14 @@ mod shape;
 mod source;
 mod syntax;
 mod text_filter;
-mod trial;
 
 pub(super) use chat_template::{ChatTemplate, TemplateSources};
 pub(crate) use error::TemplateError;
 pub(crate) use input::ChatInputs;
+pub(super) use probe::TemplateTraits;
 pub use process::RENDERER_ARGUMENT;
 pub use renderer::run_chat_renderer;
 pub(crate) use role::reminder;
-pub(super) use trial::TemplateTraits;
 
 #[cfg(test)]
 pub(super) use compiled::Compiled;

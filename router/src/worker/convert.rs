@@ -94,7 +94,7 @@ fn image_input(input: proto::ImageInput) -> ImageInput {
     }
 }
 
-/// Of an answer that has an error.
+/// The error of an answer that has one.
 pub(crate) fn image_error(answer: &proto::EncodeImagesResponse) -> ImageError {
     let error = if answer.is_overloaded { ImageError::Overloaded } else { ImageError::Unusable };
     error(answer.error.clone())

@@ -1,4 +1,4 @@
-//! Where a worker listens.
+//! The address on which a worker listens.
 
 use std::fmt::{self, Display, Formatter};
 use std::path::PathBuf;
@@ -10,7 +10,7 @@ use tokio::net::UnixStream;
 use tonic::transport::{Certificate, Channel, ClientTlsConfig};
 
 use super::error::root_cause;
-use crate::remote::Identity;
+use crate::tls::Identity;
 
 /// The name in every worker's certificate. Peers check it instead of host names, because each group has an authority of its own.
 pub const WORKER_NAME: &str = "worker.penstock";

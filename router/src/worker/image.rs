@@ -12,7 +12,7 @@ use super::rank::Rank;
 use super::{WorkerError, convert};
 use crate::sequence::{EncodedImage, Image, ImageError};
 
-/// Of a call, with the wait for other calls: a worker encodes one image at a time, and calls take turns. Each image has a
+/// Timeout of `EncodeImages`, queueing included: a worker encodes one image at a time, and calls take turns. Each image has a
 /// limit of its own on the worker.
 const TIMEOUT: Duration = Duration::from_secs(300);
 

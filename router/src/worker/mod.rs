@@ -4,19 +4,23 @@
 
 mod adapter;
 pub(crate) mod convert;
+mod description;
 mod endpoint;
 mod error;
 mod grammar;
 mod group;
 mod image;
+mod options;
 mod progress;
 mod rank;
 mod report;
 mod step;
 
+pub use description::{Description, Phase};
 pub use endpoint::{Endpoint, WORKER_NAME, WorkerTls};
 pub use error::WorkerError;
-pub use group::{Description, Group, HealthProbe, LoadOptions, Phase, Pool, WarmUpOptions};
+pub use group::{Group, HealthProbe};
+pub use options::{LoadOptions, Pool, WarmUpOptions};
 pub use progress::{DeviceProgress, RankProgress};
 
 pub(crate) use adapter::AdapterLoader;

@@ -20,7 +20,7 @@ impl StepReport {
         self.outputs.iter().map(|output| output.num_draft_tokens).sum()
     }
 
-    /// Of each sequence, the draft tokens that were verified, and those that were right: its tokens after the first.
+    /// Draft tokens of each sequence: verified ones, and right ones, which are its tokens after the first.
     pub(crate) fn drafts(&self) -> impl Iterator<Item = DraftCount> {
         self.outputs.iter().map(|output| {
             let num_tokens = output.tokens.as_ref().map_or(0, Vec::len);
@@ -41,7 +41,7 @@ pub(crate) struct Output {
     /// Whether these come from a model or heads.
     pub(crate) drafted_by_model: bool,
     pub(crate) prompt_tokens: Vec<Token>,
-    /// Of a sequence that is pooled, instead of tokens.
+    /// The result of a pooled sequence, instead of tokens.
     pub(crate) vector: Option<Vec<f32>>,
 }
 

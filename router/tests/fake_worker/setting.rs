@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use futures::StreamExt;
 use futures::future::join_all;
-use penstock_router::engine::{Generator, SequenceStream};
+use penstock_router::generator::{Generator, SequenceStream};
 use penstock_router::sequence::{FinishReason, SequenceEvent, SequenceFailure, SequenceRequest, greedy};
 use penstock_scheduler::Limits;
 

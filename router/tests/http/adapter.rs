@@ -19,7 +19,7 @@ fn adapters(names: &[&str]) -> impl FnOnce(&mut Config) {
     move |config| config.adapters = AdapterConfig { sources, max_loaded: 2, can_change: false }
 }
 
-/// As `adapters`, on a server that adds and removes them.
+/// Like `adapters`, on a server that adds and removes them.
 fn changing(names: &[&str]) -> impl FnOnce(&mut Config) {
     let adjust = adapters(names);
     move |config| {

@@ -12,9 +12,8 @@ use http_body_util::{BodyExt, Full};
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
 use penstock_router::config::{AdapterConfig, ApiKeys, PriorityOrder, VertexRoutes};
-use penstock_router::engine::{EventSender, Generator, Health, SequenceStream, event_channel};
+use penstock_router::generator::{EventSender, Generator, Health, RoutedQueue, SequenceStream, event_channel};
 use penstock_router::limits::{ConnectionLimits, QueueLimits, RequestLimits};
-use penstock_router::remote::RoutedQueue;
 use penstock_router::sequence::{
     Adapter, AdapterError, EncodedImage, FinishReason, Grammar, GrammarError, Image, ImageError, SequenceEvent,
     SequenceRequest, Token,
@@ -93,7 +92,7 @@ impl Sequences {
 
 type Script = Box<dyn Fn(Sequence) + Send + Sync>;
 
-/// Of each token of an image.
+/// Id of each token of an image.
 pub const PLACEHOLDER_ID: u32 = 7;
 
 /// An engine that runs the test's script.

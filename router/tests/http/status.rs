@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use axum::http::StatusCode;
 use penstock_router::Config;
-use penstock_router::engine::Health;
+use penstock_router::generator::Health;
 use serde_json::json;
 
 use crate::model::IM_END;

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use futures::StreamExt;
 use penstock_router::config::AdapterSource;
-use penstock_router::engine::Generator;
+use penstock_router::generator::Generator;
 use penstock_router::replica::Replicas;
 use penstock_router::sequence::{AdapterHash, SequenceEvent, SequenceFailure, SequenceRequest};
 
@@ -29,7 +29,7 @@ async fn known(replicas: &Replicas, names: &[&str]) {
     wait_until(|| replicas.adapter_names().iter().map(|name| &**name).eq(names.iter().copied())).await;
 }
 
-/// Of `law`, as this server has it.
+/// The hash of the adapter `law`, as this server has it.
 async fn law_of(server: &Server) -> AdapterHash {
     let alone = route(&[server], PATIENCE).await;
     known(&alone, &["law"]).await;

@@ -1,6 +1,6 @@
 //! Servers join and leave a router while streams run.
 
-use penstock_router::engine::{Generator, Health, ReplicaReport};
+use penstock_router::generator::{Generator, Health, ReplicaReport};
 use penstock_router::replica::Replicas;
 use penstock_router::sequence::Grammar;
 
@@ -14,7 +14,7 @@ fn set_servers(replicas: &Replicas, servers: &[&Server]) {
     assert!(replicas.set_servers(&remotes(&urls, PATIENCE)).is_empty());
 }
 
-/// Of addresses on which nothing listens.
+/// URLs on which nothing listens.
 fn unreachable_urls(num: usize) -> Vec<String> {
     let listeners: Vec<_> = (0..num).map(|_| std::net::TcpListener::bind("127.0.0.1:0").unwrap()).collect();
     listeners.iter().map(|listener| format!("http://{}", listener.local_addr().unwrap())).collect()

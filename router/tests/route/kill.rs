@@ -1,6 +1,6 @@
 //! Servers are killed and drained again and again under streams. Slow: `cargo test --test route -- --ignored`.
 
-use penstock_router::engine::Generator;
+use penstock_router::generator::Generator;
 
 use crate::fake_worker::setting::{PATIENCE, wait_until};
 use crate::server::{Server, Setup, route, streams};

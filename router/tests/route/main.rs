@@ -20,10 +20,11 @@ use std::time::Duration;
 use fake_worker::setting::{FINISHED, collect, request, streams_are_complete};
 use fake_worker::{Script, expected_tokens};
 use futures::StreamExt;
-use penstock_router::engine::{Generator, Health};
-use penstock_router::remote::{Access, Identity, Remote, RemoteError, ServerDescription};
+use penstock_router::generator::{Generator, Health};
+use penstock_router::remote::{Access, Remote, RemoteError, ServerDescription};
 use penstock_router::replica::Replicas;
 use penstock_router::sequence::{Grammar, SequenceEvent, SequenceFailure, SequenceRequest, greedy};
+use penstock_router::tls::Identity;
 use tokio::sync::watch;
 
 use fake_worker::setting::{PATIENCE, wait_until};

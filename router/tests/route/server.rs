@@ -8,12 +8,10 @@ use futures::FutureExt;
 use futures::future::{BoxFuture, ready};
 use penstock_router::Adapters;
 use penstock_router::config::{AdapterConfig, AdapterSource};
-use penstock_router::engine::{
-    EngineOptions, Generator, Health, RemoteOptions, RestartGroup, SequenceStream, event_channel,
-};
-use penstock_router::remote::{
-    self, Access, EngineListener, Properties, Remote, RequestLimits, RoutedQueue, ServerDescription,
-};
+use penstock_router::engine::{EngineOptions, RemoteOptions, RestartGroup};
+use penstock_router::engine_server::{self, EngineListener};
+use penstock_router::generator::{Generator, Health, RoutedQueue, SequenceStream, event_channel};
+use penstock_router::remote::{Access, Properties, Remote, RequestLimits, ServerDescription};
 use penstock_router::replica::Replicas;
 use penstock_router::sequence::{
     Adapter, AdapterError, EncodedImage, Grammar, GrammarError, Image, ImageError, ImageInput, SequenceEvent,
@@ -144,7 +142,7 @@ pub async fn serve(
     let (shutdown, queue, context) = (CancellationToken::new(), RoutedQueue::default(), runtime.enter());
     let listener = tokio::net::TcpListener::from_std(listener).unwrap();
     let listener = EngineListener { listener, access, description, grace: PATIENCE, queue: queue.clone() };
-    runtime.spawn(remote::serve(listener, generator, adapters, shutdown.clone()));
+    runtime.spawn(engine_server::serve(listener, generator, adapters, shutdown.clone()));
     drop(context);
     Server { runtime: Some(runtime), address, fleet, shutdown, queue }
 }

@@ -2,7 +2,7 @@
 //!
 //! A witness generates meanwhile, so that steps go on; no step is answered before the test allows it.
 
-use penstock_router::engine::{Generator, SequenceStream};
+use penstock_router::generator::{Generator, SequenceStream};
 use penstock_router::sequence::SequenceRequest;
 use penstock_scheduler::Stats;
 use serde_json::{Value, json};

@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use penstock_router::engine::{Engine, EngineOptions, Generator};
+use penstock_router::engine::{Engine, EngineOptions};
+use penstock_router::generator::Generator;
 use penstock_scheduler::{Limits, Stats};
 use serde_json::Value;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};

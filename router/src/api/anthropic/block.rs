@@ -157,7 +157,7 @@ pub(super) struct HostedResult {
     pub(super) content: Option<Value>,
 }
 
-/// Where an image is.
+/// The location of an image.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(tag = "type", rename_all = "snake_case")]
 #[schema(as = AnthropicImageSource)]

@@ -5,7 +5,7 @@ use serde_json::Value;
 use super::block::{Block, MessageParam, Role, TextBlock, blocks, texts};
 use super::part::{hosted, parts};
 use crate::api::content::Content;
-use crate::api::conversation::{Conversation, Part, joined};
+use crate::api::conversation::{Conversation, PromptPart, joined};
 use crate::generation::{ImageSource, ValidationError};
 
 /// COMPAT: Claude Code begins its system prompt with a line of this name, whose value differs in every request. In the
@@ -62,7 +62,7 @@ fn add(conversation: &mut Conversation, role: Role, block: Block, path: &str) ->
             None => return Ok(()),
         },
         (Role::User, Block::Compaction { content }) => match content {
-            Some(text) => ("", conversation.user(Part::Text(text))),
+            Some(text) => ("", conversation.user(PromptPart::Text(text))),
             None => return Ok(()),
         },
         (Role::Assistant, block) => ("", conversation.text(hosted(block, path)?)),

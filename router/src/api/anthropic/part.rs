@@ -3,30 +3,30 @@
 use serde_json::Value;
 
 use super::block::{Block, DocumentBlock, DocumentSource, HostedResult, SearchResultBlock, blocks};
-use crate::api::conversation::Part;
+use crate::api::conversation::PromptPart;
 use crate::generation::{ImageSource, ValidationError};
 
 /// The parts of a block that a user's message and a tool's result can have. `path`: that of the block.
-pub(super) fn parts(block: Block, path: &str) -> Result<Vec<Part>, ValidationError> {
+pub(super) fn parts(block: Block, path: &str) -> Result<Vec<PromptPart>, ValidationError> {
     let part = match block {
         Block::Image { source: Some(source) } => {
-            Part::Image(ImageSource { path: format!("{path}.source"), url: source.into_url() })
+            PromptPart::Image(ImageSource { path: format!("{path}.source"), url: source.into_url() })
         }
         block @ Block::Image { source: None } => return Err(block.refused(path, "need a `source`")),
         Block::Document(document) => return self::document(document, path),
-        Block::SearchResult(result) => Part::Text(search_result(result)),
-        Block::Text { text } => Part::Text(text),
-        block => Part::Text(hosted(block, path)?),
+        Block::SearchResult(result) => PromptPart::Text(search_result(result)),
+        Block::Text { text } => PromptPart::Text(text),
+        block => PromptPart::Text(hosted(block, path)?),
     };
     Ok(vec![part])
 }
 
-fn document(document: DocumentBlock, path: &str) -> Result<Vec<Part>, ValidationError> {
+fn document(document: DocumentBlock, path: &str) -> Result<Vec<PromptPart>, ValidationError> {
     let DocumentBlock { source, title, context } = document;
     let refused = |problem: String| Err(ValidationError::Item { path: format!("{path}.source"), problem });
     let instead = "send the document's text as a source of the type `text`";
     let content = match source {
-        Some(DocumentSource::Text { data }) => vec![Part::Text(data)],
+        Some(DocumentSource::Text { data }) => vec![PromptPart::Text(data)],
         Some(DocumentSource::Content { content }) => {
             let mut parts = Vec::new();
             for (path, block) in blocks(content, &format!("{path}.source.content")) {
@@ -49,7 +49,7 @@ fn document(document: DocumentBlock, path: &str) -> Result<Vec<Part>, Validation
         value.filter(|value| !value.is_empty()).map(|value| format!("\n{name}: {value}")).unwrap_or_default()
     };
     let opening = format!("<document>{}{}", named("title", title), named("context", context));
-    Ok([vec![Part::Text(opening)], content, vec![Part::Text("</document>".to_owned())]].concat())
+    Ok([vec![PromptPart::Text(opening)], content, vec![PromptPart::Text("</document>".to_owned())]].concat())
 }
 
 fn search_result(result: SearchResultBlock) -> String {

@@ -12,9 +12,9 @@ use crate::api::content::Content;
 use crate::api::field::{integer, is_given, named, or_default};
 use crate::api::grammar;
 use crate::api::openai::SamplingFields;
+use crate::config::SamplingDefaults;
 use crate::generation::{
-    Chat, Constraint, Extension, GenerationRequest, Parameters, Prompt, ReasoningBudget, SamplingDefaults, StopText,
-    ValidationError,
+    Chat, Constraint, Extension, GenerationRequest, Parameters, Prompt, ReasoningBudget, StopText, ValidationError,
 };
 use crate::telemetry::Warnings;
 use crate::text::{ChatInputs, Enforcement};

@@ -12,9 +12,9 @@ use super::vllm::VllmFields;
 use crate::api::error::CHAT_NAMES;
 use crate::api::field::{integer, is_given, or_default};
 use crate::config::Config;
+use crate::config::SamplingDefaults;
 use crate::generation::{
-    Chat, FieldNames, GenerationRequest, ImageSource, Parameters, Prompt, ReasoningBudget, SamplingDefaults, ToolSet,
-    ValidationError,
+    Chat, FieldNames, GenerationRequest, ImageSource, Parameters, Prompt, ReasoningBudget, ToolSet, ValidationError,
 };
 use crate::text::{ChatInputs, Tool, ToolChoice};
 

@@ -85,7 +85,7 @@ pub(crate) struct ChatChunkChoice {
     /// Ids of the tokens since the last chunk. Only with `return_token_ids`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) token_ids: Option<Vec<u32>>,
-    /// Those of the tokens since the last chunk. Only with `return_drafts`; left out if there are none.
+    /// Drafts of the tokens since the last chunk. Only with `return_drafts`; left out if there are none.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) drafts: Vec<VerifiedDraft>,
     /// What the choice's first chunk says of the prompt, which the chunk writes outside of its choices.

@@ -9,7 +9,8 @@ use super::vllm::VllmFields;
 use crate::api::error::{ApiError, COMPLETION_NAMES};
 use crate::api::field::{integer, or_default};
 use crate::config::Config;
-use crate::generation::{FieldNames, GenerationRequest, Parameters, Prompt, SamplingDefaults, ValidationError};
+use crate::config::SamplingDefaults;
+use crate::generation::{FieldNames, GenerationRequest, Parameters, Prompt, ValidationError};
 use crate::limits::RequestLimits;
 
 /// OpenAI's limit, which `--max-top-n-tokens` raises.

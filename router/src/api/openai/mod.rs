@@ -117,7 +117,7 @@ pub(crate) struct Model {
     pub(crate) owned_by: String,
     /// The model's id, where `id` is another name of it.
     pub(crate) root: String,
-    /// Of a LoRA adapter: the name of the model that it changes.
+    /// Name of the model that a LoRA adapter changes.
     pub(crate) parent: Option<String>,
     /// Most tokens of a prompt and its answer together.
     pub(crate) max_model_len: usize,

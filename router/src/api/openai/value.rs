@@ -8,7 +8,8 @@ use super::constraint::ConstraintFields;
 use super::refused::RefusedFields;
 use crate::api::extension::ExtensionFields;
 use crate::api::field::{integer, named};
-use crate::generation::{Extension, Parameters, SamplingDefaults, ValidationError};
+use crate::config::SamplingDefaults;
+use crate::generation::{Extension, Parameters, ValidationError};
 
 /// `"stop"` or `["stop", …]`.
 #[derive(Debug, Deserialize, ToSchema)]

@@ -12,7 +12,7 @@ use super::problem::problem;
 use super::tool::shown_name;
 use super::{compaction, custom};
 use crate::api::content::{Content, check_detail};
-use crate::api::conversation::{Conversation, Part, joined};
+use crate::api::conversation::{Conversation, PromptPart, joined};
 use crate::api::field::named;
 use crate::generation::{ImageSource, ValidationError};
 
@@ -35,23 +35,23 @@ struct ItemFields {
     #[serde(rename = "type", default = "message")]
     #[schema(default = "message", required = false)]
     kind: String,
-    /// Of a message: `user`, `assistant`, `system` or `developer`.
+    /// Role of a message: `user`, `assistant`, `system` or `developer`.
     role: Option<Role>,
-    /// Of a message: a string or a list of parts. Of reasoning: a list of parts.
+    /// Content of a message, a string or a list of parts, or of reasoning, a list of parts.
     content: Option<Content<InputPart>>,
-    /// Of reasoning: used if there is no `content`.
+    /// Summary of reasoning; used if there is no `content`.
     summary: Option<Vec<InputPart>>,
-    /// Of a call and of its output.
+    /// Id of a call, which its output repeats.
     call_id: Option<String>,
-    /// Of a call.
+    /// Name of the called function or tool.
     name: Option<String>,
-    /// Of a call, if the function is in a namespace.
+    /// Namespace of the called function, if it is in one.
     namespace: Option<String>,
     /// JSON text of a function's call.
     arguments: Option<String>,
     /// Free-form text of a custom tool's call.
     input: Option<String>,
-    /// Of a call's output: a string or a list of parts.
+    /// Output of a call: a string or a list of parts.
     output: Option<Content<InputPart>>,
     /// Summary in a compaction, as `/v1/responses/compact` returned it.
     encrypted_content: Option<String>,
@@ -139,9 +139,9 @@ pub(super) struct InputPart {
     kind: String,
     text: Option<String>,
     refusal: Option<String>,
-    /// Of an image: a data URI, or, if the server fetches images, an http or https URL.
+    /// Source of an image: a data URI, or, if the server fetches images, an http or https URL.
     image_url: Option<String>,
-    /// Of an image: `auto`, `low`, `high` or `original`, without effect: the model's own image processor chooses the resolution.
+    /// Resolution of an image: `auto`, `low`, `high` or `original`, without effect: the model's own image processor chooses the resolution.
     detail: Option<String>,
 }
 
@@ -149,13 +149,13 @@ pub(super) struct InputPart {
 const IMAGE: &str = "input_image";
 
 impl InputPart {
-    fn into_part(self, path: &str) -> Result<Part, ValidationError> {
+    fn into_part(self, path: &str) -> Result<PromptPart, ValidationError> {
         if self.kind != IMAGE {
-            return self.text(path).map(Part::Text);
+            return self.text(path).map(PromptPart::Text);
         }
         let url = self.image_url.ok_or_else(|| problem(path, "missing field `image_url`"))?;
         check_detail(self.detail.as_deref(), path)?;
-        Ok(Part::Image(ImageSource { path: format!("{path}.image_url"), url: url.into() }))
+        Ok(PromptPart::Image(ImageSource { path: format!("{path}.image_url"), url: url.into() }))
     }
 
     fn text(self, path: &str) -> Result<String, ValidationError> {
@@ -268,7 +268,7 @@ impl InputItem {
             Some(fields) => fields.add(conversation, path),
             None => {
                 let Some((text, is_call)) = self.told() else { return Ok(()) };
-                let added = if is_call { conversation.text(text) } else { conversation.user(Part::Text(text)) };
+                let added = if is_call { conversation.text(text) } else { conversation.user(PromptPart::Text(text)) };
                 added.map_err(|reason| problem(path, &reason))
             }
         }
@@ -336,7 +336,7 @@ impl ItemFields {
                 let summary = compaction::summary_of(&content).ok_or_else(|| {
                     problem(&path, "only its author can read it; compact the conversation with this server")
                 })?;
-                (path, conversation.user(Part::Text(compaction::told(&summary))))
+                (path, conversation.user(PromptPart::Text(compaction::told(&summary))))
             }
             kind => {
                 let known = "`message`, `reasoning`, `function_call`, `function_call_output`, `custom_tool_call`, \
@@ -352,15 +352,15 @@ impl ItemFields {
 fn add_user(conversation: &mut Conversation, content: Content<InputPart>, path: &str) -> Result<(), ValidationError> {
     let mut parts = parts(content, path)?;
     if parts.is_empty() {
-        parts.push(Part::Text(String::new()));
+        parts.push(PromptPart::Text(String::new()));
     }
     parts.into_iter().try_for_each(|part| conversation.user(part)).map_err(|reason| problem(path, &reason))
 }
 
 /// Content that can have images.
-fn parts(content: Content<InputPart>, path: &str) -> Result<Vec<Part>, ValidationError> {
+fn parts(content: Content<InputPart>, path: &str) -> Result<Vec<PromptPart>, ValidationError> {
     match content {
-        Content::Text(text) => Ok(vec![Part::Text(text)]),
+        Content::Text(text) => Ok(vec![PromptPart::Text(text)]),
         Content::Parts(parts) => {
             let parts = parts.into_iter().enumerate();
             parts.map(|(index, part)| part.into_part(&format!("{path}[{index}]"))).collect()

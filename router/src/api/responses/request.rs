@@ -11,13 +11,14 @@ use super::item::{InputItem, add_items, resolved};
 use super::problem::{problem, refuse_given};
 use super::tool::{CalledTools, Function, ToolChoiceParam, ToolParam, functions, tool_set};
 use crate::api::content::Content;
-use crate::api::conversation::{Conversation, Part};
+use crate::api::conversation::{Conversation, PromptPart};
 use crate::api::field::{integer, or_default};
 use crate::api::grammar;
 use crate::api::openai::{MAX_TOP_LOGPROBS, SamplingFields};
+use crate::config::SamplingDefaults;
 use crate::generation::{
-    Chat, Constraint, Extension, GenerationRequest, Parameters, Prompt, ReasoningBudget, SamplingDefaults, StopText,
-    ToolSet, ValidationError,
+    Chat, Constraint, Extension, GenerationRequest, Parameters, Prompt, ReasoningBudget, StopText, ToolSet,
+    ValidationError,
 };
 use crate::telemetry::Warnings;
 use crate::text::{ChatInputs, Enforcement};
@@ -261,7 +262,7 @@ impl ResponsesRequest {
         let items = resolved(self.input, find)?;
         let kept = items.iter().filter(|item| item.is_user()).map(InputItem::listed).collect();
         add_items(&mut conversation, items)?;
-        let told = conversation.user(Part::Text(compaction::TASK.to_owned()));
+        let told = conversation.user(PromptPart::Text(compaction::TASK.to_owned()));
         told.map_err(|reason| problem("input", &reason))?;
         let (messages, images) =
             conversation.into_messages(self.instructions.take()).map_err(|reason| problem("input", &reason))?;

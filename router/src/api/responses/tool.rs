@@ -21,11 +21,11 @@ pub(super) struct ToolParam {
     kind: String,
     name: Option<String>,
     description: Option<String>,
-    /// Of a function: JSON schema of the arguments, enforced for every call.
+    /// JSON schema of a function's arguments, enforced for every call.
     parameters: Option<Value>,
     /// Format of a custom tool's input: `text`, or a `grammar`.
     format: Option<CustomFormat>,
-    /// Of a namespace: its functions and custom tools.
+    /// Functions and custom tools of a namespace.
     #[schema(no_recursion)]
     tools: Option<Vec<ToolParam>>,
 }
@@ -69,7 +69,7 @@ pub(super) struct Function {
     name: String,
     description: Option<String>,
     parameters: Option<Value>,
-    /// Of a custom tool.
+    /// Format of a custom tool's input.
     custom: Option<CustomFormat>,
 }
 

@@ -10,8 +10,8 @@ use crate::api::responses::{
     ResponseEvent, ResponseStatus, StreamEvent, Usage,
 };
 use crate::generation::{FinishReason, GenerationDelta, ToolCallIds};
-use crate::http::auth::Owner;
 use crate::http::envelope::unix_seconds;
+use crate::http::key_hash::KeyHash;
 use crate::http::logprob::{self, TokenNames, TokenSorter};
 use crate::http::message_answer::{EventWriter, ReasoningCount};
 use crate::http::response_store::{ResponseStore, StoredResponse};
@@ -29,18 +29,18 @@ pub(super) struct ResponseWriter {
     /// `None` if the model cannot call tools.
     call_ids: Option<ToolCallIds>,
     called: CalledTools,
-    /// Of the custom tool's call that is open.
+    /// Reads the input of the custom tool's call that is open.
     input: InputReader,
     sequence_number: usize,
     reasoning: ReasoningCount,
     logprobs: Option<LogprobWriter>,
-    place: Option<Place>,
+    place: Option<ResponseSlot>,
 }
 
-/// Where a response is stored, and what it answers.
-pub(super) struct Place {
+/// The place of a response in the store, and what it answers.
+pub(super) struct ResponseSlot {
     pub(super) store: ResponseStore,
-    pub(super) owner: Owner,
+    pub(super) owner: KeyHash,
     /// With the items of the responses that it continues.
     pub(super) input: Vec<Value>,
     pub(super) conversation: Conversation,
@@ -74,7 +74,7 @@ impl ResponseWriter {
         call_ids: Option<ToolCallIds>,
         called: CalledTools,
         logprobs: Option<LogprobWriter>,
-        place: Option<Place>,
+        place: Option<ResponseSlot>,
     ) -> Self {
         let response = Response {
             id: new_id("resp"),
@@ -264,7 +264,7 @@ impl ResponseWriter {
             self.response.status = ResponseStatus::Completed;
         }
         let response = self.response.clone();
-        if let Some(Place { store, owner, input, mut conversation }) = self.place.take()
+        if let Some(ResponseSlot { store, owner, input, mut conversation }) = self.place.take()
             && response.output.iter().try_for_each(|item| item.add_to(&mut conversation)).is_ok()
         {
             store.insert(owner, StoredResponse { response: response.clone(), input, conversation });

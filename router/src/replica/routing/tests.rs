@@ -1,4 +1,4 @@
-//! Where sequences and images go.
+//! Sequences and images go to the engines that they should go to.
 
 use proptest::prelude::*;
 

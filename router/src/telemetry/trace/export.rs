@@ -33,7 +33,7 @@ const MAX_RETRY_DELAY: Duration = Duration::from_secs(4);
 /// The log says at most this often that spans are lost.
 const REPORT_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Where finished spans go. Clones share the queue and its exporter.
+/// The queue of finished spans. Clones share the queue and its exporter.
 #[derive(Clone, Debug)]
 pub(crate) struct Traces(Arc<Inner>);
 

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use crate::sequence::{Task, Timeline};
 
-/// Of one traced request.
+/// Parameters and timelines of one traced request.
 #[derive(Debug, Default)]
 pub(crate) struct RequestTrace {
     parameters: OnceLock<RequestParameters>,

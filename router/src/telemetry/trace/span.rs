@@ -16,7 +16,7 @@ use super::export::Traces;
 use super::request::{RequestParameters, RequestTrace, TracedSequence};
 use crate::sequence::{History, Interruption, InterruptionCause, PhaseSteps, StepShare};
 use crate::telemetry::identity::RequestIdentity;
-use crate::telemetry::record::Outcome;
+use crate::telemetry::outcome::Outcome;
 use crate::telemetry::summary::RequestSummary;
 
 const MAX_PATH_CHARS: usize = 128;

@@ -14,7 +14,7 @@ pub(crate) struct Tool {
     pub(crate) parameters: Option<Value>,
 }
 
-/// Which calls an answer may contain.
+/// The tool calls that an answer may contain.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) enum ToolChoice {
     /// The model chooses between text and calls.

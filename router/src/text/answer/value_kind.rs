@@ -1,4 +1,4 @@
-//! Which arguments are text, as the tool's schema says: some formats write text without quotes.
+//! Tells arguments that are text from others, by the tool's schema: some formats write text without quotes.
 
 use serde_json::Value;
 

@@ -1,4 +1,4 @@
-//! Which patterns the engine reads: regular expressions with anchors at their ends only.
+//! The patterns that the engine reads: regular expressions with anchors at their ends only.
 
 use regex_syntax::hir::{Hir, HirKind, Look};
 

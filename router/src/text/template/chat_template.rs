@@ -9,8 +9,8 @@ use tokio::sync::Semaphore;
 
 use super::error::TemplateError;
 use super::input::ChatInputs;
+use super::probe::TemplateTraits;
 use super::process::{Renderer, Start};
-use super::trial::TemplateTraits;
 
 /// The source texts of a model's templates.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -13,10 +13,10 @@ use super::continuation::PromptEnd;
 use super::error::TemplateError;
 use super::input::ChatInputs;
 use super::limit::MAX_OPERATIONS;
+use super::probe::{Probe, TemplateTraits};
 use super::python_value::invalid;
 use super::role::SupportedRoles;
 use super::shape::SupportedShapes;
-use super::trial::{TemplateTraits, Trial};
 use super::{continuation, filter, method, operator, python_str, sequence_filter, source, syntax, text_filter};
 
 const NAME: &str = "chat_template";
@@ -48,9 +48,9 @@ impl Compiled {
             is_endless.set(matches!(rendered, Err(TemplateError::TooExpensive)));
             rendered.ok()
         };
-        let trial = Trial(render);
-        let (shapes, traits) = trial.run(source);
-        let roles = trial.roles(shapes);
+        let probe = Probe(render);
+        let (shapes, traits) = probe.run(source);
+        let roles = probe.roles(shapes);
         (compiled.roles, compiled.shapes, compiled.traits) = (roles, shapes, traits);
         Ok(compiled)
     }

@@ -9,7 +9,7 @@ use super::input::ChatInputs;
 /// treat it the same way.
 const MARK: &str = "CONTINUE_FINAL_MESSAGE_TAG ";
 
-/// Where the prompt ends.
+/// The end of a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PromptEnd {
     /// After the last message, or at the start of the assistant's turn.

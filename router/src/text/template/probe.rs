@@ -38,9 +38,9 @@ struct WrittenFormat {
 }
 
 /// Renders trial conversations. `render` returns `None` if the template refuses the conversation.
-pub(super) struct Trial<R>(pub(super) R);
+pub(super) struct Probe<R>(pub(super) R);
 
-impl<R: Fn(ChatInputs) -> Option<String>> Trial<R> {
+impl<R: Fn(ChatInputs) -> Option<String>> Probe<R> {
     /// `source`: of the template.
     pub(super) fn run(&self, source: &str) -> (SupportedShapes, TemplateTraits) {
         let thoughts = json!({"role": "assistant", "reasoning_content": NEEDLE, "content": OTHER_NEEDLE});
@@ -75,7 +75,7 @@ impl<R: Fn(ChatInputs) -> Option<String>> Trial<R> {
         (shapes, traits)
     }
 
-    /// Where the template writes instructions. `shapes`: of the messages that it writes.
+    /// The roles in which the template writes instructions. `shapes`: the shapes of messages that it writes.
     pub(super) fn roles(&self, shapes: SupportedShapes) -> SupportedRoles {
         let render = |roles: &[&str]| {
             let message = |(index, role)| shapes.convert(json!({"role": role, "content": needle(index)}), None);
@@ -128,7 +128,7 @@ impl<R: Fn(ChatInputs) -> Option<String>> Trial<R> {
         }
     }
 
-    /// Where the template expects tools, and the text with their names that it adds to a conversation.
+    /// The place in which the template expects tools, and the text with their names that it adds to a conversation.
     fn instruction(&self) -> Option<(ToolPlace, String)> {
         let conversations = [vec![user("?".into())], vec![json!({"role": "system", "content": "?"}), user("?".into())]];
         let trials =

@@ -22,7 +22,7 @@ use serde_json::{Map, Value};
 use super::error::TemplateError;
 use super::input::ChatInputs;
 use super::limit::{MAX_PROMPT_BYTES, RENDER_DEADLINE, START_DEADLINE};
-use super::trial::TemplateTraits;
+use super::probe::TemplateTraits;
 
 /// First command-line argument of a renderer process, which calls [`run_chat_renderer`](super::run_chat_renderer).
 pub const RENDERER_ARGUMENT: &str = "render-chat-template";

@@ -8,7 +8,7 @@ const DEVELOPER: &str = "developer";
 const SYSTEM: &str = "system";
 const USER: &str = "user";
 
-/// Where a template writes instructions.
+/// The roles in which a template writes instructions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct SupportedRoles {
     /// Whether `developer` is a role that it tells from unknown ones.

@@ -171,7 +171,7 @@ fn choose(
     Ok(Generator::value(chosen))
 }
 
-/// By which keys a filter orders or compares items.
+/// The keys by which a filter orders or compares items.
 struct Keys {
     paths: Vec<Value>,
     case_sensitive: bool,

@@ -28,7 +28,7 @@ pub(super) struct SupportedShapes {
     pub(super) tools: ToolPlace,
 }
 
-/// Where a template reads the tools of a request.
+/// The variable from which a template reads the tools of a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum ToolPlace {
     /// The variable `tools`.

@@ -139,7 +139,7 @@ impl SamplingDefaults {
         Self::KEYS.contains(&key) || key == DO_SAMPLE || NOT_APPLIED.iter().any(|(name, _)| *name == key)
     }
 
-    /// Those that the model has, by their keys.
+    /// The defaults that the model has, by their keys.
     pub(crate) fn values(&self) -> Map<String, Value> {
         // By way of text, because 0.7 as f32 is not 0.7 as f64.
         let text = serde_json::to_string(self).unwrap_or_default();
@@ -152,7 +152,7 @@ impl SamplingDefaults {
     }
 }
 
-/// As `temperature 0.6, top_p 0.95`.
+/// A list such as `temperature 0.6, top_p 0.95`.
 impl fmt::Display for SamplingDefaults {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         let values = self.values();

@@ -30,7 +30,7 @@ pub struct EventReceiver(Arc<Mutex<Channel>>);
 #[derive(Default)]
 struct Channel {
     events: VecDeque<SequenceEvent>,
-    /// Of the reader that waits for the next event.
+    /// The waker of the reader that waits for the next event.
     reader: Option<Waker>,
     /// One of the sides is gone.
     is_closed: bool,
@@ -45,13 +45,13 @@ impl EventSender {
     }
 
     /// Sends an event, and leaves it to the caller to wake the reader (`take_reader`).
-    pub(super) fn push(&mut self, event: SequenceEvent) {
+    pub(crate) fn push(&mut self, event: SequenceEvent) {
         let reader = self.enqueue(event);
         self.unwoken = reader.or(self.unwoken.take());
     }
 
     /// The reader to wake after `push`, if it waits.
-    pub(super) fn take_reader(&mut self) -> Option<Waker> {
+    pub(crate) fn take_reader(&mut self) -> Option<Waker> {
         self.unwoken.take()
     }
 
@@ -114,10 +114,10 @@ fn lock(channel: &Mutex<Channel>) -> MutexGuard<'_, Channel> {
 
 /// Wakes readers from the runtime that it was made in. Clones share its task, which ends with the last one.
 #[derive(Clone)]
-pub(super) struct Alarm(UnboundedSender<Vec<Waker>>);
+pub(crate) struct Alarm(UnboundedSender<Vec<Waker>>);
 
 impl Alarm {
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let (sender, mut receiver) = mpsc::unbounded_channel::<Vec<Waker>>();
         tokio::spawn(async move {
             while let Some(readers) = receiver.recv().await {
@@ -127,7 +127,7 @@ impl Alarm {
         Self(sender)
     }
 
-    pub(super) fn wake(&self, readers: Vec<Waker>) {
+    pub(crate) fn wake(&self, readers: Vec<Waker>) {
         if readers.len() > 1 {
             let Err(refused) = self.0.send(readers) else { return };
             // The runtime has ended.
@@ -142,7 +142,7 @@ mod tests {
     use futures::StreamExt;
 
     use super::*;
-    use crate::engine::SequenceStream;
+    use crate::generator::SequenceStream;
     use crate::sequence::FinishReason;
 
     fn started(num_cached_tokens: usize) -> SequenceEvent {

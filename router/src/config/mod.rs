@@ -1,5 +1,8 @@
 //! The router's configuration, resolved once by the launcher. An `Option` here means that the setting can be absent.
 
+mod allowed_host;
+mod sampling_default;
+
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -8,8 +11,10 @@ use std::time::Duration;
 use axum::http::Uri;
 use subtle::{Choice, ConstantTimeEq};
 
-use crate::fetch::ImageUrlConfig;
-use crate::generation::SamplingDefaults;
+pub(crate) use allowed_host::network_contains;
+pub use allowed_host::{AllowedHost, AllowedHostError};
+pub use sampling_default::{BadDefault, SamplingDefaults};
+
 use crate::limits::{ConnectionLimits, QueueLimits, RequestLimits};
 use crate::sequence::{ImageInput, Pooling};
 
@@ -28,7 +33,7 @@ pub struct Config {
     pub trusts_request_chat_templates: bool,
     /// Whether requests with fields that the server does not know are refused. Otherwise the answer has a warning.
     pub strict_requests: bool,
-    /// Which priorities are served first.
+    /// The priorities that are served first.
     pub priority_order: PriorityOrder,
     /// Hub commit, if known.
     pub model_sha: Option<String>,
@@ -40,7 +45,7 @@ pub struct Config {
     pub sampling_defaults: SamplingDefaults,
     /// Limits that every request is checked against.
     pub limits: RequestLimits,
-    /// Of an encoder–decoder: the decoder's first tokens, which the answer continues. Empty for a decoder-only model,
+    /// First tokens of an encoder–decoder's decoder, which the answer continues. Empty for a decoder-only model,
     /// whose answer continues its input.
     pub decoder_prefix: Arc<[u32]>,
     /// What the model makes of a sequence; `None`: it generates text.
@@ -73,11 +78,11 @@ pub struct Config {
     pub connections: ConnectionLimits,
     /// How long running requests may take to finish after SIGTERM.
     pub graceful_termination_timeout: Duration,
-    /// Where traces go; `None`: nowhere.
+    /// Destination of traces; `None`: requests are not traced.
     pub traces: Option<TraceConfig>,
     /// How prompts have images; `None`: the model reads none.
     pub image_input: Option<ImageInput>,
-    /// Which URLs of images are fetched; `None`: none.
+    /// Limits of fetching images from URLs; `None`: URLs are refused.
     pub image_urls: Option<ImageUrlConfig>,
 }
 
@@ -101,7 +106,16 @@ pub struct AdapterSource {
     pub path: PathBuf,
 }
 
-/// Where traces go.
+/// Limits of fetching images from URLs.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ImageUrlConfig {
+    /// Hosts that may have addresses which are not public.
+    pub allowed_hosts: Vec<AllowedHost>,
+    /// Bytes of the images that one prompt names by URL, together.
+    pub max_bytes: usize,
+}
+
+/// Destination of traces.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TraceConfig {
     /// A collector that takes OTLP over gRPC.
@@ -131,7 +145,7 @@ impl TraceConfig {
 )]
 pub struct EndpointError(String);
 
-/// Which priorities are served first.
+/// The priorities that are served first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PriorityOrder {
     /// Higher numbers.

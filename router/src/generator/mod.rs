@@ -1,21 +1,47 @@
-//! What the rest of the router needs of an engine; tests script their own.
+//! The interface between requests and what computes their sequences: an engine, several of them as one, or a test's script.
+
+mod event;
+mod health;
+mod routed_queue;
+mod stream;
 
 use std::sync::Arc;
 
 use futures::future::BoxFuture;
 use penstock_scheduler::Stats;
 
-use super::health::Health;
-use super::stream::SequenceStream;
-use crate::replica::Routed;
+pub(crate) use event::Alarm;
+pub use event::{EventReceiver, EventSender, event_channel};
+pub use health::Health;
+pub use routed_queue::RoutedQueue;
+pub use stream::SequenceStream;
+
 use crate::sequence::{
     Adapter, AdapterError, AdapterHash, EncodedImage, Grammar, GrammarError, Image, ImageError, SequenceRequest,
 };
 
+/// Most engines that a generator may have, each with a number below this. A limit of metrics' labels and of the sets of engines.
+pub const MAX_ENGINES: usize = 1024;
+
+/// What went to an engine's number since the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Routed {
+    /// What the engine has to compute at this moment, with the tokens that its sequences are expected to generate.
+    pub num_work_tokens: u64,
+    /// Sequences that were routed there when they arrived.
+    pub num_sequences: u64,
+    /// Sequences that left the engine for another one.
+    pub num_handovers: u64,
+    /// Tokens of the prompts of the routed sequences.
+    pub num_prompt_tokens: u64,
+    /// Prompt tokens that the engine computed before, as far as is known here.
+    pub num_cached_tokens: u64,
+}
+
 /// One of several engines at this moment, and what went there.
 #[derive(Clone, Copy, Debug)]
 pub struct ReplicaReport {
-    /// Below `Replicas::MAX_ENGINES`.
+    /// Below `MAX_ENGINES`.
     pub number: usize,
     /// Whether it takes steps; `None`: it has left, and no other engine has its number yet.
     pub is_healthy: Option<bool>,

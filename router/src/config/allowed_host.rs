@@ -3,8 +3,6 @@
 use std::net::IpAddr;
 use std::str::FromStr;
 
-use super::address::contains;
-
 /// A host, or several, of `--allowed-image-hosts`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum AllowedHost {
@@ -30,11 +28,11 @@ pub struct AllowedHostError(String);
 
 impl AllowedHost {
     /// Whether a host with this name, in lower case, may have this address.
-    pub(super) fn allows(&self, host: &str, address: IpAddr) -> bool {
+    pub(crate) fn allows(&self, host: &str, address: IpAddr) -> bool {
         match self {
             Self::Name(name) => host == name,
             Self::Suffix(suffix) => host.len() > suffix.len() && host.ends_with(suffix),
-            Self::Network { address: network, length } => contains(*network, *length, address.to_canonical()),
+            Self::Network { address: network, length } => network_contains(*network, *length, address.to_canonical()),
         }
     }
 }
@@ -60,6 +58,17 @@ impl FromStr for AllowedHost {
         let name = name.to_ascii_lowercase();
         Ok(if is_suffix { Self::Suffix(format!(".{name}")) } else { Self::Name(name) })
     }
+}
+
+/// Whether the network has the address. Those of IPv4 and IPv6 have none in common.
+pub(crate) fn network_contains(network: IpAddr, length: u8, address: IpAddr) -> bool {
+    let (network, address, width) = match (network, address) {
+        (IpAddr::V4(network), IpAddr::V4(address)) => (u32::from(network).into(), u32::from(address).into(), 32),
+        (IpAddr::V6(network), IpAddr::V6(address)) => (u128::from(network), u128::from(address), 128),
+        _ => return false,
+    };
+    // Shifting by the width would overflow: a network of length 0 has every address.
+    length == 0 || (network ^ address) >> (width - u32::from(length)) == 0
 }
 
 #[cfg(test)]
@@ -90,5 +99,16 @@ mod tests {
             let message = text.parse::<AllowedHost>().unwrap_err().to_string();
             assert!(message.starts_with(&format!("{text:?} must be a name")), "{message}");
         }
+    }
+
+    #[test]
+    fn a_network_has_the_addresses_with_its_prefix() {
+        let has = |network: &str, length, address: &str| {
+            network_contains(network.parse().unwrap(), length, address.parse().unwrap())
+        };
+        assert!(has("10.1.0.0", 16, "10.1.255.255") && !has("10.1.0.0", 16, "10.2.0.0"));
+        assert!(has("10.1.2.3", 32, "10.1.2.3") && !has("10.1.2.3", 32, "10.1.2.2"));
+        assert!(has("0.0.0.0", 0, "255.1.1.1") && !has("0.0.0.0", 0, "::1"));
+        assert!(has("fd00::", 8, "fdff::1") && has("::1", 128, "::1") && has("::", 0, "ffff::"));
     }
 }
