@@ -3,7 +3,7 @@
 
 #![allow(clippy::all)]
 
-#[warn(clippy::all)]
+#[warn(clippy::all, clippy::too_many_lines)]
 mod frames;
 
 pub use frames::{Frames, steps_socket};
