@@ -10,8 +10,9 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use futures::future::{BoxFuture, join_all, select_all};
 use penstock_router::config::ApiKeys;
-use penstock_router::engine::Generator;
-use penstock_router::remote::{self, Access, EngineListener, RoutedQueue, ServerDescription};
+use penstock_router::engine_server::{self, EngineListener};
+use penstock_router::generator::{Generator, RoutedQueue};
+use penstock_router::remote::{Access, ServerDescription};
 use penstock_router::replica::Replicas;
 use penstock_router::telemetry::metrics::{self, Exporter};
 use penstock_router::worker::Description;
@@ -137,7 +138,7 @@ async fn serve_engine(
     drain: &CancellationToken,
 ) -> anyhow::Result<()> {
     let Some(engine) = engine else { return Ok(()) };
-    let served = remote::serve(engine, generator, adapters, drain.clone()).await;
+    let served = engine_server::serve(engine, generator, adapters, drain.clone()).await;
     drain.cancel();
     served.context("cannot serve --engine-listen")
 }
