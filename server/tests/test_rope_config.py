@@ -44,6 +44,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "dynamic": {"rope_type": "dynamic", "factor": 2.0},
     "yarn": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
     "yarn with theta": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 77.0},
+    "yarn with other betas": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 0, "beta_slow": 0},
     "llama3": {"rope_type": "llama3", **LLAMA3},
     "longrope": {"rope_type": "longrope", "original_max_position_embeddings": 32, **LONG},
     "no kind": {"factor": 8.0},
@@ -80,6 +81,12 @@ def test_a_scaling_beside_rope_parameters_is_read_as_by_transformers(
     rope = spec.layers[0].attention.rope  # type: ignore[union-attr]
     assert rope is not None
     torch.testing.assert_close(inverse_frequencies(rope, 16), expected(tmp_path), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("truncate", [True, False, None])
+def test_a_range_of_yarn_is_rounded_as_by_transformers(truncate: bool | None, tmp_path: Path) -> None:
+    config = write(tmp_path, "llama", rope_scaling={**YARN, "beta_fast": 2, "truncate": truncate})
+    torch.testing.assert_close(inverse_frequencies(read_rope(config, 16), 16), expected(tmp_path), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("top", [{}, {"rope_theta": 5e4}], ids=str)

@@ -91,9 +91,10 @@ def _yarn(config: Config, rope: Config, theta: float, rotary_dim: int, interleav
         rotary_dim,
         factor=factor,
         original_max_tokens=original,
-        beta_fast=rope.get("beta_fast", 32.0),
-        beta_slow=rope.get("beta_slow", 1.0),
-        truncate=rope.get("truncate", True),
+        # COMPAT: 0 means the default, and null does not truncate, as in transformers.
+        beta_fast=rope.get("beta_fast", 0.0) or 32.0,
+        beta_slow=rope.get("beta_slow", 0.0) or 1.0,
+        truncate=rope.get("truncate", "truncate" not in rope.values),
         magnitude=rope.get("attention_factor", magnitude),
         interleaved=interleaved,
     )
