@@ -376,7 +376,7 @@ def verdict_of_loading(folder: Path, num_ranks: int) -> str:
         ("lacks a tensor", 1, False),
         ("quantized", 1, False),
         ("own code", 1, False),
-        ("dynamic rope", 1, False),
+        ("dynamic rope", 1, True),
     ],
 )
 def test_the_verdict_on_models_of_transformers_is_that_of_loading(
@@ -428,5 +428,6 @@ def test_the_verdict_on_models_of_transformers_is_that_of_loading(
         assert (rank["num_layers"], rank["num_heads"], rank["num_kv_heads"]) == (2, 2, 2)
         assert rank["weight_bytes"] == loaded.weight_bytes
         assert rank["kv_bytes_per_token"] == loaded.kv_bytes_per_block // 16
-        assert report["layout"]["max_position_tokens"] == loaded.max_position_tokens == 64
+        assert report["layout"]["max_position_tokens"] == loaded.max_position_tokens
+        assert report["layout"]["default_position_tokens"] == loaded.default_position_tokens == 64
         assert report["layout"]["vocab_size"] == loaded.vocab_size == 64

@@ -62,6 +62,10 @@ pub(crate) struct Check {
     #[arg(long)]
     deterministic: bool,
 
+    /// Fetch and run the checkpoint's own Python code
+    #[arg(long)]
+    trust_remote_code: bool,
+
     /// Folder that holds Hub models [default: ~/.cache/huggingface/hub]
     #[arg(long)]
     huggingface_hub_cache: Option<PathBuf>,
@@ -186,6 +190,7 @@ impl Tool {
                 command.args(["--cuda-memory-fraction", &check.cuda_memory_fraction.to_string()]);
                 command.args(check.dtype.iter().flat_map(|dtype| ["--dtype", dtype.name()]));
                 command.args(check.deterministic.then_some("--deterministic"));
+                command.args(check.trust_remote_code.then_some("--trust-remote-code"));
                 command.args(check.revision.iter().flat_map(|revision| ["--revision", revision]));
                 if let Some(cache) = &check.huggingface_hub_cache {
                     command.env("HF_HUB_CACHE", cache);

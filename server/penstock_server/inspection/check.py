@@ -51,10 +51,11 @@ def check(
     *,
     num_stages: int = 1,
     deterministic: bool = False,
+    trust_remote_code: bool = False,
 ) -> Report:
     """Inspects a model. Its problems are in the report and raise no errors. num_ranks: of each of the pipeline's
-    stages."""
-    files = find_model(model_id, revision)
+    stages. trust_remote_code: the model's own Python code may be fetched and run."""
+    files = find_model(model_id, revision, with_code=trust_remote_code)
     text, layout = TextFacts(), None
     if files.folder is not None and any(files.folder.iterdir()):
         text = inspect_text(files.folder, files.problems, files.notes)
@@ -70,6 +71,7 @@ def check(
                 memory_fraction,
                 num_stages=num_stages,
                 deterministic=deterministic,
+                trust_remote_code=trust_remote_code,
             )
             if layout is not None and (text.num_tokens or 0) > layout.vocab_size:
                 files.notes.append(
@@ -163,6 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--cuda-memory-fraction", type=float, default=MEMORY_FRACTION, help="fraction of memory to use (default 0.9)"
     )
     parser.add_argument("--deterministic", action="store_true", help="as the server's flag")
+    parser.add_argument("--trust-remote-code", action="store_true", help="as the server's flag")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
     for name, value in [
@@ -179,6 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.cuda_memory_fraction,
         num_stages=options.pipeline_parallel_size,
         deterministic=options.deterministic,
+        trust_remote_code=options.trust_remote_code,
     )
     print(json.dumps(as_json(report), indent=1) if options.json else as_text(report))
     return 1 if report.files.problems else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
@@ -21,12 +22,14 @@ from penstock_server.weights.folder import find_gguf
 from penstock_server.weights.gguf.selection import Reference
 
 
-def inspect_hub(files: ModelFiles, reference: Reference, revision: str | None) -> None:
-    """Fills `files`, from the local snapshot when it is complete or the hub cannot be reached.
+def inspect_hub(files: ModelFiles, reference: Reference, revision: str | None, *, with_code: bool = False) -> None:
+    """Fills `files`, from the local snapshot when it is complete or the hub cannot be reached. with_code: as of
+    `find_model`.
 
     Raises ConfigError when there is no such model.
     """
-    snapshot = online_or_cached(reference.repository, revision, lambda: _inspect(files, reference, revision))
+    inspect = partial(_inspect, files, reference, revision, with_code=with_code)
+    snapshot = online_or_cached(reference.repository, revision, inspect)
     if snapshot is None:
         return
     if reference.is_of_gguf:
@@ -35,7 +38,7 @@ def inspect_hub(files: ModelFiles, reference: Reference, revision: str | None) -
         inspect_folder(files, snapshot.folder, f"from the hub, commit {snapshot.sha}, in the cache")
 
 
-def _inspect(files: ModelFiles, reference: Reference, revision: str | None) -> Snapshot | None:
+def _inspect(files: ModelFiles, reference: Reference, revision: str | None, *, with_code: bool) -> Snapshot | None:
     """Returns the snapshot in the cache when it is complete; otherwise fills `files`."""
     model_id = reference.repository
     info = HfApi().model_info(model_id, revision=revision, files_metadata=True)
@@ -48,7 +51,7 @@ def _inspect(files: ModelFiles, reference: Reference, revision: str | None) -> S
         return Path(path).read_text(encoding="utf-8")
 
     choice = hub_weights(reference, sizes, read)
-    names = list(choice.names) if reference.is_of_gguf else wanted_files(model_id, sizes, read)
+    names = list(choice.names) if reference.is_of_gguf else wanted_files(model_id, sizes, read, with_code=with_code)
     folder = cache / repository_name(model_id) / "snapshots" / str(commit)
     if small := [name for name in names if name not in choice.names]:
         with transfer_errors():

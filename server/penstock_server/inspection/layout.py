@@ -86,14 +86,23 @@ def lay_out(
     *,
     num_stages: int = 1,
     deterministic: bool = False,
+    trust_remote_code: bool = False,
 ) -> Layout | None:
     """Returns None when the folder's config.json describes no supported model. Adds all errors to `files.problems`.
     num_ranks: of each of the pipeline's stages."""
     problems = files.problems
     try:
         if not is_described(folder):
-            group = RankGroup(0, num_ranks, stage=Stage(0, num_stages))
-            return lay_out_foreign(files, folder, group, dtype_name, memory_fraction, deterministic=deterministic)
+            device = choose_device("", 0)
+            options = LoadOptions(
+                folder,
+                choose_dtype(dtype_name, device),
+                device,
+                BLOCK_TOKENS,
+                trust_remote_code=trust_remote_code,
+                deterministic=deterministic,
+            )
+            return lay_out_foreign(files, options, RankGroup(0, num_ranks, stage=Stage(0, num_stages)), memory_fraction)
         spec, names = read_spec(folder)
         found = quantized(files, folder)
         tensors = files.tensors if found is None else found.tensors
@@ -183,21 +192,11 @@ def _same_tables(folder: Path) -> IsSame | None:
     return same_in(checkpoint)
 
 
-def lay_out_foreign(
-    files: ModelFiles,
-    folder: Path,
-    group: RankGroup,
-    dtype_name: str,
-    memory_fraction: float,
-    *,
-    deterministic: bool,
-) -> Layout:
+def lay_out_foreign(files: ModelFiles, options: LoadOptions, group: RankGroup, memory_fraction: float) -> Layout:
     """The layout of a model that transformers runs. Raises the ConfigError of loading it."""
+    folder, device = options.folder, options.device
     if read_pooling(folder) is not None:
         raise foreign_pooling(folder)
-    device = choose_device("", 0)
-    dtype = choose_dtype(dtype_name, device)
-    options = LoadOptions(folder, dtype, device, BLOCK_TOKENS, deterministic=deterministic)
     weights = None
     if files.tensors is not None and files.kind == "safetensors":
         weights = {
@@ -222,9 +221,16 @@ def lay_out_foreign(
         fitting,
     )
     architecture = Config.read(folder).require("model_type", str)
-    dtype_name = str(dtype).removeprefix("torch.")
-    longest, vocab_size = found.max_position_tokens, found.vocab_size
-    return Layout(architecture, longest, 0, dtype_name, device.type, (rank,), vocab_size=vocab_size)
+    return Layout(
+        architecture,
+        found.max_position_tokens,
+        0,
+        str(options.dtype).removeprefix("torch."),
+        device.type,
+        (rank,),
+        vocab_size=found.vocab_size,
+        default_position_tokens=found.default_position_tokens,
+    )
 
 
 def _unloadable(tensors: Mapping[str, StoredTensor], expected: Iterable[str]) -> list[str]:

@@ -11,8 +11,9 @@ from penstock_server.prepare import EMBEDDED_MODEL_ID, embedded_gguf, local_gguf
 from penstock_server.weights.gguf.selection import Reference
 
 
-def find_model(model_id: str | None, revision: str | None = None) -> ModelFiles:
-    """Never raises ConfigError: errors are added to `problems`."""
+def find_model(model_id: str | None, revision: str | None = None, *, with_code: bool = False) -> ModelFiles:
+    """Never raises ConfigError: errors are added to `problems`. with_code: the Python files of a model on the hub are
+    fetched, too."""
     files = ModelFiles(model_id or EMBEDDED_MODEL_ID)
     try:
         path = Path(model_id).expanduser() if model_id else embedded_gguf()
@@ -29,7 +30,7 @@ def find_model(model_id: str | None, revision: str | None = None) -> ModelFiles:
         else:
             from penstock_server.inspection.hub_model import inspect_hub
 
-            inspect_hub(files, Reference.parse(str(model_id)), revision)
+            inspect_hub(files, Reference.parse(str(model_id)), revision, with_code=with_code)
     except (ConfigError, OSError) as error:
         files.problems.append(str(error))
     return files

@@ -25,6 +25,7 @@ from penstock_server.models.adapter import Adapters
 from penstock_server.models.config import Config
 from penstock_server.models.fallback_check import check_logits
 from penstock_server.models.foreign import FOREIGN_ERRORS, read_config, transformers
+from penstock_server.models.foreign_rope import take_batch_ropes
 from penstock_server.models.interface import LoadOptions
 from penstock_server.models.pooler import Pooler
 from penstock_server.models.support import (
@@ -41,9 +42,6 @@ from penstock_server.weights.format import quantization_config, transformers_ren
 
 logger = logging.getLogger(__name__)
 
-# Kinds of rope that depend on the longest text of a batch.
-_BATCH_ROPES = {"dynamic", "longrope"}
-
 
 class Fallback:
     """A causal model of transformers, on one rank. Implements `CausalModel`."""
@@ -54,10 +52,11 @@ class Fallback:
         self.caches: list[Tensor] = []
         self._model = model
         self._trunk = _trunk(model)
-        _check_ropes(model)
-        text = model.config.get_text_config()
-        self.max_position_tokens = _max_position_tokens(text)
-        self.default_position_tokens = self.max_position_tokens
+        self._ropes = take_batch_ropes(model)
+        lengths = _lengths(model.config.get_text_config())
+        self.max_position_tokens = lengths.max_position_tokens
+        self.default_position_tokens = lengths.default_position_tokens
+        self.serve_up_to(self.default_position_tokens)
         self.max_source_tokens = 0
         self.decoder_prefix: tuple[int, ...] = ()
         self.pooler: Pooler | None = None
@@ -89,7 +88,8 @@ class Fallback:
         return self
 
     def serve_up_to(self, max_sequence_tokens: int) -> None:
-        """No table depends on the length, see `_check_ropes`."""
+        for rope in self._ropes:
+            rope.fix(max_sequence_tokens)
 
     def forward(self, batch: StepBatch) -> Tensor:
         ids, positions = batch.token_ids[None], batch.positions[None]
@@ -167,6 +167,7 @@ class Outline:
     num_kv_heads: int
     vocab_size: int
     max_position_tokens: int
+    default_position_tokens: int
     weight_bytes: int
     kv_bytes_per_token: int
     is_complete: bool  # False: its layers could not be run, so only its configuration is known
@@ -185,10 +186,10 @@ def outline(options: LoadOptions, group: RankGroup, weights: Mapping[str, Tensor
         model = _read(config, replace(options, device=torch.device("meta")), runs_code, weights)
         _check_class(model_type, model)
         _trunk(model)
-        _check_ropes(model)
+        take_batch_ropes(model)
         _width(model)
         text = model.config.get_text_config()
-        num_layers, longest = text.num_hidden_layers, _max_position_tokens(text)
+        num_layers, lengths = text.num_hidden_layers, _lengths(text)
         recorder = pager.Pager(options.device, options.dtype, options.block_tokens, options.attention, options.cpu_isa)
         num_heads = text.num_attention_heads
         num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
@@ -203,8 +204,9 @@ def outline(options: LoadOptions, group: RankGroup, weights: Mapping[str, Tensor
             # A layer reads values, which are not there, so that not all layers are known.
             is_complete = False
         weight_bytes = sum(each.numel() * each.itemsize for each in [*model.parameters(), *model.buffers()])
-    sizes = (num_layers, num_heads, num_kv_heads, text.vocab_size, longest)
-    return Outline(*sizes, weight_bytes, kv_bytes, is_complete)
+    sizes = (num_layers, num_heads, num_kv_heads, text.vocab_size)
+    longest, default = lengths.max_position_tokens, lengths.default_position_tokens
+    return Outline(*sizes, longest, default, weight_bytes, kv_bytes, is_complete)
 
 
 def check_request(model_type: str, config: Config, options: LoadOptions, group: RankGroup) -> None:
@@ -323,19 +325,12 @@ def _read(config: Config, options: LoadOptions, runs_code: bool, weights: Mappin
     return model.eval().requires_grad_(False).to(options.device)
 
 
-def _check_ropes(model: Any) -> None:
-    for module in model.modules():
-        kind = getattr(module, "rope_type", None)
-        kinds = set(kind.values()) if isinstance(kind, dict) else {kind}
-        if kinds & _BATCH_ROPES:
-            raise ConfigError(f"its rope scaling {kind!r} depends on the longest text of a batch")
-
-
-def _max_position_tokens(text: Any) -> int:
+def _lengths(text: Any) -> Config:
+    """The configuration, from which the lengths of sequences are read. Raises ConfigError if it does not limit them."""
     for key in ("max_position_embeddings", "max_sequence_length", "seq_length"):
         value = getattr(text, key, None)
         if isinstance(value, int) and value > 0:
-            return Config({**text.to_dict(), "max_position_embeddings": value}, Path("config.json")).max_position_tokens
+            return Config({**text.to_dict(), "max_position_embeddings": value}, Path("config.json"))
     raise ConfigError("its config.json does not limit the length of texts: it lacks max_position_embeddings")
 
 

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from engine_run import EngineRun
 from model_driver import ModelDriver
 from near_tie import assert_greedy
 from penstock_server.errors import ConfigError
+from penstock_server.inspection import check
 from penstock_server.models import load_model
 from penstock_server.models.fallback import Fallback, load_fallback
 from penstock_server.models.interface import LoadOptions
@@ -187,11 +189,37 @@ def test_custom_attention_masks_are_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_a_rope_that_depends_on_the_batch_is_refused(tmp_path: Path) -> None:
-    rope = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 2.0}}
-    save_model(make_model("jais2", Case("Jais2Config", rope)), tmp_path)
-    with pytest.raises(ConfigError, match="its rope scaling 'dynamic'"):
-        load(tmp_path)
+LONG = {
+    "dynamic": {"factor": 2.0},
+    "longrope": {
+        "short_factor": [1.0, 1.1, 1.3, 1.6],
+        "long_factor": [1.2, 2.0, 4.0, 8.0],
+        "original_max_position_embeddings": 32,
+        "factor": 2.0,
+    },
+}
+# By kind of rope: the longest text by default, and the longest possible one.
+LENGTHS = {"dynamic": (64, 128), "longrope": (64, 64)}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_a_rope_that_depends_on_the_batch_is_that_of_the_longest_served_text(kind: str, tmp_path: Path) -> None:
+    rope = {"rope_parameters": {"rope_type": kind, "rope_theta": 1000.0, **LONG[kind]}, "max_position_embeddings": 64}
+    reference = make_model("jais2", Case("Jais2Config", rope))
+    save_model(reference, tmp_path)
+    model = load(tmp_path)
+    default, longest = LENGTHS[kind]
+    assert (model.default_position_tokens, model.max_position_tokens) == (default, longest)
+    for served in sorted({default, longest}):
+        model.serve_up_to(served)
+        (text,) = prompts(5, [served], VOCAB)
+        with torch.inference_mode():
+            expected = reference(torch.tensor([text]), use_cache=False).logits[0]
+        driver = ModelDriver(model, block_tokens=4, device=CPU)
+        sequence = driver.sequence(text)
+        # A short step does not change the frequencies, nor does another text.
+        found = [driver.step([(sequence, count)], every_row=True) for count in (8, served - 8)]
+        torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_model_with_memory_beyond_attention_is_refused(
@@ -235,6 +263,19 @@ def test_a_checkpoints_own_code_runs_only_with_the_flag(own_code: Path, make: Ca
     text = prompts(4, [11], VOCAB)[0]
     logits = driver.step([(driver.sequence(text), 11)], every_row=True)
     torch.testing.assert_close(logits, make("llama").logits(text).flip(-1), atol=1e-4, rtol=1e-4)
+
+
+def test_a_check_runs_a_checkpoints_own_code_only_with_the_flag(own_code: Path, capsys: Any) -> None:
+    check.main([str(own_code), "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["layout"] is None
+    assert any("--trust-remote-code" in problem for problem in report["problems"])
+    assert not (own_code.parent / "modules").exists()
+    check.main([str(own_code), "--json", "--trust-remote-code", "--dtype", "float32"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["layout"]["architecture"] == "tiny_of_its_own"
+    assert report["layout"]["ranks"][0]["weight_bytes"] == load(own_code, trust=True).weight_bytes
+    assert [problem for problem in report["problems"] if "no tokenizer.json" not in problem] == []
 
 
 def test_code_that_is_not_needed_is_not_run(make: Callable[[str], Made], tmp_path: Path) -> None:
