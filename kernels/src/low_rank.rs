@@ -22,15 +22,15 @@ use std::ops::Range;
 /// Rows whose sums with some vectors are in registers at a time.
 const TILE_ROWS: usize = if SUMS >= 16 { 4 } else { SUMS / TILE_VECTORS };
 /// Most rows of a run.
-const MAX_RUN_ROWS: usize = 32;
+pub(crate) const MAX_RUN_ROWS: usize = 32;
 
 /// Adjacent rows with one adapter.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Run {
-    first: usize,
-    num_rows: usize,
+    pub(crate) first: usize,
+    pub(crate) num_rows: usize,
     /// In the list of the step's adapters.
-    adapter: usize,
+    pub(crate) adapter: usize,
 }
 
 /// The runs of rows with these adapters; `None`: the row has none.
@@ -107,6 +107,12 @@ impl Adapted<'_> {
         self.adapters.iter().any(|adapter| !adapter.sites[site].parts.is_empty())
     }
 
+    /// The adapter of a row, in the list of the step's adapters.
+    pub(crate) fn of_row(&self, row: usize) -> Option<usize> {
+        let run = &self.runs[self.runs.partition_point(|run| run.first <= row).checked_sub(1)?];
+        (row < run.first + run.num_rows).then_some(run.adapter)
+    }
+
     /// Whether there is work for each of these threads where each row is one thread's (`apply_to`), without a barrier.
     pub(crate) fn has_rows_for(&self, num_threads: usize) -> bool {
         self.runs.iter().map(|run| run.num_rows.div_ceil(TILE_ROWS)).sum::<usize>() >= 2 * num_threads
@@ -138,13 +144,25 @@ impl Adapted<'_> {
             if first >= end {
                 continue;
             }
-            let (run, adapter) = (Run { first, num_rows: end - first, ..*run }, self.adapters[run.adapter]);
-            let site = &adapter.sites[site];
             // SAFETY: guaranteed by the caller.
-            unsafe {
-                self.shrink(adapter, site, 0..site.num_groups(), run, product);
-                self.expand(adapter, site, 0..site.num_panels(), run, product);
-            }
+            unsafe { self.apply_run(Run { first, num_rows: end - first, ..*run }, site, product) };
+        }
+    }
+
+    /// As `apply_to`, to a run of rows of the product, which need not be one of the step's.
+    ///
+    /// # Safety
+    /// As for `apply_to`.
+    pub(crate) unsafe fn apply_run(&self, run: Run, site: usize, product: Product) {
+        let adapter = self.adapters[run.adapter];
+        let site = &adapter.sites[site];
+        if site.parts.is_empty() {
+            return;
+        }
+        // SAFETY: guaranteed by the caller.
+        unsafe {
+            self.shrink(adapter, site, 0..site.num_groups(), run, product);
+            self.expand(adapter, site, 0..site.num_panels(), run, product);
         }
     }
 

@@ -239,7 +239,8 @@ impl Program {
 
     /// target = the weighted sum of the experts of each row of source, routed by the router, or by "logits" if it is None, plus "shared" if `shared` is "plain", or times
     /// the sigmoid of "gate" if it is "gated". experts: for each of this rank, gate and up, and down; activation: of the former, if they
-    /// are not gated. ranks: the collective and the numbers of experts of each rank; None: there is one rank.
+    /// are not gated, or adapters change their products. ranks: the collective and the numbers of experts of each rank; None: there is one
+    /// rank. first_site: of the sites of this rank's experts, two for each; None: adapters change none.
     #[expect(clippy::too_many_arguments, reason = "the parts of a mixture of experts")]
     fn experts(
         &mut self,
@@ -249,6 +250,7 @@ impl Program {
         activation: Option<PyRef<'_, Activation>>,
         ranks: Option<(PyRef<'_, Collective>, Vec<usize>)>,
         shared: Option<&str>,
+        first_site: Option<usize>,
         source: Register,
         target: Register,
     ) -> PyResult<()> {
@@ -278,6 +280,7 @@ impl Program {
             experts: experts.collect(),
             exchange,
             activation: activation.map(|activation| activation.activation),
+            first_site,
             shared,
             first_end: 0,
             from: source,

@@ -5,7 +5,8 @@ use super::{gather, has_failed};
 use crate::activation::Activation;
 use crate::collective::{Collective, Failure};
 use crate::element::Element;
-use crate::linear::{Linear, Output, Rows, WideLinear};
+use crate::linear::{Combine, Linear, Output, Rows, WideLinear};
+use crate::low_rank::{Adapted, MAX_RUN_ROWS, Product, Run};
 use crate::pool::{Executor, Target, Walker};
 use crate::routing::Routing;
 use crate::row;
@@ -47,6 +48,9 @@ pub(crate) struct Experts {
     pub(crate) exchange: Option<Exchange>,
     /// Of the first products; `None`: they are gated themselves.
     pub(crate) activation: Option<Activation>,
+    /// The first site of adapters, of the first product of this rank's first expert. Its second product has the next one, and the other
+    /// experts those after it. `None`: rows have no adapters.
+    pub(crate) first_site: Option<usize>,
     pub(crate) shared: Shared,
     /// The first of its `Routes::ends`.
     pub(crate) first_end: usize,
@@ -64,6 +68,8 @@ pub(super) struct Routes {
     experts: Vec<i64>,
     /// Where each pair is when pairs are ordered by expert.
     places: Vec<usize>,
+    /// By place: the adapter of its row.
+    adapters: Vec<Option<usize>>,
     /// Where the pairs of each expert end in that order. INVARIANT: they decide which kernels are called, so each operation of a section
     /// has its own: a thread may still read them while another one, which did the work alone, is in a later operation.
     ends: Vec<usize>,
@@ -76,6 +82,7 @@ pub(super) struct RoutePlaces {
     weights: Target<f32>,
     experts: Target<i64>,
     places: Target<usize>,
+    adapters: Target<Option<usize>>,
     ends: Target<usize>,
 }
 
@@ -86,12 +93,14 @@ impl Routes {
         self.weights.resize(num_pairs.max(self.weights.len()), 0.0);
         self.experts.resize(num_pairs.max(self.experts.len()), 0);
         self.places.resize(num_pairs.max(self.places.len()), 0);
+        self.adapters.resize(num_pairs.max(self.adapters.len()), None);
         self.ends.resize(num_ends.max(self.ends.len()), 0);
         RoutePlaces {
             logits: Target::new(self.logits.as_mut_ptr()),
             weights: Target::new(self.weights.as_mut_ptr()),
             experts: Target::new(self.experts.as_mut_ptr()),
             places: Target::new(self.places.as_mut_ptr()),
+            adapters: Target::new(self.adapters.as_mut_ptr()),
             ends: Target::new(self.ends.as_mut_ptr()),
         }
     }
@@ -115,9 +124,9 @@ impl Experts {
 
     /// Most phases that it takes of a section.
     pub(super) fn max_phases(&self, num_rows: usize) -> usize {
-        // Logits, routing, order, copies, exchange and sums; inputs of each product may be quantized first, and an activation follows the
-        // first.
-        6 + 5 * self.experts.len().min(self.num_pairs(num_rows))
+        // Logits, routing, order, copies, exchange, sums, and what adapters add to both products; inputs of each product may be quantized
+        // first, and an activation follows the first.
+        8 + 5 * self.experts.len().min(self.num_pairs(num_rows))
     }
 
     pub(super) fn scratch_bytes(&self, num_rows: usize) -> usize {
@@ -130,12 +139,15 @@ impl Experts {
     ///
     /// # Safety
     /// The registers must have `num_rows` rows of the widths that `Program::experts` checks, `routes` and `scratch` room for them.
+    /// `adapted` must have room for their pairs, and its adapters fit the sites.
+    #[expect(clippy::too_many_arguments, reason = "all that a step has")]
     pub(super) unsafe fn run(
         &self,
         walker: &Walker<'_>,
         num_rows: usize,
         registers: &PerRegister<Target<Element>>,
         routes: &RoutePlaces,
+        adapted: &Adapted<'_>,
         scratch: Target<u8>,
         failure: &OnceLock<Failure>,
     ) {
@@ -152,6 +164,9 @@ impl Experts {
                 for pair in range.start * top_k..range.end * top_k {
                     let place = routes.places.at(pair).read();
                     if mine.contains(&place) {
+                        if self.first_site.is_some() {
+                            routes.adapters.at(place).write(adapted.of_row(pair / top_k));
+                        }
                         let target = routed.at(place * hidden);
                         target.copy_from_nonoverlapping(inputs.at(pair / top_k * hidden), hidden);
                         if scales_inputs {
@@ -162,7 +177,12 @@ impl Experts {
                     }
                 }
             });
-            self.multiply(walker, registers, routes, scratch);
+            match self.first_site.zip(self.activation.as_ref()) {
+                None => self.multiply(walker, registers, routes, scratch),
+                Some((first, activation)) => {
+                    self.multiply_adapted(walker, registers, routes, scratch, adapted, first, activation);
+                }
+            }
             if let Some(Exchange { collective, experts }) = &self.exchange {
                 // One row: the places of the ranks one after the other.
                 let bytes = |places: Range<usize>| places.len() * hidden * size_of::<Element>();
@@ -272,6 +292,91 @@ impl Experts {
                 }
                 let input = Rows { address: activated.source(), stride: down.in_features(), num_rows };
                 down.apply(walker, input, Output::store(rows, hidden), scratch);
+            }
+        }
+    }
+
+    /// As `multiply`, with what the rows' adapters add to both products. PERF: of all experts in one phase each, because the products of
+    /// adapters are small.
+    #[expect(clippy::too_many_arguments, reason = "all that a step has")]
+    unsafe fn multiply_adapted(
+        &self,
+        walker: &Walker<'_>,
+        registers: &PerRegister<Target<Element>>,
+        routes: &RoutePlaces,
+        scratch: Target<u8>,
+        adapted: &Adapted<'_>,
+        first_site: usize,
+        activation: &Activation,
+    ) {
+        let hidden = self.hidden();
+        let [routed, inner, activated] =
+            [Register::Routed, Register::Inner, Register::Activated].map(|register| registers[register as usize]);
+        let narrow = self.experts[0].down.in_features();
+        let wide = self.experts[0].gate_up.out_features();
+        // SAFETY: as for `run`. A place is one thread's in each phase; every thread reads the same ends, so all make the same calls.
+        unsafe {
+            let mine = self.places_of(self.mine(), routes);
+            let rows_of = |from: Target<Element>, width: usize, places: &Range<usize>| Rows {
+                address: Target::new(from.at(places.start * width)).source(),
+                stride: width,
+                num_rows: places.len(),
+            };
+            let each = || self.experts.iter().zip(self.mine().map(|expert| self.places_of(expert..expert + 1, routes)));
+            for (Expert { gate_up, .. }, places) in each().filter(|(_, places)| !places.is_empty()) {
+                let combine = if gate_up.is_gated() { Combine::Apart } else { Combine::Store };
+                let output = Output { address: Target::new(inner.at(places.start * wide)), stride: wide, combine };
+                gate_up.apply(walker, rows_of(routed, hidden, &places), output, scratch);
+            }
+            let all = mine.start..mine.end;
+            walker.for_ranges(all.len(), 1, |range| {
+                let range = mine.start + range.start..mine.start + range.end;
+                let rows = Rows { address: routed.source(), stride: hidden, num_rows: range.end };
+                let product = Product { rows, y: inner, out_columns: wide };
+                self.adapt(range.clone(), routes, adapted, first_site, product);
+                for place in range {
+                    activation.apply_row(inner.at(place * wide), activated.at(place * narrow), wide);
+                }
+            });
+            for (Expert { down, .. }, places) in each().filter(|(_, places)| !places.is_empty()) {
+                let output = Output::store(Target::new(routed.at(places.start * hidden)), hidden);
+                down.apply(walker, rows_of(activated, narrow, &places), output, scratch);
+            }
+            walker.for_ranges(all.len(), 1, |range| {
+                let range = mine.start + range.start..mine.start + range.end;
+                let rows = Rows { address: activated.source(), stride: narrow, num_rows: range.end };
+                let product = Product { rows, y: routed, out_columns: hidden };
+                self.adapt(range, routes, adapted, first_site + 1, product);
+            });
+        }
+    }
+
+    /// Adds to a product of some of this rank's places what their rows' adapters add, on the calling thread. `first_site`: of the first
+    /// expert.
+    unsafe fn adapt(
+        &self,
+        range: Range<usize>,
+        routes: &RoutePlaces,
+        adapted: &Adapted<'_>,
+        first_site: usize,
+        product: Product,
+    ) {
+        for (index, expert) in self.mine().enumerate() {
+            // SAFETY: as for `run`.
+            unsafe {
+                let places = self.places_of(expert..expert + 1, routes);
+                let (mut first, end) = (places.start.max(range.start), places.end.min(range.end));
+                while first < end {
+                    let adapter = routes.adapters.at(first).read();
+                    let is_other = |&place: &usize| routes.adapters.at(place).read() != adapter;
+                    let next = (first + 1..end.min(first + MAX_RUN_ROWS)).find(is_other);
+                    let next = next.unwrap_or(end.min(first + MAX_RUN_ROWS));
+                    if let Some(adapter) = adapter {
+                        let run = Run { first, num_rows: next - first, adapter };
+                        adapted.apply_run(run, first_site + 2 * index, product);
+                    }
+                    first = next;
+                }
             }
         }
     }

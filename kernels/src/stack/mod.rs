@@ -40,6 +40,8 @@ pub(crate) struct Stack {
     max_top_k: usize,
     max_wide_logits: usize,
     num_experts: usize,
+    /// The most rows of a product for a token that adapters change: its experts, or itself.
+    max_adapted_rows: usize,
     /// The sites of adapters, with their input features and output columns.
     sites: Vec<(usize, [usize; 2])>,
     /// Rows of the shortest table of cosines and sines.
@@ -94,7 +96,7 @@ struct Places {
     states: Target<f32>,
     /// Of linear layers.
     scratch: Target<u8>,
-    /// Of adapters: [tokens, max_rank].
+    /// Of adapters: [tokens, max_rank], or for the experts of each token.
     inner: Target<f32>,
     max_rank: usize,
     /// Of experts.
@@ -121,8 +123,9 @@ impl Buffers {
             self.scratch.resize(scratch, 0);
         }
         let max_rank = low_rank::max_rank(step.adapters.adapters);
-        if self.inner.len() < max_rank * step.num_tokens {
-            self.inner.resize(max_rank * step.num_tokens, 0.0);
+        let num_inner = max_rank * step.num_tokens * stack.max_adapted_rows;
+        if self.inner.len() < num_inner {
+            self.inner.resize(num_inner, 0.0);
         }
         let mut offset = 0;
         let mut of_rows = |widths: &PerRegister<usize>, num_rows: usize| {
@@ -268,7 +271,7 @@ impl Stack {
                         }
                     }
                     Operation::Experts(experts) => {
-                        experts.run(walker, num_rows, &registers, &places.routes, places.scratch, failure);
+                        experts.run(walker, num_rows, &registers, &places.routes, &adapted, places.scratch, failure);
                         if has_failed(failure) {
                             return;
                         }

@@ -43,6 +43,7 @@ impl Program {
             max_top_k: 0,
             max_wide_logits: 0,
             num_experts: 0,
+            max_adapted_rows: 1,
             sites: Vec::new(),
             num_positions: usize::MAX,
             buffers: Mutex::<Buffers>::default(),
@@ -350,7 +351,8 @@ impl Program {
 
     /// to = the weighted sum of the experts of each row of `from`, by the logits in `Logits`, and what the shared expert adds.
     pub(crate) fn experts(&mut self, experts: Experts) -> Result<(), String> {
-        let Experts { routing, router, experts: each, exchange, activation, shared, from, to, .. } = &experts;
+        let Experts { routing, router, experts: each, exchange, activation, first_site, shared, from, to, .. } =
+            &experts;
         let (num_experts, top_k) = (routing.num_experts, routing.top_k);
         let num_mine = match exchange {
             None => num_experts,
@@ -369,10 +371,13 @@ impl Program {
         }
         let (hidden, inner) = (each[0].down.out_features(), each[0].down.in_features());
         let width = if activation.is_some() { 2 * inner } else { inner };
+        // What adapters change is activated afterwards, so gated layers store their gates and ups.
+        let stored =
+            |gate_up: &Linear| if first_site.is_some() { gate_up.out_features() } else { gate_up.output_columns() };
         let is_alike = |Expert { gate_up, down }: &Expert| {
-            gate_up.is_gated() == activation.is_none()
+            (gate_up.is_gated() == activation.is_none() || (first_site.is_some() && activation.is_some()))
                 && !down.is_gated()
-                && (gate_up.in_features(), gate_up.output_columns()) == (hidden, width)
+                && (gate_up.in_features(), stored(gate_up)) == (hidden, width)
                 && (down.in_features(), down.out_features()) == (inner, hidden)
         };
         if !each.iter().all(is_alike) || activation.is_some_and(|activation| !activation.is_gate) {
@@ -403,6 +408,12 @@ impl Program {
         self.stack.max_top_k = self.stack.max_top_k.max(top_k);
         if router.is_some() {
             self.stack.max_wide_logits = self.stack.max_wide_logits.max(num_experts);
+        }
+        if let Some(first) = *first_site {
+            let end = first.checked_add(2 * each.len()).ok_or("too many sites")?;
+            let sizes = [[hidden, width], [inner, hidden]];
+            self.stack.sites.extend((first..end).zip(sizes.into_iter().cycle()));
+            self.stack.max_adapted_rows = self.stack.max_adapted_rows.max(top_k);
         }
         let first_end = self.stack.num_experts;
         self.stack.num_experts += num_experts;

@@ -1,5 +1,7 @@
 use super::*;
+use crate::activation::{Activation, Function};
 use crate::linear::{Linear, PackedLinear, Weight};
+use crate::low_rank::PlainPart;
 use crate::memory::Arena;
 use crate::norm::{Kind, Norm};
 use crate::routing::Routing;
@@ -32,12 +34,12 @@ fn linear(random: &mut Random, out_features: usize, in_features: usize, gated: b
     }
 }
 
-/// Layers of experts that send the rows elsewhere each time.
-fn layers_of_experts() -> Stack {
+/// Layers of experts that send the rows elsewhere each time. `adapts`: with sites of adapters.
+fn layers_of_experts(adapts: bool) -> Stack {
     let mut random = Random::new(1);
     let mut program = Program::new(HIDDEN);
     let norm = Arc::new(Norm::new(Kind::Rms, 1e-6, HIDDEN, vec![1.0; HIDDEN], Vec::new()).unwrap());
-    for _ in 0..NUM_LAYERS {
+    for layer in 0..NUM_LAYERS {
         program.norm(Arc::clone(&norm), Register::Residual, Register::Normed).unwrap();
         let router = linear(&mut random, NUM_EXPERTS, HIDDEN, false);
         program.linear(router, Register::Normed, Register::Logits, Combine::Store).unwrap();
@@ -50,7 +52,8 @@ fn layers_of_experts() -> Stack {
             router: None,
             experts: (0..NUM_EXPERTS).map(expert).collect(),
             exchange: None,
-            activation: None,
+            activation: adapts.then_some(Activation { function: Function::Silu, is_gate: true }),
+            first_site: adapts.then_some(layer * 2 * NUM_EXPERTS),
             shared: Shared::Nothing,
             first_end: 0,
             from: Register::Normed,
@@ -65,6 +68,10 @@ fn layers_of_experts() -> Stack {
 }
 
 fn run(stack: &Stack, pool: &Pool) -> Vec<f32> {
+    run_adapted(stack, pool, &[], &[None; NUM_ROWS])
+}
+
+fn run_adapted(stack: &Stack, pool: &Pool, adapters: &[&Adapter], of_rows: &[Option<usize>]) -> Vec<f32> {
     let mut residual = Random::new(2).elements(NUM_ROWS * HIDDEN);
     let mut output = vec![Element::default(); NUM_ROWS * HIDDEN];
     let (indices, ends) = ([0i64, 1, 2], [0i32, NUM_ROWS as i32]);
@@ -86,7 +93,11 @@ fn run(stack: &Stack, pool: &Pool) -> Vec<f32> {
         sample_rows: Source::new(indices.as_ptr()),
         num_samples: NUM_ROWS,
         output: Target::new(output.as_mut_ptr()),
-        adapters: StepAdapters::default(),
+        adapters: StepAdapters {
+            adapters,
+            runs: low_rank::runs(of_rows.iter().copied()),
+            sampled_runs: low_rank::runs(of_rows.iter().copied()),
+        },
     };
     // SAFETY: the vectors have the sizes said, and the stack has no attention.
     unsafe { stack.run(pool, &step) }.unwrap();
@@ -97,11 +108,38 @@ fn run(stack: &Stack, pool: &Pool) -> Vec<f32> {
 /// no other thread runs.
 #[test]
 fn a_thread_that_is_late_for_everything_runs_the_same_kernels() {
-    let stack = layers_of_experts();
+    let stack = layers_of_experts(false);
     let expected = run(&stack, &Pool::single());
     assert!(expected.iter().all(|number| number.is_finite()));
     for num_threads in [2, 3] {
         assert_eq!(run(&stack, &Pool::new(num_threads, one_after_the_other)), expected);
+    }
+}
+
+#[test]
+fn experts_with_adapters_change_the_rows_that_have_one() {
+    const RANK: usize = 3;
+    let mut random = Random::new(5);
+    let of_site = |index: usize| [HIDDEN, if index.is_multiple_of(2) { 2 * HIDDEN } else { HIDDEN }];
+    let numbers: Vec<[Vec<Element>; 2]> =
+        (0..2 * NUM_EXPERTS * NUM_LAYERS).map(|site| of_site(site).map(|size| random.elements(RANK * size))).collect();
+    let part = |[down, up]: &'_ [Vec<Element>; 2]| PlainPart::new(down, up, RANK, 0, 0.5).unwrap();
+    let adapter = Adapter::new(&numbers.iter().map(|each| vec![part(each)]).collect::<Vec<_>>()).unwrap();
+    let nothing = Adapter::new(&numbers.iter().map(|_| Vec::new()).collect::<Vec<_>>()).unwrap();
+    let (plain, stack) = (layers_of_experts(false), layers_of_experts(true));
+    assert!(stack.takes(&adapter));
+    let expected = run(&plain, &Pool::single());
+    let adapters = [&nothing, &adapter];
+    let of_all = run_adapted(&stack, &Pool::single(), &adapters, &[Some(1); NUM_ROWS]);
+    for num_threads in [1, 2, 3] {
+        let pool = Pool::new(num_threads, one_after_the_other);
+        assert_eq!(run_adapted(&stack, &pool, &adapters, &[None; NUM_ROWS]), expected, "no row has an adapter");
+        let found = run_adapted(&stack, &pool, &adapters, &[None, Some(1), Some(0)]);
+        let rows = |numbers: &'_ [f32], row: usize| numbers[row * HIDDEN..][..HIDDEN].to_vec();
+        for (row, of) in [&expected, &of_all, &expected].into_iter().enumerate() {
+            assert_eq!(rows(&found, row), rows(of, row), "row {row} on {num_threads} threads");
+        }
+        assert_ne!(rows(&found, 1), rows(&expected, 1));
     }
 }
 

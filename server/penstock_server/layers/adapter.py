@@ -10,6 +10,7 @@ all of B, and what they add is summed with their products.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """Adjacent output columns of a site that belong to one module."""
+class SitePart:
+    """Adjacent output columns of a site that belong to one module. An adapter changes them by one module only."""
 
     module: str
     rows: Tensor  # of the module's outputs, on this rank
@@ -42,6 +43,7 @@ class _Part:
     inputs: range  # of the module, on this rank
     is_transposed: bool = False  # the columns are the module's inputs, and its outputs `rows` are what is read
     is_embedding: bool = False  # its inputs are token ids
+    expert: int | None = None  # of a module that is a parameter of all experts
 
     @property
     def columns(self) -> range:
@@ -49,14 +51,18 @@ class _Part:
 
     def down(self, change: Change) -> Tensor:
         """A, as the site applies it: [rank, features that it reads on this rank]"""
-        return change.up[self.rows].t() if self.is_transposed else self._inputs_of(change)
+        return self._rows_of(change).t() if self.is_transposed else self._inputs_of(change)
 
     def up(self, change: Change) -> Tensor:
         """B, as the site applies it: [columns, rank]"""
-        return self._inputs_of(change).t() if self.is_transposed else change.up[self.rows]
+        return self._inputs_of(change).t() if self.is_transposed else self._rows_of(change)
+
+    def _rows_of(self, change: Change) -> Tensor:
+        return (change.up if self.expert is None else change.up[self.expert])[self.rows]
 
     def _inputs_of(self, change: Change) -> Tensor:
-        return change.down[:, self.inputs.start : self.inputs.stop]
+        down = change.down if self.expert is None else change.down[self.expert]
+        return down[:, self.inputs.start : self.inputs.stop]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +142,7 @@ class AdapterSites:
         self.own = own
         self._parameters = parameters
         self._locators = locators
-        self._sites: list[list[_Part]] = []
+        self._sites: list[list[SitePart]] = []
         self.modules: dict[str, Module] = {}
         """Those that adapters can change, by all their names."""
         self.elements_per_rank = 0
@@ -145,7 +151,7 @@ class AdapterSites:
     def add(self, *names: str, order: Tensor | None = None) -> int:
         """Registers the site of layers with these names, which are fused along their outputs. Returns its number.
         order: of the outputs, if they are reordered; those of a module stay together."""
-        parts: list[_Part] = []
+        parts: list[SitePart] = []
         column = 0
         for module, group in groupby(names, self._module):
             rows: list[range] = []
@@ -157,7 +163,7 @@ class AdapterSites:
             indices = torch.cat([torch.arange(each.start, each.stop) for each in rows])
             if order is not None:
                 indices = indices[order[first_column:column].cpu() - first_column]
-            parts.append(_Part(module, indices, first_column, inputs))
+            parts.append(SitePart(module, indices, first_column, inputs))
             self.elements_per_rank += len(inputs) + column - first_column
         self._sites.append(parts)
         return len(self._sites) - 1
@@ -174,16 +180,43 @@ class AdapterSites:
         for is_key in (True, False):
             for head in heads:
                 its_rows = head[:num_key_columns] if is_key else head[num_key_columns:]
-                self._sites.append([_Part(module, its_rows, 0, inputs, is_transposed=is_key)])
+                self._sites.append([SitePart(module, its_rows, 0, inputs, is_transposed=is_key)])
                 self.elements_per_rank += len(its_rows) + len(inputs)
         return range(first, first + num_heads), range(first + num_heads, first + 2 * num_heads)
+
+    def add_experts(self, of_each: Sequence[Sequence[SitePart]]) -> int:
+        """Registers a site of each of these parts, and returns the first one's number. Parts of all experts' parameters
+        have the columns of those of single experts, of which an adapter has none then."""
+        first = len(self._sites)
+        for parts in of_each:
+            self._sites.append(list(parts))
+            sizes = [(part.expert is None, len(part.inputs) + len(part.columns)) for part in parts]
+            self.elements_per_rank += max(
+                sum(size for kind, size in sizes if kind is is_apart) for is_apart in (True, False)
+            )
+        return first
+
+    def located(self, parameter: str, expert: int | None = None) -> list[str]:
+        """The names of a parameter's tensor, or of one expert's, in the name maps that have it."""
+        names: dict[str, None] = {}
+        for locator in self._locators:
+            with suppress(KeyError):
+                name = locator.locate(parameter).name
+                if (EACH in name) is (expert is not None):
+                    names[name.replace(EACH, str(expert))] = None
+        return list(names)
+
+    def register(self, names: Sequence[str], module: Module) -> str:
+        """Adds a module by all its names, and returns the one that it has here."""
+        self.modules |= dict.fromkeys(names, module)
+        return module.name
 
     def add_embedding(self) -> int:
         """Registers the token embedding, of which each rank has all of A and B."""
         num_tokens, size = self._parameters["embedding.weight"].shape
         stored = self._stored("embedding")
         module = self._register("embedding", size, num_tokens, is_embedding=True, stored=stored)
-        self._sites.append([_Part(module, torch.arange(size), 0, range(num_tokens), is_embedding=True)])
+        self._sites.append([SitePart(module, torch.arange(size), 0, range(num_tokens), is_embedding=True)])
         self.elements_per_rank += size + num_tokens
         return len(self._sites) - 1
 
@@ -194,7 +227,7 @@ class AdapterSites:
         num_tokens, in_features = parameter.shape
         module = self._register("head", num_tokens, in_features, stored=self._stored(weight))
         mine = range(num_tokens) if parameter.part is None else parameter.part.range
-        self._sites.append([_Part(module, torch.arange(mine.start, mine.stop), 0, range(in_features))])
+        self._sites.append([SitePart(module, torch.arange(mine.start, mine.stop), 0, range(in_features))])
         self.elements_per_rank += in_features + len(mine)
         return len(self._sites) - 1
 
@@ -246,7 +279,7 @@ class AdapterSites:
         """An adapter for the layers on a GPU. changes: by module, in this dtype."""
         from penstock_server.kernels.triton_low_rank import DeviceAdapter, PlainPart
 
-        def packed(part: _Part) -> PlainPart | None:
+        def packed(part: SitePart) -> PlainPart | None:
             change = changes.get(part.module)
             return None if change is None else PlainPart(part.down(change), part.up(change), change.scale)
 
@@ -283,10 +316,10 @@ class AdapterSites:
 
     def _register(self, name: str, out_features: int, in_features: int, **kind: Any) -> str:
         """Adds the module of a layer, and returns its name."""
-        module, *others = (locator.locate(f"{name}.weight").name.removesuffix(".weight") for locator in self._locators)
-        found = Module(module, out_features, in_features, **kind)
-        self.modules |= dict.fromkeys((module, *others), found)
-        return module
+        block, _, layer = name.rpartition(".")
+        stored = [*self.located(f"{name}.weight"), *self.located(f"{block}.modules.{layer}.weight")]
+        names = [each.removesuffix(".weight") for each in stored]
+        return self.register(names, Module(names[0], out_features, in_features, **kind))
 
     def _rows(self, name: str) -> list[range]:
         """The rows of its module that this rank's part of a layer consists of."""

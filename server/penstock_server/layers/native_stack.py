@@ -171,6 +171,8 @@ class NativeProgram:
         router: Linear | None,
         experts: Iterable[tuple[Linear, Linear]],
         activation: Elementwise | None,
+        gate: Elementwise | None,
+        first_site: int | None,
         split: Split,
         group: RankGroup,
         shared: Literal["plain", "gated"] | None,
@@ -179,12 +181,15 @@ class NativeProgram:
     ) -> None:
         """The weighted sum of each row's experts, routed by "logits", or by a router whose logits are float32. experts:
         gate and up, and down, of each expert of this rank. activation: of gate and up, if these layers are not gated.
+        gate: the activation of gated layers, apart. first_site: as of `expert_sites`; None: adapters change no expert.
         split: the experts of each rank. shared: adds "shared", or its product with the sigmoid of "gate"."""
         packed = [(self._packed(gate_up), self._packed(down)) for gate_up, down in experts]
         ranks = (self._collective(group), split.widths()) if group.size > 1 else None
+        first_site = first_site if self.adapts else None
+        activation = activation if first_site is None else activation or gate
         native = None if activation is None else _native_activation(activation)
         wide = None if router is None else router.native
-        self._native.experts(routing.packed, wide, packed, native, ranks, shared, source, target)
+        self._native.experts(routing.packed, wide, packed, native, ranks, shared, first_site, source, target)
 
     def select(self, registers: Sequence[Register]) -> None:
         """From here on, these registers have the sampled rows only, and no other register is read."""

@@ -55,6 +55,7 @@ def gpt_oss(config: Config) -> tuple[ModelSpec, NameMap]:
         swiglu_alpha=config.get("swiglu_alpha", 1.702),
         swiglu_limit=config.get("swiglu_limit", 7.0),
         storage="by-output" if is_mxfp4 else "by-input",
+        module_interleaves=True,
     )
     bias = config.get("attention_bias", True)
     layer = llama.llama_layer(config, qkv_bias=bias, output_bias=bias)

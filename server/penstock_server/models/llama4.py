@@ -22,6 +22,7 @@ NAMES = llama.NAMES | {
     "layers.{i}.mlp.router": f"{BLOCK}.router",
     "layers.{i}.mlp.experts.gate_up.weight": f"{BLOCK}.experts.gate_up_proj",
     "layers.{i}.mlp.experts.down.weight": f"{BLOCK}.experts.down_proj",
+    "layers.{i}.mlp.modules.experts": f"{BLOCK}.experts",
 }
 
 
@@ -73,5 +74,7 @@ def _mlps(config: Config) -> tuple[MlpSpec, MoeSpec]:
         scoring="sigmoid",
         scales_inputs=True,
     )
-    experts = MoeSpec(routing, width, activation, storage="transposed", shared_intermediate_size=width)
+    experts = MoeSpec(
+        routing, width, activation, storage="transposed", module_swaps=True, shared_intermediate_size=width
+    )
     return MlpSpec(config.get("intermediate_size_mlp", 16384), activation), experts

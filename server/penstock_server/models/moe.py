@@ -19,9 +19,11 @@ BLOCK = "model.layers.{i}.block_sparse_moe"
 SHARED = "model.layers.{i}.shared_mlp"
 
 
-def with_experts(names: dict[str, str | Location]) -> NameMap:
-    """Llama's names, and these for the parameters under `layers.{i}.mlp`."""
-    own = {f"layers.{{i}}.mlp.{name}": source for name, source in names.items()}
+def with_experts(names: dict[str, str | Location], block: str = MLP, router: str = "") -> NameMap:
+    """Llama's names, and these for the parameters under `layers.{i}.mlp`. block, router: the modules of transformers
+    that hold experts and router, whose parameters adapters name."""
+    modules = {"modules.experts": f"{block}.experts", **({"modules.router": f"{block}.{router}"} if router else {})}
+    own = {f"layers.{{i}}.mlp.{name}": source for name, source in (modules | names).items()}
     return llama.NAMES | own
 
 
@@ -31,7 +33,8 @@ MIXTRAL_NAMES = with_experts(
         "experts.gate": f"{BLOCK}.experts.{{e}}.w1",
         "experts.up": f"{BLOCK}.experts.{{e}}.w3",
         "experts.down": f"{BLOCK}.experts.{{e}}.w2",
-    }
+    },
+    router="gate",
 )
 QWEN_EXPERTS: dict[str, str | Location] = {
     "router": f"{MLP}.gate",
@@ -60,7 +63,9 @@ GRANITE_NAMES = with_experts(
         "router": f"{BLOCK}.router.layer",
         "experts.gate_up": f"{BLOCK}.input_linear",
         "experts.down": f"{BLOCK}.output_linear",
-    }
+    },
+    BLOCK,
+    router="router",
 )
 
 
@@ -159,7 +164,7 @@ def phimoe(config: Config) -> tuple[ModelSpec, NameMap]:
     layer = replace(layer, mlp=_experts(config, routing, "intermediate_size"), norm=norm)
     spec = llama.llama_model(config, "phimoe", (layer,) * llama.num_layers(config))
     head = HeadSpec(spec.head.tied, bias=config.get("lm_head_bias", False))
-    return replace(spec, head=head), MIXTRAL_NAMES
+    return replace(spec, head=head), MIXTRAL_NAMES | {"layers.{i}.mlp.modules.router": f"{MLP}.router"}
 
 
 def _experts(config: Config, routing: RoutingSpec, width: str) -> MoeSpec:

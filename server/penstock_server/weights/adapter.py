@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,8 @@ PREFIX = "base_model.model."  # of tensor names: PEFT's two wrappers around the 
 OF_LINEAR = (".lora_A.weight", ".lora_B.weight")
 OF_EMBEDDING = (".lora_embedding_A", ".lora_embedding_B")
 COPY = ".base_layer.weight"
+# Between a module's name and the tensors of one of its parameters, for each parameter behind it that is changed too.
+NESTED = ".base_layer"
 MAX_CONFIG_BYTES = 1 << 20
 # How far a row of a quantized base may be from the same row of the copy that PEFT saves, relative to its length.
 # Rows that were initialized again are farther away.
@@ -68,6 +70,7 @@ _READ = frozenset(
         "r",
         "rank_pattern",
         "target_modules",
+        "target_parameters",
         "use_rslora",
     }
 )
@@ -77,7 +80,6 @@ _MAX_REPETITIONS = 6
 # What an adapter can hold that is no product of A and B of a module.
 _NOT_LOW_RANK = {
     "modules_to_save": "whole modules",
-    "target_parameters": "changes of parameters, as of all experts of a layer,",
     "trainable_token_indices": "tokens with embeddings of their own",
 }
 # Initializations that take a part of the base's weights into the adapter, so it fits the changed base only.
@@ -101,11 +103,15 @@ class StoredWeight:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A module of the base that adapters can change."""
+    """A module of the base that adapters can change, or a parameter of all experts of a layer, which is
+    [num_experts, out_features, in_features]."""
 
     name: str
     out_features: int
     in_features: int  # of an embedding: the number of tokens
+    num_experts: int | None = None
+    swaps: bool = False  # of experts: A is of the outputs and B of the inputs
+    part_of: str = ""  # of one expert: the parameter of all experts that it is a part of
     is_embedding: bool = False
     stored: StoredWeight | None = None  # of embedding and head, whose weight PEFT saves with the adapter
 
@@ -114,10 +120,39 @@ class Module:
         """Of the names of its tensors A and B."""
         return OF_EMBEDDING if self.is_embedding else OF_LINEAR
 
+    @property
+    def parameter_suffix(self) -> str:
+        """Between its name and that of the parameter that an adapter changes."""
+        return ".weight" if self.num_experts is None else ""
+
+    def shapes(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Of its tensors A and B."""
+        ranks = rank * (self.num_experts or 1)
+        sizes = (self.out_features, self.in_features) if self.swaps else (self.in_features, self.out_features)
+        return (ranks, sizes[0]), (sizes[1], ranks)
+
+    def factors(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """The two factors of its change, as of `Change`, in tensors of these shapes."""
+        if self.num_experts is None:
+            return a, b
+        # PEFT has the ranks of one expert together in A, and the experts of one rank in B.
+        down = a.unflatten(0, (self.num_experts, -1))
+        up = b.unflatten(1, (-1, self.num_experts)).permute(2, 0, 1)
+        return (up.transpose(1, 2), down.transpose(1, 2)) if self.swaps else (down, up)
+
+
+@dataclass(frozen=True, slots=True)
+class _Changed:
+    """A module that an adapter changes."""
+
+    name: str  # one of the names that adapters may give it
+    stem: str  # of its tensors' names
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What an adapter adds to a module's output: scale · up(down(x)). An embedding's x has a 1 at the token."""
+    """What an adapter adds to a module's output: scale · up(down(x)). An embedding's x has a 1 at the token. Factors of
+    all experts have these as a first dimension."""
 
     down: Tensor  # [rank, in_features]
     up: Tensor  # [out_features, rank]
@@ -134,19 +169,17 @@ def read_adapter(folder: Path, modules: Mapping[str, Module], max_rank: int, dty
     that adapters may give them. Raises ConfigError if the adapter is damaged, was made for another base, or needs what
     is not supported."""
     with _opened(folder) as (config, path, checkpoint):
-        prefix, names = _changed_modules(checkpoint, config, path, modules)
         return {
-            modules[name].name: _change(checkpoint, config, path, prefix, name, modules[name], max_rank, dtype)
-            for name in names
+            modules[each.name].name: _change(checkpoint, config, path, each, modules[each.name], max_rank, dtype)
+            for each in _changed_modules(checkpoint, config, path, modules)
         }
 
 
 def check_adapter(folder: Path, modules: Mapping[str, Module], max_rank: int) -> None:
     """Refuses an adapter as `read_adapter` does, by the names and shapes of its tensors, which it does not read."""
     with _opened(folder) as (config, path, checkpoint):
-        prefix, names = _changed_modules(checkpoint, config, path, modules)
-        for name in names:
-            _check_shapes(checkpoint, config, path, prefix, name, modules[name], max_rank)
+        for each in _changed_modules(checkpoint, config, path, modules):
+            _check_shapes(checkpoint, config, path, each, modules[each.name], max_rank)
 
 
 @contextmanager
@@ -163,10 +196,10 @@ def _opened(folder: Path) -> Iterator[tuple[_Config, Path, Checkpoint]]:
 
 def _changed_modules(
     checkpoint: Checkpoint, config: _Config, path: Path, modules: Mapping[str, Module]
-) -> tuple[str, list[str]]:
-    """The prefix of the tensors' names, and the modules that they belong to, each with both of its tensors."""
+) -> list[_Changed]:
+    """The modules that the tensors belong to, each with both of its tensors."""
     prefix = PREFIX if any(name.startswith(PREFIX) for name in checkpoint.names()) else ""
-    found: dict[str, set[str]] = {}
+    found: dict[str, set[str]] = {}  # by what is between prefix and suffix
     for tensor in checkpoint.names():
         suffix = next((suffix for suffix in (*OF_LINEAR, *OF_EMBEDDING, COPY) if tensor.endswith(suffix)), None)
         if suffix is None or not tensor.startswith(prefix):
@@ -177,24 +210,30 @@ def _changed_modules(
         found.setdefault(tensor.removeprefix(prefix).removesuffix(suffix), set()).add(suffix)
     if not found:
         raise ConfigError(f"{path} holds no tensors")
-    if unknown := found.keys() - modules.keys():
+    changed = config.changed(found, prefix, modules)
+    names = [each.name for each in changed]
+    if unknown := set(names) - modules.keys():
         raise ConfigError(
             f"{path} changes {len(unknown)} modules that the base model does not have, or that adapters cannot change "
-            f"here: {shortened(unknown)}; they change linear layers of the text model, its embedding and its head"
+            f"here: {shortened(unknown)}; they change linear layers and experts of the text model, its embedding and "
+            "its head"
         )
-    for name, suffixes in found.items():
-        module = modules[name]
+    for each, suffixes in zip(changed, found.values(), strict=True):
+        module = modules[each.name]
         for missing in set(module.suffixes) - suffixes:
-            raise ConfigError(f"{path} lacks the tensor {prefix}{name}{missing}")
+            raise ConfigError(f"{path} lacks the tensor {each.stem}{missing}")
         for other in suffixes - {*module.suffixes, *([COPY] if module.stored else [])}:
-            raise ConfigError(f"{path}: tensor {prefix}{name}{other} does not belong to a module of this kind")
+            raise ConfigError(f"{path}: tensor {each.stem}{other} does not belong to a module of this kind")
         if COPY in suffixes and module.stored is not None:
-            _check_copy(checkpoint, f"{prefix}{name}{COPY}", path, module.stored)
-    names = list(found)
+            _check_copy(checkpoint, f"{each.stem}{COPY}", path, module.stored)
     if len({modules[name].name for name in names}) < len(names):
         raise ConfigError(f"{path} changes a module under two names: {shortened(names)}")
+    if twice := {modules[name].part_of for name in names} & {modules[name].name for name in names}:
+        raise ConfigError(
+            f"{path} changes experts twice, one by one and by a parameter of all of them: {shortened(twice)}; {MERGE}"
+        )
     config.check_complete(names, modules)
-    return prefix, names
+    return changed
 
 
 def _check_copy(checkpoint: Checkpoint, tensor: str, path: Path, stored: StoredWeight) -> None:
@@ -226,36 +265,34 @@ def _change(
     checkpoint: Checkpoint,
     config: _Config,
     path: Path,
-    prefix: str,
-    name: str,
+    changed: _Changed,
     module: Module,
     max_rank: int,
     dtype: torch.dtype,
 ) -> Change:
-    rank = _check_shapes(checkpoint, config, path, prefix, name, module, max_rank)
-    down = torch.empty((rank, module.in_features), dtype=dtype)
-    up = torch.empty((module.out_features, rank), dtype=dtype)
-    for suffix, matrix in zip(module.suffixes, (down, up), strict=True):
-        checkpoint.read(f"{prefix}{name}{suffix}", None, matrix)
-    return Change(down, up, config.scale(name, rank))
+    rank = _check_shapes(checkpoint, config, path, changed, module, max_rank)
+    matrices = [torch.empty(shape, dtype=dtype) for shape in module.shapes(rank)]
+    for suffix, matrix in zip(module.suffixes, matrices, strict=True):
+        checkpoint.read(f"{changed.stem}{suffix}", None, matrix)
+    return Change(*module.factors(*matrices), config.scale(changed.name, rank))
 
 
 def _check_shapes(
     checkpoint: Checkpoint,
     config: _Config,
     path: Path,
-    prefix: str,
-    name: str,
+    changed: _Changed,
     module: Module,
     max_rank: int,
 ) -> int:
     """The rank of a module's change, whose tensors must have the shapes that it implies."""
-    rank = config.rank(name)
+    rank = config.rank(changed.name)
     if rank > max_rank:
-        raise ConfigError(f"{path}: the rank of {name} is {rank}, at most {max_rank} is allowed; raise --max-lora-rank")
-    shapes = ((rank, module.in_features), (module.out_features, rank))
-    for suffix, expected in zip(module.suffixes, shapes, strict=True):
-        tensor = f"{prefix}{name}{suffix}"
+        raise ConfigError(
+            f"{path}: the rank of {changed.name} is {rank}, at most {max_rank} is allowed; raise --max-lora-rank"
+        )
+    for suffix, expected in zip(module.suffixes, module.shapes(rank), strict=True):
+        tensor = f"{changed.stem}{suffix}"
         if (shape := checkpoint.shape(tensor)) != expected:
             raise ConfigError(
                 f"{path}: tensor {tensor} has shape {list(shape)}, but base model and {CONFIG_NAME} imply "
@@ -288,6 +325,9 @@ class _Config:
                 f"init_lora_weights is {initialized!r}, which changes the base's weights; convert the adapter to plain "
                 "LoRA with peft (path_initial_model_for_weight_conversion)"
             )
+        self._parameters = values.get("target_parameters") or []
+        if not isinstance(self._parameters, list) or not all(isinstance(each, str) for each in self._parameters):
+            raise self._refuse(f"target_parameters is {self._parameters!r}, must be a list of names of parameters")
         self._rank = self._positive("r", values.get("r"))
         self._alpha = self._number("lora_alpha", values.get("lora_alpha", self._rank))
         self._ranks = {key: self._positive("rank_pattern", value) for key, value in self._pattern("rank_pattern")}
@@ -315,22 +355,63 @@ class _Config:
         return max([self._rank, *self._ranks.values()])
 
     def rank(self, module: str) -> int:
-        return next((rank for key, rank in self._ranks.items() if _ends_with(module, key)), self._rank)
+        name = self._key(module)
+        return next((rank for key, rank in self._ranks.items() if _ends_with(name, key)), self._rank)
 
     def scale(self, module: str, rank: int) -> float:
-        alpha = next((alpha for key, alpha in self._alphas.items() if _ends_with(module, key)), self._alpha)
+        name = self._key(module)
+        alpha = next((alpha for key, alpha in self._alphas.items() if _ends_with(name, key)), self._alpha)
         return alpha / (rank**0.5 if self._values.get("use_rslora") else rank)
+
+    def _key(self, module: str) -> str:
+        """What patterns name: the module, or its weight if that is changed as a parameter."""
+        weight = f"{module}.weight"
+        return weight if self._is_target_parameter(weight) else module
+
+    def changed(self, names: Iterable[str], prefix: str, modules: Mapping[str, Module]) -> list[_Changed]:
+        """The modules that tensors of these names after the prefix change. PEFT names parameters by the module that has
+        them: wrappers of it are in each other, in its order of its parameters, the last one outside."""
+        parameters: dict[str, list[str]] = {}
+        for name, module in modules.items():
+            if module.num_experts is not None and self._is_target_parameter(name):
+                parameters.setdefault(name.rpartition(".")[0], []).append(name)
+        found: list[_Changed] = []
+        for name in names:
+            owner = name
+            while owner.endswith(NESTED):
+                owner = owner.removesuffix(NESTED)
+            depth = (len(name) - len(owner)) // len(NESTED)
+            its_own = parameters.get(owner, [])
+            parameter = its_own[-1 - depth] if depth < len(its_own) else name
+            found.append(_Changed(parameter, f"{prefix}{name}"))
+        return found
 
     def check_complete(self, found: list[str], modules: Mapping[str, Module]) -> None:
         """Refuses an adapter that lacks a module which its config names."""
+        for target in self._parameters:
+            if not any(_ends_with(f"{name}{module.parameter_suffix}", target) for name, module in modules.items()):
+                raise self._refuse(
+                    f"target_parameters has {target!r}, which the base model does not have, or adapters cannot change "
+                    f"here; {MERGE}"
+                )
         if self._values.get("layers_to_transform") not in (None, []) or self._values.get("exclude_modules"):
             return  # a part of the layers or modules: the tensors tell
-        named = {modules[name].name for name in modules if self._is_target(name)}
+        # Targets may name the projections of experts as well as those of dense layers, and then mean the latter only.
+        has_single_experts = any(modules[name].part_of for name in found)
+        named = {
+            module.name
+            for name, module in modules.items()
+            if self._is_target_parameter(f"{name}{module.parameter_suffix}")
+            or (self._is_target(name) and (has_single_experts or not module.part_of) and module.num_experts is None)
+        }
         if missing := named - {modules[name].name for name in found}:
             raise ConfigError(
                 f"{self._path.parent} lacks the tensors of {len(missing)} modules that {CONFIG_NAME} "
                 f"names: {shortened(missing)}"
             )
+
+    def _is_target_parameter(self, parameter: str) -> bool:
+        return any(_ends_with(parameter, target) for target in self._parameters)
 
     def _is_target(self, module: str) -> bool:
         """Whether the config names a module: by the end of its name, or by a regular expression for all of it."""
@@ -349,7 +430,7 @@ class _Config:
         if not isinstance(values, dict):
             raise self._refuse(f"{key} must be an object, not {values!r}")
         for name, value in values.items():
-            name = name.removeprefix("^")
+            name = name.removeprefix("^").removeprefix(r".*\.")  # the latter as PEFT writes it for experts
             if not re.fullmatch(r"[\w.]+", name):
                 raise self._refuse(f"{key} has the regular expression {name!r}; names of modules are supported")
             yield name, value

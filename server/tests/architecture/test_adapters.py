@@ -236,7 +236,7 @@ DAMAGES: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor | None], str]] =
     "parameters": (
         {"target_parameters": ["mlp.experts.gate_up_proj"]},
         {},
-        "changes of parameters, as of all experts of a layer, are not supported; merge the adapter",
+        "target_parameters has 'mlp.experts.gate_up_proj', which the base model does not have",
     ),
     "tokens": ({"trainable_token_indices": [3]}, {}, "tokens with embeddings of their own are not supported; merge"),
     "pissa": ({"init_lora_weights": "pissa_niter_4"}, {}, "changes the base's weights"),

@@ -221,9 +221,9 @@ def test_a_step_with_adapters_waits_for_nothing_and_two_launches_add_them_to_a_l
 
 
 def sums_of_a_step(model: Any) -> int:
-    """Launches of each kernel: for each linear layer that adapters can change, and in latent attention for the
-    projections to and from the latent of all heads."""
+    """Launches of each kernel: for each linear layer that adapters can change, routers among them, and in latent attention
+    for the projections to and from the latent of all heads."""
     num_experts = sum("Experts" in type(getattr(layer.mlp, "experts", None)).__name__ for layer in model.layers)
     has_shared = sum(getattr(layer.mlp, "shared", None) is not None for layer in model.layers)
     is_latent = "Latent" in type(model.layers[0].attention).__name__
-    return len(model.layers) * (2 + 3 * is_latent) + 2 * (len(model.layers) - num_experts + has_shared)
+    return len(model.layers) * (2 + 3 * is_latent) + num_experts + 2 * (len(model.layers) - num_experts + has_shared)

@@ -20,6 +20,7 @@ from penstock_server.layers.context import BuildContext
 from penstock_server.layers.experts.parameters import moe_parameters, read_experts
 from penstock_server.layers.experts.routing import Router
 from penstock_server.layers.experts.shard import ExpertShard
+from penstock_server.layers.experts.site import expert_sites
 from penstock_server.layers.experts.spec import CLAMPED_SWIGLU, MoeSpec
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.linear import Linear
@@ -82,6 +83,8 @@ class ListedExperts:
     shared_gate: Linear | None
     gate_up: list[Linear | ActivatedLinear]  # one per expert on this rank: → [rows, intermediate on this rank]
     down: list[Linear]
+    first_site: int | None = None  # of adapters, as of `expert_sites`
+    gate: Elementwise | None = None  # as of `Mlp`
 
     def choose(self, x: Tensor, step: StepContext) -> ListedChoice:
         shared = None if self.shared_gate is None else widened(self.shared_gate(x, step)).sigmoid().float()
@@ -130,11 +133,14 @@ class ListedExperts:
         wide = self.router.linear if self.router.spec.is_wide else None
         if wide is None:
             program.linear(self.router.linear, source, "logits")
+            program.adapt(self.router.site, source, "logits")
         program.experts(
             self.router.native,
             wide,
             zip(gate_up, self.down, strict=True),
             activations[0] if activations else None,
+            self.gate,
+            self.first_site,
             self.shard.experts,
             self.shard.shard.group,
             shared,
@@ -211,18 +217,24 @@ def _load_experts(spec: MoeSpec, shard: ExpertShard, prefix: str, context: Build
         for inner, outer in read_experts(spec, prefix, context.layout, context.loader)
     )
     router = Router.load(spec.routing, f"{prefix}.router", context)
-    gate = context.weights(f"{prefix}.shared_gate") if spec.shared_is_gated else None
+    shared_gate = context.weights(f"{prefix}.shared_gate") if spec.shared_is_gated else None
     if ops.groups_experts:
         from penstock_server.layers.experts.triton_experts import GroupedExperts
 
-        return GroupedExperts.of(spec, shard, router, None if gate is None else gate.dense()[0][0], list(weights))
+        gate_row = None if shared_gate is None else shared_gate.dense()[0][0]
+        return GroupedExperts.of(spec, shard, router, gate_row, list(weights))
+    sites = context.adapter_sites
+    site = None if sites is None else expert_sites(spec, shard, prefix, sites)
+    gate = ops.gated(ACTIVATIONS["silu"]) if site is not None and spec.is_swiglu else None
     activation = _activation(spec, ops)
     gate_up: list[Linear | ActivatedLinear] = []
     down: list[Linear] = []
     for inner, outer in weights:
         gate_up.append(inner.pack(ops, gated=True) if spec.is_swiglu else ActivatedLinear(inner.pack(ops), activation))
         down.append(outer.pack(ops))
-    return ListedExperts(shard, router, None if gate is None else gate.pack(ops), gate_up, down)
+    return ListedExperts(
+        shard, router, None if shared_gate is None else shared_gate.pack(ops), gate_up, down, site, gate
+    )
 
 
 def _by_expert(

@@ -21,20 +21,23 @@ class Router:
     correction: Tensor | None  # [experts] float32
     spec: RoutingSpec
     native: NativeRouting | None = None  # the same in a native kernel, where there is one
+    site: int | None = None  # of adapters
 
     @classmethod
     def load(cls, spec: RoutingSpec, prefix: str, context: BuildContext) -> Router:
         correction = None
         if spec.has_correction:
             correction = context.loader.read(f"{prefix}.correction", dtype=torch.float32)
+        site = None
         if not spec.is_wide:
-            linear: Linear = context.linear(prefix)
+            site = context.site(prefix)
+            linear = context.adapted(context.linear(prefix), site)
         else:
             weight, bias = context.weights(prefix).dense()
             assert bias is None
             linear = DenseLinear(context.ops.pack_wide(weight))
         native = context.ops.routing(spec, correction) if isinstance(context.ops, NativeOps) else None
-        return cls(linear, correction, spec, native)
+        return cls(linear, correction, spec, native, site)
 
     def __call__(self, x: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
         """x [rows, hidden] → weights [rows, top_k] float32 and experts [rows, top_k] int64, in any order."""

@@ -84,6 +84,10 @@ class MoeSpec:
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
     storage: str = "apart"
+    # Of the parameters of transformers' module, which adapters change. interleaves: gate and up alternate (gpt-oss).
+    # swaps: they are [experts, inputs, outputs], which PEFT takes for [experts, outputs, inputs] (Llama 4).
+    module_interleaves: bool = False
+    module_swaps: bool = False
     shared_intermediate_size: int = 0  # 0: no shared expert. Several are one of their total width
     shared_is_gated: bool = False  # its result is multiplied by the sigmoid of a learned gate (Qwen2-MoE)
 
