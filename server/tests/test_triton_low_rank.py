@@ -19,7 +19,7 @@ if reason := triton_skip_reason():
     pytest.skip(reason, allow_module_level=True)
 
 from penstock_server.kernels import triton_low_rank
-from penstock_server.kernels.triton_low_rank import DeviceAdapter, LowRankSum, PlainPart
+from penstock_server.kernels.triton_low_rank import DeviceAdapter, ExpertPairs, LowRankSum, PlainPart
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 5e-2}
 DTYPES = [dtype for dtype in TOLERANCE if DEVICE.type == "cuda" or dtype != torch.bfloat16]
@@ -122,6 +122,38 @@ def test_a_row_has_the_same_bits_in_every_batch(rows: list[tuple[int, int]], max
         patch.setattr(triton_low_rank, "_MAX_PARTIAL_BYTES", max_partial_bytes)
         found = layer.apply(x[inputs], y[inputs], [adapter for _, adapter in rows])
     assert torch.equal(found, torch.cat([alone[row] for row in rows]))
+
+
+@pytest.mark.parametrize("is_by_pair", [False, True], ids=["rows", "pairs"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_pair_gets_the_product_of_its_expert_and_adapter(dtype: torch.dtype, is_by_pair: bool) -> None:
+    """Experts 2 to 4 are on this rank. An adapter has a part for each half of an expert's columns, and two parts of
+    another layer follow those of each expert."""
+    mine, depth, columns = range(2, 5), 70, [range(24), range(24, 40)]
+    of_expert = [
+        [make_parts(9 * adapter + expert, (5, 3), (24, 16), depth, dtype) for expert in mine] for adapter in range(2)
+    ]
+    other = make_parts(50, (4, 4), (8, 8), 16, dtype)
+    adapters = [
+        DeviceAdapter.pack([*other, *(part for parts in each for part in (*parts, *other))], dtype, DEVICE)
+        for each in of_expert
+    ]
+    tables = torch.tensor([adapter.address for adapter in adapters], device=DEVICE)
+    of_tokens = torch.tensor([0, 0, -1, 1, 1, 0, 1] * 6)
+    experts = torch.stack([torch.randperm(6, generator=torch.Generator().manual_seed(row))[:2] for row in range(42)])
+    x, y = random(1, 84 if is_by_pair else 42, depth, dtype=dtype), random(2, 84, 40, dtype=dtype)
+    found = y.to(DEVICE, copy=True)
+    pairs = ExpertPairs.of(experts.int().to(DEVICE), mine, of_tokens.to(DEVICE), tables)
+    LowRankSum.of(2, columns, MAX_RANK, MAX_ADAPTERS, DEVICE, 4).add_of_experts(x.to(DEVICE), found, pairs)
+    expected = y.to(torch.float32, copy=True)
+    for pair, expert in enumerate(experts.flatten().tolist()):
+        adapter = int(of_tokens[pair // 2])
+        if adapter >= 0 and expert in mine:
+            row = x[pair if is_by_pair else pair // 2].float()
+            for its, part in zip(columns, of_expert[adapter][expert - mine.start], strict=True):
+                assert part is not None
+                expected[pair, its.start : its.stop] += part.scale * (part.up.float() @ (part.down.float() @ row))
+    torch.testing.assert_close(found.cpu(), expected.to(dtype), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 def test_heads_are_read_and_written_in_place() -> None:

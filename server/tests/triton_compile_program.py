@@ -38,7 +38,7 @@ from penstock_server.kernels.ops import NormVariant, Summand
 from penstock_server.kernels.quantized import QuantFormat, QuantizedMatrix
 from penstock_server.kernels.triton_grouped import Gate, GroupedLinear, GroupedQuantized, weighted_sum
 from penstock_server.kernels.triton_invariant import InvariantOps
-from penstock_server.kernels.triton_low_rank import LowRankSum
+from penstock_server.kernels.triton_low_rank import ExpertPairs, LowRankSum
 from penstock_server.kernels.triton_ops import TritonOps
 from penstock_server.kernels.triton_quantized import QuantizedLinear, Segment, can_gate
 from penstock_server.kernels.triton_routing_kernel import route_kernel
@@ -252,7 +252,7 @@ def launch_experts(dtype: torch.dtype, rows: str, num_tokens: int) -> None:
 
 
 def launch_adapters(dtype: torch.dtype, num_tokens: int) -> None:
-    """Queries, keys and values of an 8B Llama, and its embedding."""
+    """Queries, keys and values of an 8B Llama, its embedding, and gate and up of experts."""
     columns = [range(4096), range(4096, 5120), range(5120, 6144)]
     low_rank = LowRankSum.of(num_tokens, columns, 64, 8, torch.device("cpu"))
     x, y = torch.zeros(num_tokens, 4096, dtype=dtype), torch.zeros(num_tokens, 6144, dtype=dtype)
@@ -260,6 +260,9 @@ def launch_adapters(dtype: torch.dtype, num_tokens: int) -> None:
     low_rank.add(x, y, ids, tables)
     embedding = LowRankSum.of(0, [range(4096)], 64, 8, torch.device("cpu"))
     embedding.add_looked_up(ids, 128256, x, ids, tables)
+    experts = LowRankSum.of(num_tokens, [range(1536), range(768), range(768, 1536)], 64, 8, torch.device("cpu"), 5)
+    pairs = ExpertPairs.of(torch.zeros(num_tokens, 2, dtype=torch.int32), range(8), ids, tables)
+    experts.add_of_experts(x, torch.zeros(2 * num_tokens, 1536, dtype=dtype), pairs)
 
 
 def launch_deterministic(name: str, num_tokens: int) -> None:

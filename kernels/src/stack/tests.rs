@@ -123,8 +123,8 @@ fn experts_with_adapters_change_the_rows_that_have_one() {
     let of_site = |index: usize| [HIDDEN, if index.is_multiple_of(2) { 2 * HIDDEN } else { HIDDEN }];
     let numbers: Vec<[Vec<Element>; 2]> =
         (0..2 * NUM_EXPERTS * NUM_LAYERS).map(|site| of_site(site).map(|size| random.elements(RANK * size))).collect();
-    let part = |[down, up]: &'_ [Vec<Element>; 2]| PlainPart::new(down, up, RANK, 0, 0.5).unwrap();
-    let adapter = Adapter::new(&numbers.iter().map(|each| vec![part(each)]).collect::<Vec<_>>()).unwrap();
+    let parts = numbers.iter().map(|[down, up]| vec![PlainPart::new(down, up, RANK, 0, 0.5).unwrap()]);
+    let adapter = Adapter::new(&parts.collect::<Vec<_>>()).unwrap();
     let nothing = Adapter::new(&numbers.iter().map(|_| Vec::new()).collect::<Vec<_>>()).unwrap();
     let (plain, stack) = (layers_of_experts(false), layers_of_experts(true));
     assert!(stack.takes(&adapter));
@@ -135,7 +135,7 @@ fn experts_with_adapters_change_the_rows_that_have_one() {
         let pool = Pool::new(num_threads, one_after_the_other);
         assert_eq!(run_adapted(&stack, &pool, &adapters, &[None; NUM_ROWS]), expected, "no row has an adapter");
         let found = run_adapted(&stack, &pool, &adapters, &[None, Some(1), Some(0)]);
-        let rows = |numbers: &'_ [f32], row: usize| numbers[row * HIDDEN..][..HIDDEN].to_vec();
+        let rows = |numbers: &[f32], row: usize| numbers[row * HIDDEN..][..HIDDEN].to_vec();
         for (row, of) in [&expected, &of_all, &expected].into_iter().enumerate() {
             assert_eq!(rows(&found, row), rows(of, row), "row {row} on {num_threads} threads");
         }

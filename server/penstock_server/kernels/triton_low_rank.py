@@ -86,12 +86,20 @@ class LowRankSum:
     alignment: int  # as in `expand_kernel`
     max_rank: int  # a multiple of TILE_RANKS
     num_turns: int
+    expert_parts: int = 0  # as in `shrink_kernel`
 
     @classmethod
     def of(
-        cls, first_part: int, columns: Sequence[range], max_rank: int, max_adapters: int, device: torch.device
+        cls,
+        first_part: int,
+        columns: Sequence[range],
+        max_rank: int,
+        max_adapters: int,
+        device: torch.device,
+        expert_parts: int = 0,
     ) -> LowRankSum:
-        """columns: the layer's outputs that belong to each part; those of its own layer if each part has one."""
+        """columns: the layer's outputs that belong to each part; those of its own layer if each part has one.
+        expert_parts: as in `shrink_kernel`; the columns are those of each expert."""
         tiles = [
             (part, its.start, first, len(its))
             for part, its in enumerate(columns)
@@ -100,7 +108,8 @@ class LowRankSum:
         max_rank = -(-max_rank // TILE_RANKS) * TILE_RANKS
         on_device = torch.tensor(tiles, dtype=torch.int32).to(device)
         alignment = math.gcd(_ALIGNMENT, *(place for its in columns for place in (its.start, its.stop)))
-        return cls(first_part, len(columns), on_device, alignment, max_rank, min(_MAX_TURNS, max_adapters))
+        num_turns = _MAX_TURNS if expert_parts else min(_MAX_TURNS, max_adapters)
+        return cls(first_part, len(columns), on_device, alignment, max_rank, num_turns, expert_parts)
 
     def add(self, x: Tensor, y: Tensor, of_rows: Tensor, tables: Tensor) -> None:
         """Adds to y [rows, columns], the layer's product with x [rows, in_features], what the rows' adapters add; to y
@@ -110,6 +119,13 @@ class LowRankSum:
         parts = zip(x.split(max_rows), y.split(max_rows), of_rows.split(max_rows), strict=True)
         for x_part, y_part, of_part in parts:
             self._add_to_rows(x_part, y_part, of_part, tables)
+
+    def add_of_experts(self, x: Tensor, y: Tensor, pairs: ExpertPairs) -> None:
+        """Adds to y [pairs, columns], the products of each pair's expert with x [pairs or rows, in_features], what the
+        adapters of the pairs add."""
+        max_rows = max(1, WORKSPACE_BYTES // (4 * self.num_parts * self.max_rank))
+        for order, of_rows in zip(pairs.order.split(max_rows), pairs.of_rows.split(max_rows), strict=True):
+            self._add_to_rows(x, y, of_rows, pairs.tables, order)
 
     def add_looked_up(self, token_ids: Tensor, num_tokens: int, y: Tensor, of_rows: Tensor, tables: Tensor) -> None:
         """Adds to y [rows, columns], the embeddings of token_ids [rows] int64 of `num_tokens`, what the rows' adapters
@@ -138,9 +154,9 @@ class LowRankSum:
             )
             self._expand(self._shared(inner, of_part, tables, 0, y.dtype), y_part)
 
-    def _add_to_rows(self, x: Tensor, y: Tensor, of_rows: Tensor, tables: Tensor) -> None:
+    def _add_to_rows(self, x: Tensor, y: Tensor, of_rows: Tensor, tables: Tensor, order: Tensor | None = None) -> None:
         x = x if x.stride(-1) == 1 else x.contiguous()
-        num_rows, depth = x.shape[0], x.shape[-1]
+        num_rows, depth = len(of_rows), x.shape[-1]
         num_splits = -(-depth // _SPLIT_DEPTH)
         split_bytes = 4 * num_rows * self.num_parts * self.max_rank
         # More rows are enough programs without the splits.
@@ -148,12 +164,13 @@ class LowRankSum:
         num_inner = max(1, num_partials)
         sizes = (num_inner, num_rows, self.num_parts, self.max_rank)
         inner = torch.empty(sizes, dtype=torch.float32, device=x.device)
-        shared = self._shared(inner, of_rows, tables, num_partials, y.dtype)
+        shared = self._shared(inner, of_rows, tables, num_partials, y.dtype, order)
         triton_device.launch(
             shrink_kernel,
             (self._num_programs(num_rows), self.num_parts * num_inner),
             **shared,
             x=x,
+            rows_per_input=len(y) // max(1, len(x)),
             X_ROW=x.stride(0),
             X_PART=x.stride(1) if x.dim() == 3 else 0,
             DEPTH=depth,
@@ -166,7 +183,7 @@ class LowRankSum:
         assert y.stride(-1) == 1
         triton_device.launch(
             expand_kernel,
-            (self._num_programs(len(y)), self.tiles.shape[0]),
+            (self._num_programs(shared["num_rows"]), self.tiles.shape[0]),
             **shared,
             y=y,
             tiles=self.tiles,
@@ -180,14 +197,22 @@ class LowRankSum:
         return -(-num_rows // _TILE_ROWS) * self.num_turns
 
     def _shared(
-        self, inner: Tensor, of_rows: Tensor, tables: Tensor, num_partials: int, dtype: torch.dtype
+        self,
+        inner: Tensor,
+        of_rows: Tensor,
+        tables: Tensor,
+        num_partials: int,
+        dtype: torch.dtype,
+        order: Tensor | None = None,
     ) -> dict[str, Any]:
         """The arguments of both kernels. dtype: of the layer."""
         return {
             "inner": inner,
             "of_rows": of_rows,
             "tables": tables,
+            "order": order,
             "num_rows": len(of_rows),
+            "num_adapters": len(tables),
             "num_partials": num_partials,
             "first_part": self.first_part,
             "PARTS": self.num_parts,
@@ -195,11 +220,31 @@ class LowRankSum:
             # Tensor cores round the factors of float32 models, too.
             "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
             "FIELDS": FIELDS,
+            "EXPERT_PARTS": self.expert_parts,
             "TURNS": self.num_turns,
             "TILE_ROWS": _TILE_ROWS,
             "TILE_RANKS": TILE_RANKS,
             "num_warps": 4,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPairs:
+    """The pairs of a row and one of its experts, ordered by expert and adapter. Those of other ranks' experts, and
+    those without adapters, have none."""
+
+    order: Tensor  # as in `shrink_kernel`, as the others
+    of_rows: Tensor
+    tables: Tensor
+
+    @classmethod
+    def of(cls, experts: Tensor, mine: range, of_tokens: Tensor, tables: Tensor) -> ExpertPairs:
+        """experts [rows, top_k]; mine: those on this rank; of_tokens [rows]: the adapter of each row, or -1."""
+        index, adapter = experts.long() - mine.start, of_tokens[:, None].expand(experts.shape)
+        has_adapter = (index >= 0) & (index < len(mine)) & (adapter >= 0)
+        keys = torch.where(has_adapter, index * len(tables) + adapter, -1).flatten()
+        of_rows, order = keys.sort(stable=True)
+        return cls(order, of_rows, tables)
 
 
 def address_of(tensor: Tensor) -> int:

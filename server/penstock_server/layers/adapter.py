@@ -275,6 +275,16 @@ class AdapterSites:
         max_loaded = self.max_loaded + (self.own is not None)
         return LowRankSum.of(first_part, columns, self._widest_rank, max_loaded, device)
 
+    def sums_of_experts(self, first: int, device: torch.device) -> tuple[LowRankSum, LowRankSum]:
+        """On a GPU, what adapters add to both products of experts, whose sites begin at `first`."""
+        from penstock_server.kernels.triton_low_rank import LowRankSum
+
+        first_part = sum(len(parts) for parts in self._sites[:first])
+        gate_up, down = ([part.columns for part in parts] for parts in self._sites[first : first + 2])
+        num_parts, max_loaded = len(gate_up) + len(down), self.max_loaded + (self.own is not None)
+        given = (self._widest_rank, max_loaded, device, num_parts)
+        return LowRankSum.of(first_part, gate_up, *given), LowRankSum.of(first_part + len(gate_up), down, *given)
+
     def pack_on_device(self, changes: Mapping[str, Change], dtype: torch.dtype, device: torch.device) -> DeviceAdapter:
         """An adapter for the layers on a GPU. changes: by module, in this dtype."""
         from penstock_server.kernels.triton_low_rank import DeviceAdapter, PlainPart

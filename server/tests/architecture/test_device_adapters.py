@@ -104,6 +104,45 @@ def test_embedding_and_head_are_those_of_peft(is_tied: bool, tmp_path: Path) -> 
     assert torch.equal(found[1], plain[1])
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3-moe", "gpt-oss", "llama4"))],
+)
+def test_experts_are_those_of_peft(name: str, tmp_path: Path) -> None:
+    folder = save(name, CASES[name], tmp_path / "base")
+    changed = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    one, one_model = make_adapter(tmp_path / "one", folder, 1, **changed)
+    other, other_model = make_adapter(tmp_path / "other", folder, 2, r=5, use_rslora=True, **changed)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with triton_everywhere():
+        model = load(folder)
+        first, second = loaded(model, [one, other])
+        found = logits_of(model, texts(), [first, None, second])
+        plain = logits_of(model, texts(), [None] * 3)
+    for text, logits, expected in zip(texts(), found, (one_model, base, other_model), strict=True):
+        torch.testing.assert_close(logits, reference(expected, text), **ACCURATE)
+    torch.testing.assert_close(found[1], plain[1])
+    assert (found[0] - plain[0]).abs().max() > 0.01
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the ranks are threads, which would share a GPU's stream")
+@pytest.mark.parametrize("name", [pytest.param("mixtral", marks=pytest.mark.slow), "mixtral-two-experts"])
+def test_ranks_have_the_adapters_of_their_experts_or_of_their_parts_of_experts(name: str, tmp_path: Path) -> None:
+    """Three ranks: fewer experts than ranks are split."""
+    folder = save(name, CASES[name], tmp_path / "base")
+    changed = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    one, one_model = make_adapter(tmp_path / "one", folder, 1, **changed)
+
+    def logits(group: RankGroup) -> torch.Tensor:
+        model = load(folder, group)
+        return logits_of(model, texts()[1:], [*loaded(model, [one]), None])[0]
+
+    with triton_everywhere():
+        of_ranks = run_ranks(2 if name == "mixtral" else 3, logits)
+    for found in of_ranks:
+        torch.testing.assert_close(found, reference(one_model, texts()[1]), **ACCURATE)
+
+
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the ranks are threads, which would share a GPU's stream")
 @pytest.mark.parametrize("exact", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_two_ranks_compute_what_one_does(exact: bool, tmp_path: Path) -> None:
@@ -221,9 +260,9 @@ def test_a_step_with_adapters_waits_for_nothing_and_two_launches_add_them_to_a_l
 
 
 def sums_of_a_step(model: Any) -> int:
-    """Launches of each kernel: for each linear layer that adapters can change, routers among them, and in latent attention
-    for the projections to and from the latent of all heads."""
+    """Launches of each kernel: for each linear layer that adapters can change, routers among them, for both products of
+    all experts, and in latent attention for the projections to and from the latent of all heads."""
     num_experts = sum("Experts" in type(getattr(layer.mlp, "experts", None)).__name__ for layer in model.layers)
     has_shared = sum(getattr(layer.mlp, "shared", None) is not None for layer in model.layers)
     is_latent = "Latent" in type(model.layers[0].attention).__name__
-    return len(model.layers) * (2 + 3 * is_latent) + num_experts + 2 * (len(model.layers) - num_experts + has_shared)
+    return len(model.layers) * (2 + 3 * is_latent) + num_experts + 2 * (len(model.layers) + has_shared)

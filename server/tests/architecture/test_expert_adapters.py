@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,23 @@ def test_two_ranks_compute_the_bits_of_one(name: str, tmp_path: Path) -> None:
     one, _ = of_experts(tmp_path / "one", folder, 1)
     other, _ = of_experts(tmp_path / "other", folder, 2, r=3)
     assert_two_ranks_compute_the_bits_of_one(folder, [one, other])
+
+
+def test_adapters_are_added_to_quantized_experts(tmp_path: Path) -> None:
+    case = widened(CASES["mixtral"])
+    folder = save("mixtral", replace(case, values={**case.values, "intermediate_size": 96}), tmp_path / "base")
+    one, one_model = of_experts(tmp_path / "one", folder, 1)
+    model = load(folder, quantize="eetq", activation_bits=16)
+    (adapter,) = loaded(model, [one])
+    text = texts()[0]
+    with_adapter, plain = (logits_of(model, [text], [each])[0] for each in (adapter, None))
+    together = logits_of(model, [text, text], [None, adapter])
+    assert torch.equal(together[0], plain)
+    assert torch.equal(together[1], with_adapter)
+    expected, base = reference(one_model, text), reference(one_model.unload(), text)
+    error = (plain - base).norm() / base.norm()
+    assert error < 0.1 * (expected - base).norm() / base.norm(), "the adapter changes more than quantization"
+    assert (with_adapter - expected).norm() / expected.norm() < 2 * error + 0.002
 
 
 def test_the_room_for_adapters_counts_experts_and_router(tmp_path: Path) -> None:

@@ -201,7 +201,8 @@ class MixtureOfExperts:
 def _activation(spec: MoeSpec, ops: Ops) -> Elementwise:
     """Of gate and up, where no operator computes both."""
     if not isinstance(ops, NativeOps):
-        return ExpertActivation(spec)
+        gated = ops.groups_experts and spec.activation != CLAMPED_SWIGLU
+        return ops.gated(ACTIVATIONS[spec.activation]) if gated else ExpertActivation(spec)
     if spec.activation == CLAMPED_SWIGLU:
         return ops.clamped_swiglu(spec.swiglu_alpha, spec.swiglu_limit)
     return ops.gated(ACTIVATIONS[spec.activation])
@@ -218,13 +219,14 @@ def _load_experts(spec: MoeSpec, shard: ExpertShard, prefix: str, context: Build
     )
     router = Router.load(spec.routing, f"{prefix}.router", context)
     shared_gate = context.weights(f"{prefix}.shared_gate") if spec.shared_is_gated else None
+    sites = context.adapter_sites
+    site = None if sites is None else expert_sites(spec, shard, prefix, sites)
     if ops.groups_experts:
         from penstock_server.layers.experts.triton_experts import GroupedExperts
 
         gate_row = None if shared_gate is None else shared_gate.dense()[0][0]
-        return GroupedExperts.of(spec, shard, router, gate_row, list(weights))
-    sites = context.adapter_sites
-    site = None if sites is None else expert_sites(spec, shard, prefix, sites)
+        sums = None if sites is None or site is None else sites.sums_of_experts(site, context.loader.device)
+        return GroupedExperts.of(spec, shard, router, gate_row, list(weights), sums, _activation(spec, ops))
     gate = ops.gated(ACTIVATIONS["silu"]) if site is not None and spec.is_swiglu else None
     activation = _activation(spec, ops)
     gate_up: list[Linear | ActivatedLinear] = []

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from penstock_server.kernels import triton_device
 from penstock_server.kernels.activation import ACTIVATIONS
+from penstock_server.kernels.ops import Elementwise
 from penstock_server.kernels.triton_grouped import Assignment, Gate, GroupedLinear, GroupedQuantized, weighted_sum
+from penstock_server.kernels.triton_low_rank import ExpertPairs, LowRankSum
 from penstock_server.kernels.triton_ops import KERNEL_ACTIVATIONS, power_of_two
 from penstock_server.kernels.triton_quantized import Segment
 from penstock_server.kernels.triton_routing_kernel import route_kernel
@@ -39,6 +41,9 @@ class GroupedExperts:
     counts: Tensor  # [experts on this rank] int32
     gate_up: GroupedLinear | GroupedQuantized
     down: GroupedLinear | GroupedQuantized
+    # What adapters add to both, and then the activation of gate and up, which adapters change before it.
+    sums: tuple[LowRankSum, LowRankSum] | None = None
+    activation: Elementwise | None = None
 
     @classmethod
     def of(
@@ -48,10 +53,15 @@ class GroupedExperts:
         router: Router,
         shared_gate: Tensor | None,
         weights: Sequence[tuple[LinearWeights, LinearWeights]],
+        sums: tuple[LowRankSum, LowRankSum] | None,
+        activation: Elementwise,
     ) -> GroupedExperts:
-        """weights: gate and up, and down, of each expert on this rank."""
+        """weights: gate and up, and down, of each expert on this rank. sums: what adapters add to both; None: nothing.
+        activation: of gate and up, [rows, 2 * intermediate] → [rows, intermediate]."""
         gate_up, down = (_grouped(part) for part in zip(*weights, strict=True))
         counts = torch.zeros(len(weights), dtype=torch.int32, device=_device(down))
+        if sums is not None:
+            return cls(shard, router, shared_gate, counts, gate_up, down, sums, activation)
         return cls(shard, router, shared_gate, counts, replace(gate_up, gate=_gate(spec)), down)
 
     def choose(self, x: Tensor, step: StepContext) -> Assignment:
@@ -64,12 +74,22 @@ class GroupedExperts:
         if self.router.spec.scales_inputs:
             x = (x[:, None] * choice.weights.to(x.dtype)[..., None]).flatten(0, 1)  # a row for each pair
         self.gate_up(x, choice, inner)
+        pairs = None
+        if self.sums is not None and step.adapters is not None:
+            assert step.adapters.tables is not None, "layers run one by one on GPUs only"
+            mine, adapters = shard.experts.mine, step.adapters
+            pairs = ExpertPairs.of(choice.experts, mine, adapters.of_tokens, adapters.tables)
+            self.sums[0].add_of_experts(x, inner, pairs)
+        if self.activation is not None:
+            inner = self.activation(inner)
         if shard.intermediate is not None and shard.shard.exact:
             inner = shard.shard.group.all_gather_columns(inner, shard.intermediate.widths())
         # Where the ranks' results are added up, those of other ranks' experts are zero.
         make = x.new_zeros if shard.sums_results else x.new_empty
         results = make((num_pairs, self.down.out_features))
         self.down(inner, choice, results)
+        if self.sums is not None and pairs is not None:
+            self.sums[1].add_of_experts(inner, results, pairs)
         return results.unflatten(0, tuple(choice.experts.shape))
 
     def weighted_sum(self, results: Tensor, choice: Assignment, shared: Tensor | None) -> Tensor:
