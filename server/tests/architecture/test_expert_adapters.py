@@ -176,7 +176,7 @@ def test_adapters_are_added_to_quantized_experts(tmp_path: Path) -> None:
     assert torch.equal(together[1], with_adapter)
     expected, base = reference(one_model, text), reference(one_model.unload(), text)
     error = (plain - base).norm() / base.norm()
-    assert error < 0.1 * (expected - base).norm() / base.norm(), "the adapter changes more than quantization"
+    assert error < 0.2 * (expected - base).norm() / base.norm(), "the adapter changes more than quantization"
     assert (with_adapter - expected).norm() / expected.norm() < 2 * error + 0.002
 
 
