@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import torch
-from model_driver import ModelDriver
+from model_driver import ModelDriver, is_native
 from penstock_server.collectives import shared_memory
 from penstock_server.collectives.distributed import Distributed
 from penstock_server.collectives.shared_memory import SharedMemory
@@ -66,7 +66,7 @@ def outlive_in_step(group: RankGroup, folder: Path) -> None:
     torch.set_num_threads(2)
     model = load_model(LoadOptions(folder, torch.bfloat16, torch.device("cpu"), 16), group)
     assert isinstance(model, Decoder)
-    assert model.stack is not None
+    assert is_native(model)
     driver = ModelDriver(model, 16, 16)
     sequence = driver.sequence(list(range(8)))
     driver.step([(sequence, 4)])

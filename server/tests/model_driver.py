@@ -11,10 +11,26 @@ import torch
 from penstock_server.attention.interface import StepBatch
 from penstock_server.engine.batch import prompt_ends, with_images
 from penstock_server.engine.host_batch import HostAdapters, HostBatch, split
+from penstock_server.kernels.native_ops import NativeOps
+from penstock_server.layers.executor import NativeExecutor
+from penstock_server.layers.interpreter import Interpreter
+from penstock_server.models.decoder import Decoder
+from penstock_server.models.encoder import Encoder
 from penstock_server.models.interface import CausalModel
 from penstock_server.vision.encoder import PlacedImage
 from tested_device import DEVICE
 from torch import Tensor
+
+
+def interpret(part: Decoder | Encoder) -> None:
+    """Runs one operation after the other from now on, instead of native calls."""
+    executor = part.executor
+    assert isinstance(executor, NativeExecutor)
+    part.executor = Interpreter(executor.program, NativeOps(executor.build))
+
+
+def is_native(part: Decoder | Encoder) -> bool:
+    return isinstance(part.executor, NativeExecutor)
 
 
 @dataclass

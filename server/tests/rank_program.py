@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from model_driver import ModelDriver
+from model_driver import ModelDriver, is_native
 from penstock_server.collectives.distributed import Distributed
 from penstock_server.collectives.shared_memory import SharedMemory
 from penstock_server.engine.device import choose_device, open_device
@@ -73,7 +73,7 @@ def run(
     return {
         "logits": logits,
         "tokens": driver.greedy(texts, num_tokens, chunk_tokens=16, sources=sources),
-        "is_one_call": model.stack is not None,
+        "is_one_call": is_native(model),
         "weight_bytes": model.weight_bytes,
         "smallest": group.minimum(model.weight_bytes),
     }

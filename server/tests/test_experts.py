@@ -21,7 +21,9 @@ from penstock_server.kernels.torch_ops import TorchOps
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.experts import MixtureOfExperts, MoeSpec, RoutingSpec
 from penstock_server.layers.experts.routing import choose_experts
+from penstock_server.layers.interpreter import Interpreter
 from penstock_server.layers.layout import WeightLayout
+from penstock_server.layers.operation import Program
 from penstock_server.layers.shard import Shard
 from penstock_server.layers.step import StepContext
 from penstock_server.parallel import RankGroup
@@ -65,9 +67,11 @@ def load(
     table = MixtureOfExperts.parameters(case.spec, "mlp", layout)
     loader = Loader(SafetensorsCheckpoint((path,)), table, Names(case), dtype, CPU)
     context = BuildContext(loader, ops or TorchOps(), layout, ModelAttention(CPU, dtype), 64, block_tokens=16)
-    layer = MixtureOfExperts.load(case.spec, "mlp", context)
+    layer, program = MixtureOfExperts.load(case.spec, "mlp", context), Program(HIDDEN)
     loader.finish()
-    return functools.partial(layer, step=STEP), loader.loaded_bytes
+    layer.append_to(program, "residual", "output")
+    interpreter = Interpreter(program, context.ops)
+    return lambda x: interpreter.run(x, [x], STEP), loader.loaded_bytes
 
 
 def inputs(rows: int, dtype: torch.dtype) -> Tensor:

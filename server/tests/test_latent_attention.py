@@ -11,14 +11,16 @@ import torch
 import transformers
 from native_builds import native_ops
 from penstock_server.attention import ModelAttention, choose_attention
-from penstock_server.attention.interface import StepBatch
+from penstock_server.attention.interface import Attention, StepBatch
 from penstock_server.errors import ConfigError
 from penstock_server.kernels import triton_device
 from penstock_server.kernels.ops import Ops
 from penstock_server.kernels.torch_ops import TorchOps
 from penstock_server.layers.context import BuildContext
+from penstock_server.layers.interpreter import Interpreter
 from penstock_server.layers.latent_attention import LatentAttentionBlock, LatentAttentionSpec
 from penstock_server.layers.layout import WeightLayout
+from penstock_server.layers.operation import Program
 from penstock_server.layers.rope import RopeSpec, yarn_magnitude
 from penstock_server.layers.shard import Shard
 from penstock_server.layers.step import StepContext
@@ -139,21 +141,29 @@ def expected(model: transformers.PreTrainedModel, x: Tensor) -> Tensor:
 
 def load(
     path: Path, name: str, group: RankGroup, exact: bool, ops: Ops, dtype: torch.dtype, attention: str = ""
-) -> LatentAttentionBlock:
+) -> Loaded:
     spec, layout = CASES[name][2], WeightLayout(Shard.of(HIDDEN, 64, group, exact))
     table = LatentAttentionBlock.parameters(spec, "attention", layout)
     loader = Loader(SafetensorsCheckpoint((path,)), table, Names(), dtype, CPU)
     context = BuildContext(loader, ops, layout, ModelAttention(CPU, dtype, name=attention), MAX_TOKENS, BLOCK_TOKENS)
     block = LatentAttentionBlock.load(spec, "attention", context)
     loader.finish()
-    return block
+    program = Program(HIDDEN)
+    block.output.append_to(program, block.append_to(program, "residual"), "output")
+    return Loaded(block.attention, Interpreter(program, ops))
 
 
-def run(block: LatentAttentionBlock, texts: list[Tensor]) -> list[Tensor]:
+@dataclass(frozen=True)
+class Loaded:
+    attention: Attention
+    interpreter: Interpreter  # from the block's input to its output
+
+
+def run(block: Loaded, texts: list[Tensor]) -> list[Tensor]:
     """The outputs of each text's new tokens by SPANS, after a step that cached its earlier tokens."""
     batch = make_batch(SPANS)
     num_blocks = int(batch.block_tables.max()) + 1
-    cache = block.attention.allocate(num_blocks)
+    cache, interpreter = block.attention.allocate(num_blocks), block.interpreter
 
     def context(batch: StepBatch) -> StepContext:
         return StepContext(batch, {block.attention.name: block.attention.prepare(batch)})
@@ -166,11 +176,10 @@ def run(block: LatentAttentionBlock, texts: list[Tensor]) -> list[Tensor]:
                 [int(blocks[p // BLOCK_TOKENS]) * BLOCK_TOKENS + p % BLOCK_TOKENS for p in range(seen)]
             )
             earlier.slots.copy_(slots)
-            block.store(text[:seen], cache, context(earlier))
+            interpreter.run(text[:seen], [cache], context(earlier))
     new = torch.cat([text[seen:] for text, (seen, _) in zip(texts, SPANS, strict=True)])
     step = context(batch)
-    outputs = block.project(block.attend(block.store(new, cache, step), cache, step), step)
-    return list(outputs.split([count for _, count in SPANS]))
+    return list(interpreter.run(new, [cache], step).split([count for _, count in SPANS]))
 
 
 def make_texts(dtype: torch.dtype) -> list[Tensor]:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,11 +20,12 @@ from penstock_server.attention.fp8 import FP8_DTYPES, KvScales
 from penstock_server.attention.interface import Alibi, AttentionMask, AttentionShape, StepBatch
 from penstock_server.attention.reference import ReferenceAttention
 from penstock_server.kernels.activation import ACTIVATIONS
-from penstock_server.kernels.native_ops import NativeOps
+from penstock_server.kernels.native_ops import NativeActivation, NativeNorm, NativeOps
 from penstock_server.kernels.ops import NormVariant, PackedNorm
 from penstock_server.kernels.torch_ops import TorchOps
+from penstock_server.layers.executor import NativeExecutor
 from penstock_server.layers.linear import DenseLinear
-from penstock_server.layers.native_stack import NativeProgram, NativeStack
+from penstock_server.layers.operation import Add, Attend, Multiply, Norm, Program, Rotate, Select, Write
 from penstock_server.layers.step import StepContext
 from torch import Tensor
 
@@ -469,22 +471,30 @@ class SmallDecoder:
     ops: NativeOps
     scales: KvScales | None = None
 
-    def stack(self) -> NativeStack:
-        program = NativeProgram(96, build())
+    def program(self) -> Program:
+        program, attention = Program(96), self.attention
         for layer in self.layers:
-            program.norm(layer.attention_norm, "residual", "normed")
-            program.linear(layer.qkv, "normed", "qkv")
-            program.rotate(self.attention, self.rope, interleaved=False)
-            program.write(self.attention, self.scales)
-            program.attend()
-            if layer is self.layers[-1]:
-                program.select(["residual", "attended"])
-            program.linear(layer.output, "attended", "residual", adds=True)
-            program.norm(layer.mlp_norm, "residual", "normed")
-            program.linear(layer.gate_up, "normed", "activated")
-            program.linear(layer.down, "activated", "residual", adds=True)
-        program.norm(self.final_norm, "residual", "output")
-        return program.finish()
+            is_last = layer is self.layers[-1]
+            for operation in (
+                Norm("residual", "normed", layer.attention_norm),
+                Multiply("normed", "qkv", layer.qkv),
+                Rotate("qkv", "qkv", attention, *self.rope, interleaved=False),
+                Write("qkv", "qkv", attention, self.scales),
+                Attend("qkv", "attended", attention, scales=self.scales),
+                *([Select("residual", "residual", ("attended",))] if is_last else []),
+                Multiply("attended", "projected", layer.output),
+                Add("projected", "residual"),
+                Norm("residual", "normed", layer.mlp_norm),
+                Multiply("normed", "activated", layer.gate_up),
+                Multiply("activated", "projected", layer.down),
+                Add("projected", "residual"),
+            ):
+                program.append(operation)
+        program.output(self.final_norm)
+        return program
+
+    def stack(self) -> NativeExecutor:
+        return NativeExecutor(self.program(), build())
 
     def one_by_one(self, residual: Tensor, caches: list[Tensor], step: StepContext) -> Tensor:
         batch = step.batch
@@ -771,30 +781,47 @@ def test_a_stack_rejects_what_lies_outside_of_its_tables_and_caches(ops: NativeO
         run(batch, random(2, 96), caches[:2])
 
 
-Write = Callable[[NativeOps, NativeProgram], object]
+Append = Callable[[NativeOps, Any], object]
+"""Appends operations to a native program."""
 
 
 def small_attention() -> native.NativeAttention:
     return native.NativeAttention(AttentionShape(2, 1, 16, 0.25, 16), build())
 
 
-def projected(ops: NativeOps, program: NativeProgram, width: int = 64) -> None:
-    program.linear(DenseLinear(ops.pack_linear(zeros(width, 32), None)), "residual", "qkv")
+def norm_of(ops: NativeOps, dim: int) -> Any:
+    norm = ops.pack_norm(zeros(dim), None, VARIANT)
+    assert isinstance(norm, NativeNorm)
+    return norm.packed
+
+
+def linear_of(ops: NativeOps, out_features: int, in_features: int) -> Any:
+    return ops.pack_linear(zeros(out_features, in_features), None).packed
+
+
+def gate_of(ops: NativeOps) -> Any:
+    gate = ops.gated(torch.sigmoid)
+    assert isinstance(gate, NativeActivation)
+    return gate.packed
+
+
+def projected(ops: NativeOps, program: Any, width: int = 64) -> None:
+    program.linear(linear_of(ops, width, 32), "residual", "qkv")
 
 
 # A part of the error, and the operations.
-WRONG_PROGRAMS: dict[str, tuple[str, Write]] = {
+WRONG_PROGRAMS: dict[str, tuple[str, Append]] = {
     "a norm of another size": (
         "Residual has 32 columns, a norm must have 31",
-        lambda ops, program: program.norm(ops.pack_norm(zeros(31), None, VARIANT), "residual", "normed"),
+        lambda ops, program: program.norm(norm_of(ops, 31), "residual", "normed"),
     ),
     "a register without value": (
         "Normed is read before it is written",
-        lambda ops, program: program.norm(ops.pack_norm(zeros(32), None, VARIANT), "normed", "normed"),
+        lambda ops, program: program.norm(norm_of(ops, 32), "normed", "normed"),
     ),
     "input and output in one place": (
         "Residual cannot be both input and output",
-        lambda ops, program: program.linear(DenseLinear(ops.pack_linear(zeros(32, 32), None)), "residual", "residual"),
+        lambda ops, program: program.linear(linear_of(ops, 32, 32), "residual", "residual"),
     ),
     "a sum of other widths": (
         "Residual has 32 columns, a sum must have 64",
@@ -802,76 +829,76 @@ WRONG_PROGRAMS: dict[str, tuple[str, Write]] = {
     ),
     "too few queries, keys and values": (
         "Qkv has 63 columns, queries, keys and values must have 64",
-        lambda ops, program: (projected(ops, program, 63), program.write(small_attention())),
+        lambda ops, program: (projected(ops, program, 63), program.write(small_attention().native)),
     ),
     "norms of more heads than there are": (
         "a norm of 5 groups of 16 does not fit 64 columns",
         lambda ops, program: (
             projected(ops, program),
-            program.norm_heads(ops.pack_norm(zeros(16), None, VARIANT), "qkv", 0, 5),
+            program.norm_heads(norm_of(ops, 16), "qkv", 0, 5),
         ),
     ),
     "tables of other sizes": (
         "sin has shape",
         lambda ops, program: (
             projected(ops, program),
-            program.rotate(small_attention(), (angles(16)[0], angles(8)[1]), interleaved=False),
+            program.rotate(small_attention().native, angles(16)[0], angles(8)[1], False),
         ),
     ),
     "a rotation wider than heads": (
         "cos has 9 columns, must have at most half of the 16 of a head",
         lambda ops, program: (
             projected(ops, program),
-            program.rotate(small_attention(), angles(18), interleaved=False),
+            program.rotate(small_attention().native, *angles(18), False),
         ),
     ),
     "queries without factors": (
         "0 factors for 8 positions each",
         lambda ops, program: (
             projected(ops, program),
-            program.scale_queries(small_attention(), torch.zeros(0), 8),
+            program.scale_queries(small_attention().native, torch.zeros(0), 8),
         ),
     ),
     "factors without positions": (
         "1 factors for 0 positions each",
         lambda ops, program: (
             projected(ops, program),
-            program.scale_queries(small_attention(), torch.ones(1), 0),
+            program.scale_queries(small_attention().native, torch.ones(1), 0),
         ),
     ),
     "heads of more columns than there are": (
         "3 heads do not fit: 16 columns each to 8",
         lambda ops, program: (
             program.reserve("values", 24),
-            program.heads([DenseLinear(ops.pack_linear(zeros(8, 16), None))] * 3, "residual", "values", 8),
+            program.heads([linear_of(ops, 8, 16)] * 3, "residual", "values", 8),
         ),
     ),
     "heads whose results overlap": (
         "2 heads do not fit: 16 columns each to 8, 7 apart",
         lambda ops, program: (
             program.reserve("values", 24),
-            program.heads([DenseLinear(ops.pack_linear(zeros(8, 16), None))] * 2, "residual", "values", 7),
+            program.heads([linear_of(ops, 8, 16)] * 2, "residual", "values", 7),
         ),
     ),
     "a gated layer of a head": (
         "heads do not all have a dense layer",
         lambda ops, program: (
             program.reserve("values", 24),
-            program.heads([DenseLinear(ops.pack_gate_up(zeros(8, 16), None))] * 2, "residual", "values", 8),
+            program.heads([ops.pack_gate_up(zeros(8, 16), None).packed] * 2, "residual", "values", 8),
         ),
     ),
     "copies to columns that there are not": (
         "Values has 24 columns, not 3 pieces of 8, 9 apart",
         lambda _, program: (
             program.reserve("values", 24),
-            program.copy("residual", (0, 8), "values", (0, 9), 8, 3),
+            program.copy(("residual", 0, 8), ("values", 0, 9), 3, 8),
         ),
     ),
     "copies from columns that there are not": (
         "Residual has 32 columns, not 1 pieces of 8",
         lambda _, program: (
             program.reserve("values", 24),
-            program.copy("residual", (25, 8), "values", (0, 8), 8),
+            program.copy(("residual", 25, 8), ("values", 0, 8), 1, 8),
         ),
     ),
     "attention without a cache": ("attention needs a cache", lambda _, program: program.attend()),
@@ -879,7 +906,7 @@ WRONG_PROGRAMS: dict[str, tuple[str, Write]] = {
         "only the sampled rows are left",
         lambda ops, program: (
             projected(ops, program),
-            program.write(small_attention()),
+            program.write(small_attention().native),
             program.select(["residual", "qkv"]),
             program.attend(),
         ),
@@ -890,27 +917,31 @@ WRONG_PROGRAMS: dict[str, tuple[str, Write]] = {
     ),
     "output for all rows": (
         "the output has sampled rows only",
-        lambda ops, program: program.norm(ops.pack_norm(zeros(32), None, VARIANT), "residual", "output"),
+        lambda ops, program: program.norm(norm_of(ops, 32), "residual", "output"),
     ),
     "a gate of an odd width": (
         "a gate and its factor have 63 columns",
         lambda ops, program: (
             projected(ops, program, 63),
-            program.activate(ops.gated(torch.sigmoid), "qkv", "activated"),
+            program.activate(gate_of(ops), "qkv", "activated"),
         ),
     ),
     "no output": (
         "a stack must output 32 columns",
-        lambda ops, program: (projected(ops, program), program.write(small_attention()), program.finish()),
+        lambda ops, program: (
+            projected(ops, program),
+            program.write(small_attention().native),
+            program.finish(small_attention().native),
+        ),
     ),
 }
 
 
 @pytest.mark.parametrize("name", WRONG_PROGRAMS)
 def test_a_stack_refuses_operations_that_do_not_fit(ops: NativeOps, name: str) -> None:
-    message, write = WRONG_PROGRAMS[name]
+    message, append = WRONG_PROGRAMS[name]
     with pytest.raises(ValueError, match=message):
-        write(ops, NativeProgram(32, build()))
+        append(ops, build().module.Program(32))
 
 
 def test_checks_do_not_depend_on_assertions() -> None:

@@ -90,10 +90,14 @@ x are token ids [rows]."""
 
 @dataclass(frozen=True, slots=True)
 class AdaptedLinear:
-    """A layer with what adapters add to it, where layers run one by one. Implements `Linear`."""
+    """A layer with what adapters add to it, where programs are interpreted. Implements `Linear`."""
 
     linear: Linear
     sum: LowRankSum
+
+    @property
+    def in_features(self) -> int:
+        return self.linear.in_features
 
     @property
     def out_features(self) -> int:
@@ -117,7 +121,7 @@ def add_adapters(low_rank: LowRankSum, x: Tensor, y: Tensor, step: StepContext) 
 
 
 def _add_on_device(low_rank: LowRankSum, x: Tensor, y: Tensor, adapters: StepAdapters) -> None:
-    assert adapters.tables is not None, "layers run one by one on GPUs only"
+    assert adapters.tables is not None, "only GPUs interpret programs with adapters"
     low_rank.add(x, y, adapters.of_tokens, adapters.tables)
 
 

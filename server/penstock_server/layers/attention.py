@@ -9,34 +9,27 @@ import torch
 from torch import Tensor
 
 from penstock_server.attention.fp8 import KvScales
-from penstock_server.attention.interface import (
-    Alibi,
-    Attention,
-    AttentionMask,
-    AttentionShape,
-    HeadNorms,
-    Rotation,
-    Transform,
-)
+from penstock_server.attention.interface import Alibi, Attention, AttentionMask, AttentionShape, HeadNorms
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.ops import Ops
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.linear import Linear
-from penstock_server.layers.native_stack import NativeProgram, NotNativeError, Register, padded_head_dim
-from penstock_server.layers.qk_norm import (
-    ProjectionNorm,
-    QkNorm,
-    QkNormSpec,
-    as_head_norms,
-    load_qk_norms,
-    qk_norm_parameters,
+from penstock_server.layers.operation import (
+    Attend,
+    Clamp,
+    Multiply,
+    NormHeads,
+    Program,
+    Register,
+    Rotate,
+    ScaleQueries,
+    Write,
 )
+from penstock_server.layers.qk_norm import QkNorm, QkNormSpec, as_head_norms, load_qk_norms, qk_norm_parameters
 from penstock_server.layers.relative_bias import RelativeBiasSpec
 from penstock_server.layers.rope import RopeSpec
 from penstock_server.layers.row_parallel import RowParallelLinear
 from penstock_server.layers.shard import HeadSplit, Shard
-from penstock_server.layers.step import StepContext
 from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.loader import Parameter
 
@@ -109,13 +102,11 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlock:
-    """`store`, then `attend`, then `project`: the last may be called for some of the rows only."""
+    """Implements `AttentionPart`."""
 
     spec: AttentionSpec
     qkv: Linear
     output: RowParallelLinear
-    shape: AttentionShape
-    ops: Ops
     attention: Attention
     rope: tuple[Tensor, Tensor] | None  # cos, sin [max positions, rotary_dim / 2] float32
     norms: tuple[QkNorm, QkNorm] | None  # of queries, of keys
@@ -155,8 +146,7 @@ class AttentionBlock:
     @classmethod
     def load(cls, spec: AttentionSpec, prefix: str, context: BuildContext) -> AttentionBlock:
         loader, shard = context.loader, context.shard
-        shape = spec.shape(shard, context.block_tokens)
-        attention = context.attention.for_shape(shape)
+        attention = context.attention.for_shape(spec.shape(shard, context.block_tokens))
         norms = fused_norms = None
         if spec.qk_norm is not None:
             norms = load_qk_norms(spec.qk_norm, prefix, spec.head_dim, spec.heads(shard), context)
@@ -169,8 +159,6 @@ class AttentionBlock:
             spec=spec,
             qkv=context.adapted(qkv, site),
             output=output,
-            shape=shape,
-            ops=context.ops,
             attention=attention,
             rope=None if spec.rope is None else context.rope(spec.rope),
             norms=norms,
@@ -185,96 +173,28 @@ class AttentionBlock:
             site=site,
         )
 
-    def store(self, x: Tensor, cache: Tensor, step: StepContext) -> Tensor:
-        """x [tokens, hidden]: writes its keys and values to the cache, and returns the rotated queries [tokens, heads,
-        head_dim]."""
-        heads, kv_heads, dim = self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim
-        qkv = self.qkv(x, step)
-        clip, norms, rotation = self.clip, self.fused_norms, self._rotation(step)
-        is_apart = not self.attention.transforms or (self.norms is not None and norms is None)
-        if is_apart and clip is not None:
-            qkv.clamp_(-clip, clip)
-            clip = None
-        queries, keys, values = qkv.view(x.shape[0], heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], 1)
-        if is_apart:
-            queries, keys, rotation = self._transform_apart(queries, keys, rotation)
-        if self.spec.temperature is not None and self.factors is not None:
-            factors = self.factors[(step.batch.positions + 1) // self.spec.temperature.period]
-            queries = (queries * factors[:, None, None]).to(queries.dtype)
-        transform = None if clip is norms is rotation is None else Transform(queries, clip, norms, rotation)
-        self.attention.write_kv(cache, keys, values, step.batch.slots, transform, self.scales)
-        return queries
-
-    def attend(self, queries: Tensor, cache: Tensor, step: StepContext) -> Tensor:
-        """[tokens, heads, head_dim] → [tokens, heads on this rank * head_dim]"""
-        metadata = step.metadata[self.attention.name]
-        attended = self.attention.attend(queries, cache, metadata, self.sinks, self.bias, self.scales)
-        return attended.reshape(queries.shape[0], -1)
-
-    def project(self, attended: Tensor, step: StepContext) -> Tensor:
-        """[rows, heads on this rank * head_dim] → [rows, hidden], the same on all ranks."""
-        return self.output(attended, step)
-
-    def append_to(self, program: NativeProgram, source: Register) -> Register:
-        """Appends `store` and `attend` of the input in `source` to a native stack. Returns where the result is."""
-        if self.bias is not None:
-            raise NotNativeError("attention with a learned bias")
-        heads, dim, padded_dim = self.shape.num_heads, self.shape.head_dim, padded_head_dim(self.attention)
-        product: Register = "qkv" if padded_dim == dim else "unpadded"
-        program.linear(self.qkv, source, product)
-        program.adapt(self.site, source, product)
+    def append_to(self, program: Program, source: Register) -> Register:
+        """Appends all that comes before the output projection, given the block's input. Returns where the result is."""
+        attention, spec = self.attention, self.spec
+        program.append(Multiply(source, "qkv", self.qkv, self.site))
         if self.clip is not None:
-            program.clamp(product, self.clip)
-        if not self._norms_follow_rope:
-            self._append_norms(program, product)
-        if padded_dim != dim:
-            if self._norms_follow_rope:
-                raise NotNativeError(f"norms of rotated heads of {dim} elements, which are padded")
-            program.pad(product, "qkv", heads + 2 * self.shape.num_kv_heads, (dim, padded_dim))
-        if self.rope is not None and self.spec.rope is not None:
-            program.rotate(self.attention, self.rope, interleaved=self.spec.rope.interleaved)
-        if self._norms_follow_rope:
-            self._append_norms(program, "qkv")
-        if self.spec.temperature is not None and self.factors is not None:
-            program.scale_queries(self.attention, self.factors, self.spec.temperature.period)
-        program.write(self.attention, self.scales)
-        program.attend(self.sinks)
-        if padded_dim == dim:
-            return "attended"
-        program.reserve("unpadded", heads * dim)
-        program.copy("attended", (0, padded_dim), "unpadded", (0, dim), dim, heads)
-        return "unpadded"
+            program.append(Clamp("qkv", "qkv", self.clip))
+        if self.norms is not None and not self.norms_follow_rope:
+            program.append(self._norm_heads(self.norms))
+        if self.rope is not None and spec.rope is not None:
+            program.append(Rotate("qkv", "qkv", attention, *self.rope, spec.rope.interleaved))
+        if self.norms is not None and self.norms_follow_rope:
+            program.append(self._norm_heads(self.norms))
+        if spec.temperature is not None and self.factors is not None:
+            program.append(ScaleQueries("qkv", "qkv", attention, self.factors, spec.temperature.period))
+        program.append(Write("qkv", "qkv", attention, self.scales))
+        program.append(Attend("qkv", "attended", attention, self.sinks, self.bias, self.scales))
+        return "attended"
 
-    def _append_norms(self, program: NativeProgram, register: Register) -> None:
-        first = 0
-        for norm, num_heads in zip(self.norms or (), (self.shape.num_heads, self.shape.num_kv_heads), strict=False):
-            if isinstance(norm, ProjectionNorm):
-                norm.append_to(program, register, first)
-            else:
-                program.norm_heads(norm, register, first, num_heads)
-            first += num_heads * self.shape.head_dim
+    def _norm_heads(self, norms: tuple[QkNorm, QkNorm]) -> NormHeads:
+        shape = self.attention.shape
+        return NormHeads("qkv", "qkv", norms, (shape.num_heads, shape.num_kv_heads), shape.head_dim, self.fused_norms)
 
     @property
-    def _norms_follow_rope(self) -> bool:
+    def norms_follow_rope(self) -> bool:
         return self.spec.qk_norm is not None and self.spec.qk_norm.is_after_rope
-
-    def _rotation(self, step: StepContext) -> Rotation | None:
-        if self.rope is None or self.spec.rope is None:
-            return None
-        return Rotation(*self.rope, step.batch.positions, self.spec.rope.interleaved)
-
-    def _transform_apart(
-        self, queries: Tensor, keys: Tensor, rotation: Rotation | None
-    ) -> tuple[Tensor, Tensor, Rotation | None]:
-        """Queries and keys, normed and rotated by operators of their own; the rotation if it is left to the
-        attention."""
-        norms = self.norms
-        if norms is not None and not self._norms_follow_rope:
-            queries, keys = norms[0](queries), norms[1](keys)
-        if rotation is not None and (self._norms_follow_rope or not self.attention.transforms):
-            tables = rotation.cos, rotation.sin, rotation.positions
-            self.ops.rotate(queries, keys, *tables, interleaved=rotation.is_interleaved)
-            rotation = None
-        if norms is not None and self._norms_follow_rope:
-            queries, keys = norms[0](queries), norms[1](keys)
-        return queries, keys, rotation

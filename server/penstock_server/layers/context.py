@@ -57,7 +57,7 @@ class BuildContext:
         return None if self.adapter_sites is None else self.adapter_sites.add(*names, order=order)
 
     def adapted(self, linear: Linear, site: int | None) -> Linear:
-        """The layer with what adapters add to it at this site, if layers that run one by one can have adapters."""
+        """The layer with what adapters add to it at this site, if interpreted programs can have adapters."""
         low_rank = self.sum_at(None if site is None else range(site, site + 1))
         return linear if low_rank is None else AdaptedLinear(linear, low_rank)
 
@@ -70,7 +70,7 @@ class BuildContext:
         return self.adapter_sites.add_natively(site, self.ops) if isinstance(self.ops, NativeOps) else None
 
     def sum_at(self, sites: range | None) -> LowRankSum | None:
-        """What adapters add to layers that run one by one, a site each. None: nothing, or a native stack adds it."""
+        """What adapters add to layers of an interpreted program, a site each. None: nothing, or native stacks do."""
         if self.adapter_sites is None or sites is None or not self.ops.adds_adapters:
             return None
         return self.adapter_sites.sum_at(sites, self.loader.device)

@@ -14,6 +14,7 @@ from penstock_server.layers.attention import AttentionBlock, AttentionSpec
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.linear import Linear
+from penstock_server.layers.operation import Attend, Multiply, NormHeads, Program, Register
 from penstock_server.layers.qk_norm import QkNorm, load_qk_norms
 from penstock_server.layers.row_parallel import RowParallelLinear
 from penstock_server.layers.step import StepContext
@@ -77,13 +78,10 @@ class CrossAttentionBlock:
         keys, values = kv.chunk(2, dim=1)
         self.attention.write_kv(cache, keys, values, slots)
 
-    def attend(self, x: Tensor, cache: Tensor, step: StepContext) -> Tensor:
-        """x [answer tokens, hidden] → [answer tokens, heads on this rank * head_dim]"""
-        queries = self.queries(x, step).view(x.shape[0], self.shape.num_heads, self.shape.head_dim)
+    def append_to(self, program: Program, source: Register) -> Register:
+        """Appends the attention of the rows in the source. Returns where the result is."""
+        program.append(Multiply(source, "qkv", self.queries))
         if self.norms is not None:
-            queries = self.norms[0](queries)
-        return self.attention.attend(queries, cache, step.metadata[self.attention.name]).reshape(x.shape[0], -1)
-
-    def project(self, attended: Tensor, step: StepContext) -> Tensor:
-        """[rows, heads on this rank * head_dim] → [rows, hidden], the same on all ranks."""
-        return self.output(attended, step)
+            program.append(NormHeads("qkv", "qkv", self.norms[:1], (self.shape.num_heads,), self.shape.head_dim))
+        program.append(Attend("qkv", "attended", self.attention))
+        return "attended"

@@ -14,26 +14,22 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from penstock_server.attention.fp8 import KvScales
-from penstock_server.attention.interface import Attention, AttentionShape, LatentQueries, Latents
+from penstock_server.attention.interface import Attention, AttentionShape
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.ops import HeadProduct, Ops, PackedNorm
-from penstock_server.kernels.torch_ops import TorchNorm
-from penstock_server.layers.adapter import add_adapters
 from penstock_server.layers.context import BuildContext
+from penstock_server.layers.head_linear import HeadLinear
 from penstock_server.layers.layout import WeightLayout
-from penstock_server.layers.linear import DenseWeights, Linear
-from penstock_server.layers.native_stack import NativeProgram, NotNativeError, Register, padded_head_dim
+from penstock_server.layers.linear import Linear
 from penstock_server.layers.norm import NormSpec, load_norm
+from penstock_server.layers.operation import AttendLatents, LatentOperands, Multiply, NormLatents, Program, Register
 from penstock_server.layers.rope import RopeSpec
 from penstock_server.layers.row_parallel import RowParallelLinear
 from penstock_server.layers.shard import Shard
-from penstock_server.layers.step import StepContext
 from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.loader import Parameter
 
 if TYPE_CHECKING:
-    from penstock_server.kernels.triton_low_rank import LowRankSum
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,53 +85,20 @@ class LatentAttentionSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadLinear:
-    """A matrix per head."""
-
-    linears: list[Linear]  # one per head, unless there is a product
-    product: HeadProduct | None  # with the matrices of all heads
-    sites: range | None = None  # of adapters, one for each head
-    sum: LowRankSum | None = None  # what adapters add at these sites, where layers run one by one
-
-    @classmethod
-    def pack(cls, weight: Tensor, sites: range | None, context: BuildContext) -> HeadLinear:
-        """weight [heads, out, in]"""
-        ops, low_rank = context.ops, context.sum_at(sites)
-        product = ops.pack_heads(weight)
-        if product is None:
-            return cls([DenseWeights(head.contiguous()).pack(ops) for head in weight], None, sites, low_rank)
-        return cls([], product, sites, low_rank)
-
-    def __call__(self, x: Tensor, out: Tensor, step: StepContext) -> None:
-        """[rows, heads, in] → out [rows, heads, out]"""
-        if self.product is not None:
-            self.product(x, out)
-        for head, linear in enumerate(self.linears):
-            out[:, head] = linear(x[:, head], step)
-        if self.sum is not None:
-            add_adapters(self.sum, x, out, step)
-
-
-@dataclass(frozen=True, slots=True)
 class LatentAttentionBlock:
-    """Has the three steps of `AttentionBlock`: `store`, `attend`, `project`."""
+    """Implements `AttentionPart`."""
 
     spec: LatentAttentionSpec
     # From hidden to what all heads share: the latent of the queries if there is one, the latent, the rotated key part.
     down: Linear
-    q_norm: PackedNorm | None  # of q_lora_rank elements
     queries: Linear  # to the unrotated parts of all heads on this rank, then their rotated parts
-    kv_norm: PackedNorm  # of kv_lora_rank elements
-    absorb: HeadLinear  # [rows, heads, qk_nope_head_dim] → [rows, heads, kv_lora_rank]
-    unfold: HeadLinear  # [rows, heads, kv_lora_rank] → [rows, heads, v_head_dim]
+    latents: LatentOperands
     output: RowParallelLinear
     sites: tuple[int | None, int | None]  # of adapters: of `down` and of `queries`
-    shape: AttentionShape
-    ops: Ops
-    attention: Attention
-    cos: Tensor  # [max positions, qk_rope_head_dim / 2] float32
-    sin: Tensor
-    scales: KvScales | None
+
+    @property
+    def attention(self) -> Attention:
+        return self.latents.attention
 
     @staticmethod
     def parameters(spec: LatentAttentionSpec, prefix: str, layout: WeightLayout) -> dict[str, Parameter]:
@@ -188,111 +151,35 @@ class LatentAttentionBlock:
             key_sites, value_sites = context.adapter_sites.add_heads(
                 f"{prefix}.kv_b", shape.num_heads, spec.qk_nope_head_dim
             )
-        return cls(
-            spec=spec,
-            down=context.adapted(down.reorder(down_order).pack(ops), sites[0]),
+        latents = LatentOperands(
+            attention=context.attention.for_shape(shape),
+            query_dim=spec.q_lora_rank or 0,
+            plain_dim=spec.qk_nope_head_dim,
             q_norm=load_norm(loader, ops, f"{prefix}.q_norm", norm) if has_query_latent else None,
-            queries=context.adapted(queries.reorder(query_order).pack(ops), sites[1]),
             kv_norm=load_norm(loader, ops, f"{prefix}.kv_norm", norm),
             absorb=HeadLinear.pack(keys.transpose(1, 2), key_sites, context),
             unfold=HeadLinear.pack(values, value_sites, context),
-            output=RowParallelLinear.load(f"{prefix}.output", heads.widths(spec.v_head_dim), context),
-            sites=sites,
-            shape=shape,
-            ops=ops,
-            attention=context.attention.for_shape(shape),
             cos=cos,
             sin=sin,
             scales=context.kv_scales(f"{prefix}.kv_a", f"{prefix}.kv_a"),
         )
-
-    def store(self, x: Tensor, cache: Tensor, step: StepContext) -> Tensor | LatentQueries:
-        """x [tokens, hidden]: writes its latents to the cache, and returns the queries for `attend`."""
-        spec, heads = self.spec, self.shape.num_heads
-        down = self.down(x, step)
-        latents = self._latents(down, step)
-        if latents is not None and self.attention.latent is not None:
-            normed = self.attention.latent.write_latents(cache, latents, step.batch.slots, self.scales)
-            plain, rotary = self._queries(x if normed is None else normed, step)
-            absorbed = x.new_empty((x.shape[0], heads, spec.kv_lora_rank))
-            self.absorb(plain, absorbed, step)
-            return LatentQueries(absorbed, rotary, self.cos, self.sin)
-        *q_latent, latent, rotated_key = down.split(
-            [*([spec.q_lora_rank] if spec.q_lora_rank else []), spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1
+        return cls(
+            spec=spec,
+            down=context.adapted(down.reorder(down_order).pack(ops), sites[0]),
+            queries=context.adapted(queries.reorder(query_order).pack(ops), sites[1]),
+            latents=latents,
+            output=RowParallelLinear.load(f"{prefix}.output", heads.widths(spec.v_head_dim), context),
+            sites=sites,
         )
-        plain, rotated = self._queries(x if self.q_norm is None else self.q_norm(q_latent[0]), step)
-        rotated_key = rotated_key[:, None]
-        self.ops.rotate(rotated, rotated_key, self.cos, self.sin, step.batch.positions)
-        queries = x.new_empty((x.shape[0], heads, spec.key_dim))
-        self.absorb(plain, queries[..., : spec.kv_lora_rank], step)
-        queries[..., spec.kv_lora_rank :] = rotated
-        keys = torch.cat([self.kv_norm(latent)[:, None], rotated_key], dim=-1)
-        values = keys[..., : spec.kv_lora_rank]
-        self.attention.write_kv(cache, keys, values, step.batch.slots, scales=self.scales)
-        return queries
 
-    def attend(self, queries: Tensor | LatentQueries, cache: Tensor, step: StepContext) -> Tensor:
-        """What `store` returned → [tokens, heads on this rank * v_head_dim]"""
-        metadata = step.metadata[self.attention.name]
-        if isinstance(queries, LatentQueries):
-            assert self.attention.latent is not None
-            attended = self.attention.latent.attend_latents(queries, cache, metadata, self.scales)
-        else:
-            attended = self.attention.attend(queries, cache, metadata, scales=self.scales)
-        values = attended.new_empty((*attended.shape[:2], self.spec.v_head_dim))
-        self.unfold(attended, values, step)
-        return values.flatten(1)
-
-    def append_to(self, program: NativeProgram, source: Register) -> Register:
-        """Appends `store` and `attend` of the input in `source` to a native stack. Returns where the result is."""
-        spec, heads = self.spec, self.shape.num_heads
-        if padded_head_dim(self.attention) != self.shape.head_dim:
-            raise NotNativeError(f"latent attention heads of {self.shape.head_dim} elements, which are padded")
-        query_rank, rank, key_dim = spec.q_lora_rank or 0, spec.kv_lora_rank, spec.key_dim
-        of_down, of_queries = self.sites
-        program.linear(self.down, source, "latents")
-        program.adapt(of_down, source, "latents")
-        if self.q_norm is not None:
-            program.reserve("query_latent", query_rank)
-            program.copy("latents", (0, query_rank), "query_latent", (0, query_rank), query_rank)
-            program.norm(self.q_norm, "query_latent", "query_latent")
-        query_source: Register = source if self.q_norm is None else "query_latent"
-        program.linear(self.queries, query_source, "queries")
-        program.adapt(of_queries, query_source, "queries")
-        # The queries of all heads, then the key: each a latent, then a rotated part.
-        program.reserve("qkv", (heads + 1) * key_dim)
-        program.heads(self.absorb.linears, "queries", "qkv", key_dim)
-        program.adapt_heads(self.absorb.sites, "queries", "qkv", spec.qk_nope_head_dim, key_dim)
-        rotated = heads * spec.qk_nope_head_dim, spec.qk_rope_head_dim
-        program.copy("queries", rotated, "qkv", (rank, key_dim), spec.qk_rope_head_dim, heads)
-        program.copy("latents", (query_rank, key_dim), "qkv", (heads * key_dim, key_dim), key_dim)
-        program.norm_heads(self.kv_norm, "qkv", heads * key_dim, 1)
-        program.rotate(self.attention, (self.cos, self.sin), interleaved=False)
-        program.write(self.attention, self.scales)
-        program.attend()
-        program.reserve("values", heads * spec.v_head_dim)
-        program.heads(self.unfold.linears, "attended", "values", spec.v_head_dim)
-        program.adapt_heads(self.unfold.sites, "attended", "values", rank, spec.v_head_dim)
+    def append_to(self, program: Program, source: Register) -> Register:
+        """Appends all that comes before the output projection, given the block's input. Returns where the result is."""
+        has_query_latent = self.latents.q_norm is not None
+        program.append(Multiply(source, "latents", self.down, self.sites[0]))
+        program.append(NormLatents("latents", "query_latent", self.latents))
+        program.append(Multiply("query_latent" if has_query_latent else source, "queries", self.queries, self.sites[1]))
+        program.append(AttendLatents("queries", "values", self.latents))
         return "values"
-
-    def _queries(self, x: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
-        """The plain parts [tokens, heads, qk_nope_head_dim] and those to be rotated [tokens, heads,
-        qk_rope_head_dim]."""
-        heads, spec = self.shape.num_heads, self.spec
-        plain, rotated = self.queries(x, step).split([heads * spec.qk_nope_head_dim, heads * spec.qk_rope_head_dim], -1)
-        return plain.unflatten(-1, (heads, -1)), rotated.unflatten(-1, (heads, -1))
-
-    def _latents(self, down: Tensor, step: StepContext) -> Latents | None:
-        """None: the norms have operators of their own."""
-        query, latent = self.q_norm, self.kv_norm
-        if not isinstance(latent, TorchNorm):
-            return None
-        weight = query.weight if isinstance(query, TorchNorm) else None
-        return Latents(down, weight, latent.weight, latent.variant.eps, self.cos, self.sin, step.batch.positions)
-
-    def project(self, attended: Tensor, step: StepContext) -> Tensor:
-        """[rows, heads on this rank * v_head_dim] → [rows, hidden], the same on all ranks."""
-        return self.output(attended, step)
 
 
 def _down_order(spec: LatentAttentionSpec, device: torch.device) -> Tensor:

@@ -25,6 +25,9 @@ class Linear(Protocol):
     """A loaded linear layer, packed for its device."""
 
     @property
+    def in_features(self) -> int: ...
+
+    @property
     def out_features(self) -> int: ...
 
     @property
@@ -102,6 +105,10 @@ class DenseLinear:
     packed: PackedLinear
 
     @property
+    def in_features(self) -> int:
+        return self.packed.in_features
+
+    @property
     def out_features(self) -> int:
         return self.packed.out_features
 
@@ -119,6 +126,10 @@ class OrderedLinear:
 
     linear: Linear
     order: Tensor  # [in_features] int64
+
+    @property
+    def in_features(self) -> int:
+        return self.linear.in_features
 
     @property
     def out_features(self) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from penstock_server.kernels.activation import ACTIVATIONS, Xielu
@@ -14,7 +15,7 @@ from penstock_server.kernels.ops import Elementwise
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.linear import Linear
-from penstock_server.layers.native_stack import NativeProgram, Register
+from penstock_server.layers.operation import Activate, Convert, Multiply, Program, Register
 from penstock_server.layers.row_parallel import RowParallelLinear
 from penstock_server.layers.step import StepContext
 from penstock_server.weights.checkpoint import Part
@@ -64,6 +65,8 @@ class Mlp:
     down: RowParallelLinear
     site: int | None  # of `inner`
     gate: Elementwise | None  # gate and up → `inner`'s result, if it is one operator and adapters change its product
+    is_gated: bool
+    dtype: torch.dtype  # of the input
 
     @staticmethod
     def parameters(spec: MlpSpec, prefix: str, layout: WeightLayout) -> dict[str, Parameter]:
@@ -85,25 +88,19 @@ class Mlp:
         site = context.site(*(f"{prefix}.{name}" for name in spec.inner_names))
         inner = _load_inner(spec, prefix, context, site)
         gate = None if site is None or not spec.is_swiglu else context.ops.gated(ACTIVATIONS["silu"])
-        return cls(inner, RowParallelLinear.load(f"{prefix}.down", widths, context), site, gate)
+        down = RowParallelLinear.load(f"{prefix}.down", widths, context)
+        return cls(inner, down, site, gate, spec.gated, context.loader.dtype)
 
-    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
-        """[rows, hidden] → the same, on all ranks."""
-        return self.down(self.inner(x, step).to(self.down.dtype), step)
-
-    def append_to(self, program: NativeProgram, source: Register, target: Register, *, adds: bool = False) -> None:
-        """Appends the MLP to a native stack. adds: to what is in the target."""
+    def append_to(self, program: Program, source: Register, target: Register) -> None:
+        """Appends [rows, hidden] → the same, on all ranks."""
         if isinstance(self.inner, ActivatedLinear):
-            program.linear(self.inner.linear, source, "inner")
-            program.adapt(self.site, source, "inner")
-            program.activate(self.inner.activation, "inner", "activated")
-        elif program.adapts and self.gate is not None:
-            program.linear(self.inner, source, "inner", apart=True)
-            program.adapt(self.site, source, "inner")
-            program.activate(self.gate, "inner", "activated")
+            program.append(Multiply(source, "inner", self.inner.linear, self.site))
+            program.append(Activate("inner", "activated", self.inner.activation, self.is_gated))
         else:
-            program.linear(self.inner, source, "activated")
-        self.down.append_to(program, "activated", target, adds=adds)
+            program.append(Multiply(source, "activated", self.inner, self.site, self.gate))
+        if self.down.dtype != self.dtype:
+            program.append(Convert("activated", "activated", self.down.dtype))
+        self.down.append_to(program, "activated", target)
 
 
 def _load_inner(spec: MlpSpec, prefix: str, context: BuildContext, site: int | None) -> Linear | ActivatedLinear:

@@ -12,7 +12,6 @@ from penstock_server.attention.interface import HeadNorms
 from penstock_server.kernels.ops import PackedNorm
 from penstock_server.kernels.torch_ops import TorchNorm
 from penstock_server.layers.context import BuildContext
-from penstock_server.layers.native_stack import NativeProgram, Register
 from penstock_server.layers.norm import NormSpec, load_norm, norm_parameters
 from penstock_server.layers.shard import HeadSplit, Shard
 from penstock_server.parallel import RankGroup
@@ -62,25 +61,6 @@ class ProjectionNorm:
         if self.columns is not None:
             gathered = gathered.index_select(1, self.columns)
         return self.norm(gathered)[:, self.mine].reshape(x.shape)
-
-    def append_to(self, program: NativeProgram, register: Register, first: int) -> None:
-        """Appends the norm of the columns of a register from `first` on to a native stack."""
-        if self.group.size == 1:
-            program.norm_heads(self.norm, register, first, 1)
-            return
-        width = self.widths[self.group.rank]
-        program.reserve("part", width)
-        program.copy(register, (first, 0), "part", (0, 0), width)
-        program.gather(self.group, self.widths, "part", "gathered")
-        source: Register = "gathered"
-        if self.columns is not None:
-            source, start = "queries", 0
-            program.reserve(source, len(self.columns))
-            for columns in self.unique:
-                program.copy("gathered", (columns.start, 0), source, (start, 0), len(columns))
-                start += len(columns)
-        program.norm(self.norm, source, source)
-        program.copy(source, (self.mine.start, 0), register, (first, 0), width)
 
 
 QkNorm = PackedNorm | ProjectionNorm

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -20,13 +20,15 @@ class StepContext:
     metadata: Mapping[str, Any]  # by the name of an attention implementation: what it prepared for the batch
     rows: Tensor | None = None  # [rows of the input] int64 rows of the batch; None: all of them in order
     adapters: StepAdapters | None = None  # of the rows of the input; None: no row has one
+    seen: StepContext | None = None  # of the rows that attend to images, as of `CrossAttentionImages.batch`
 
     @classmethod
     def of(cls, batch: StepBatch, attention: ModelAttention) -> StepContext:
         """The context of a step's first layer."""
-        return cls(batch, attention.prepare(batch), adapters=batch.adapters)
+        seen = None if batch.seen is None else cls.of(batch.seen.batch, attention)
+        return cls(batch, attention.prepare(batch), adapters=batch.adapters, seen=seen)
 
     def select(self, rows: Tensor) -> StepContext:
         """The context of an input that consists of these rows [rows] int64 of this context's input."""
         adapters = None if self.adapters is None else self.adapters.select(rows)
-        return StepContext(self.batch, self.metadata, rows if self.rows is None else self.rows[rows], adapters)
+        return replace(self, rows=rows if self.rows is None else self.rows[rows], adapters=adapters)

@@ -36,7 +36,7 @@ class Adapters:
 
     @classmethod
     def on_device(cls, sites: AdapterSites, dtype: torch.dtype, device: torch.device) -> Adapters:
-        """For layers that run one by one on a GPU."""
+        """For programs that are interpreted on a GPU."""
         from penstock_server.kernels.triton_low_rank import TILE_RANKS, WORKSPACE_BYTES
 
         padded_rank = -(-sites.max_rank // TILE_RANKS) * TILE_RANKS

@@ -4,10 +4,9 @@ one. Everything that differs between architectures is in the `ModelSpec`."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise, starmap
 from typing import Protocol
 
 import torch
@@ -21,16 +20,18 @@ from penstock_server.kernels.ops import Lookup
 from penstock_server.layers.adapter import AdapterSites
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.embedding import Embedding
+from penstock_server.layers.executor import NativeExecutor, executor_of
 from penstock_server.layers.linear import DenseWeights
-from penstock_server.layers.native_stack import NativeProgram, NativeStack, NotNativeError
+from penstock_server.layers.native_compiler import NotNativeError
 from penstock_server.layers.norm import load_norm
+from penstock_server.layers.operation import Program, Visit
 from penstock_server.layers.rope import limit_tables
 from penstock_server.layers.step import StepContext
 from penstock_server.layers.vocabulary import VocabularyHead, soft_cap
 from penstock_server.models.adapter import Adapters, refusal
 from penstock_server.models.encoder import Encoder
 from penstock_server.models.image_layer import ImageLayer
-from penstock_server.models.layer import Layer, ResidualStream
+from penstock_server.models.layer import Layer
 from penstock_server.models.mtp import MtpLayer
 from penstock_server.models.pooler import Pooler
 from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec
@@ -108,13 +109,9 @@ class Decoder:
         }
         self.image_caches: dict[int, Tensor] = {}
         self.image_token = context.loader.read_if_there("image_token.weight")
-        self.stack = NativeStack.of(self._append_layers, spec.hidden_size, context.ops)
-        self._adapted_stack: NativeStack | None = None
-        # The same, cut behind each layer that adds features of images, and before each that attends to them.
-        self._adapted_pieces: list[tuple[range, NativeStack]] = []
         self.adapters: Adapters | None = None
         self.images: ImageEncoder | None = None
-        self.observer: Observer | None = None  # while there is one, layers run one by one, with the same bits
+        self.observer: Observer | None = None
         self.mtp = None if spec.mtp is None else MtpLayer(spec.mtp, spec.mtp_prefix, context)
         self.output_pool: Tensor | None = None  # [slots, hidden] gets the outputs of all tokens
         context.loader.finish()
@@ -133,6 +130,7 @@ class Decoder:
         self._ropes = context.ropes
         self._group = context.shard.group
         self._ops = context.ops
+        self.executor = executor_of(self._program(), context.ops, "layers")
 
     def accept_adapters(self, sites: AdapterSites) -> None:
         """Lets sequences have adapters. Raises ConfigError if this model's layers cannot have any."""
@@ -141,25 +139,19 @@ class Decoder:
         if self._ops.adds_adapters:
             self.adapters = Adapters.on_device(sites, self.dtype, self._device)
         elif isinstance(self._ops, NativeOps):
-            self._write_adapted_stacks(sites, self._ops)
+            try:
+                self.executor = NativeExecutor(self._program(), self._ops.build, adapts=True)
+            except NotNativeError as reason:
+                raise refusal(f"native kernels have no {reason}", sites.own) from reason
             self.adapters = Adapters.native(sites, self._ops.build)
         else:
             raise refusal(f"{self._ops.name} operators have no kernel for them", sites.own)
         self.weight_bytes += self.adapters.own_bytes
 
-    def _write_adapted_stacks(self, sites: AdapterSites, ops: NativeOps) -> None:
-        hidden_size, build = self.spec.hidden_size, ops.build
-        try:
-            # Steps without adapters run the other stack: its layers have fewer operations, and rows the same bits.
-            self._adapted_stack = NativeStack.written_by(self._append_layers, hidden_size, build, adapts=True)
-            cuts = {0, self.num_layers, *range(self.spec.num_featured_layers + 1), *self.image_layers}
-            if len(cuts) > 2:
-                self._adapted_pieces = [
-                    (cut, NativeStack.written_by(partial(self._append_piece, cut), hidden_size, build, adapts=True))
-                    for cut in starmap(range, pairwise(sorted(cuts)))
-                ]
-        except NotNativeError as reason:
-            raise refusal(f"its layers run one by one ({reason})", sites.own) from reason
+    def observe(self, observer: Observer) -> None:
+        """Shows the inputs of layers to the observer from now on."""
+        self.observer = observer
+        self.executor = executor_of(self._program(), self._ops, "")
 
     def read_images(self, images: ImageEncoder) -> None:
         """Lets sequences have images."""
@@ -205,13 +197,7 @@ class Decoder:
         sample.num_layers = len(indices)
         sample.layers = [self.layers[index] for index in indices]
         sample.caches = [self.caches[index] for index in indices]
-        if self.stack is not None:
-            sample.stack = NativeStack.written_by(sample._append_layers, self.spec.hidden_size, self.stack.build)
-        if self._adapted_stack is not None:
-            build = self._adapted_stack.build
-            sample._adapted_stack = NativeStack.written_by(
-                sample._append_layers, self.spec.hidden_size, build, adapts=True
-            )
+        sample.executor = executor_of(sample._program(), self._ops, "")
         return sample
 
     def serve_up_to(self, max_sequence_tokens: int) -> None:
@@ -238,15 +224,13 @@ class Decoder:
         stage = self._group.stage
         step = StepContext.of(batch, self.attention)
         residual = self._received(batch) if self.embedding is None else self.embedding(step)
-        features: Sequence[Tensor] = ()  # that image tokens get after the first layers
         if batch.image_places is not None and batch.image_embeddings is not None:
-            embeddings, *features = batch.image_embeddings.split(self.spec.hidden_size, dim=1)
-            residual[batch.image_places] = embeddings
+            residual[batch.image_places] = batch.image_embeddings[:, : self.spec.hidden_size]
         if self.output_pool is None and stage.is_last:
-            x = self._outputs(residual, batch, step, features)
+            x = self._run_layers(residual, step)
         else:
-            whole = replace(batch, sample_rows=torch.arange(len(residual), device=residual.device))
-            x = self._outputs(residual, whole, replace(step, batch=whole), features)
+            every_row = torch.arange(len(residual), device=residual.device)
+            x = self._run_layers(residual, replace(step, batch=replace(batch, sample_rows=every_row)))
             if not stage.is_last:
                 stage.send(x)
                 return x
@@ -260,58 +244,42 @@ class Decoder:
         shape = (len(batch.token_ids), self.spec.hidden_size)
         return self._group.stage.receive(torch.empty(shape, dtype=self.dtype, device=self._device))
 
-    def _outputs(self, residual: Tensor, batch: StepBatch, step: StepContext, features: Sequence[Tensor]) -> Tensor:
+    def _run_layers(self, residual: Tensor, step: StepContext) -> Tensor:
         """The normed residual of the sampled rows [samples, hidden]; before the last stage, not normed. residual: the
-        input of the first layer [tokens, hidden], overwritten. features: what image tokens get after the first layers
-        [image tokens, hidden]."""
-        reads_images = bool(features) or batch.seen is not None
-        if batch.adapters is not None and self._adapted_stack is not None:
-            if reads_images:
-                return self._adapted_outputs(residual, step, features)
-            return self._adapted_stack.run(residual, self.caches, step, batch.adapters)
-        if self.stack is not None and self.observer is None and not reads_images:
-            return self.stack.run(residual, self.caches, step)
-        stream = ResidualStream(residual, self._ops)
-        selects_rows = batch.sample_rows.shape[0] < residual.shape[0]
-        attend = self._attend_to_images(batch)
-        for index, (layer, cache) in enumerate(zip(self.layers, self.caches, strict=True)):
+        input of the first layer [tokens, hidden], overwritten."""
+        images = step.batch.image_embeddings
+        has_features = images is not None and images.shape[1] > self.spec.hidden_size
+        visits = self.observer is not None or step.seen is not None or has_features
+        return self.executor.run(residual, self.caches, step, visits=visits)
+
+    def _program(self) -> Program:
+        """Layers and final norm, and what else reads and changes the residual between them."""
+        program = Program(self.spec.hidden_size)
+        for index, layer in enumerate(self.layers):
             if self.observer is not None and index in self.observer.layers:
-                self.observer.see(index, stream.enter(None), batch.slots)
-            if attend is not None and index in self.image_layers:
-                stream.residual = stream.enter(None)
-                attend(index, stream.residual)
+                program.append(Visit("residual", "residual", partial(self._show_to_observer, index)))
+            if index in self.image_layers:
+                program.append(Visit("residual", "residual", partial(self._attend_to_images, index)))
             is_last = index + 1 == self.num_layers
-            layer.run(stream, cache, step, batch.sample_rows if is_last and selects_rows else None)
-            if index < len(features):
-                stream.residual = stream.enter(None)
-                stream.residual[batch.image_places] += features[index]
-        return stream.enter(self.norm)
+            layer.append_to(program, is_last=is_last)
+            if index < self.spec.num_featured_layers and not is_last:
+                program.append(Visit("residual", "residual", partial(self._add_features, index)))
+        program.output(self.norm)
+        return program
 
-    def _adapted_outputs(self, residual: Tensor, step: StepContext, features: Sequence[Tensor]) -> Tensor:
-        """As `_outputs`, of rows with adapters in native stacks, between which image tokens get their features, and
-        rows attend to images."""
-        batch, attend = step.batch, self._attend_to_images(step.batch)
-        whole = replace(step, batch=replace(batch, sample_rows=torch.arange(len(residual))))
-        for cut, piece in self._adapted_pieces:
-            if attend is not None and cut.start in self.image_layers:
-                attend(cut.start, residual)
-            context = step if cut.stop == self.num_layers else whole
-            residual = piece.run(residual, self.caches[cut.start : cut.stop], context, batch.adapters)
-            if cut.stop <= len(features):
-                residual[batch.image_places] += features[cut.stop - 1]
-        return residual
+    def _show_to_observer(self, index: int, residual: Tensor, step: StepContext) -> None:
+        assert self.observer is not None
+        self.observer.see(index, residual, step.batch.slots)
 
-    def _attend_to_images(self, batch: StepBatch) -> Callable[[int, Tensor], None] | None:
-        """Runs the image layer in front of a layer, given by its index, on the residual [tokens, hidden] in place.
-        None: no token sees an image."""
-        if batch.seen is None:
-            return None
-        seen, step = batch.seen, StepContext.of(batch.seen.batch, self.attention)
+    def _attend_to_images(self, index: int, residual: Tensor, step: StepContext) -> None:
+        if step.batch.seen is not None and step.seen is not None:
+            self.image_layers[index].run(index, residual, self.image_caches[index], step.batch.seen, step.seen)
 
-        def attend(index: int, residual: Tensor) -> None:
-            self.image_layers[index].run(index, residual, self.image_caches[index], seen, step)
-
-        return attend
+    def _add_features(self, index: int, residual: Tensor, step: StepContext) -> None:
+        """Adds what image tokens get behind this layer."""
+        images, first = step.batch.image_embeddings, (index + 1) * self.spec.hidden_size
+        if images is not None and images.shape[1] > first:
+            residual[step.batch.image_places] += images[:, first : first + self.spec.hidden_size]
 
     def _project_images(self, states: Tensor) -> dict[int, Tensor]:
         """As `ImageKvPool.project`."""
@@ -330,19 +298,6 @@ class Decoder:
         positions = batch.positions.clone()
         positions[batch.image_places] = torch.arange(first, first + num_tokens, device=device)
         return replace(batch, positions=positions)
-
-    def _append_layers(self, program: NativeProgram) -> None:
-        """Appends layers and final norm to a native stack."""
-        self._append_piece(range(self.num_layers), program)
-
-    def _append_piece(self, layers: range, program: NativeProgram) -> None:
-        """Appends adjacent layers. The last layer of the model is followed by the final norm."""
-        for index in layers:
-            self.layers[index].append_to(program, is_last=index + 1 == self.num_layers)
-        is_end = layers.stop == self.num_layers
-        if not is_end:
-            program.select(["residual"])
-        program.output(self.norm if is_end else None, self.spec.hidden_size)
 
 
 def _widest(window: int, group: RankGroup) -> int:

@@ -15,10 +15,11 @@ from torch import Tensor
 from penstock_server.kernels.ops import Lookup
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.embedding import Embedding
-from penstock_server.layers.native_stack import NativeProgram, NativeStack
+from penstock_server.layers.executor import executor_of
 from penstock_server.layers.norm import load_norm
+from penstock_server.layers.operation import Program
 from penstock_server.layers.step import StepContext
-from penstock_server.models.layer import Layer, ResidualStream
+from penstock_server.models.layer import Layer
 from penstock_server.models.spec import EncoderSpec
 
 
@@ -28,10 +29,14 @@ class Encoder:
     def __init__(self, spec: EncoderSpec, lookup: Lookup, context: BuildContext) -> None:
         self.embedding = Embedding.load(spec.embedding, lookup, context)
         self.layers = [Layer.load(layer, f"encoder.layers.{index}", context) for index, layer in enumerate(spec.layers)]
-        self.norm, self._ops, self._hidden_size = None, context.ops, context.shard.hidden_size
+        norm = None
         if spec.final_norm is not None:
-            self.norm = load_norm(context.loader, context.ops, "encoder.norm", spec.final_norm)
-        self.stack = NativeStack.of(self._append_layers, self._hidden_size, context.ops, "encoder layers")
+            norm = load_norm(context.loader, context.ops, "encoder.norm", spec.final_norm)
+        program = Program(context.shard.hidden_size)
+        for layer in self.layers:
+            layer.append_to(program, is_last=layer is self.layers[-1])
+        program.output(norm)
+        self.executor = executor_of(program, context.ops, "encoder layers")
 
     def read(self, sources: StepContext, layers: list[Layer], caches: list[Tensor]) -> None:
         """Encodes the sources, and writes their keys and values to the caches of these decoder layers."""
@@ -43,16 +48,6 @@ class Encoder:
     def _states(self, sources: StepContext, cache: Tensor) -> Tensor:
         """The encoder's output [tokens, hidden] of the sources."""
         residual = self.embedding(sources)
-        if self.stack is not None:
-            every_row = torch.arange(len(residual), device=residual.device)
-            step = StepContext(replace(sources.batch, sample_rows=every_row), sources.metadata)
-            return self.stack.run(residual, [cache] * len(self.layers), step)
-        stream = ResidualStream(residual, self._ops)
-        for layer in self.layers:
-            layer.run(stream, cache, sources, None)
-        return stream.enter(self.norm)
-
-    def _append_layers(self, program: NativeProgram) -> None:
-        for layer in self.layers:
-            layer.append_to(program, is_last=layer is self.layers[-1])
-        program.output(self.norm, self._hidden_size)
+        every_row = torch.arange(len(residual), device=residual.device)
+        step = StepContext(replace(sources.batch, sample_rows=every_row), sources.metadata)
+        return self.executor.run(residual, [cache] * len(self.layers), step)

@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from penstock_server.attention.interface import CrossAttentionImages
-from penstock_server.kernels.ops import PackedNorm
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.cross_attention import CrossAttentionBlock
+from penstock_server.layers.interpreter import Interpreter
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.mlp import Mlp
 from penstock_server.layers.norm import load_norm, norm_parameters
+from penstock_server.layers.operation import Add, Norm, Program
 from penstock_server.layers.step import StepContext
 from penstock_server.models.spec import LayerSpec
 from penstock_server.weights.loader import Parameter
@@ -28,9 +29,7 @@ _PARTS = ("attention", "mlp")
 @dataclass(frozen=True, slots=True)
 class ImageLayer:
     attention: CrossAttentionBlock
-    mlp: Mlp
-    norms: list[PackedNorm]  # in front of attention and MLP
-    gates: list[Tensor]  # [1] factors of what they add
+    interpreter: Interpreter  # of the rows that see images
 
     @staticmethod
     def parameters(spec: LayerSpec, prefix: str, layout: WeightLayout) -> dict[str, Parameter]:
@@ -45,12 +44,19 @@ class ImageLayer:
     def load(cls, spec: LayerSpec, prefix: str, context: BuildContext) -> ImageLayer:
         context = replace(context, adapter_sites=None)
         loader = context.loader
-        return cls(
-            CrossAttentionBlock.load(spec.plain_attention, f"{prefix}.attention", context),
-            Mlp.load(spec.plain_mlp, f"{prefix}.mlp", context),
-            [load_norm(loader, context.ops, f"{prefix}.{part}_norm", spec.norm) for part in _PARTS],
-            [loader.read(f"{prefix}.{part}_gate").tanh() for part in _PARTS],
-        )
+        attention = CrossAttentionBlock.load(spec.plain_attention, f"{prefix}.attention", context)
+        mlp = Mlp.load(spec.plain_mlp, f"{prefix}.mlp", context)
+        norms = [load_norm(loader, context.ops, f"{prefix}.{part}_norm", spec.norm) for part in _PARTS]
+        gates = [float(loader.read(f"{prefix}.{part}_gate").tanh()) for part in _PARTS]
+        program = Program(context.shard.hidden_size)
+        program.append(Norm("residual", "normed", norms[0]))
+        attention.output.append_to(program, attention.append_to(program, "normed"), "projected")
+        program.append(Add("projected", "residual", factor=gates[0]))
+        program.append(Norm("residual", "normed", norms[1]))
+        mlp.append_to(program, "normed", "projected")
+        program.append(Add("projected", "residual", factor=gates[1]))
+        program.output(None)
+        return cls(attention, Interpreter(program, context.ops))
 
     def project_kv(self, states: Tensor) -> Tensor:
         """The keys and values of an image's states [states, hidden], as in `WrittenImage`."""
@@ -64,8 +70,4 @@ class ImageLayer:
             kv = self.project_kv(image.states) if image.kv is None else image.kv[place]
             self.attention.write(kv, cache, seen.slots[first : first + len(kv)])
             first += len(kv)
-        x = residual[seen.rows]
-        attended = self.attention.attend(self.norms[0](x), cache, step)
-        x += self.gates[0] * self.attention.project(attended, step)
-        x += self.gates[1] * self.mlp(self.norms[1](x), step)
-        residual[seen.rows] = x
+        residual[seen.rows] = self.interpreter.run(residual[seen.rows], [cache], step)

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from penstock_server.layers.context import BuildContext
+from penstock_server.layers.executor import executor_of
 from penstock_server.layers.layout import WeightLayout
-from penstock_server.layers.native_stack import NativeProgram, NativeStack
 from penstock_server.layers.norm import load_norm, norm_parameters
+from penstock_server.layers.operation import Program
 from penstock_server.layers.step import StepContext
-from penstock_server.models.layer import Layer, ResidualStream, layer_parameters
+from penstock_server.models.layer import Layer, layer_parameters
 from penstock_server.models.spec import LayerSpec
 from penstock_server.weights.loader import Parameter
 
@@ -37,29 +38,20 @@ class MtpLayer:
 
     def __init__(self, spec: LayerSpec, prefix: str, context: BuildContext) -> None:
         context = replace(context, adapter_sites=None)
-        self._token_norm, self._hidden_norm, self._norm = (
+        self._token_norm, self._hidden_norm, norm = (
             load_norm(context.loader, context.ops, f"{prefix}.mtp.{name}", spec.norm) for name in _NORMS
         )
         self._project = context.linear(f"{prefix}.mtp.project")
-        self._layer = Layer.load(spec, prefix, context)
-        self._ops = context.ops
-        hidden_size = context.shard.hidden_size
-
-        def append(program: NativeProgram) -> None:
-            self._layer.append_to(program, is_last=True)
-            program.output(self._norm, hidden_size)
-
-        self._stack = NativeStack.of(append, hidden_size, context.ops, "multi-token prediction layer")
-        self.attention = self._layer.attention.attention
+        layer = Layer.load(spec, prefix, context)
+        program = Program(context.shard.hidden_size)
+        layer.append_to(program, is_last=True)
+        program.output(norm)
+        self._executor = executor_of(program, context.ops, "multi-token prediction layer")
+        self.attention = layer.attention.attention
 
     def __call__(self, tokens: Tensor, outputs: Tensor, cache: Tensor, step: StepContext) -> Tensor:
         """tokens [tokens, hidden]: the embedding of the token behind each position. outputs [tokens, hidden]: the
         model's there, or this layer's for the position before. Stores keys and values. Returns the normed outputs
         [samples, hidden], as input for the model's head."""
         joined = torch.cat((self._token_norm(tokens), self._hidden_norm(outputs)), dim=1)
-        residual = self._project(joined, step)
-        if self._stack is not None:
-            return self._stack.run(residual, [cache], step)
-        stream = ResidualStream(residual, self._ops)
-        self._layer.run(stream, cache, step, step.batch.sample_rows)
-        return stream.enter(self._norm)
+        return self._executor.run(self._project(joined, step), [cache], step)

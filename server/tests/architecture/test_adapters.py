@@ -16,11 +16,11 @@ import torch
 import transformers
 from cases import CASES, VOCAB, Case
 from model_driver import ModelDriver
-from penstock_server.attention.interface import StepAdapters
 from penstock_server.engine import Engine
 from penstock_server.engine.sequence import SequenceTable, TableLimits
 from penstock_server.errors import ConfigError
-from penstock_server.layers.native_stack import NativeStack
+from penstock_server.layers.executor import NativeExecutor
+from penstock_server.layers.step import StepContext
 from penstock_server.models import load_model
 from penstock_server.models.decoder import Decoder
 from penstock_server.models.interface import LoadOptions
@@ -406,16 +406,16 @@ def test_the_warm_up_runs_the_largest_step_with_adapters(
     served: tuple[Path, Path, Decoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, _, model = served
-    steps, run = [], NativeStack.run
+    steps, run = [], NativeExecutor.run
 
     def seen(
-        stack: NativeStack, residual: Tensor, caches: list, context: Any, adapters: StepAdapters | None = None
+        executor: NativeExecutor, residual: Tensor, caches: list, context: StepContext, *, visits: bool = False
     ) -> Tensor:
-        if adapters is not None:
+        if context.adapters is not None:
             steps.append((len(residual), len(context.batch.sample_rows)))
-        return run(stack, residual, caches, context, adapters)
+        return run(executor, residual, caches, context, visits=visits)
 
-    monkeypatch.setattr(NativeStack, "run", seen)
+    monkeypatch.setattr(NativeExecutor, "run", seen)
     Engine(model, RankGroup(), CPU, BLOCK_TOKENS).warm_up(WarmUpConfig(64, 8, num_blocks=20))
     assert steps == [(64, 8)]
 

@@ -4,16 +4,17 @@ copied at once, and a layer launches few kernels."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 from cases import CASES
 from fake_cuda import Launches, Recorder, fake_cuda, load
 from penstock_server.layers.experts import MixtureOfExperts
+from penstock_server.layers.interpreter import AddAndNorm, Run, TransformAndWrite
 from penstock_server.layers.latent_attention import LatentAttentionBlock
+from penstock_server.layers.operation import Operation, Program, Register
 from penstock_server.models.layer import Layer
 from penstock_server.protocol.plan import Advances, NewSequence, Plan
 from tiny_model import save_case
@@ -54,15 +55,18 @@ def test_steps_are_copied_at_once_and_launch_few_kernels(
         Plan(2, advances=Advances.of([0, 1], [1, 1], [True, True])),
     ]
     with fake_cuda() as launches:
-        engine = load(folder)
         layers = recorded_layers(launches, monkeypatch)
+        engine = load(folder)
         for plan in plans:
             launches.num_uploads = launches.num_downloads = 0
-            layers.clear()
+            for _, attention, mlp in layers:
+                attention.clear()
+                mlp.clear()
             with Recorder(launches):
                 engine.launch(plan)
             assert (launches.num_uploads, launches.num_downloads) == (1, 1)
         engine.close()
+    layers = [each for each in layers if each[1]]  # without those of an encoder, in a step without sources
     assert layers
     for index, (layer, attention, mlp) in enumerate(layers):
         assert mlp.total() == mlp_launches(layer), mlp
@@ -89,23 +93,35 @@ def mlp_launches(layer: Layer) -> int:
 def recorded_layers(
     launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[Layer, Counter[str], Counter[str]]]:
-    """What each layer of a decoder launches from now on, without and in its MLP or experts."""
+    """The layers that are loaded from now on, and what each launches without and in its MLP or experts."""
     found: list[tuple[Layer, Counter[str], Counter[str]]] = []
-    run = Layer.run
+    counters: dict[int, Counter[str]] = {}  # by operation
+    operations = []  # which thereby keep their identity
+    append_layer, apply = Layer.append_to, Run.apply
 
-    def counted(function: Callable[..., Any], counts: Counter[str]) -> Callable[..., Any]:
-        def recorded(*arguments: Any) -> Any:
-            before = launches.kernels.copy()
-            result = function(*arguments)
-            counts.update(launches.kernels - before)
-            return result
+    def append_and_note(layer: Layer, program: Program, *, is_last: bool) -> None:
+        attention, mlp = Counter[str](), Counter[str]()
+        found.append((layer, attention, mlp))
 
-        return recorded
+        def append_mlp(program: Program, source: Register, target: Register) -> None:
+            first = len(program.operations)
+            layer.mlp.append_to(program, source, target)
+            counters.update((id(each), mlp) for each in program.operations[first:])
 
-    def recorded_run(layer: Layer, *arguments: Any) -> None:
-        of_layer, of_mlp = Counter[str](), Counter[str]()
-        counted(run, of_layer)(replace(layer, mlp=counted(layer.mlp, of_mlp)), *arguments)
-        found.append((layer, of_layer - of_mlp, of_mlp))
+        first = len(program.operations)
+        append_layer(replace(layer, mlp=SimpleNamespace(append_to=append_mlp)), program, is_last=is_last)
+        operations.extend(program.operations[first:])
+        for each in program.operations[first:]:
+            counters.setdefault(id(each), attention)
 
-    monkeypatch.setattr(Layer, "run", recorded_run)
+    def counted_apply(run: Run, operation: Operation) -> None:
+        before = launches.kernels.copy()
+        apply(run, operation)
+        written = operation.add if isinstance(operation, AddAndNorm) else operation
+        written = operation.write if isinstance(operation, TransformAndWrite) else written
+        if id(written) in counters:  # not the final norm
+            counters[id(written)].update(launches.kernels - before)
+
+    monkeypatch.setattr(Layer, "append_to", append_and_note)
+    monkeypatch.setattr(Run, "apply", counted_apply)
     return found

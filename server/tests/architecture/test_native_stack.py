@@ -1,5 +1,5 @@
-"""All layers in one native call compute the bits of the layers one by one, for every architecture that they support,
-and the log says why other layers run one by one."""
+"""A program in one native call computes the bits of its operations one after the other, for every architecture that
+native kernels support, and the log names the operation that they lack for others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from cases import CASES, Case
-from model_driver import ModelDriver
+from model_driver import ModelDriver, interpret, is_native
 from penstock_server.models import load_model
 from penstock_server.models.decoder import Decoder
 from penstock_server.models.interface import LoadOptions
@@ -106,9 +106,12 @@ EXPERTS = [
     "qwen2-moe",
     "qwen3-moe",
 ]
-ONE_BY_ONE = {
-    "deepseek-v3": "heads of 20 elements, which are padded",
-    "t5": "cross-attention",
+# Values that differ from the case's, and the operation.
+NOT_NATIVE: dict[str, tuple[dict[str, int], str]] = {
+    "deepseek-v3": ({}, "latent attention with heads of 20 elements, which are padded"),
+    "t5": ({}, "attention with a learned bias"),
+    "bart": ({}, "cross-attention"),
+    "hunyuan": ({"head_dim": 8}, "norm of rotated heads of 8 elements, which are padded"),
 }
 
 
@@ -168,7 +171,7 @@ def test_one_call_computes_the_bits_of_the_layers(
         model = load(save(name, sized(name), tmp_path), RankGroup(), dtype)
     assert "layers: one native call" in caplog.messages
     together, caches = logits_of_steps(model), [cache.clone() for cache in model.caches]
-    model.stack = None
+    interpret(model)
     assert_equal(together, logits_of_steps(model))
     assert_equal(caches, model.caches)
 
@@ -184,9 +187,9 @@ def test_one_call_computes_the_bits_of_quantized_experts(activation_bits: int, t
     )
     model = load_model(options, RankGroup())
     assert isinstance(model, Decoder)
-    assert model.stack is not None
+    assert is_native(model)
     together = logits_of_steps(model)
-    model.stack = None
+    interpret(model)
     assert_equal(together, logits_of_steps(model))
 
 
@@ -195,7 +198,7 @@ def test_ranks_compute_parts_of_experts_one_by_one_with_the_bits_of_one_call(tmp
 
     def logits(group: RankGroup) -> list[torch.Tensor]:
         model = load(folder, group)
-        assert (model.stack is None) == (group.size > 1)
+        assert is_native(model) == (group.size == 1)
         return logits_of_steps(model)
 
     assert_equal(run_native_ranks(3, logits)[0], logits(RankGroup()))
@@ -207,7 +210,7 @@ def test_two_ranks_compute_the_bits_of_one_in_one_call(name: str, tmp_path: Path
 
     def logits(group: RankGroup) -> list[torch.Tensor]:
         model = load(folder, group)
-        assert model.stack is not None
+        assert is_native(model)
         return logits_of_steps(model)
 
     for of_rank in run_native_ranks(2, logits):
@@ -220,13 +223,14 @@ def assert_equal(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) 
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("name", ONE_BY_ONE)
+@pytest.mark.parametrize("name", NOT_NATIVE)
 def test_the_log_says_what_has_no_native_operation(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    values, operation = NOT_NATIVE[name]
+    case = replace(CASES[name], values={**CASES[name].values, **values})
     with caplog.at_level(logging.INFO):
-        load(save(name, CASES[name], tmp_path), RankGroup())
+        load(save(name, case, tmp_path), RankGroup())
     (line,) = [message for message in caplog.messages if message.startswith("layers:")]
-    assert line.startswith("layers: one by one (")
-    assert ONE_BY_ONE[name] in line
+    assert line == f"layers: one operation after the other (no native {operation})"
 
 
 def test_norms_over_all_heads_count_keys_that_several_ranks_hold_once(tmp_path: Path) -> None:
@@ -235,7 +239,7 @@ def test_norms_over_all_heads_count_keys_that_several_ranks_hold_once(tmp_path: 
 
     def logits(group: RankGroup) -> list[torch.Tensor]:
         model = load(folder, group)
-        assert model.stack is not None
+        assert is_native(model)
         return logits_of_steps(model)
 
     assert_equal(run_native_ranks(3, logits)[0], logits(RankGroup()))
@@ -244,7 +248,6 @@ def test_norms_over_all_heads_count_keys_that_several_ranks_hold_once(tmp_path: 
 def test_an_encoder_in_front_of_a_decoder_runs_in_one_call(tmp_path: Path) -> None:
     model = load(save("bart", widened(CASES["bart"]), tmp_path), RankGroup())
     assert model.encoder is not None
-    assert model.encoder.stack is not None
 
     def logits() -> list[torch.Tensor]:
         driver = ModelDriver(model, BLOCK_TOKENS)
@@ -252,7 +255,7 @@ def test_an_encoder_in_front_of_a_decoder_runs_in_one_call(tmp_path: Path) -> No
         return [driver.step([(first, 40), (second, 23)], every_row=True)]
 
     together = logits()
-    model.encoder.stack = None
+    interpret(model.encoder)
     assert_equal(together, logits())
 
 
@@ -285,9 +288,9 @@ def test_encoders_compute_the_bits_of_their_layers_in_one_call(
 
     def outputs(group: RankGroup, *, is_one_call: bool = True) -> list[torch.Tensor]:
         model = load(tmp_path, group)
-        assert model.stack is not None
+        assert is_native(model)
         if not is_one_call:
-            model.stack = None
+            interpret(model)
         driver = ModelDriver(model, BLOCK_TOKENS)
         steps = []
         for every_row in (True, False):
@@ -299,3 +302,32 @@ def test_encoders_compute_the_bits_of_their_layers_in_one_call(
     assert_equal(outputs(RankGroup()), expected)
     for of_rank in run_native_ranks(3, outputs):
         assert_equal(of_rank, expected)
+
+
+class Noting:
+    """An observer of two layers that keeps what it sees."""
+
+    layers = (0, 2)
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def see(self, layer: int, residual: torch.Tensor, slots: torch.Tensor) -> None:
+        assert len(residual) == len(slots)
+        self.seen.append(residual.clone())
+
+
+def test_an_observer_sees_the_same_between_native_calls_and_changes_no_bit(tmp_path: Path) -> None:
+    case = sized("llama")
+    model = load(save("llama", replace(case, values={**case.values, "num_hidden_layers": 4}), tmp_path), RankGroup())
+    expected = logits_of_steps(model)
+    found = []
+    for is_one_call in (True, False):
+        observer = Noting()
+        model.observe(observer)
+        if not is_one_call:
+            interpret(model)
+        assert_equal(logits_of_steps(model), expected)
+        found.append(observer.seen)
+    assert_equal(*found)
+    assert len(found[0]) == 2 * 6

@@ -114,5 +114,6 @@ def _eagle(folder: Path, model: CausalModel, options: LoadOptions) -> HeadDrafte
             "--lora-adapters and the model's own), projected embeddings, or a sliding window in all layers; leave the "
             "flag out, or --num-shard and --lora-adapters"
         )
-    model.observer = head = EagleHead(folder, model, options)
+    head = EagleHead(folder, model, options)
+    model.observe(head)
     return HeadDrafter(head, options.device)

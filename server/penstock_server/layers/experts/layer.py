@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from penstock_server.kernels.activation import ACTIVATIONS
 from penstock_server.kernels.native_ops import NativeOps
 from penstock_server.kernels.ops import Elementwise, Ops
 from penstock_server.kernels.torch_ops import widened
+from penstock_server.layers import operation
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.experts.parameters import moe_parameters, read_experts
 from penstock_server.layers.experts.routing import Router
@@ -25,7 +26,7 @@ from penstock_server.layers.experts.spec import CLAMPED_SWIGLU, MoeSpec
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.linear import Linear
 from penstock_server.layers.mlp import ActivatedLinear, Mlp
-from penstock_server.layers.native_stack import NativeProgram, NotNativeError, Register
+from penstock_server.layers.operation import Program, Register
 from penstock_server.layers.step import StepContext
 from penstock_server.weights.loader import Parameter
 
@@ -119,35 +120,6 @@ class ListedExperts:
             total += shared if choice.shared_weight is None else shared.float() * choice.shared_weight
         return total.to(results.dtype)
 
-    def append_to(self, program: NativeProgram, source: Register, target: Register, *, has_shared: bool) -> None:
-        """Appends the weighted sum of the experts and of "shared", if there is a shared expert, to a native stack."""
-        if self.shard.intermediate is not None:
-            raise NotNativeError("fewer experts than ranks")
-        assert self.router.native is not None, "only native operators have a native stack"
-        activations = [each.activation for each in self.gate_up if isinstance(each, ActivatedLinear)]
-        gate_up = [each.linear if isinstance(each, ActivatedLinear) else each for each in self.gate_up]
-        shared: Literal["plain", "gated"] | None = "plain" if has_shared else None
-        if self.shared_gate is not None:
-            shared = "gated"
-            program.linear(self.shared_gate, source, "gate")
-        wide = self.router.linear if self.router.spec.is_wide else None
-        if wide is None:
-            program.linear(self.router.linear, source, "logits")
-            program.adapt(self.router.site, source, "logits")
-        program.experts(
-            self.router.native,
-            wide,
-            zip(gate_up, self.down, strict=True),
-            activations[0] if activations else None,
-            self.gate,
-            self.first_site,
-            self.shard.experts,
-            self.shard.shard.group,
-            shared,
-            source,
-            target,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class MixtureOfExperts:
@@ -168,10 +140,9 @@ class MixtureOfExperts:
             spec, shard, experts, None if spec.shared is None else Mlp.load(spec.shared, f"{prefix}.shared", context)
         )
 
-    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
-        """[rows, hidden] → the same, on all ranks."""
+    def __call__(self, x: Tensor, shared: Tensor | None, step: StepContext) -> Tensor:
+        """[rows, hidden], and the shared expert's output if there is one → the same, on all ranks."""
         shard, has_parts = self.shard.shard, self.shard.intermediate is not None
-        shared = None if self.shared is None else self.shared(x, step)
         choice = self.experts.choose(x, step)
         results = self.experts.results(x, choice, step)
         if self.shard.sums_results:
@@ -187,15 +158,11 @@ class MixtureOfExperts:
         output = self.experts.weighted_sum(results, choice, mine)
         return shard.group.all_gather_columns(output, shard.hidden.widths())
 
-    def append_to(self, program: NativeProgram, source: Register, target: Register, *, adds: bool = False) -> None:
-        """Appends all experts to a native stack. adds: to what is in the target."""
-        assert isinstance(self.experts, ListedExperts), "other operators have no native stack"
+    def append_to(self, program: Program, source: Register, target: Register) -> None:
+        """Appends [rows, hidden] → the same, on all ranks."""
         if self.shared is not None:
             self.shared.append_to(program, source, "shared")
-        result: Register = "projected" if adds else target
-        self.experts.append_to(program, source, result, has_shared=self.shared is not None)
-        if adds:
-            program.add(result, target)
+        program.append(operation.Experts(source, target, self))
 
 
 def _activation(spec: MoeSpec, ops: Ops) -> Elementwise:

@@ -76,9 +76,9 @@ class GroupedExperts:
         self.gate_up(x, choice, inner)
         pairs = None
         if self.sums is not None and step.adapters is not None:
-            adapters = step.adapters
-            assert adapters.tables is not None, "layers run one by one on GPUs only"
-            pairs = ExpertPairs.of(choice.experts, shard.experts.mine, adapters.of_tokens, adapters.tables)
+            mine, adapters = shard.experts.mine, step.adapters
+            assert adapters.tables is not None, "only GPUs interpret programs with adapters"
+            pairs = ExpertPairs.of(choice.experts, mine, adapters.of_tokens, adapters.tables)
             self.sums[0].add_of_experts(x, inner, pairs)
         if self.activation is not None:
             inner = self.activation(inner)
