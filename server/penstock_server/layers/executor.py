@@ -44,11 +44,12 @@ def executor_of(program: Program, ops: Ops, what: str) -> Executor:
     if not isinstance(ops, NativeOps):
         return Interpreter(program, ops)
     try:
-        executor, how = NativeExecutor(program, ops.build), "one native call"
+        executor, level, how = NativeExecutor(program, ops.build), logging.DEBUG, "one native call"
     except NotNativeError as reason:
-        executor, how = Interpreter(program, ops), f"one operation after the other (no native {reason})"
+        executor, level = Interpreter(program, ops), logging.INFO
+        how = f"one operation after the other (no native {reason})"
     if what:
-        logger.info("%s: %s", what, how)
+        logger.log(level, "%s: %s", what, how)
     return executor
 
 
