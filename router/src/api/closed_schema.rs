@@ -9,6 +9,8 @@ use std::collections::BTreeSet;
 
 use serde_json::{Map, Value};
 
+use crate::text::schema_target;
+
 type Object = Map<String, Value>;
 
 /// Keywords whose schemas apply to the same object.
@@ -22,8 +24,8 @@ pub(super) fn close(schema: &mut Value) {
     let mut closing = Closing { root: &root, open: Vec::new() };
     closing.value(schema);
     let mut copies = Object::new();
-    while let Some(pointer) = closing.open.get(copies.len()).cloned() {
-        let mut copy = root.pointer(&pointer).cloned().unwrap_or_default();
+    while let Some(reference) = closing.open.get(copies.len()).cloned() {
+        let mut copy = schema_target(&root, &reference).cloned().unwrap_or_default();
         closing.part(&mut copy);
         copies.insert(open_name(copies.len()), copy);
     }
@@ -51,7 +53,7 @@ struct Listed {
 struct Closing<'a> {
     /// As given.
     root: &'a Value,
-    /// Pointers to the definitions with open copies.
+    /// References to the definitions with open copies.
     open: Vec<String>,
 }
 
@@ -65,15 +67,13 @@ impl Closing<'_> {
             if listed.is_object {
                 self.part(schema);
                 if let Some(object) = schema.as_object_mut().filter(|_| !listed.has_others) {
-                    let properties = object.entry("properties").or_insert_with(|| Object::new().into());
-                    for name in listed.names {
-                        properties.as_object_mut().map(|named| named.entry(name).or_insert(Value::Bool(true)));
-                    }
+                    list_properties(object, listed.names);
                     object.insert("additionalProperties".to_owned(), false.into());
                 }
                 return;
             }
         } else if object.contains_key("properties") && !MENTIONS_OTHERS.iter().any(|key| object.contains_key(*key)) {
+            list_properties(object, required(object));
             object.insert("additionalProperties".to_owned(), false.into());
         }
         for keyword in BRANCHES {
@@ -85,12 +85,12 @@ impl Closing<'_> {
     /// One of several schemas that apply to one object.
     fn part(&mut self, schema: &mut Value) {
         let Some(object) = schema.as_object_mut() else { return };
-        if let Some(pointer) = object.get("$ref").and_then(Value::as_str).and_then(|to| to.strip_prefix('#'))
-            && self.root.pointer(pointer).is_some()
+        if let Some(reference) = object.get("$ref").and_then(Value::as_str)
+            && schema_target(self.root, reference).is_some()
         {
-            let index = self.open.iter().position(|open| open == pointer).unwrap_or(self.open.len());
+            let index = self.open.iter().position(|open| open == reference).unwrap_or(self.open.len());
             if index == self.open.len() {
-                self.open.push(pointer.to_owned());
+                self.open.push(reference.to_owned());
             }
             object.insert("$ref".to_owned(), format!("#/$defs/{}", open_name(index)).into());
         }
@@ -121,6 +121,7 @@ impl Closing<'_> {
             listed.is_object = true;
             listed.names.extend(named.keys().cloned());
         }
+        listed.names.extend(required(object));
         let mentions = |key: &&str| object.get(*key).is_some_and(|others| *others != Value::Bool(false));
         listed.has_others |= MENTIONS_OTHERS.iter().any(mentions);
         let branches = BRANCHES.iter().filter_map(|key| object.get(*key)?.as_array()).flatten();
@@ -132,12 +133,26 @@ impl Closing<'_> {
         if let Some(reference) = object.get("$ref").and_then(Value::as_str)
             && seen.insert(reference.to_owned())
         {
-            match reference.strip_prefix('#').and_then(|pointer| self.root.pointer(pointer)) {
+            match schema_target(self.root, reference) {
                 Some(Value::Object(target)) => self.list(target, listed, seen),
                 Some(_) => {}
                 None => listed.has_others = true,
             }
         }
+    }
+}
+
+/// The names that an object must have, whether or not it describes them.
+fn required(object: &Object) -> BTreeSet<String> {
+    let names = object.get("required").and_then(Value::as_array).into_iter().flatten();
+    names.filter_map(Value::as_str).map(str::to_owned).collect()
+}
+
+/// Lists properties with any value, unless they are listed already.
+fn list_properties(object: &mut Object, names: BTreeSet<String>) {
+    let properties = object.entry("properties").or_insert_with(|| Object::new().into());
+    for name in names {
+        properties.as_object_mut().map(|named| named.entry(name).or_insert(Value::Bool(true)));
     }
 }
 
@@ -210,6 +225,31 @@ mod tests {
         let closed_b = json!({"properties": {"b": {}}, "additionalProperties": false});
         let expected = json!({"properties": {"x": single}, "$defs": {"a": closed_b}, "additionalProperties": false});
         assert_eq!(closed(given), expected);
+    }
+
+    #[test]
+    fn required_names_are_properties() {
+        assert_eq!(
+            closed(json!({"properties": {"a": {}}, "required": ["a", "b"]})),
+            json!({"properties": {"a": {}, "b": true}, "required": ["a", "b"], "additionalProperties": false})
+        );
+    }
+
+    #[test]
+    fn encoded_references_and_anchors_lead_to_definitions() {
+        let definition = json!({"$anchor": "name", "properties": {"a": {}}});
+        let names = json!({"a": true, "b": true});
+        for (reference, id) in
+            [("#/$defs/List%3Ca%20b%3E", ""), ("#name", ""), ("https://x.org/y#/$defs/List%3Ca b>", "https://x.org/y")]
+        {
+            let given = json!({
+                "$id": id, "allOf": [{"$ref": reference}, {"properties": {"b": {}}}],
+                "$defs": {"List<a b>": definition},
+            });
+            let found = closed(given);
+            assert_eq!(found["properties"], names, "{reference}");
+            assert_eq!(found["$defs"]["penstock-open-0"], definition);
+        }
     }
 
     #[test]

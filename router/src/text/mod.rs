@@ -26,6 +26,6 @@ pub(crate) use detokenizer::{Detokenizer, Piece};
 pub(crate) use input::{EncodedInput, Input, Truncation};
 pub(crate) use model::{EncodeError, TokenSpan};
 pub(crate) use prompts::Prompts;
-pub(crate) use schema::{Enforcement, make_enforceable};
+pub(crate) use schema::{Enforcement, make_enforceable, target as schema_target};
 pub(crate) use stop_matcher::{StopMatcher, StopOutcome};
 pub(crate) use template::{ChatInputs, TemplateError, reminder};

@@ -66,6 +66,8 @@ def refusal(grammar: Grammar, matcher: LLMatcher) -> GrammarError:
 
 def readable(message: str) -> str:
     """llguidance's message on one line, without excerpts of the grammar, and with the middle of long messages cut."""
+    if message.startswith("oneOf constraints are not supported"):
+        return "`oneOf`, whose branches may overlap, cannot be enforced; send `anyOf`"
     message = re.split(r"\n +\d+ \| |\n<state>|<non-verbose/>", message)[0]
     message = " ".join(message.split())
     half = _MAX_MESSAGE_CHARACTERS // 2

@@ -5,16 +5,21 @@
 //! cannot be enforced is refused by name, or left out and listed. INVARIANT: a text that the result allows is an instance of
 //! the schema, apart from the keywords that are listed.
 
+mod ecma;
 mod keyword;
 mod name;
 mod number;
 mod pattern;
+mod reference;
+mod shape;
 mod string;
 mod union;
 
 use std::collections::HashSet;
 
 use serde_json::{Map, Value};
+
+pub(crate) use self::reference::target;
 
 /// What happens to keywords that cannot be enforced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,7 +33,7 @@ pub(crate) enum Enforcement {
 type Object = Map<String, Value>;
 
 /// Keywords that other keywords have made part of a schema, or that have no effect on instances, but that the engine refuses.
-const WITHOUT_EFFECT: [&str; 7] = [
+const WITHOUT_EFFECT: [&str; 8] = [
     "contentEncoding",
     "contentMediaType",
     "contentSchema",
@@ -36,16 +41,21 @@ const WITHOUT_EFFECT: [&str; 7] = [
     "$recursiveAnchor",
     "$vocabulary",
     "deprecated",
+    // Options of the engine, which are the server's.
+    "x-guidance",
 ];
 /// Specifications that the engine knows; other values of `$schema` are taken for the newest.
 const SPECIFICATIONS: [&str; 5] = ["draft/2020-12", "draft/2019-09", "draft-07", "draft-06", "draft-04"];
 /// These say which types an instance may have.
 const OTHER_TYPES: [&str; 6] = ["type", "const", "enum", "$ref", "anyOf", "oneOf"];
-const MAX_REFERENCES: usize = 64;
 
 /// Rewrites the schema. Returns what is not enforced, one sentence each. Errors are for the client, and name the keyword and
 /// its place as a JSON pointer.
 pub(crate) fn make_enforceable(schema: &mut Value, enforcement: Enforcement) -> Result<Vec<String>, String> {
+    if *schema == Value::Bool(true) {
+        *schema = Object::new().into();
+    }
+    reference::remove_name(schema);
     let root = schema.clone();
     let mut pass =
         Pass { root: &root, enforcement, left_out: Vec::new(), references: Vec::new(), seen: HashSet::new() };
@@ -82,6 +92,7 @@ impl<'a> Pass<'a> {
         if object.get("$schema").and_then(Value::as_str).is_none_or(|named| !is_known(named)) {
             object.shift_remove("$schema");
         }
+        self.shape(object, path)?;
         self.reference(object, path)?;
         if is_object && object.contains_key("properties") && !OTHER_TYPES.iter().any(|key| object.contains_key(*key)) {
             // COMPAT: as TGI's clients and tools mean it; JSON Schema would allow a string, too.
@@ -120,22 +131,6 @@ impl<'a> Pass<'a> {
         Ok(())
     }
 
-    /// Notes where a reference points. Refuses one that leads back to itself: no instance can be checked against it.
-    fn reference(&mut self, object: &Object, path: &str) -> Result<(), String> {
-        let Some(reference) = object.get("$ref").and_then(Value::as_str) else { return Ok(()) };
-        if let Some(pointer) = reference.strip_prefix('#') {
-            self.references.push(pointer.to_owned());
-        }
-        let mut target = self.target(reference);
-        for _ in 0..MAX_REFERENCES {
-            match target.and_then(|schema| schema.get("$ref")).and_then(Value::as_str) {
-                None => return Ok(()),
-                Some(next) => target = self.target(next),
-            }
-        }
-        Err(format!("`$ref` {reference:?} leads back to itself at {}", place(path)))
-    }
-
     /// Checks the `multipleOf` of all schemas that apply to the same number.
     fn common_multiple(&self, object: &Object) -> Result<(), String> {
         let parts = object.get("allOf").and_then(Value::as_array).into_iter().flatten();
@@ -144,24 +139,6 @@ impl<'a> Pass<'a> {
         let referenced = referenced.map(|schema| self.resolved(schema).get("multipleOf"));
         let all = parts.chain(referenced).chain([object.get("multipleOf")]).flatten();
         number::check_common_multiple(all.filter_map(Value::as_number))
-    }
-
-    fn target(&self, reference: &str) -> Option<&'a Value> {
-        self.root.pointer(reference.strip_prefix('#')?)
-    }
-
-    /// The schema itself, or the definition that it refers to.
-    fn resolved<'b>(&self, mut schema: &'b Value) -> &'b Value
-    where
-        'a: 'b,
-    {
-        for _ in 0..MAX_REFERENCES {
-            match schema.get("$ref").and_then(Value::as_str).and_then(|reference| self.target(reference)) {
-                Some(target) => schema = target,
-                None => break,
-            }
-        }
-        schema
     }
 
     /// `what` is not enforced: an error, or a note.

@@ -6,6 +6,8 @@ use super::Object;
 
 /// The largest bound of the engine: 2^63 - 1 as the nearest double, which it takes for 2^63 - 1.
 const MAX_BOUND: i128 = i64::MAX as i128;
+/// The largest bound of fractions: the double before 2^63, since the engine writes their integer part with 64 bits.
+const MAX_FRACTION_BOUND: i128 = 9_223_372_036_854_774_784;
 /// The smallest bound of the engine: the double after -2^63, whose absolute value it could not write.
 const MIN_BOUND: i128 = -9_223_372_036_854_774_784;
 /// The engine finds the end of the digits of a lower bound up to here.
@@ -32,22 +34,23 @@ pub(super) fn make_exact(object: &mut Object, note: &mut dyn FnMut(String)) -> R
     };
     let lower = bound(object, Side::Lower, is_integer)?;
     let upper = bound(object, Side::Upper, is_integer)?;
+    let max_bound = if is_integer { MAX_BOUND } else { MAX_FRACTION_BOUND };
     let (has_lower, has_upper) = (lower.is_some(), upper.is_some());
     // The engine needs the other end of a range of numbers as long as these.
     if !has_upper && lower.is_some_and(|lower| lower >= MAX_OPEN_BOUND) {
-        object.insert("maximum".to_owned(), i64::MAX.into());
-        note(format!("`minimum` is enforced with a `maximum` of {}", i64::MAX));
+        object.insert("maximum".to_owned(), json!(max_bound as i64));
+        note(format!("`minimum` is enforced with a `maximum` of {max_bound}"));
     }
     if !has_lower && upper.is_some_and(|upper| upper <= -MAX_OPEN_BOUND) {
         object.insert("minimum".to_owned(), json!(MIN_BOUND as i64));
         note(format!("`maximum` is enforced with a `minimum` of {MIN_BOUND}"));
     }
     for (side, bound) in [(Side::Lower, lower), (Side::Upper, upper)] {
-        let Some(given) = bound.filter(|bound| !(MIN_BOUND..=MAX_BOUND).contains(bound)) else { continue };
+        let Some(given) = bound.filter(|bound| !(MIN_BOUND..=max_bound).contains(bound)) else { continue };
         let [inclusive, exclusive] = side.keywords();
         let nearest = match side {
             Side::Lower if given < MIN_BOUND => MIN_BOUND as i64,
-            Side::Upper if given > MAX_BOUND => i64::MAX,
+            Side::Upper if given > max_bound => max_bound as i64,
             _ => return Err(format!("`{inclusive}` {given} cannot be enforced: it has more than 64 bits")),
         };
         object.shift_remove(exclusive);

@@ -1,5 +1,6 @@
 //! The patterns that the engine reads: regular expressions with anchors at their ends only.
 
+use regex_syntax::hir::literal::Extractor;
 use regex_syntax::hir::{Hir, HirKind, Look};
 
 /// PERF: the masks of a part that is repeated 100,000 times take 20 ms each, those of 10,000 times 2 ms (EPYC).
@@ -21,6 +22,19 @@ pub(super) fn check(pattern: &str) -> Result<(), String> {
         }
         _ => Ok(()),
     }
+}
+
+/// Whether it is certain that no text matches both patterns: both are anchored, and begin with different characters.
+pub(super) fn are_disjoint(one: &str, other: &str) -> bool {
+    let beginnings = |pattern: &str| {
+        let hir = regex_syntax::parse(pattern).ok()?;
+        let is_anchored = hir.properties().look_set_prefix().contains(Look::Start);
+        let sequence = Extractor::new().extract(&hir);
+        let literals = sequence.literals()?.iter().map(|literal| literal.as_bytes().to_vec());
+        is_anchored.then(|| literals.collect::<Vec<_>>())
+    };
+    let (Some(one), Some(other)) = (beginnings(one), beginnings(other)) else { return false };
+    one.iter().all(|one| other.iter().all(|other| !one.starts_with(other) && !other.starts_with(one)))
 }
 
 /// Whether all anchors are where a text may start or end.

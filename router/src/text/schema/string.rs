@@ -1,8 +1,8 @@
 //! Formats and patterns.
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
-use super::{Enforcement, Object, Pass, pattern, place};
+use super::{Enforcement, Object, Pass, ecma, pattern, place};
 
 /// Formats that the engine enforces.
 const ENFORCED: [&str; 11] =
@@ -31,26 +31,54 @@ impl Pass<'_> {
             }
             object.shift_remove("format");
         }
-        if let Some(Value::String(given)) = object.get("pattern")
-            && let Err(problem) = pattern::check(given)
-        {
-            self.leave_out(&format!("`pattern` {given:?}, which {problem},"), path)?;
+        self.pattern(object, path)?;
+        self.pattern_properties(object, path)
+    }
+
+    fn pattern(&mut self, object: &mut Object, path: &str) -> Result<(), String> {
+        let Some(given) = object.get("pattern").and_then(Value::as_str).map(str::to_owned) else { return Ok(()) };
+        let (mut patterns, last) = ecma::split_look_aheads(&given).unwrap_or_else(|| (Vec::new(), given.clone()));
+        patterns.push(last);
+        let mut patterns: Vec<_> = patterns.iter().map(|pattern| ecma::translated(pattern)).collect();
+        if let Some(problem) = patterns.iter().find_map(|pattern| pattern::check(pattern).err()) {
             object.shift_remove("pattern");
+            return self.leave_out(&format!("`pattern` {given:?}, which {problem},"), path);
         }
-        if self.enforcement == Enforcement::Lenient
-            && let Some(Value::Object(patterns)) = object.get("patternProperties")
+        if let Some(last) = patterns.pop() {
+            object.insert("pattern".to_owned(), last.into());
+        }
+        if !patterns.is_empty()
+            && let Some(all) = object.entry("allOf").or_insert_with(|| json!([])).as_array_mut()
         {
-            let irregular: Vec<_> =
-                patterns.keys().filter_map(|given| Some((given.clone(), pattern::check(given).err()?))).collect();
-            for (given, problem) in irregular {
-                self.leave_out(&format!("`patternProperties` {given:?}, which {problem},"), path)?;
-                if let Some(Value::Object(patterns)) = object.get_mut("patternProperties") {
-                    patterns.shift_remove(&given);
+            all.extend(patterns.into_iter().map(|pattern| json!({"pattern": pattern})));
+        }
+        Ok(())
+    }
+
+    /// The engine needs patterns of which no name matches two.
+    fn pattern_properties(&mut self, object: &mut Object, path: &str) -> Result<(), String> {
+        let Some(Value::Object(given)) = object.get_mut("patternProperties").map(Value::take) else { return Ok(()) };
+        let mut kept = Object::new();
+        for (pattern, schema) in given {
+            let translated = ecma::translated(&pattern);
+            let overlaps = |other: &String| !pattern::are_disjoint(&translated, other);
+            let problem = match pattern::check(&translated) {
+                Ok(()) if self.enforcement == Enforcement::Lenient => kept
+                    .keys()
+                    .find(|other| overlaps(other))
+                    .map(|other| format!("may match names that {other:?} matches")),
+                checked => checked.err(),
+            };
+            match problem {
+                None => drop(kept.insert(translated, schema)),
+                Some(problem) => {
+                    self.leave_out(&format!("`patternProperties` {pattern:?}, which {problem},"), path)?;
                     // Names of this pattern must not be excluded.
                     object.shift_remove("additionalProperties");
                 }
             }
         }
+        object.insert("patternProperties".to_owned(), kept.into());
         Ok(())
     }
 }

@@ -109,6 +109,12 @@ fn what_narrows_and_cannot_be_enforced_is_refused_or_listed_with_its_place() {
         (json!({"pattern": "^(?!a)"}), "`pattern` \"^(?!a)\""),
         (json!({"pattern": "\\bword"}), "`pattern` \"\\\\bword\""),
         (json!({"pattern": "a^"}), "`pattern` \"a^\""),
+        (json!({"patternProperties": {"^(?!a)": {}}}), "`patternProperties` \"^(?!a)\""),
+        (json!({"patternProperties": {"a{1000000}": {}}}), "`patternProperties` \"a{1000000}\""),
+        (json!({"required": null}), "`required` null"),
+        (json!({"required": true}), "`required` true"),
+        (json!({"type": "file"}), "`type` \"file\""),
+        (json!({"type": ["string", "date"]}), "`type` [\"string\",\"date\"]"),
         (json!({"pattern": "(a)\\1"}), "`pattern`"),
         (json!({"pattern": "a{1000000}"}), "`pattern`"),
         (json!({"pattern": "(b|(ab{10001,}))"}), "`pattern`"),
@@ -278,4 +284,95 @@ fn the_number_of_optional_properties_has_a_bound() {
     assert!(strict(of(1400, 1000)).is_ok());
     let error = strict(of(1401, 1000)).unwrap_err();
     assert!(error.starts_with("`properties` lists 401 that are not required, at most 400 are allowed"), "{error}");
+}
+
+#[test]
+fn values_that_a_keyword_cannot_have_are_refused_with_their_place() {
+    for (keywords, expected) in [
+        (json!({"minimum": "3"}), "`minimum` at `/items` is \"3\", but must be a number"),
+        (json!({"multipleOf": 0}), "`multipleOf` at `/items` is 0, but must be a number other than 0"),
+        (json!({"minLength": -1}), "`minLength` at `/items` is -1, but must be a whole number, 0 or more"),
+        (json!({"properties": []}), "`properties` at `/items` is [], but must be an object of schemas"),
+        (json!({"items": 5}), "`items` at `/items` is 5, but must be a schema, or a list of schemas"),
+        (json!({"required": "a"}), "`required` at `/items` is \"a\", but must be a list of names"),
+        (
+            json!({"additionalProperties": "false"}),
+            "`additionalProperties` at `/items` is \"false\", but must be a schema",
+        ),
+    ] {
+        for enforcement in [Enforcement::Strict, Enforcement::Lenient] {
+            let error = make_enforceable(&mut json!({"items": keywords}), enforcement).unwrap_err();
+            assert_eq!(error, expected);
+        }
+    }
+}
+
+#[test]
+fn values_are_written_as_they_are_meant() {
+    for (given, expected) in [
+        (json!({"type": "OBJECT"}), json!({"type": "object"})),
+        (json!({"type": ["String", "NULL"]}), json!({"type": ["string", "null"]})),
+        (json!({"minLength": 1.0, "maxItems": 2.0}), json!({"minLength": 1, "maxItems": 2})),
+        (json!(true), json!({})),
+        (json!({"x-guidance": {"lenient": true}, "type": "null"}), json!({"type": "null"})),
+        (json!({"$id": "my schema", "type": "null"}), json!({"type": "null"})),
+        (json!({"pattern": "^[\\w-.]{2}$"}), json!({"pattern": "^[\\w\\-.]{2}$"})),
+    ] {
+        assert_eq!(strict(given), Ok(expected));
+    }
+    // A reference by name needs it.
+    let named = json!({"$id": "https://x.org/y", "properties": {"a": {"$ref": "https://x.org/y"}}, "type": "object"});
+    assert_eq!(strict(named.clone()), Ok(named));
+}
+
+#[test]
+fn leading_look_aheads_are_enforced() {
+    let given = json!({"type": "string", "pattern": "^(?=[^a]*a)(?=b)[a-z]{8,}$"});
+    let expected = json!({
+        "type": "string", "pattern": "^[a-z]{8,}$", "allOf": [{"pattern": "^(?:[^a]*a)"}, {"pattern": "^(?:b)"}],
+    });
+    assert_eq!(strict(given), Ok(expected));
+}
+
+#[test]
+fn patterns_of_names_are_disjoint_or_left_out() {
+    let disjoint = json!({"patternProperties": {"^x-": {}, "^[0-9]+$": {}, "^y": {}}, "additionalProperties": false});
+    assert_eq!(lenient(disjoint.clone()), (disjoint, Vec::new()));
+    let overlapping = json!({"patternProperties": {"^a": {"type": "null"}, "a$": {}}, "additionalProperties": false});
+    let (schema, left_out) = lenient(overlapping);
+    assert_eq!(schema, json!({"patternProperties": {"^a": {"type": "null"}}}));
+    assert_eq!(
+        left_out,
+        ["`patternProperties` \"a$\", which may match names that \"^a\" matches, at the root is not enforced"]
+    );
+}
+
+#[test]
+fn a_reference_to_a_schema_that_contains_itself_stands_alone() {
+    let node =
+        |child: Value| json!({"$defs": {"n": {"type": "object", "properties": {"c": child}}}, "$ref": "#/$defs/n"});
+    let alone = node(json!({"$ref": "#/$defs/n", "description": "d"}));
+    let same = node(json!({"$ref": "#/$defs/n", "description": "d", "type": "object", "nullable": true}));
+    assert_eq!(strict(same), Ok(alone.clone()));
+    let narrowed = node(json!({"$ref": "#/$defs/n", "description": "d", "minProperties": 1}));
+    let what = "`minProperties`, beside a `$ref` to a schema that contains itself, at `/$defs/n/properties/c`";
+    assert_eq!(strict(narrowed.clone()), Err(format!("{what} cannot be enforced; leave it out")));
+    assert_eq!(lenient(narrowed), (alone, vec![format!("{what} is not enforced")]));
+}
+
+#[test]
+fn branches_with_different_values_are_a_union() {
+    let different = json!({"oneOf": [{"enum": [1, 2]}, {"enum": [3.5, "a"]}]});
+    assert_eq!(strict(different.clone()), Ok(json!({"anyOf": different["oneOf"]})));
+    let same = json!({"oneOf": [{"const": 1}, {"const": 1.0}]});
+    assert_eq!(lenient(same).1, ["`oneOf`, whose branches may overlap, at the root is not enforced"]);
+}
+
+#[test]
+fn fractions_have_bounds_that_the_engine_can_write() {
+    let float = json!({"type": "number", "minimum": -f32::MAX, "maximum": f32::MAX});
+    let expected = json!({
+        "type": "number", "minimum": -9_223_372_036_854_774_784_i64, "maximum": 9_223_372_036_854_774_784_i64,
+    });
+    assert_eq!(strict(float), Ok(expected));
 }

@@ -10,13 +10,17 @@ impl Pass<'_> {
     /// COMPAT: where overlapping branches cannot be told apart, `oneOf` becomes `anyOf`.
     pub(super) fn union(&mut self, object: &mut Object, path: &str) -> Result<(), String> {
         let Some(branches) = object.get("oneOf").and_then(Value::as_array) else { return Ok(()) };
-        if self.enforcement == Enforcement::Strict || object.contains_key("anyOf") {
+        if object.contains_key("anyOf") {
             return Ok(());
         }
         let are_disjoint = branches
             .iter()
             .enumerate()
             .all(|(index, one)| branches[index + 1..].iter().all(|other| self.are_disjoint(one, other)));
+        if !are_disjoint && self.enforcement == Enforcement::Strict {
+            // The engine sees more.
+            return Ok(());
+        }
         if !are_disjoint {
             self.leave_out("`oneOf`, whose branches may overlap,", path)?;
         }
@@ -33,7 +37,7 @@ impl Pass<'_> {
             _ => {}
         }
         match (values(one), values(other)) {
-            (Some(one), Some(other)) => return one.iter().all(|value| !other.contains(value)),
+            (Some(one), Some(other)) => return have_none_in_common(&one, &other),
             (None, None) => {}
             _ => return false,
         }
@@ -50,7 +54,7 @@ impl Pass<'_> {
                 |(name, schema)| {
                     let values_of = |schema: &Value| values(self.resolved(schema));
                     match (values_of(schema), of_other.get(name).and_then(values_of)) {
-                        (Some(one), Some(other)) => one.iter().all(|value| !other.contains(value)),
+                        (Some(one), Some(other)) => have_none_in_common(&one, &other),
                         _ => false,
                     }
                 },
@@ -65,6 +69,17 @@ fn types(schema: &Value) -> Option<BTreeSet<&str>> {
         of => Some(BTreeSet::from([of.as_str()?])),
     };
     named.map(|named| named.into_iter().map(|of| if of == "integer" { "number" } else { of }).collect())
+}
+
+/// A number has the same value with and without a decimal point.
+fn have_none_in_common(one: &[Value], other: &[Value]) -> bool {
+    let is_same = |one: &Value, other: &Value| match (one.as_f64(), other.as_f64()) {
+        (Some(one), Some(other)) => one == other,
+        _ => one == other,
+    };
+    // Those within lists and objects are not compared.
+    let is_plain = |value: &Value| !value.is_array() && !value.is_object();
+    one.iter().all(is_plain) && one.iter().all(|one| other.iter().all(|other| !is_same(one, other)))
 }
 
 fn values(schema: &Value) -> Option<Vec<Value>> {
