@@ -107,6 +107,7 @@ impl<'a> Pass<'a> {
             return Ok(());
         }
         self.union(object, path)?;
+        self.union_size(object, path)?;
         let has_type = |schema: &Value| self.resolved(schema).get("type").is_some();
         let is_typed = object.contains_key("type")
             || object.get("allOf").and_then(Value::as_array).is_some_and(|schemas| schemas.iter().any(has_type));

@@ -376,3 +376,31 @@ fn fractions_have_bounds_that_the_engine_can_write() {
     });
     assert_eq!(strict(float), Ok(expected));
 }
+
+#[test]
+fn objects_that_begin_alike_have_a_bound() {
+    let branch = |index: usize, tag_first: bool| {
+        let mut properties = Object::new();
+        let tag = json!({"const": index});
+        let optional = (0..20).map(|index| (format!("p{index}"), json!({"type": "integer"})));
+        let tag = [("t".to_owned(), tag)];
+        if tag_first {
+            properties.extend(tag.into_iter().chain(optional))
+        } else {
+            properties.extend(optional.chain(tag))
+        }
+        json!({"type": "object", "properties": properties, "required": ["t"]})
+    };
+    let union = |num: usize, tag_first: bool| {
+        let mut branches: Vec<_> = (0..num).map(|index| branch(index, tag_first)).collect();
+        branches.push(json!({"type": "null"}));
+        json!({"type": "object", "properties": {"a": {"anyOf": branches}}})
+    };
+    // 61 items each; the engine counts 2,440 of 40.
+    assert!(strict(union(32, false)).is_ok());
+    let error = strict(union(33, false)).unwrap_err();
+    assert!(
+        error.starts_with("`anyOf` has objects that cannot be told apart") && error.ends_with("at `/properties/a`")
+    );
+    assert!(strict(union(200, true)).is_ok());
+}

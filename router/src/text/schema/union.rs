@@ -1,12 +1,63 @@
 //! `oneOf`: the engine enforces it only where it sees that no instance matches several branches.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 
 use serde_json::Value;
 
-use super::{Enforcement, Object, Pass};
+use super::{Enforcement, Object, Pass, place};
+
+/// What the engine may keep at one place of a text, and what it keeps of an optional property that may come next: one more where
+/// nothing has to follow.
+const MAX_ITEMS: usize = 2000;
+const ITEMS_OF_OPTIONAL: usize = 3;
+const MAX_DEPTH: usize = 8;
 
 impl Pass<'_> {
+    /// Refuses unions whose objects the engine has to follow at once, because they begin alike, and which are too many for it.
+    /// It would find that only when a text has come to them.
+    pub(super) fn union_size(&self, object: &Object, path: &str) -> Result<(), String> {
+        for keyword in ["anyOf", "oneOf"] {
+            let Some(branches) = object.get(keyword).and_then(Value::as_array) else { continue };
+            let num_items = self.num_items(branches, MAX_DEPTH);
+            if num_items > MAX_ITEMS {
+                return Err(format!(
+                    "`{keyword}` has objects that cannot be told apart by their first properties, with about {} properties that are \
+                     not required, at most {} are allowed; begin each object with a required `const` of its own; at {}",
+                    num_items / ITEMS_OF_OPTIONAL,
+                    MAX_ITEMS / ITEMS_OF_OPTIONAL,
+                    place(path)
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    fn num_items(&self, branches: &[Value], depth: usize) -> usize {
+        let items = branches.iter().map(|branch| {
+            let branch = self.resolved(branch);
+            let inner = ["anyOf", "oneOf"].iter().filter_map(|keyword| branch.get(*keyword)?.as_array());
+            let inner: usize = inner.filter(|_| depth > 0).map(|branches| self.num_items(branches, depth - 1)).sum();
+            let declared = branch.get("properties").and_then(Value::as_object);
+            let num_optional =
+                declared.map_or(0, |named| named.keys().filter(|name| !is_required(branch, name)).count());
+            let has_required = branch.get("required").and_then(Value::as_array).is_some_and(|names| !names.is_empty());
+            inner + (ITEMS_OF_OPTIONAL + usize::from(!has_required)) * num_optional + 1
+        });
+        let objects = branches.iter().map(|branch| self.resolved(branch)).filter(|of| of.get("properties").is_some());
+        let firsts: Option<Vec<_>> = objects.map(|branch| self.first_values(branch)).collect();
+        let are_told_apart = firsts.is_some_and(|firsts| {
+            let mut seen = HashSet::new();
+            firsts.into_iter().flatten().all(|value| seen.insert(value.to_string()))
+        });
+        if are_told_apart { items.max().unwrap_or(0) } else { items.sum() }
+    }
+
+    /// The values of the first listed property, if it is required.
+    fn first_values(&self, schema: &Value) -> Option<Vec<Value>> {
+        let (name, first) = schema.get("properties")?.as_object()?.iter().next()?;
+        values(self.resolved(first)).filter(|_| is_required(schema, name))
+    }
+
     /// COMPAT: where overlapping branches cannot be told apart, `oneOf` becomes `anyOf`.
     pub(super) fn union(&mut self, object: &mut Object, path: &str) -> Result<(), String> {
         let Some(branches) = object.get("oneOf").and_then(Value::as_array) else { return Ok(()) };
@@ -44,10 +95,6 @@ impl Pass<'_> {
         let properties = |schema: &'_ Value| schema.get("properties").and_then(Value::as_object).cloned();
         let (Some(of_one), Some(of_other)) = (properties(one), properties(other)) else { return false };
         let is_object = |schema: &Value| schema.get("type").is_some_and(|of| of == "object");
-        let is_required = |schema: &Value, name: &String| {
-            let required = schema.get("required").and_then(Value::as_array);
-            required.is_some_and(|names| names.iter().any(|of| of == name))
-        };
         is_object(one)
             && is_object(other)
             && of_one.iter().filter(|(name, _)| is_required(one, name) && is_required(other, name)).any(
@@ -60,6 +107,10 @@ impl Pass<'_> {
                 },
             )
     }
+}
+
+fn is_required(schema: &Value, name: &String) -> bool {
+    schema.get("required").and_then(Value::as_array).is_some_and(|names| names.iter().any(|of| of == name))
 }
 
 /// The types that a schema names. Integers are numbers.
