@@ -26,6 +26,7 @@ from penstock import (
     LLM,
     AsyncLLM,
     FileSummary,
+    LoRARequest,
     PenstockError,
     RequestError,
     Result,
@@ -35,6 +36,7 @@ from penstock import (
     StoppedError,
     StructuredOutputsParams,
 )
+from random_adapter import make_adapter
 from test_lifecycle import wait_until_gone
 
 PROGRAM = Path(__file__).parent / "llm_program.py"
@@ -53,8 +55,14 @@ def binary() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def llm(binary: None) -> Iterator[LLM]:
-    with LLM(max_total_tokens=1024, max_concurrent_requests=16, enable_prefill_logprobs=True) as llm:
+def llm(binary: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    adapter = make_adapter(tmp_path_factory.mktemp("adapters") / "poet", seed=1)
+    with LLM(
+        max_total_tokens=1024,
+        max_concurrent_requests=16,
+        enable_prefill_logprobs=True,
+        lora_adapters=f"poet={adapter}",
+    ) as llm:
         yield llm
 
 
@@ -224,6 +232,34 @@ def test_code_for_vllm_runs(llm: LLM) -> None:
     assert tokenizer("a")["input_ids"] == tokenizer.encode("a")
     with pytest.raises(ImportError, match="penstock has no AsyncLLMEngine; use AsyncLLM"):
         from penstock import AsyncLLMEngine  # noqa: F401
+
+
+def test_an_adapter_answers_where_it_is_named(llm: LLM) -> None:
+    prompt, poet = PROMPTS[0], LoRARequest("poet", 1, "/where/vllm/finds/it")
+    base, changed = llm.generate([prompt, prompt], GREEDY, lora_request=[None, poet])
+    assert base.text == llm.generate(prompt, GREEDY)[0].text
+    assert changed.text == llm.generate(prompt, GREEDY, lora_request="poet")[0].text != base.text
+    scored = dataclasses.replace(GREEDY, logprobs=0)
+    assert llm.chat(CHAT, scored, lora_request=poet)[0].logprobs != llm.chat(CHAT, scored)[0].logprobs
+    with pytest.raises(
+        ValueError, match=r"lora_request 1 is 'bard', which is not served; use LLM\(lora_adapters='bard="
+    ):
+        llm.generate([prompt, prompt], GREEDY, lora_request=[poet, LoRARequest("bard", 2, "/bard")])
+
+
+def test_wrong_params_and_arguments_of_a_call_are_named(llm: LLM) -> None:
+    with pytest.raises(TypeError, match=r"sampling_params 1 is \{'max_tokens': 2\}, must be SamplingParams"):
+        llm.generate(["a", "b"], [GREEDY, {"max_tokens": 2}])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"sampling_params is \{'max_tokens': 2\}, must be SamplingParams"):
+        llm.generate("a", {"max_tokens": 2})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="unknown argument sampling_param; did you mean sampling_params"):
+        llm.generate("a", sampling_param=GREEDY)
+    params = llm.get_default_sampling_params()
+    params.max_tokens, params.logprobs = 3, 1
+    (found,) = llm.generate("a", params, tokenization_kwargs={})
+    output = found.outputs[0]
+    assert output.cumulative_logprob == sum(output.logprobs or [])
+    assert (found.request_id, len(output.token_ids)) == ("0", 3)
 
 
 def test_the_limits_for_clients_do_not_bind_the_only_user(llm: LLM) -> None:

@@ -7,8 +7,9 @@ from penstock.async_llm import AsyncLLM
 from penstock.batch_file import FileSummary
 from penstock.errors import PenstockError, RequestError, SettingError, StartError, StoppedError
 from penstock.llm import LLM
+from penstock.lora import LoRARequest
 from penstock.result import Chunk, Completion, Embedding, Result
-from penstock.sampling import SamplingParams, StructuredOutputsParams
+from penstock.sampling import GuidedDecodingParams, SamplingParams, StructuredOutputsParams
 from penstock.tokenizer import Tokenizer
 
 __all__ = [
@@ -18,6 +19,8 @@ __all__ = [
     "Completion",
     "Embedding",
     "FileSummary",
+    "GuidedDecodingParams",
+    "LoRARequest",
     "PenstockError",
     "RequestError",
     "Result",
@@ -34,8 +37,10 @@ _INSTEAD = {
     "AsyncEngineArgs": "the keyword arguments of AsyncLLM",
     "EngineArgs": "the keyword arguments of LLM",
     "LLMEngine": "LLM, or AsyncLLM",
-    "LoRARequest": "LLM(lora_adapters=…)",
     "BeamSearchParams": "SamplingParams: this server samples, and has no beam search",
+    "PoolingParams": "LLM.embed(prompts, dimensions=…, normalize=…)",
+    "TextPrompt": "a dict with prompt",
+    "TokensPrompt": "a dict with prompt_token_ids",
 }
 
 

@@ -9,15 +9,17 @@ import struct
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from inspect import signature
 from itertools import count, islice
 from types import TracebackType
 from typing import Any, Literal, Self, cast
 
-from penstock import batch_file, prompt, result, setting_name
+from penstock import batch_file, call_name, prompt, result, setting_name
 from penstock.batch_file import FileSummary
 from penstock.client import Client
 from penstock.errors import RequestError
 from penstock.in_order import in_order
+from penstock.lora import LoRARequest
 from penstock.process import ServerProcess
 from penstock.progress import Progress
 from penstock.prompt import Given
@@ -48,6 +50,8 @@ PromptLike = Prompt | Mapping[str, Any]
 """A text, token ids, or a mapping with `prompt` or `prompt_token_ids`."""
 Params = SamplingParams | Sequence[SamplingParams] | None
 OnError = Literal["raise", "keep"]
+Adapters = LoRARequest | str | Sequence[LoRARequest | str | None] | None
+"""The adapter of all prompts, or one for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,14 @@ class AsyncLLM:
         """The model and the limits of the server, as /info reports them."""
         return cast("dict[str, Any]", await (await self._client()).get("/info"))
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Parameters that leave everything to the model's defaults."""
+        return SamplingParams()
+
+    def __getattr__(self, name: str) -> Any:
+        """vLLM's methods that this class lacks say what to use."""
+        raise AttributeError(no_method(type(self).__name__, name))
+
     async def ask(self, path: str, body: Mapping[str, Any]) -> Any:
         """The server's answer to a body that is sent to a route."""
         return await (await self._client()).post(path, body)
@@ -128,20 +140,24 @@ class AsyncLLM:
         sampling_params: Params = None,
         *,
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        lora_request: Adapters = None,
         use_tqdm: bool | None = None,
         on_error: OnError = "raise",
+        **others: Any,
     ) -> list[Result]:
         """Continues each prompt: a text, the ids of its tokens, or a mapping with `prompt` or `prompt_token_ids`.
 
-        Returns a result for each, in their order. `sampling_params` is for all prompts, or one for each. `use_tqdm`
-        shows a bar, by default in terminals and notebooks. All prompts are checked before the first one is computed:
-        raises RequestError for the first one that is refused or, with `on_error="keep"`, returns it as that prompt's
-        `error`.
+        Returns a result for each, in their order. `sampling_params` is for all prompts, or one for each, as is
+        `lora_request`, the name of one of `LLM(lora_adapters=…)`. `use_tqdm` shows a bar, by default in terminals and
+        notebooks. All prompts are checked before the first one is computed: raises RequestError for the first one that
+        is refused or, with `on_error="keep"`, returns it as that prompt's `error`.
         """
+        call_name.check("argument", others, signature(self.generate).parameters)
         if (prompts is None) == (prompt_token_ids is None):
             raise TypeError("give either prompts or prompt_token_ids")
         listed = prompt.prompts(prompt_token_ids if prompts is None else prompts)
-        return await self._complete(_requests(listed, sampling_params, is_chat=False), use_tqdm, on_error)
+        requests = _requests(listed, sampling_params, is_chat=False)
+        return await self._complete(await self._adapted(requests, lora_request), use_tqdm, on_error)
 
     async def chat(
         self,
@@ -155,9 +171,12 @@ class AsyncLLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool | None = None,
+        lora_request: Adapters = None,
         on_error: OnError = "raise",
+        **others: Any,
     ) -> list[Result]:
         """Answers a conversation, which is a list of messages, or each of several. Otherwise like `generate`."""
+        call_name.check("argument", others, signature(self.chat).parameters)
         given = {
             "tools": tools,
             "tool_choice": tool_choice,
@@ -168,7 +187,7 @@ class AsyncLLM:
         }
         fields = {name: value for name, value in given.items() if value is not None}
         requests = _requests(prompt.conversations(messages), sampling_params, is_chat=True, fields=fields)
-        return await self._complete(requests, use_tqdm, on_error)
+        return await self._complete(await self._adapted(requests, lora_request), use_tqdm, on_error)
 
     async def stream(
         self, prompt_or_messages: PromptLike | Sequence[Message], sampling_params: SamplingParams | None = None
@@ -194,8 +213,10 @@ class AsyncLLM:
         normalize: bool | None = None,
         prompt_name: str | None = None,
         use_tqdm: bool | None = None,
+        **others: Any,
     ) -> list[Embedding]:
         """The vector of each text, for a model that makes vectors."""
+        call_name.check("argument", others, signature(self.embed).parameters)
         requests = prompt.prompts(prompts)
         if refused := next((one.error for one in requests if one.error is not None), None):
             raise refused
@@ -264,6 +285,30 @@ class AsyncLLM:
                 bar.add(sum(len(output.token_ids) for output in one.outputs))
         return results
 
+    async def _adapted(self, requests: Sequence[Request], given: Adapters) -> Sequence[Request]:
+        """The requests with their adapters. Raises ValueError for one that is not served."""
+        if given is None:
+            return requests
+        listed = [given] * len(requests) if isinstance(given, (str, LoRARequest)) else list(given)
+        if len(listed) != len(requests):
+            raise ValueError(
+                f"{len(listed)} lora_requests were given for {len(requests)} prompts; give one, or one for each"
+            )
+        names = [LoRARequest.name(one) for one in listed]
+        if any(name is not None for name in names):
+            models = await (await self._client()).get("/v1/models")
+            served = {model["id"] for model in models["data"] if model["parent"] is not None}
+            for index, name in enumerate(names):
+                if name is not None and name not in served:
+                    # The base model would answer.
+                    raise ValueError(
+                        f"lora_request {index} is {name!r}, which is not served; use LLM(lora_adapters='{name}=FOLDER')"
+                    )
+        return [
+            request if name is None else replace(request, fields={**request.fields, "model": name})
+            for request, name in zip(requests, names, strict=True)
+        ]
+
     async def _check(self, requests: Sequence[Request]) -> None:
         """Raises the first error of requests that the server would refuse. A single one is refused at once anyway."""
         if refused := next((one.given.error for one in requests if one.given.error is not None), None):
@@ -311,6 +356,12 @@ class AsyncLLM:
         return replace(params, seed=self._seed + number)
 
 
+def no_method(kind: str, name: str) -> str:
+    """The message of an attribute that is missing."""
+    instead = call_name.METHODS.get(name)
+    return f"{kind} has no {name}; use {instead}" if instead else f"{kind!r} object has no attribute {name!r}"
+
+
 @contextmanager
 def _indexed(request: Request) -> Iterator[None]:
     """Errors within say which prompt they are about."""
@@ -342,8 +393,13 @@ def _requests(
 ) -> Sequence[Request]:
     if params is None or isinstance(params, SamplingParams):
         listed: Sequence[SamplingParams] = [params or SamplingParams()] * len(given)
-    else:
+    elif isinstance(params, (list, tuple)):
         listed = params
+        for index, one in enumerate(listed):
+            if not isinstance(one, SamplingParams):
+                raise TypeError(f"sampling_params {index} is {one!r}, must be SamplingParams")
+    else:
+        raise TypeError(f"sampling_params is {params!r}, must be SamplingParams, or a list of them")
     if len(listed) != len(given):
         raise ValueError(
             f"{len(listed)} sampling_params were given for {len(given)} prompts; give one, or one for each"

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mappin
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from penstock.async_llm import AsyncLLM, OnError, Params, PromptLike
+from penstock.async_llm import Adapters, AsyncLLM, OnError, Params, PromptLike, no_method
 from penstock.batch_file import FileSummary
 from penstock.errors import StoppedError
 from penstock.result import Chunk, Embedding, Message, Result
@@ -68,6 +68,14 @@ class LLM:
         """The model and the limits of the server, as /info reports them."""
         return self._run(self._llm.info())
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Parameters that leave everything to the model's defaults."""
+        return self._llm.get_default_sampling_params()
+
+    def __getattr__(self, name: str) -> Any:
+        """vLLM's methods that this class lacks say what to use."""
+        raise AttributeError(no_method("LLM", name))
+
     def get_tokenizer(self) -> Tokenizer:
         """The server's tokenizer, for prompts that are made here."""
         return Tokenizer(lambda path, body: self._run(self._llm.ask(path, body)))
@@ -78,19 +86,27 @@ class LLM:
         sampling_params: Params = None,
         *,
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        lora_request: Adapters = None,
         use_tqdm: bool | None = None,
         on_error: OnError = "raise",
+        **others: Any,
     ) -> list[Result]:
         """Continues each prompt: a text, the ids of its tokens, or a mapping with `prompt` or `prompt_token_ids`.
 
-        Returns a result for each, in their order. `sampling_params` is for all prompts, or one for each. `use_tqdm`
-        shows a bar, by default in terminals and notebooks. All prompts are checked before the first one is computed:
-        raises RequestError for the first one that is refused or, with `on_error="keep"`, returns it as that prompt's
-        `error`.
+        Returns a result for each, in their order. `sampling_params` is for all prompts, or one for each, as is
+        `lora_request`, the name of one of `LLM(lora_adapters=…)`. `use_tqdm` shows a bar, by default in terminals and
+        notebooks. All prompts are checked before the first one is computed: raises RequestError for the first one that
+        is refused or, with `on_error="keep"`, returns it as that prompt's `error`.
         """
         return self._run(
             self._llm.generate(
-                prompts, sampling_params, prompt_token_ids=prompt_token_ids, use_tqdm=use_tqdm, on_error=on_error
+                prompts,
+                sampling_params,
+                prompt_token_ids=prompt_token_ids,
+                lora_request=lora_request,
+                use_tqdm=use_tqdm,
+                on_error=on_error,
+                **others,
             )
         )
 
@@ -106,7 +122,9 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool | None = None,
+        lora_request: Adapters = None,
         on_error: OnError = "raise",
+        **others: Any,
     ) -> list[Result]:
         """Answers a conversation, which is a list of messages, or each of several. Otherwise like `generate`."""
         return self._run(
@@ -120,7 +138,9 @@ class LLM:
                 chat_template_kwargs=chat_template_kwargs,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                lora_request=lora_request,
                 on_error=on_error,
+                **others,
             )
         )
 
@@ -143,11 +163,17 @@ class LLM:
         normalize: bool | None = None,
         prompt_name: str | None = None,
         use_tqdm: bool | None = None,
+        **others: Any,
     ) -> list[Embedding]:
         """The vector of each text, for a model that makes vectors."""
         return self._run(
             self._llm.embed(
-                prompts, dimensions=dimensions, normalize=normalize, prompt_name=prompt_name, use_tqdm=use_tqdm
+                prompts,
+                dimensions=dimensions,
+                normalize=normalize,
+                prompt_name=prompt_name,
+                use_tqdm=use_tqdm,
+                **others,
             )
         )
 

@@ -41,6 +41,11 @@ class Completion:
     tool_calls: list[dict[str, Any]] | None = None
     drafts: Drafts | None = None
 
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum of the tokens' logprobs; None without `logprobs`."""
+        return None if self.logprobs is None else sum(self.logprobs)
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
@@ -105,6 +110,11 @@ class Result:
         return self._first().drafts
 
     @property
+    def request_id(self) -> str:
+        """The position among the prompts as a text."""
+        return str(self.index)
+
+    @property
     def finished(self) -> bool:
         """True: a result is made when its last output has ended."""
         return True
@@ -147,6 +157,16 @@ class Embedding:
     index: int
     text: Prompt
     vector: list[float]
+
+    @property
+    def outputs(self) -> Embedding:
+        """The same, where vLLM has it: `output.outputs.embedding`."""
+        return self
+
+    @property
+    def embedding(self) -> list[float]:
+        """vLLM's name of `vector`."""
+        return self.vector
 
 
 def of_completion(index: int, prompt: Prompt, answer: Mapping[str, Any]) -> Result:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from penstock import call_name
+
 _CONSTRAINTS = {
     "json_schema": "json",
     "regex": "regex",
@@ -17,12 +19,35 @@ _CONSTRAINTS = {
 
 StructuredOutputsParams = dict[str, Any]
 """vLLM's class of constraints: `json`, `regex`, `choice`, `grammar`, `structural_tag`, `json_object`."""
+GuidedDecodingParams = StructuredOutputsParams
+"""vLLM's older name of it."""
+# They choose among vLLM's implementations of constraints.
+_BACKENDS = {"backend", "backend_was_auto", "_backend", "_backend_was_auto"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+def _own_names(given: dict[str, Any]) -> dict[str, Any]:
+    if (guided := given.pop("guided_decoding", None)) is not None:
+        if given.get("structured_outputs") is not None:
+            raise TypeError("guided_decoding is another name of structured_outputs, which is given too")
+        given["structured_outputs"] = guided
+    if given.get("best_of") == given.get("n"):
+        given.pop("best_of", None)
+    known = [field.name for field in fields(SamplingParams)]
+    call_name.check("sampling parameter", given, known)
+    return {name: value for name, value in given.items() if name in known}
+
+
+class _OtherNames(type):
+    """Classes that are also called with vLLM's names."""
+
+    def __call__(cls, *args: Any, **given: Any) -> Any:
+        return super().__call__(*args, **_own_names(given))
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplingParams(metaclass=_OtherNames):
     """How tokens are sampled, and when a generation ends. The server checks the values; None means the model's default,
-    or else the API's."""
+    or else the API's. vLLM's further names have no effect, or are refused with what to use."""
 
     max_tokens: int | None = None
     """Most tokens to generate. By default 16 for a prompt, as in OpenAI's API, and all that fit for a chat."""
@@ -52,6 +77,8 @@ class SamplingParams:
     """Return logprobs, with this number of alternatives for each token; 0 returns those of the chosen tokens only."""
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens. Needs `LLM(enable_prefill_logprobs=True)`."""
+    thinking_token_budget: int | None = None
+    """Most tokens of a chat's reasoning, which is ended then."""
     truncate_prompt_tokens: int | None = None
     """Keep only this number of last tokens of the prompt; -1 means as many as the server allows."""
     priority: int | None = None
@@ -74,7 +101,11 @@ class SamplingParams:
     def fields(self, *, is_chat: bool) -> dict[str, Any]:
         """The request's fields."""
         given = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
-        constraint = dict(given.pop("structured_outputs", {}))
+        constraint = {
+            name: value
+            for name, value in dict(given.pop("structured_outputs", {})).items()
+            if value is not None and name not in _BACKENDS
+        }
         constraint |= {_CONSTRAINTS[name]: given.pop(name) for name in list(given) if name in _CONSTRAINTS}
         if (schema := constraint.get("json")) is not None:
             constraint["json"] = _schema(schema)

@@ -25,6 +25,8 @@ from penstock.setting_name import translated
         ({"enforce_eager": True, "swap_space": 4, "disable_log_stats": True, "block_size": 16}, {}),
         ({"cpu_offload_gb": 0, "enable_lora": False, "tokenizer_mode": "auto", "task": "generate"}, {}),
         ({"tokenizer": "a/model"}, {}),
+        ({"reasoning_parser": "qwen3", "max_cpu_loras": 2, "max_lora_rank": 8}, {"max_lora_rank": 8}),
+        ({"max_logprobs": 30, "model_impl": "auto", "enable_prompt_embeds": False}, {"max_top_n_tokens": 30}),
         ({"num_shard": 2, "max_batch_size": 8}, {"num_shard": 2, "max_batch_size": 8}),
     ],
 )
@@ -39,6 +41,9 @@ def test_settings_of_vllm_are_settings_here(given: dict[str, Any], ours: dict[st
         ({"enable_lora": True}, "enable_lora is not a setting of LLM: name the adapters"),
         ({"tokenizer": "another"}, "tokenizer is not a setting of LLM"),
         ({"tokenizer_mode": "mistral"}, "tokenizer_mode is 'mistral', and can only be 'auto', 'hf' here"),
+        ({"enable_prompt_embeds": True}, "enable_prompt_embeds is not a setting of LLM: give prompts as texts"),
+        ({"logits_processors": ["a.B"]}, "logits_processors is not a setting of LLM: clients cannot bring code"),
+        ({"num_gpu_blocks_override": 9}, "num_gpu_blocks_override is not a setting of LLM: use max_batch_total_tokens"),
         ({"num_shard": 1, "tensor_parallel_size": 2}, "tensor_parallel_size is another name of num_shard"),
     ],
 )
