@@ -15,7 +15,7 @@ class LoRARequest:
     lora_path: str = ""
     base_model_name: str | None = None
 
-    @classmethod
-    def name(cls, given: LoRARequest | str | None) -> str | None:
+    @staticmethod
+    def name(given: LoRARequest | str | None) -> str | None:
         """The name of the adapter that a call asks for."""
-        return given.lora_name if isinstance(given, cls) else given
+        return given.lora_name if isinstance(given, LoRARequest) else given

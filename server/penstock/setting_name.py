@@ -73,7 +73,7 @@ _INSTEAD = {
     "tokenizer": "the tokenizer is the model folder's own; tokenizer_config_path replaces its configuration",
 }
 # Values that mean what the server does anyway.
-_NEUTRAL = {
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "config_format": ("auto", "hf"),
     "convert": ("auto", "none", "embed"),
     "cpu_offload_gb": (0,),

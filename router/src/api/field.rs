@@ -39,6 +39,13 @@ pub(super) fn or_default<'de, D: Deserializer<'de>, T: Default + Deserialize<'de
     Ok(Option::deserialize(deserializer)?.unwrap_or_default())
 }
 
+/// Deserializes a required integer like [`integer`].
+pub(super) fn required_integer<'de, D: Deserializer<'de>, T: TryFrom<u64> + TryFrom<i64>>(
+    deserializer: D,
+) -> Result<T, D::Error> {
+    integer(deserializer)?.ok_or_else(|| D::Error::invalid_type(Unexpected::Unit, &std::any::type_name::<T>()))
+}
+
 /// Deserializes an optional integer. Accepts `2.0`, because JSON does not distinguish it from `2`.
 pub(super) fn integer<'de, D: Deserializer<'de>, T: TryFrom<u64> + TryFrom<i64>>(
     deserializer: D,

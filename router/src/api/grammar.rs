@@ -183,9 +183,14 @@ impl PartialSchema for GrammarField {
         let named = || {
             ObjectBuilder::new()
                 .property("name", ObjectBuilder::new().schema_type(Type::String))
+                .property("description", ObjectBuilder::new().schema_type(Type::String))
                 .property("schema", json_schema())
                 .property("strict", strict())
                 .required("schema")
+        };
+        // A schema may be in each of these places, if it is the same.
+        let anywhere = |kind: &str| {
+            of(&[kind]).property("json_schema", named()).property("schema", json_schema()).property("strict", strict())
         };
         let text = || ObjectBuilder::new().schema_type(Type::String);
         let choices = text().min_length(Some(1)).to_array_builder().min_items(Some(1));
@@ -203,13 +208,16 @@ impl PartialSchema for GrammarField {
             .required("triggers");
         OneOfBuilder::new()
             .item(of(&["text"]))
-            .item(of(&["json"]).property("value", json_schema()).required("value"))
-            .item(of(&["json_object"]).property("value", json_schema()).property("schema", json_schema()))
-            .item(of(&["json_schema"]).property("json_schema", named()).required("json_schema"))
-            .item(of(&["json_schema"]).property("value", named()).required("value"))
+            .item(of(&["json"]).property("value", json_schema()).property("strict", strict()).required("value"))
+            .item(anywhere("json_object").property("value", json_schema()))
+            .item(anywhere("json_schema").required("json_schema"))
+            .item(anywhere("json_schema").required("schema"))
+            .item(anywhere("json_schema").property("value", named()).required("value"))
             .item(of(&["regex", "lark", "ebnf"]).property("value", text()).required("value"))
             .item(of(&["choice"]).property("value", choices).required("value"))
             .item(tags)
+            .item(of(&["structural_tag"]).property("format", ObjectBuilder::new().schema_type(Type::Object)).required("format"))
+            .item(of(&["structural_tag"]).property("value", ObjectBuilder::new().schema_type(Type::Object)).required("value"))
             .description(Some("Grammar that the answer must match, in TGI's shape or OpenAI's."))
             .examples([
                 json!({"type": "json", "value": {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}}),

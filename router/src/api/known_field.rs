@@ -1,258 +1,219 @@
-//! Fields of requests that this server does not know. Which it knows, their OpenAPI schemas say: a field that is read is
-//! documented.
+//! The fields that requests may have. Their OpenAPI schemas say which: a field that is read is documented.
 //!
-//! A request is looked through at its top level, and in objects that are values of its fields (`parameters`,
-//! `stream_options`, …), but not deeper, and not in lists (messages, tools), whose items have fields for the template.
+//! A request is looked through in all its objects and lists, except values that hold any JSON (a schema, `metadata`, …).
 
 use std::collections::{BTreeMap, HashMap};
-use std::fmt;
 
-use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use utoipa::ToSchema;
-use utoipa::openapi::schema::{AdditionalProperties, Object, Schema};
+use utoipa::openapi::schema::{AdditionalProperties, ArrayItems, Object, Schema};
 use utoipa::openapi::{Ref, RefOr};
 
-/// Unknown fields that are named; more are only counted.
-const MAX_NAMED: usize = 16;
 /// Deepest level of nested objects whose fields are looked at.
-const MAX_DEPTH: usize = 2;
-/// Fields with several kinds of values, of which the schemas describe the main ones; their readers refuse what they cannot use.
-const READ_ELSEWHERE: [&str; 3] = ["grammar", "response_format", "tool_choice"];
-/// Fields of longer names have no near misses.
-const MAX_NAME_BYTES: usize = 64;
+const MAX_DEPTH: usize = 8;
 
-/// The fields of an object, each with the fields of its value. Without any, the object may have every field.
+/// The field that says which others an object has.
+pub(super) const TYPE: &str = "type";
+
+/// The fields of an object, or of each item of a list, with the fields of their values. Without any, the value may be anything.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct KnownFields(BTreeMap<String, KnownFields>);
-
-/// A field that the server does not know.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct UnknownField {
-    /// Names from the top level on, separated by dots.
-    pub(crate) path: String,
-    /// The path of the known field that was probably meant.
-    pub(crate) near_miss: Option<String>,
+pub(crate) struct KnownFields {
+    /// Of every type.
+    pub(super) fields: BTreeMap<String, KnownFields>,
+    /// The fields of an object of each type, where the types differ. An object of another type may have any field.
+    by_type: BTreeMap<String, KnownFields>,
+    /// Whether the prompt's template sees further fields. Only those whose names look like typos are then unknown.
+    pub(super) is_open: bool,
+    pub(super) is_list: bool,
 }
 
-impl fmt::Display for UnknownField {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "unknown field `{}`", self.path)?;
-        self.near_miss.as_ref().map_or(Ok(()), |near_miss| write!(f, "; did you mean `{near_miss}`?"))
-    }
-}
+/// A value that may be anything.
+static ANY: KnownFields =
+    KnownFields { fields: BTreeMap::new(), by_type: BTreeMap::new(), is_open: false, is_list: false };
 
 impl KnownFields {
-    /// The fields of a request. `aliases`: names of fields that the schema does not have.
-    pub(crate) fn of<T: ToSchema>(aliases: &[&str]) -> Self {
+    /// The fields of a request.
+    pub(crate) fn of<T: ToSchema>() -> Self {
         let mut components = Vec::new();
         T::schemas(&mut components);
         let components: HashMap<_, _> = components.into_iter().collect();
-        let mut fields = fields(&T::schema(), &components, MAX_DEPTH).unwrap_or_default();
-        fields.0.extend(aliases.iter().map(|&alias| (alias.to_owned(), Self::default())));
-        fields
+        fields(&T::schema(), &components, MAX_DEPTH).unwrap_or_default()
     }
 
-    /// The same, where the value of a field, or each item of it, is an object with one of these sets of fields.
-    pub(crate) fn with_values(mut self, field: &str, values: impl IntoIterator<Item = Self>) -> Self {
-        let known = values.into_iter().flat_map(|fields| fields.0).collect();
-        self.0.insert(field.to_owned(), Self(known));
+    /// Adds fields that the schema does not have to the objects at `place`, a path without the numbers of items.
+    pub(crate) fn with(mut self, place: &str, names: &[&str]) -> Self {
+        self.change(place, &mut |object| {
+            if !object.is_any() {
+                object.fields.extend(names.iter().map(|&name| (name.to_owned(), Self::default())));
+            }
+        });
         self
     }
 
-    /// The fields of this JSON that are unknown and not null, and the number of those that are not named. JSON that cannot be read has none.
-    pub(crate) fn unknown_in<'de, D: Deserializer<'de>>(&self, json: D) -> (Vec<UnknownField>, usize) {
-        let mut found = Found { root: self, unknown: Vec::new(), num_more: 0 };
-        // The request was read before, or is refused.
-        let _ = Walk { known: self, path: "", found: &mut found }.deserialize(json);
-        (found.unknown, found.num_more)
+    /// The objects at `place`, of which the schema says nothing, have these fields.
+    pub(crate) fn only(mut self, place: &str, names: &[&str]) -> Self {
+        let fields: BTreeMap<_, _> = names.iter().map(|&name| (name.to_owned(), Self::default())).collect();
+        self.change(place, &mut |object| object.fields.clone_from(&fields));
+        self
     }
 
-    /// The paths of all fields with those of their values.
-    fn paths(&self, prefix: &str) -> Vec<String> {
-        let paths = self.0.iter().flat_map(|(name, fields)| {
-            let path = joined(prefix, name);
-            let inner = fields.paths(&path);
+    /// The objects at `place` may have further fields, which the template sees.
+    pub(crate) fn open(mut self, place: &str) -> Self {
+        self.change(place, &mut |object| object.is_open = true);
+        self
+    }
+
+    /// Only objects of these types, or without a type, are looked through at `place`.
+    pub(crate) fn only_types(mut self, place: &str, types: &[&str]) -> Self {
+        self.change(place, &mut |object| {
+            let of_type = Self { by_type: BTreeMap::new(), ..object.clone() };
+            object.by_type = types.iter().map(|&kind| (kind.to_owned(), of_type.clone())).collect();
+        });
+        self
+    }
+
+    /// Objects of these types are not looked through at `place`.
+    pub(crate) fn except_types(mut self, place: &str, types: &[&str]) -> Self {
+        self.change(place, &mut |object| object.by_type.retain(|kind, _| !types.contains(&kind.as_str())));
+        self
+    }
+
+    /// Each item of the list in `field` is an object with one of these sets of fields.
+    pub(crate) fn with_items(mut self, field: &str, items: impl IntoIterator<Item = Self>) -> Self {
+        let fields = items.into_iter().flat_map(|item| item.fields).collect();
+        self.fields.insert(field.to_owned(), Self { fields, is_list: true, ..Self::default() });
+        self
+    }
+
+    pub(super) fn is_any(&self) -> bool {
+        self.fields.is_empty()
+    }
+
+    pub(super) fn has_types(&self) -> bool {
+        !self.by_type.is_empty()
+    }
+
+    /// The fields of an object of this type.
+    pub(super) fn of_type(&self, kind: Option<&str>) -> &Self {
+        match kind {
+            Some(kind) if self.has_types() => self.by_type.get(kind).unwrap_or(&ANY),
+            _ => self,
+        }
+    }
+
+    /// The paths of all fields with those of their values, except within lists.
+    pub(super) fn paths(&self, prefix: &str) -> Vec<String> {
+        let paths = self.fields.iter().flat_map(|(name, fields)| {
+            let path = if prefix.is_empty() { name.clone() } else { format!("{prefix}.{name}") };
+            let inner = if fields.is_list { Vec::new() } else { fields.paths(&path) };
             std::iter::once(path).chain(inner)
         });
         paths.collect()
     }
 
-    /// The known field that an unknown one at `path` was probably meant to be: one of another place with this name, or one with a similar
-    /// name, of the same place first.
-    fn near_miss(&self, path: &str) -> Option<String> {
-        let (place, name) = split(path);
-        if name.len() > MAX_NAME_BYTES {
-            return None;
-        }
-        let paths = self.paths("");
-        let is_same = |path: &&String| split(path).1 == name;
-        if let Some(path) = paths.iter().find(is_same) {
-            return Some(path.clone());
-        }
-        let rank = |path: &String| {
-            let (other_place, other) = split(path);
-            Some((distance(name, other)?, other_place != place, other.len()))
+    /// Changes the objects at `place`, of each type.
+    fn change(&mut self, place: &str, change: &mut dyn FnMut(&mut Self)) {
+        let Some((field, rest)) = place.split_once('.').or_else(|| (!place.is_empty()).then_some((place, ""))) else {
+            change(self);
+            return self.by_type.values_mut().for_each(change);
         };
-        paths.iter().filter_map(|path| Some((rank(path)?, path))).min().map(|(_, path)| path.clone())
-    }
-}
-
-fn joined(prefix: &str, name: &str) -> String {
-    if prefix.is_empty() { name.to_owned() } else { format!("{prefix}.{name}") }
-}
-
-/// The place and the name of a field.
-fn split(path: &str) -> (&str, &str) {
-    path.rsplit_once('.').unwrap_or(("", path))
-}
-
-/// How different two names are: 0 if they differ only in how their words are written; `None`: too different.
-fn distance(one: &str, other: &str) -> Option<usize> {
-    let (one, other) = (words(one), words(other));
-    let [joined_one, joined_other] = [&one, &other].map(|words| words.concat());
-    let num_typos = strsim::damerau_levenshtein(&joined_one, &joined_other);
-    let shorter = joined_one.len().min(joined_other.len());
-    let by_typos = (num_typos <= shorter.div_ceil(5).min(3) && num_typos < shorter).then_some(2 * num_typos);
-    // `max_tokens` and `max_new_tokens`, `stop_sequences` and `stop`.
-    let (few, many) = if one.len() < other.len() { (one, other) } else { (other, one) };
-    let is_contained = few.iter().all(|word| many.contains(word)) && few.concat().len() >= 4;
-    let by_words = is_contained.then_some(if few.len() > 1 { 3 } else { 7 });
-    [by_typos, by_words].into_iter().flatten().min()
-}
-
-/// The words of a name in snake case, kebab case or camel case.
-fn words(name: &str) -> Vec<String> {
-    let mut words = vec![String::new()];
-    for c in name.chars() {
-        if c.is_uppercase() || matches!(c, '_' | '-') {
-            words.push(String::new());
-        }
-        if let Some(word) = words.last_mut().filter(|_| !matches!(c, '_' | '-')) {
-            word.extend(c.to_lowercase());
+        for object in
+            std::iter::once(&mut self.fields).chain(self.by_type.values_mut().map(|object| &mut object.fields))
+        {
+            if let Some(value) = object.get_mut(field) {
+                value.change(rest, change);
+            }
         }
     }
-    words.retain(|word| !word.is_empty());
-    words
+
+    /// Adds the fields of another object that may be in the same place.
+    fn merge(&mut self, other: Self) {
+        self.is_open |= other.is_open;
+        self.is_list |= other.is_list;
+        for (kind, object) in other.by_type {
+            match self.by_type.get_mut(&kind) {
+                Some(known) => known.merge(object),
+                None => drop(self.by_type.insert(kind, object)),
+            }
+        }
+        for (name, value) in other.fields {
+            match self.fields.get_mut(&name) {
+                // One of them may be anything.
+                Some(known) if known.is_any() || value.is_any() => *known = Self::default(),
+                Some(known) => known.merge(value),
+                None => drop(self.fields.insert(name, value)),
+            }
+        }
+    }
 }
 
 type Components = HashMap<String, RefOr<Schema>>;
 
 /// `None`: a value of this schema is no object.
 fn fields(schema: &RefOr<Schema>, components: &Components, depth: usize) -> Option<KnownFields> {
-    let schema = match schema {
-        RefOr::Ref(Ref { ref_location, .. }) => {
-            let name = ref_location.rsplit('/').next().unwrap_or_default();
-            return components.get(name).and_then(|schema| fields(schema, components, depth));
-        }
-        RefOr::T(schema) => schema,
-    };
-    let parts = match schema {
+    let (parts, are_alternatives) = match resolved(schema, components)? {
         Schema::Object(object) => return of_object(object, components, depth),
-        Schema::AllOf(all) => &all.items,
-        Schema::OneOf(one) => &one.items,
-        Schema::AnyOf(any) => &any.items,
+        Schema::Array(array) => {
+            let ArrayItems::RefOrSchema(items) = &array.items else { return None };
+            return fields(items, components, depth).map(|items| KnownFields { is_list: true, ..items });
+        }
+        Schema::AllOf(all) => (&all.items, false),
+        Schema::OneOf(one) => (&one.items, true),
+        Schema::AnyOf(any) => (&any.items, true),
         _ => return None,
     };
-    let parts: Vec<_> = parts.iter().filter_map(|part| fields(part, components, depth)).collect();
-    if parts.is_empty() || parts.iter().any(|part| part.0.is_empty()) {
-        return parts.into_iter().find(|part| part.0.is_empty());
+    let found = parts.iter().filter_map(|part| Some((types(part, components), fields(part, components, depth)?)));
+    let parts: Vec<_> = found.collect();
+    if let Some((_, any)) = parts.iter().find(|(_, part)| part.is_any()) {
+        return Some(any.clone());
     }
-    let mut all = KnownFields::default();
-    for (name, inner) in parts.into_iter().flat_map(|part| part.0) {
-        all.0.entry(name).or_default().0.extend(inner.0);
+    let have_types = are_alternatives && parts.len() > 1 && parts.iter().all(|(types, _)| !types.is_empty());
+    let mut merged: Option<KnownFields> = None;
+    for (types, mut part) in parts {
+        if have_types {
+            part.by_type = types.into_iter().map(|kind| (kind, part.clone())).collect();
+        }
+        match &mut merged {
+            Some(merged) => merged.merge(part),
+            None => merged = Some(part),
+        }
     }
-    Some(all)
+    merged
+}
+
+/// The values of the field `type` in objects of this schema, if they are listed.
+fn types(schema: &RefOr<Schema>, components: &Components) -> Vec<String> {
+    match resolved(schema, components) {
+        Some(Schema::Object(object)) => match object.properties.get(TYPE).and_then(|kind| resolved(kind, components)) {
+            Some(Schema::Object(kind)) => {
+                let values = kind.enum_values.iter().flatten();
+                values.filter_map(|value| value.as_str().map(str::to_owned)).collect()
+            }
+            _ => Vec::new(),
+        },
+        Some(Schema::AllOf(all)) => all.items.iter().flat_map(|part| types(part, components)).collect(),
+        _ => Vec::new(),
+    }
+}
+
+fn resolved<'a>(schema: &'a RefOr<Schema>, components: &'a Components) -> Option<&'a Schema> {
+    match schema {
+        RefOr::Ref(Ref { ref_location, .. }) => {
+            let name = ref_location.rsplit('/').next().unwrap_or_default();
+            components.get(name).and_then(|schema| resolved(schema, components))
+        }
+        RefOr::T(schema) => Some(schema),
+    }
 }
 
 fn of_object(object: &Object, components: &Components, depth: usize) -> Option<KnownFields> {
     let is_open =
         !matches!(object.additional_properties.as_deref(), None | Some(AdditionalProperties::FreeForm(false)));
-    if is_open || object.properties.is_empty() || depth == 0 {
+    if object.properties.is_empty() || depth == 0 {
         let is_object = serde_json::to_value(&object.schema_type).is_ok_and(|kind| kind.to_string().contains("object"));
         return (is_open || is_object || depth == 0).then(KnownFields::default);
     }
     let field = |(name, schema): (&String, &RefOr<Schema>)| {
-        let inner = (!READ_ELSEWHERE.contains(&&**name)).then(|| fields(schema, components, depth - 1));
-        (name.clone(), inner.flatten().unwrap_or_default())
+        (name.clone(), fields(schema, components, depth - 1).unwrap_or_default())
     };
-    Some(KnownFields(object.properties.iter().map(field).collect()))
-}
-
-struct Found<'a> {
-    root: &'a KnownFields,
-    unknown: Vec<UnknownField>,
-    num_more: usize,
-}
-
-/// Looks through one value. INVARIANT: no deeper than the known fields.
-struct Walk<'a, 'b> {
-    known: &'a KnownFields,
-    path: &'b str,
-    found: &'b mut Found<'a>,
-}
-
-impl<'de> DeserializeSeed<'de> for Walk<'_, '_> {
-    type Value = ();
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
-        if self.known.0.is_empty() {
-            return deserializer.deserialize_ignored_any(IgnoredAny).map(drop);
-        }
-        deserializer.deserialize_any(self)
-    }
-}
-
-impl<'de> Visitor<'de> for Walk<'_, '_> {
-    type Value = ();
-
-    fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str("any value")
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
-        while let Some(name) = map.next_key::<String>()? {
-            let path = joined(self.path, &name);
-            if let Some(known) = self.known.0.get(&name) {
-                map.next_value_seed(Walk { known, path: &path, found: &mut *self.found })?;
-            } else if map.next_value::<Option<IgnoredAny>>()?.is_some() {
-                if self.found.unknown.len() == MAX_NAMED {
-                    self.found.num_more += 1;
-                    continue;
-                }
-                let near_miss = self.found.root.near_miss(&path);
-                self.found.unknown.push(UnknownField { path, near_miss });
-            }
-        }
-        Ok(())
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<(), A::Error> {
-        while items.next_element_seed(Walk { known: self.known, path: self.path, found: &mut *self.found })?.is_some() {
-        }
-        Ok(())
-    }
-
-    fn visit_bool<E>(self, _: bool) -> Result<(), E> {
-        Ok(())
-    }
-
-    fn visit_i64<E>(self, _: i64) -> Result<(), E> {
-        Ok(())
-    }
-
-    fn visit_u64<E>(self, _: u64) -> Result<(), E> {
-        Ok(())
-    }
-
-    fn visit_f64<E>(self, _: f64) -> Result<(), E> {
-        Ok(())
-    }
-
-    fn visit_str<E>(self, _: &str) -> Result<(), E> {
-        Ok(())
-    }
-
-    fn visit_unit<E>(self) -> Result<(), E> {
-        Ok(())
-    }
+    Some(KnownFields { fields: object.properties.iter().map(field).collect(), is_open, ..KnownFields::default() })
 }

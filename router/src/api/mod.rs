@@ -24,4 +24,5 @@ pub(crate) mod responses;
 mod structural_tag;
 pub(crate) mod tei;
 pub(crate) mod tgi;
+pub(crate) mod unknown_field;
 pub(crate) mod vertex;

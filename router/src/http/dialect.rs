@@ -15,6 +15,7 @@ use crate::api::error::{ApiError, COMPLETION_NAMES, RESPONSE_NAMES};
 use crate::api::exact;
 use crate::api::known_field::KnownFields;
 use crate::api::request_body::RequestBody;
+use crate::api::unknown_field::{UnknownFields, unknown_fields};
 use crate::generation::{FieldNames, ValidationError};
 use crate::telemetry::{RequestRecord, Warnings};
 
@@ -25,6 +26,11 @@ pub(super) const INVOCATIONS: &str = "/invocations";
 pub(super) const TOKENIZE: &str = "/tokenize";
 /// vLLM's route.
 pub(super) const DETOKENIZE: &str = "/detokenize";
+
+/// UTF-8's byte order mark, which some editors and libraries write.
+const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
+/// Longer messages about bodies lose their middle, which is a path into nested lists.
+const MAX_MESSAGE_CHARACTERS: usize = 400;
 
 /// How a route writes errors.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -180,7 +186,7 @@ enum Unread {
     Json(JsonRejection),
     /// The parser would change a number of a schema.
     Number(String),
-    /// A field is not known, and the server is strict.
+    /// A field is not known, and the server is strict; or a list is in the place of an object.
     Field(ApiError),
 }
 
@@ -188,7 +194,7 @@ impl Unread {
     /// The answer of TGI's routes, where rejections of bodies are text.
     fn into_tgi_response(self) -> Response {
         match self {
-            Self::Json(rejection) => rejection.into_response(),
+            Self::Json(rejection) => (rejection.status(), text(&rejection)).into_response(),
             Self::Number(message) => {
                 let status = StatusCode::UNPROCESSABLE_ENTITY;
                 TgiError(ApiError::Malformed { status, message, param: None }).into_response()
@@ -211,7 +217,7 @@ impl From<Unread> for ApiError {
             StatusCode::UNPROCESSABLE_ENTITY => StatusCode::BAD_REQUEST,
             status => status,
         };
-        let message = rejection.body_text();
+        let message = text(&rejection);
         let param = invalid_field(&message).map(str::to_owned);
         Self::Malformed { status, message, param }
     }
@@ -236,6 +242,8 @@ async fn parsed<T: DeserializeOwned>(request: Request, service: &Service) -> Res
     let (parts, body) = request.into_parts();
     let bytes = Bytes::from_request(Request::from_parts(parts.clone(), body), service).await;
     let bytes = bytes.map_err(|rejection| Unread::Json(rejection.into()))?;
+    // RFC 8259 lets a parser ignore it.
+    let bytes = if bytes.starts_with(BYTE_ORDER_MARK) { bytes.slice(BYTE_ORDER_MARK.len()..) } else { bytes };
     exact::check(&bytes).map_err(|problem| Unread::Number(format!("a schema of the request: {problem}")))?;
     let request = Request::from_parts(parts, Body::from(bytes.clone()));
     let Json(value) = Json::from_request(request, service).await.map_err(Unread::Json)?;
@@ -251,14 +259,19 @@ async fn read<T: RequestBody>(request: Request, service: &Service) -> Result<T, 
     Ok(value)
 }
 
-/// Refuses fields that a request does not have, if the server is strict; else warns of them.
+/// Refuses a list in the place of an object, which serde would read as the values of its fields. Refuses fields that a request
+/// does not have, if the server is strict; else warns of them.
 pub(super) fn check_fields<'de, D: Deserializer<'de>>(
     known: &KnownFields,
     json: D,
     record: Option<&RequestRecord>,
     service: &Service,
 ) -> Result<(), ApiError> {
-    let (unknown, num_more) = known.unknown_in(json);
+    let UnknownFields { unknown, num_more, misplaced_list } = unknown_fields(known, json);
+    if let Some(place) = misplaced_list {
+        let path = if place.is_empty() { "body".to_owned() } else { place };
+        return Err(ValidationError::Item { path, problem: "is a list, must be an object".to_owned() }.into());
+    }
     let Some(first) = unknown.first() else { return Ok(()) };
     let mut messages: Vec<_> = unknown.iter().map(ToString::to_string).collect();
     messages.extend((num_more > 0).then(|| format!("{num_more} more unknown fields")));
@@ -272,6 +285,33 @@ pub(super) fn check_fields<'de, D: Deserializer<'de>>(
         record.warn(warnings);
     }
     Ok(())
+}
+
+/// What a rejection says, without the names of our types, and with both ends of a long path.
+fn text(rejection: &JsonRejection) -> String {
+    let message = rejection.body_text();
+    let words: Vec<_> = message.split(' ').collect();
+    let mut plain = Vec::new();
+    let mut position = 0;
+    while let Some(&word) = words.get(position) {
+        plain.push(word);
+        position += 1;
+        let rest = &words[position..];
+        let num_words = match (word, rest) {
+            ("expected", ["struct", _, ..]) => 2,
+            ("expected", ["internally", "tagged", "enum", _, ..]) => 4,
+            _ => continue,
+        };
+        plain.push("an object");
+        position += num_words;
+    }
+    let plain = plain.join(" ");
+    let (num_characters, end) = (plain.chars().count(), MAX_MESSAGE_CHARACTERS / 2);
+    if num_characters <= MAX_MESSAGE_CHARACTERS {
+        return plain;
+    }
+    let (first, last) = (plain.chars().take(end), plain.chars().skip(num_characters - end));
+    format!("{}…{}", first.collect::<String>(), last.collect::<String>())
 }
 
 /// The top-level field that a rejection of `axum::Json` is about: it names the path, or the missing field.

@@ -5,7 +5,7 @@ mod writer;
 
 use std::sync::Arc;
 
-use axum::extract::rejection::QueryRejection;
+use axum::extract::rejection::{PathRejection, QueryRejection};
 use axum::extract::{Path, Query, State};
 use axum::http::StatusCode;
 use axum::response::Response as HttpResponse;
@@ -169,9 +169,10 @@ pub(super) async fn compact(
 pub(super) async fn response(
     State(service): State<Service>,
     owner: KeyHash,
-    Path(id): Path<String>,
+    id: Result<Path<String>, PathRejection>,
     query: Result<Query<Retrieval>, QueryRejection>,
 ) -> Result<Json<Response>, OpenAiError> {
+    let Path(id) = id.map_err(invalid_id)?;
     let stored = stored(service.responses(), owner, &id)?;
     let Query(Retrieval { stream }) = query.map_err(|rejection| invalid("stream", rejection.body_text()))?;
     if stream == Some(true) {
@@ -191,8 +192,9 @@ pub(super) async fn response(
 pub(super) async fn delete(
     State(service): State<Service>,
     owner: KeyHash,
-    Path(id): Path<String>,
+    id: Result<Path<String>, PathRejection>,
 ) -> Result<Json<DeletedResponse>, OpenAiError> {
+    let Path(id) = id.map_err(invalid_id)?;
     if !service.responses().remove(owner, &id) {
         return Err(not_stored(service.responses(), &id));
     }
@@ -210,9 +212,10 @@ pub(super) async fn delete(
 pub(super) async fn input_items(
     State(service): State<Service>,
     owner: KeyHash,
-    Path(id): Path<String>,
+    id: Result<Path<String>, PathRejection>,
     query: Result<Query<ItemPage>, QueryRejection>,
 ) -> Result<Json<ItemList>, OpenAiError> {
+    let Path(id) = id.map_err(invalid_id)?;
     let stored = stored(service.responses(), owner, &id)?;
     let Query(page) = query.map_err(|rejection| invalid("limit", rejection.body_text()))?;
     page.of(stored.input.clone()).map(Json).map_err(|(field, problem)| invalid(field, problem))
@@ -249,6 +252,11 @@ fn not_stored(store: &ResponseStore, id: &str) -> OpenAiError {
         "this server stores no responses; run it with --max-stored-responses"
     };
     ApiError::NotFound(format!("response `{id}` was not found: {why}")).into()
+}
+
+/// An id that is no text.
+fn invalid_id(rejection: PathRejection) -> OpenAiError {
+    invalid("id", rejection.body_text())
 }
 
 /// A parameter of the query that is not valid.

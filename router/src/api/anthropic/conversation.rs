@@ -29,7 +29,11 @@ pub(super) fn template_messages(
         }
     }
     let problem = |problem| ValidationError::Item { path: "messages".to_owned(), problem };
-    conversation.into_messages(Some(joined(system))).map_err(problem)
+    let (messages, images) = conversation.into_messages(Some(joined(system))).map_err(problem)?;
+    if messages.iter().all(|message| message["role"] == "system") {
+        return Err(problem("they have no content that could be answered".to_owned()));
+    }
+    Ok((messages, images))
 }
 
 /// The text without its first line, if that is Claude Code's billing header.

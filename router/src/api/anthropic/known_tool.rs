@@ -19,7 +19,7 @@ pub(super) struct Display {
 
 /// What executes a tool of this type, such as `bash_20250124`; `None` if the type is unknown.
 pub(super) fn known(kind: &str, display: Display) -> Option<KnownTool> {
-    if kind == "mcp_toolset" {
+    if matches!(kind, "mcp_toolset" | "tool_search_tool_regex" | "tool_search_tool_bm25") {
         return Some(KnownTool::Hosted);
     }
     let (family, date) = kind.rsplit_once('_')?;

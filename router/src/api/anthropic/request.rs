@@ -9,7 +9,7 @@ use super::block::{MessageParam, TextBlock};
 use super::conversation::template_messages;
 use super::tool::{ToolChoiceParam, ToolParam, tool_set};
 use crate::api::content::Content;
-use crate::api::field::{integer, is_given, named, or_default};
+use crate::api::field::{integer, is_given, named, or_default, required_integer};
 use crate::api::grammar;
 use crate::api::openai::SamplingFields;
 use crate::config::SamplingDefaults;
@@ -28,7 +28,8 @@ pub(crate) struct MessagesRequest {
     #[serde(flatten)]
     pub(crate) conversation: Conversation,
     /// Maximum number of generated tokens. More than the context has room for is allowed.
-    #[schema(minimum = 1)]
+    #[serde(deserialize_with = "required_integer")]
+    #[schema(value_type = u32, minimum = 1)]
     pub(crate) max_tokens: u32,
     /// Divides the logits before sampling. 0 means greedy.
     #[schema(minimum = 0, default = 1)]

@@ -4,7 +4,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use utoipa::ToSchema;
 
-use crate::api::content::check_detail;
+use crate::api::content::{Content, check_detail};
 use crate::generation::{ImageSource, ValidationError};
 
 /// A message of the conversation.
@@ -12,17 +12,10 @@ use crate::generation::{ImageSource, ValidationError};
 pub(crate) struct Message {
     /// Any role that the model's template knows: `system`, `user`, `assistant`, `tool`, …
     role: String,
-    content: Option<Content>,
+    content: Option<Content<Part>>,
     /// Further fields for the template: `name`, `tool_calls`, `tool_call_id`, …
     #[serde(flatten)]
     other: Map<String, Value>,
-}
-
-#[derive(Debug, Deserialize, ToSchema)]
-#[serde(untagged, expecting = "a string or a list of parts")]
-enum Content {
-    Text(String),
-    Parts(Vec<Part>),
 }
 
 #[derive(Debug, Deserialize, ToSchema)]

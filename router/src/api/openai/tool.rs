@@ -8,6 +8,7 @@ use serde_json::Value;
 use utoipa::openapi::{RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
+use crate::api::field::named;
 use crate::text::{Tool, ToolChoice};
 
 /// A tool as its calls are constrained, and as the template shows it.
@@ -23,7 +24,8 @@ pub(crate) struct ToolField {
 struct GivenTool {
     /// Always `function`.
     #[serde(rename = "type")]
-    kind: Option<String>,
+    #[schema(value_type = Option<String>)]
+    _kind: Option<String>,
     function: Function,
 }
 
@@ -60,10 +62,11 @@ impl<'de> Deserialize<'de> for ToolField {
             // COMPAT: TGI's name of the field.
             function.insert("parameters".to_owned(), schema);
         }
-        let given = GivenTool::deserialize(&value).map_err(|error| D::Error::custom(format!("tools: {error}")))?;
-        if let Some(kind) = given.kind.filter(|kind| kind != "function") {
-            return Err(D::Error::custom(format!("tools: type `{kind}` is not supported, only `function` is")));
+        let is_function = |kind: &str| kind == "function";
+        if let Some(kind) = value.get("type").and_then(Value::as_str).filter(|kind| !is_function(kind)) {
+            return Err(D::Error::custom(format!("type: `{kind}` is not supported, only `function` is")));
         }
+        let given = named(&value, |value| GivenTool::deserialize(value)).map_err(D::Error::custom)?;
         let Function { name, parameters } = given.function;
         Ok(Self { tool: Tool { name, parameters }, value })
     }

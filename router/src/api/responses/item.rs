@@ -247,15 +247,12 @@ impl InputItem {
     fn told(&self) -> Option<(String, bool)> {
         let kind = self.value.get("type").and_then(Value::as_str)?;
         let fields = self.value.as_object()?.iter();
-        // An image is no text, and what is encrypted only its author can read.
         let is_left_out = |key: &str| {
-            matches!(key, "type" | "id" | "status" | "call_id")
-                || key.starts_with("encrypted")
-                || (kind == "image_generation_call" && key == "result")
+            matches!(key, "type" | "id" | "status" | "call_id") || (kind == "image_generation_call" && key == "result")
         };
         let kept: Map<_, _> =
             fields.filter(|(key, _)| !is_left_out(key)).map(|(key, value)| (key.clone(), value.clone())).collect();
-        Some((format!("<{kind}>{}</{kind}>", Value::Object(kept)), CALLS.contains(&kind)))
+        Some((format!("<{kind}>{}</{kind}>", readable(Value::Object(kept))), CALLS.contains(&kind)))
     }
 
     /// Whether it is a message of the user.
@@ -345,6 +342,19 @@ impl ItemFields {
             }
         };
         added.map_err(|reason| problem(&path, &reason))
+    }
+}
+
+/// The value without what only its author can read, and without files: an image is no text.
+fn readable(value: Value) -> Value {
+    let is_file = |value: &Value| value.as_str().is_some_and(|text| text.starts_with("data:"));
+    match value {
+        Value::Object(fields) => {
+            let kept = fields.into_iter().filter(|(key, value)| !(key.starts_with("encrypted") || is_file(value)));
+            kept.map(|(key, value)| (key, readable(value))).collect()
+        }
+        Value::Array(values) => values.into_iter().filter(|value| !is_file(value)).map(readable).collect(),
+        value => value,
     }
 }
 

@@ -1,5 +1,7 @@
 //! The request of `/v1/responses`.
 
+use std::collections::BTreeMap;
+
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::{Map, Value, json};
@@ -40,8 +42,8 @@ const LOGPROBS: &str = "message.output_text.logprobs";
 pub(crate) struct ResponsesRequest {
     /// Any name is accepted and returned; `tgi` means the served model.
     pub(crate) model: String,
-    /// A string, or the items of the conversation.
-    input: Content<InputItem>,
+    /// A string, or the items of the conversation. May be left out if `previous_response_id` names one.
+    input: Option<Content<InputItem>>,
     /// Instructions before the conversation.
     instructions: Option<String>,
     /// Continue the conversation of this response, on servers that run with `--max-stored-responses`.
@@ -86,7 +88,7 @@ pub(crate) struct ResponsesRequest {
     truncation: Option<String>,
     /// Returned with the response.
     #[schema(value_type = Option<Object>)]
-    metadata: Option<Map<String, Value>>,
+    metadata: Option<BTreeMap<String, String>>,
     /// Returned with the response; only tools that OpenAI executes are counted.
     #[serde(default, deserialize_with = "integer")]
     #[schema(value_type = Option<u32>)]
@@ -229,7 +231,7 @@ impl ResponsesRequest {
         let parameters = Parameters { warnings, ..self.parameters(defaults)? };
         let tools = self.tool_set(&functions, choice)?;
         let mut conversation = earlier.unwrap_or_default();
-        let items = resolved(self.input, find)?;
+        let items = self.input.map_or(Ok(Vec::new()), |input| resolved(input, find))?;
         let input = if echo.store { items.iter().map(InputItem::listed).collect() } else { Vec::new() };
         add_items(&mut conversation, items)?;
         let stored = echo.store.then(|| conversation.clone());
@@ -259,7 +261,7 @@ impl ResponsesRequest {
         find: impl Fn(&str) -> Option<Value>,
     ) -> Result<(GenerationRequest, Vec<Value>), ValidationError> {
         let mut conversation = earlier.unwrap_or_default();
-        let items = resolved(self.input, find)?;
+        let items = self.input.map_or(Ok(Vec::new()), |input| resolved(input, find))?;
         let kept = items.iter().filter(|item| item.is_user()).map(InputItem::listed).collect();
         add_items(&mut conversation, items)?;
         let told = conversation.user(PromptPart::Text(compaction::TASK.to_owned()));
@@ -372,7 +374,7 @@ impl ResponsesRequest {
             store: stores && self.store.unwrap_or(true),
             background: false,
             service_tier: "default",
-            metadata: self.metadata.clone().unwrap_or_default().into(),
+            metadata: json!(self.metadata.clone().unwrap_or_default()),
             safety_identifier: self.safety_identifier.clone(),
             prompt_cache_key: self.prompt_cache_key.clone(),
         }
