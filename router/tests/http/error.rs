@@ -135,6 +135,63 @@ async fn a_value_of_a_wrong_type_is_refused_with_its_field() {
 }
 
 #[tokio::test]
+async fn a_wrong_part_of_a_chat_is_named_with_its_place() {
+    let server = Server::answering(&[IM_END]).await;
+    let chat =
+        |content: Value, tools: Value| json!({"messages": [{"role": "user", "content": content}], "tools": tools});
+    let content = |content: Value| chat(content, json!(null));
+    let tool = |tool: Value| chat(json!("Hi"), json!([tool]));
+    for (body, told) in [
+        (content(json!(5)), "messages[0].content: invalid type: integer `5`, expected a string or a list"),
+        (
+            content(json!([{"type": "text", "text": "a"}, 5])),
+            "messages[0].content[1]: invalid type: integer `5`, expected an object",
+        ),
+        (content(json!([{"text": "a"}])), "messages[0].content[0]: missing field `type`"),
+        (content(json!([{"type": "text", "text": 5}])), "messages[0].content[0].text: invalid type: integer `5`"),
+        (tool(json!(5)), "tools[0]: invalid type: integer `5`, expected an object"),
+        (tool(json!({"function": {"name": 5}})), "tools[0]: function.name: invalid type: integer `5`"),
+        (json!({"messages": [["user", "Hi"]]}), "messages[0]: invalid type: sequence, expected an object"),
+        (
+            json!({"messages": [{"role": "user", "content": "Hi"}], "stream_options": [true]}),
+            "stream_options: is a list",
+        ),
+    ] {
+        let answer = server.post("/v1/chat/completions", body).await;
+        assert_eq!(answer.status, StatusCode::BAD_REQUEST);
+        let message = answer.json()["error"]["message"].as_str().unwrap().to_owned();
+        assert!(message.contains(told), "{message}");
+    }
+}
+
+#[tokio::test]
+async fn a_list_is_no_request() {
+    let server = Server::answering(&[IM_END]).await;
+    for body in [json!(["Hi", {}, false]), json!({"inputs": "Hi", "parameters": [1]})] {
+        let answer = server.post("/generate", body).await;
+        assert_eq!(answer.status, StatusCode::UNPROCESSABLE_ENTITY, "{}", answer.body);
+        assert!(answer.body.contains("is a list, must be an object"), "{}", answer.body);
+    }
+}
+
+#[tokio::test]
+async fn a_byte_order_mark_is_ignored() {
+    let server = Server::answering(&[IM_END]).await;
+    let answer = server.post_text("/generate", "application/json", "\u{feff}{\"inputs\": \"Hi\"}").await;
+    assert_eq!(answer.status, StatusCode::OK, "{}", answer.body);
+}
+
+#[tokio::test]
+async fn the_message_about_a_deep_body_is_short() {
+    let server = Server::answering(&[IM_END]).await;
+    let body = format!("{{\"a\": {}{}}}", "[".repeat(5000), "]".repeat(5000));
+    let answer = server.post_text("/v1/chat/completions", "application/json", &body).await;
+    assert_eq!(answer.status, StatusCode::BAD_REQUEST);
+    let message = answer.json()["error"]["message"].as_str().unwrap().to_owned();
+    assert!(message.chars().count() <= 401 && message.contains("recursion limit exceeded"), "{message}");
+}
+
+#[tokio::test]
 async fn unknown_fields_are_ignored() {
     let server = Server::answering(&[IM_END]).await;
     let answer = server.post("/generate", json!({"inputs": "Hi", "x": 1, "parameters": {"y": {}}})).await;

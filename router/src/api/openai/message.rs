@@ -58,7 +58,8 @@ impl Message {
         mut images: Option<&mut Vec<ImageSource>>,
     ) -> Result<Value, ValidationError> {
         let content = match self.content {
-            None => String::new().into(),
+            // What the model has refused to do is what it has said; templates do not know the field.
+            None => self.other.get("refusal").and_then(Value::as_str).unwrap_or_default().into(),
             Some(Content::Text(text)) => text.into(),
             Some(Content::Parts(parts)) => {
                 let to_value = |(place, part): (usize, Part)| {
