@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 use crate::fold::{SEED, seed_index, with};
 use crate::model::{IM_END, IM_START, bytes, word};
 use crate::server::{Answer, Server, whole};
+use crate::tool;
 
 const PATH: &str = "/v1/chat/completions";
 
@@ -34,6 +35,19 @@ async fn an_answer_has_openai_s_shape() {
     let answer = server.post(PATH, hello(json!({"logprobs": true}))).await;
     insta::assert_snapshot!(stable(&answer.body), @r#"{"object":"chat.completion","id":"chatcmpl-ID","created":SECONDS,"model":"test/model","system_fingerprint":"0.1.0-native","choices":[{"index":0,"message":{"role":"assistant","content":"Hello","refusal":null,"annotations":[]},"logprobs":{"content":[{"token":"Hello","logprob":-0.5,"bytes":[72,101,108,108,111],"top_logprobs":[]},{"token":"<|im_end|>","logprob":-0.5,"bytes":[60,124,105,109,95,101,110,100,124,62],"top_logprobs":[]}],"refusal":null},"finish_reason":"stop"}],"usage":{"prompt_tokens":21,"completion_tokens":2,"total_tokens":23,"prompt_tokens_details":{"cached_tokens":0},"completion_tokens_details":{"reasoning_tokens":0}}}"#);
     assert_eq!(answer.header("x-prompt-tokens"), "21");
+}
+
+#[tokio::test]
+async fn a_refusal_of_the_assistant_is_what_it_said() {
+    let server = tool::server(|sequence| sequence.answer(&[IM_END])).await;
+    let refused = json!({"role": "assistant", "content": null, "refusal": "I cannot do that."});
+    for message in
+        [refused, json!({"role": "assistant", "content": [{"type": "refusal", "refusal": "I cannot do that."}]})]
+    {
+        let messages = json!([{"role": "user", "content": "Hi"}, message, {"role": "user", "content": "Why?"}]);
+        assert_eq!(server.post(PATH, json!({"messages": messages})).await.status, StatusCode::OK);
+        assert!(tool::prompt(&server).contains("assistant:I cannot do that.\n"), "{}", tool::prompt(&server));
+    }
 }
 
 #[tokio::test]

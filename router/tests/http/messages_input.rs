@@ -215,6 +215,7 @@ async fn tools_that_anthropic_executes_are_left_out_with_a_warning() {
         json!({"type": "web_search_20250305", "name": "web_search", "max_uses": 2}),
         json!({"type": "code_execution_20250825", "name": "code_execution"}),
         json!({"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}),
+        json!({"type": "tool_search_tool_bm25", "name": "tool_search_tool_bm25"}),
         json!({"type": "mcp_toolset", "mcp_server_name": "m"}),
     ];
     let expected = prompt_of(&server, json!({"tools": [tool("f")]})).await;
@@ -278,6 +279,10 @@ async fn invalid_requests_name_the_field() {
     let image = json!({"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}});
     for (fields, expected) in [
         (json!({"messages": []}), "`messages` cannot be empty"),
+        (
+            json!({"messages": [{"role": "user", "content": []}]}),
+            "messages: they have no content that could be answered",
+        ),
         (json!({"messages": "Hi"}), "messages: invalid type"),
         (json!({"messages": [{"role": "tool", "content": "Hi"}]}), "messages[0].role: unknown variant `tool`"),
         (json!({"messages": [{"role": "user"}]}), "messages[0]: missing field `content`"),

@@ -210,6 +210,12 @@ async fn a_stored_response_is_continued_as_the_whole_conversation_would_be() {
         server.post(PATH, hello(json!({"input": input, "tools": [tool("f")]}))).await;
         assert_eq!(prompt(&server), continued);
         assert!(!continued.contains("Help.") && continued.contains("tool:rain"), "{continued}");
+        let mut without = hello(json!({"previous_response_id": answer.json()["id"]}));
+        without["input"] = Value::Null;
+        for route in ["", "/input_tokens", "/compact"] {
+            let answer = server.post(&format!("{PATH}{route}"), without.clone()).await;
+            assert_eq!(answer.status, StatusCode::OK, "{route}: {}", answer.body);
+        }
     }
 }
 

@@ -164,6 +164,7 @@ async fn what_tools_of_other_servers_did_is_read_as_text() {
         {"type": "image_generation_call", "id": "ig_1", "status": "completed", "result": "iVBOR"},
         {"type": "shell_call", "id": "sh_1", "call_id": "c", "status": "completed", "action": {"commands": ["ls"]}},
         {"type": "shell_call_output", "call_id": "c", "output": [{"stdout": "a", "stderr": ""}]},
+        {"type": "computer_call_output", "call_id": "d", "output": {"type": "computer_screenshot", "image_url": "data:image/png;base64,iVBOR"}},
         message("assistant", "output_text", "It is E."),
         {"role": "user", "content": "Sure?"},
     ]);
@@ -176,6 +177,8 @@ async fn what_tools_of_other_servers_did_is_read_as_text() {
 
     <shell_call>{"action":{"commands":["ls"]}}</shell_call>
     user:<shell_call_output>{"output":[{"stdout":"a","stderr":""}]}</shell_call_output>
+
+    <computer_call_output>{"output":{"type":"computer_screenshot"}}</computer_call_output>
     assistant:It is E.
     user:Sure?
     "#);
@@ -246,6 +249,8 @@ async fn invalid_requests_name_the_field() {
     let user = |part: Value| json!({"input": [{"role": "user", "content": [part]}]});
     for (fields, param, expected) in [
         (json!({"input": 5}), "input", "invalid type: integer"),
+        (json!({"input": null}), "input", "it has no message"),
+        (json!({"metadata": {"a": 5}}), "metadata", "invalid type: integer `5`, expected a string"),
         (items(json!([])), "input", "it has no message"),
         (items(json!(["Hi"])), "input", "input[0]: invalid type: string"),
         (items(json!([{"role": "user"}])), "input[0]", "missing field `content`"),
