@@ -27,7 +27,7 @@ def test_older_names_of_constraints_mean_the_same() -> None:
     guided = GuidedDecodingParams(json=None, choice=["a", "b"], backend="xgrammar")
     assert fields(guided_decoding=guided) == fields(choice=["a", "b"]) == {"structured_outputs": {"choice": ["a", "b"]}}
     with pytest.raises(TypeError, match="guided_decoding is another name of structured_outputs"):
-        SamplingParams(guided_decoding=guided, structured_outputs=guided)
+        fields(guided_decoding=guided, structured_outputs=guided)
 
 
 @pytest.mark.parametrize(
