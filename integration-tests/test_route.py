@@ -43,14 +43,14 @@ OF_ONE_ANSWER = ("id", "item_id", "response_id", "created", "created_at", "compl
 class ChatStream(threading.Thread):
     """A streaming chat request on its own thread."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, body: dict[str, Any] = CHAT) -> None:
         super().__init__()
-        self.server = server
+        self.server, self.body = server, body
         self.chunks: list[dict] = []
         self.start()
 
     def run(self) -> None:
-        connection, response = send(self.server, "/v1/chat/completions", CHAT)
+        connection, response = send(self.server, "/v1/chat/completions", self.body)
         for line in response:
             if line.startswith(b"data: {"):
                 self.chunks.append(json.loads(line[6:])["choices"][0])
