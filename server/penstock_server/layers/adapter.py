@@ -150,7 +150,9 @@ class AdapterSites:
         self.modules: dict[str, Module] = {}
         """Those that adapters can change, by all their names."""
         self.elements_per_rank = 0
-        """What an adapter that changes everything holds on this rank, per rank of its products."""
+        """Elements of an adapter that changes everything but experts, on this rank, per rank of its products."""
+        self.expert_elements_per_rank = 0
+        """Elements of its changes of experts."""
 
     def add(self, *names: str, order: Tensor | None = None) -> int:
         """Registers the site of layers with these names, which are fused along their outputs. Returns its number.
@@ -195,7 +197,7 @@ class AdapterSites:
         for parts in of_each:
             self._sites.append(list(parts))
             sizes = [(part.expert is None, len(part.inputs) + len(part.columns)) for part in parts]
-            self.elements_per_rank += max(
+            self.expert_elements_per_rank += max(
                 sum(size for kind, size in sizes if kind is is_apart) for is_apart in (True, False)
             )
         return first

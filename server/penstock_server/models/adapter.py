@@ -31,8 +31,7 @@ class Adapters:
     @classmethod
     def native(cls, sites: AdapterSites, build: NativeBuild) -> Adapters:
         """For the native kernels of this build."""
-        max_bytes = sites.max_loaded * sites.max_rank * sites.elements_per_rank * build.dtype.itemsize
-        return cls(sites, build.dtype, partial(sites.pack, build=build), max_bytes)
+        return cls(sites, build.dtype, partial(sites.pack, build=build), sites.max_rank)
 
     @classmethod
     def on_device(cls, sites: AdapterSites, dtype: torch.dtype, device: torch.device) -> Adapters:
@@ -40,15 +39,22 @@ class Adapters:
         from penstock_server.kernels.triton_low_rank import TILE_RANKS, WORKSPACE_BYTES
 
         padded_rank = -(-sites.max_rank // TILE_RANKS) * TILE_RANKS
-        max_bytes = sites.max_loaded * padded_rank * sites.elements_per_rank * dtype.itemsize + WORKSPACE_BYTES
-        return cls(sites, dtype, partial(sites.pack_on_device, dtype=dtype, device=device), max_bytes)
+        pack = partial(sites.pack_on_device, dtype=dtype, device=device)
+        return cls(sites, dtype, pack, padded_rank, WORKSPACE_BYTES)
 
     def __init__(
-        self, sites: AdapterSites, dtype: torch.dtype, pack: Callable[[Mapping[str, Change]], Any], max_bytes: int
+        self,
+        sites: AdapterSites,
+        dtype: torch.dtype,
+        pack: Callable[[Mapping[str, Change]], Any],
+        stored_rank: int,
+        workspace_bytes: int = 0,
     ) -> None:
-        """pack: makes an adapter of its changes. max_bytes: what the most adapters of the highest rank take on this
-        rank."""
-        self.max_bytes = max_bytes
+        """pack: makes an adapter of its changes. stored_rank: the rank that an adapter of the highest rank takes.
+        workspace_bytes: memory of the kernels."""
+        self._bytes_per_element = sites.max_loaded * stored_rank * dtype.itemsize
+        self._workspace_bytes = workspace_bytes
+        self._changes_experts = False
         self._sites = sites
         self._dtype = dtype
         self._pack = pack
@@ -64,9 +70,20 @@ class Adapters:
             self._own = self._read(self.own, sites.own.rank)
             self.own_bytes = sites.own.rank * sites.elements_per_rank * dtype.itemsize
 
+    @property
+    def max_bytes(self) -> int:
+        """Memory of the most adapters of the highest rank on this rank. Experts count only once an adapter that changes
+        them has been checked: of all experts, changes are many times those of all other layers."""
+        elements = self._sites.elements_per_rank
+        if self._changes_experts:
+            elements += self._sites.expert_elements_per_rank
+        return elements * self._bytes_per_element + self._workspace_bytes
+
     def check(self, folder: Path) -> None:
         """Raises ConfigError if the adapter in this folder cannot be used with this model. Reads no weights."""
-        check_adapter(folder, self._sites.modules, self._sites.max_rank)
+        changed = check_adapter(folder, self._sites.modules, self._sites.max_rank)
+        if any(module.num_experts is not None or module.part_of for module in changed):
+            self._changes_experts = True
 
     def load(self, adapter: Adapter) -> Any:
         """The adapter, read from its folder. Raises ConfigError if it cannot be used with this model."""

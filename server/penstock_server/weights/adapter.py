@@ -175,11 +175,14 @@ def read_adapter(folder: Path, modules: Mapping[str, Module], max_rank: int, dty
         }
 
 
-def check_adapter(folder: Path, modules: Mapping[str, Module], max_rank: int) -> None:
-    """Refuses an adapter as `read_adapter` does, by the names and shapes of its tensors, which it does not read."""
+def check_adapter(folder: Path, modules: Mapping[str, Module], max_rank: int) -> list[Module]:
+    """The modules that an adapter changes. Refuses it as `read_adapter` does, by the names and shapes of its tensors,
+    which it does not read."""
     with _opened(folder) as (config, path, checkpoint):
-        for each in _changed_modules(checkpoint, config, path, modules):
+        changed = _changed_modules(checkpoint, config, path, modules)
+        for each in changed:
             _check_shapes(checkpoint, config, path, each, modules[each.name], max_rank)
+    return [modules[each.name] for each in changed]
 
 
 @contextmanager
