@@ -1,6 +1,6 @@
 """What layers compute, as data: operations on registers, which are the intermediate results of a step.
 
-A layer appends its operations to a `Program`, once for all devices. `native_stack.py` compiles a program for native
+A layer appends its operations to a `Program`, once for all devices. `native_compiler.py` compiles a program for native
 kernels, and `interpreter.py` runs it with the operators of any device. No architecture is known behind a program.
 """
 
