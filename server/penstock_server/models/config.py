@@ -88,6 +88,8 @@ class Config:
             return kind(value)
         if kind is int and isinstance(value, float) and value.is_integer():
             return kind(value)
+        if kind is bool and value in (0, 1) and isinstance(value, int):
+            return kind(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise ConfigError(f"{self.path}: {key} must be of type {kind.__name__}, not {value!r}")
         return value
@@ -116,7 +118,10 @@ class Config:
         num_heads = self.require(num, int)
         if num_heads < 1:
             raise self.refuse(f"{num} must be at least 1, not {num_heads}")
-        return num_heads, self.get("head_dim", self.require(hidden, int) // num_heads)
+        head_dim = self.get("head_dim", self.require(hidden, int) // num_heads)
+        if head_dim < 1:
+            raise self.refuse(f"head_dim must be at least 1, not {head_dim}")
+        return num_heads, head_dim
 
     def decoder_prefix(self, default_start: int) -> tuple[int, ...]:
         """The token ids between every source and its answer, from generation_config.json or, without that file, from

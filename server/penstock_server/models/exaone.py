@@ -28,7 +28,6 @@ NAMES = NameMap(
         "norm": "transformer.ln_f",
         "head": "lm_head",
     },
-    ignored=(r"transformer\.(.*\.)?rotary(_emb)?\.inv_freq",),
     prefix="transformer.",
 )
 

@@ -72,7 +72,6 @@ def chatglm(config: Config) -> tuple[ModelSpec, NameMap]:
             "norm": "transformer.encoder.final_layernorm",
             "head": "transformer.output_layer",
         },
-        ignored=(r"transformer\.rotary_pos_emb\.inv_freq",),
         prefix="transformer.",
     )
     return llama.llama_model(config, "chatglm", (layer,) * llama.num_layers(config)), names

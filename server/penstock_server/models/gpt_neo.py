@@ -29,7 +29,7 @@ NAMES = NameMap(
         "head": "lm_head",
     },
     # Masks that old exporters saved.
-    ignored=(r"transformer\.h\.\d+\.attn\.attention\.(bias|masked_bias)",),
+    ignored=(r"transformer\.h\.\d+\.attn\.attention\.bias",),
     prefix="transformer.",
 )
 

@@ -45,7 +45,7 @@ def _names(attention: AttentionSpec) -> NameMap:
             "head": "embed_out",
         },
         # Masks and tables that old exporters saved.
-        ignored=(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
+        ignored=(r"gpt_neox\.layers\.\d+\.attention\.bias",),
         prefix="gpt_neox.",
     )
     # Transformers 5 calls the module lm_head, but not the tensor.

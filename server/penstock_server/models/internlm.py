@@ -50,6 +50,5 @@ def _names(attention: AttentionSpec) -> NameMap:
             "norm": "model.norm",
             "head": "output",
         },
-        ignored=(r"model\.layers\.\d+\.attention\.rotary_emb\.inv_freq",),
         prefix="model.",
     )

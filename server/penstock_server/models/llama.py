@@ -30,11 +30,6 @@ LAYER_NAMES: dict[str, str | Location] = {
 }
 NAMES = NameMap(
     names={"embedding": "model.embed_tokens", **LAYER_NAMES, "norm": "model.norm", "head": "lm_head"},
-    ignored=(
-        # Tables that old exporters saved; they follow from the configuration.
-        r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
-        r"model\.rotary_emb\.inv_freq",
-    ),
     prefix="model.",
 )
 

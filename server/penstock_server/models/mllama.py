@@ -51,9 +51,8 @@ def mllama(config: Config) -> tuple[ModelSpec, NameMap]:
         for ours, theirs in _IMAGE_LAYER_NAMES.items()
     }
     names |= {**found, "image_token": Location("model.embed_tokens", strip=Strip(token_id, 1, num_tokens))}
-    ignored = tuple(pattern for pattern in names.ignored if pattern in llama.NAMES.ignored)
     spec = replace(spec, image_layers=tuple((place, layer) for place in places))
-    return spec, replace(names, ignored=ignored)
+    return spec, replace(names, ignored=())  # all layers are used
 
 
 def mllama_text(config: Config) -> tuple[ModelSpec, NameMap]:

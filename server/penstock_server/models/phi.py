@@ -79,7 +79,7 @@ def _msft_names(prefix: str, widths: Mapping[str, int], others: dict[str, str]) 
             "layers.{i}.mlp.up": f"{layer}.mlp.fc1",
             "layers.{i}.mlp.down": f"{layer}.mlp.fc2",
         },
-        ignored=(rf"{re.escape(prefix)}\.\d+\.mixer\.(rotary_emb\.(inv_freq|scale)|causal_mask)",),
+        ignored=(rf"{re.escape(prefix)}\.\d+\.mixer\.(rotary_emb\.scale|causal_mask)",),
         prefix=f"{prefix}.",
     )
 

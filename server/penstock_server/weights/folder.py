@@ -118,7 +118,12 @@ def choose_weights(where: str, names: Collection[str], read: Callable[[str], str
         if weights is None:
             raise ConfigError(f"{where} is an adapter without weights: it has no {ADAPTER_WEIGHTS}")
         return Choice("adapter", (weights,))
-    raise ConfigError(f"{where} holds no weights: no *.safetensors, no pytorch_model*.bin and no *.gguf file")
+    others = sorted(name for name in names if name.endswith((".safetensors", ".bin", ".pth", ".pt")))
+    beside = f"; it holds {', '.join(others[:3])}, whose tensors have other names" if others else ""
+    raise ConfigError(
+        f"{where} holds no weights in the layout of transformers: no model*.safetensors, no pytorch_model*.bin and no "
+        f"*.gguf file{beside}"
+    )
 
 
 def is_weight_name(name: str, kind: str) -> bool:

@@ -21,6 +21,15 @@ from penstock_server.weights.location import Locator
 from penstock_server.weights.memory import PIECE_BYTES, Scratch
 
 MAX_NAMES_SHOWN = 5
+LEFTOVERS = (
+    # Tables and constants that follow from the configuration, as old exporters saved them.
+    r"(.+\.)?rotary(_pos)?(_emb)?\.(inv_freq|cos_cached|sin_cached)",
+    r"(.+\.)?masked_bias",
+    # The value head of reinforcement learning, and counters of a profiler (thop). transformers ignores both.
+    r"v_head\..+",
+    r"(.+\.)?total_(ops|params)",
+)
+"""Tensors that no model computes with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +211,7 @@ def mismatches(
     """Every difference between a checkpoint's tensor shapes and the expected ones, as messages for the user. found:
     without biases of zeros, see `unused_biases`."""
     problems = []
-    patterns = [re.compile(pattern) for pattern in (*ignored, kv_scale.PATTERN)]
+    patterns = [re.compile(pattern) for pattern in (*ignored, *LEFTOVERS, kv_scale.PATTERN)]
     missing = expected.keys() - found.keys()
     extra = {name for name in found.keys() - expected.keys() if not any(p.fullmatch(name) for p in patterns)}
     biases = extra & unused_biases(found, expected)

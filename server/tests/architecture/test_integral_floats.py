@@ -53,6 +53,22 @@ def logits(model: CausalModel, num_source: int = 0) -> torch.Tensor:
     return driver.step([(driver.sequence(text, num_source), len(text))], every_row=True)
 
 
+def test_booleans_may_be_zero_or_one(tmp_path: Path) -> None:
+    folder = save_case("t5", tmp_path)
+    expected, path = logits(load(folder), 5), folder / "config.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({**values, "tie_word_embeddings": int(values["tie_word_embeddings"])}))
+    assert torch.equal(logits(load(folder), 5), expected)
+
+
+def test_heads_without_elements_are_refused(tmp_path: Path) -> None:
+    folder = save_case("llama3-rope", tmp_path)
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "head_dim": 0}))
+    with pytest.raises(ConfigError, match="head_dim must be at least 1, not 0"):
+        load(folder)
+
+
 @pytest.mark.parametrize("name", ["llama3-rope", "dbrx", "llama4", "gemma3", "gpt2", "t5", "mllama-text", "exaone"])
 def test_a_model_with_floats_for_integers_is_the_same(name: str, tmp_path: Path) -> None:
     folder, num_source = save_case(name, tmp_path), 5 if CASES[name].has_encoder else 0
