@@ -16,8 +16,15 @@ fn run(ignored: &str, script: &str, signals: &[Signal]) -> (Option<i32>, String)
     let (python, running) = (folder.path().join("python"), folder.path().join("running"));
     write(&python, format!("#!/bin/sh\nmkdir -p {}\n{script}\n", running.display())).expect("a writable folder");
     set_permissions(&python, Permissions::from_mode(0o755)).expect("our own file");
-    let mut server = Command::new("/bin/sh")
-        .args(["-c", &format!("trap '' {ignored}; exec \"$0\" \"$@\""), env!("CARGO_BIN_EXE_penstock")])
+    // A shell cannot undo what its parent ignores, as SIGHUP where these tests run under nohup.
+    let mut server = Command::new("/usr/bin/env")
+        .args([
+            "--default-signal",
+            "/bin/sh",
+            "-c",
+            &format!("trap '' {ignored}; exec \"$0\" \"$@\""),
+            env!("CARGO_BIN_EXE_penstock"),
+        ])
         .args(["--hostname", "127.0.0.1", "--port", "0", "--json-output"])
         .env_clear()
         .env("PENSTOCK_PYTHON", &python)
