@@ -48,7 +48,7 @@ QUESTIONS = (
     "Write an email about{}.",
     "List the steps to make{}.",
 )
-# More tokens would not be right more often (ADR 115), and the product with their rows takes longer.
+# More tokens would not be right more often (docs/adr/drafting.md), and the product with their rows takes longer.
 NUM_HEADS, NUM_TOKENS = 4, 2048
 ANSWER_TOKENS, CHAT_TOKENS = 120, 512
 CHATS_PER_STEP = 16

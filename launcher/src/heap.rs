@@ -1,4 +1,5 @@
-//! The allocator of the process (docs/adr/0119): it frees blocks of other threads without a lock, and returns unused pages by itself.
+//! The allocator of the process (docs/adr/streams-and-connections.md): it frees blocks of other threads without a lock, and returns
+//! unused pages by itself.
 
 use mimalloc::MiMalloc;
 

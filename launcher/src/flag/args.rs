@@ -247,7 +247,7 @@ pub(crate) struct Args {
 
     /// Source of the draft tokens of --speculate: a smaller model with the same vocabulary, as a folder, a .gguf file, or an
     /// id or ID@REVISION on the Hugging Face hub; or heads that were made for the model: EAGLE-3 in the published layout, or Medusa
-    /// in TGI's layouts or as a chain (ADR 126); or `ngram`: n-grams. Without it, drafts come from the checkpoint's MTP layer, or from
+    /// in TGI's layouts or as a chain; or `ngram`: n-grams. Without it, drafts come from the checkpoint's MTP layer, or from
     /// n-grams if it has none. A step uses n-grams instead where they are expected to save more time
     #[arg(long, env)]
     pub(crate) speculative_model: Option<String>,

@@ -251,7 +251,7 @@ impl StreamResponse {
     /// Appends the JSON that serde_json writes.
     ///
     /// PERF: serde_json searches the name of every field for characters to escape: it takes three times the instructions for an event of a token
-    /// (docs/adr/0135).
+    /// (docs/adr/streams-and-connections.md).
     pub(crate) fn write_json(&self, json: &mut Vec<u8>) -> serde_json::Result<()> {
         let Self { index, token: Token { id, text, logprob, special }, top_tokens, generated_text, details } = self;
         if !top_tokens.is_empty() || generated_text.is_some() || details.is_some() {

@@ -1,5 +1,5 @@
 //! The sampling parameters that the authors of a model chose (`generation_config.json`): defaults of what requests on the routes
-//! of OpenAI and Anthropic leave out (ADR 147).
+//! of OpenAI and Anthropic leave out (docs/adr/dialects.md).
 
 use std::fmt;
 

@@ -2,7 +2,7 @@
 //!
 //! INVARIANT: a sequence is open exactly while the scheduler knows it, and leaves with one terminal event or by an abort.
 //! INVARIANT: a sequence fails as the cause of group losses only when it ran alone in the last one. Before that, every
-//! sequence of the lost steps is as likely a cause (docs/adr/0009).
+//! sequence of the lost steps is as likely a cause (docs/adr/worker-failures.md).
 
 use std::hash::RandomState;
 use std::sync::Arc;

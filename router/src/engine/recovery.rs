@@ -1,4 +1,4 @@
-//! How often a lost worker group is replaced, and how long its sequences wait for it (docs/adr/0009).
+//! How often a lost worker group is replaced, and how long its sequences wait for it (docs/adr/worker-failures.md).
 
 use std::time::Duration;
 

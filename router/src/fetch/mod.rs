@@ -1,4 +1,5 @@
-//! Fetches files that requests name by URL: from public addresses, and from hosts that the operator allows (docs/adr/0083).
+//! Fetches files that requests name by URL: from public addresses, and from hosts that the operator allows.
+//! docs/adr/images.md has the decision.
 //!
 //! INVARIANT: a connection goes only to an address that was checked after its name was resolved, and no name is resolved a second time
 //! for the same connection. This holds for the first URL and for each redirect.

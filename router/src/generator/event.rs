@@ -1,7 +1,7 @@
 //! The channel from an engine to the stream of one sequence.
 //!
 //! A step has events for many sequences at once. If the engine's thread woke each reader by itself, it would take a lock of their runtime for each
-//! of them, and often wake a thread. So it collects their wakers, and a task of that runtime wakes all readers (docs/adr/0119).
+//! of them, and often wake a thread. So it collects their wakers, and a task of that runtime wakes all readers.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -7,7 +7,7 @@ use std::task::{Context, Poll};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 /// PERF: an event is three buffers, because hyper writes the size of a chunk before it and a line end after it. Copying a few hundred bytes
-/// costs less than what the kernel does for each buffer (docs/adr/0135).
+/// costs less than what the kernel does for each buffer (docs/adr/streams-and-connections.md).
 const MAX_JOINED_BYTES: usize = 1024;
 
 /// A stream that joins the buffers of a vectored write if they are small.

@@ -1,6 +1,7 @@
 //! The engine protocol (proto/engine.proto): its messages, and a router's client of an engine on another server.
 //!
-//! Sequences cross as tokens. Everything that is needed to continue one stays with the router (docs/adr/0085).
+//! Sequences cross as tokens. Everything that is needed to continue one stays with the router
+//! (docs/adr/replicas-and-routing.md).
 
 mod access;
 mod client;

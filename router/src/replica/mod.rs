@@ -1,5 +1,6 @@
-//! Several engines with the same model as one, here or on other servers: each request goes to the engine that has the most of its prefix or the least
-//! work, and the sequences of an engine that loses its workers, or that leaves, continue in the others (docs/adr/0073, 0085, 0103).
+//! Several engines with the same model as one, here or on other servers: each request goes to the engine that has the most of its prefix or
+//! the least work, and the sequences of an engine that loses its workers, or that leaves, continue in the others
+//! (docs/adr/replicas-and-routing.md).
 
 mod encoding;
 mod engine_set;

@@ -30,10 +30,10 @@ const IMAGE_TOKENS: u64 = 2048;
 /// Images of each engine that are remembered. An engine keeps fewer of them.
 const MAX_IMAGES: usize = 1024;
 /// What a prompt token counts that an engine would compute although another one has it cached, when no sequence waits. At 1 each request goes
-/// where it would begin first, and what it computes again delays the others (ADR 112).
+/// where it would begin first, and what it computes again delays the others (docs/adr/replicas-and-routing.md).
 const MIN_COPY_WEIGHT: f64 = 2.0;
 /// Added for each sequence that waits for its first token, in the mean of the open engines: as many will probably wait behind this one, by
-/// Little's law (ADR 124).
+/// Little's law.
 const WEIGHT_PER_WAITING: f64 = 0.25;
 /// Bounds the imbalance, because the number of waiting sequences has no bound.
 const MAX_COPY_WEIGHT: f64 = 4.0;

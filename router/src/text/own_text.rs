@@ -6,8 +6,8 @@ use super::token_bytes::ByteEncoding;
 
 /// The text of each token that consists of whole characters, if the tokenizer's decoder joins the bytes of its tokens.
 ///
-/// PERF: finding a text here takes a seventh of the instructions of making it from the token's spelling (docs/adr/0135). One string and the ends of its parts take
-/// less memory than a string for each token.
+/// PERF: finding a text here takes a seventh of the instructions of making it from the token's spelling
+/// (docs/adr/streams-and-connections.md). One string and the ends of its parts take less memory than a string for each token.
 #[derive(Default)]
 pub(super) struct OwnTexts {
     texts: String,

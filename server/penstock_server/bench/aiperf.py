@@ -1,7 +1,7 @@
 """Runs AIPerf, which generates the load and measures it, once for each server and concurrency.
 
 AIPerf is used as a program: it pins its dependencies narrowly, so it may be installed in an environment of its own
-(docs/adr/0071). It is looked for next to this interpreter, and then on the PATH.
+(docs/adr/user-tools.md). It is looked for next to this interpreter, and then on the PATH.
 """
 
 from __future__ import annotations

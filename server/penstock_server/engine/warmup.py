@@ -74,7 +74,7 @@ def worst_steps(limits: WorstStep) -> tuple[tuple[str, Plan], ...]:
     if limits.max_source_tokens:
         steps = (*steps, ("worst sources", plan(limits, sources(limits))))
     if limits.adapter is not None:
-        # It has memory of its own, in proportion to tokens and samples (docs/adr/0077).
+        # It has memory of its own, in proportion to tokens and samples (docs/adr/adapters.md).
         steps = (*steps, ("worst step with adapters", plan(limits, mixed(limits), adapter=limits.adapter)))
     return steps
 

@@ -1,7 +1,7 @@
 """The ropes of a model of transformers whose frequencies depend on the longest text of a batch.
 
 Cached keys are shared by prompts of any length, so their frequencies are fixed to those for the longest sequence that
-is served, as in our decoders (ADR 141).
+is served, as in our decoders (docs/adr/rope-and-context.md).
 """
 
 from __future__ import annotations

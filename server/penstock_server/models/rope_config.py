@@ -68,7 +68,7 @@ def _factor(rope: Config) -> float:
 def _dynamic(config: Config, rope: Config, theta: float, rotary_dim: int, interleaved: bool) -> RopeSpec:
     """COMPAT: transformers changes the frequencies with the length of each text that is longer than
     `max_position_embeddings`. Cached keys are shared by prompts of any length, so they must be rotated in one way: by
-    the frequencies for the longest sequence that is served (ADR 141).
+    the frequencies for the longest sequence that is served (docs/adr/rope-and-context.md).
     """
     if rotary_dim < 4:
         raise config.refuse(f"dynamic rope scaling needs at least 4 rotated elements of a head, not {rotary_dim}")

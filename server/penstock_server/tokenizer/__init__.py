@@ -1,4 +1,4 @@
 """Converts published tokenizer files to `tokenizer.json`, as plain data. Imports no torch, tokenizers or transformers.
 
-ADR 34 says why not by transformers.
+docs/adr/tokenizers.md says why transformers does not convert them.
 """

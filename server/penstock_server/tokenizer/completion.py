@@ -1,7 +1,7 @@
 """Completes `tokenizer.json` by the folder's other files: tokens that it lacks, their flags, and `add_prefix_space`.
 
 The rules are those of transformers, so that ids are those of `AutoTokenizer`. How texts are normalized, split and
-surrounded stays as `tokenizer.json` says (ADR 143).
+surrounded stays as `tokenizer.json` says (docs/adr/tokenizers.md).
 """
 
 from __future__ import annotations

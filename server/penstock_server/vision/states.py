@@ -111,7 +111,7 @@ class ImageKvPool:
         return group
 
     def add(self, hashes: tuple[bytes, ...], images: Sequence[EncodedImage]) -> ImageGroup:
-        """A new group. Raises ImageError if there is no room, which the scheduler prevents (ADR 122)."""
+        """A new group. Raises ImageError if there is no room, which the scheduler prevents."""
         num_states = tuple(len(image.states) for image in images if image.states is not None)
         group = ImageGroup(self, hashes, num_states, self._blocks(sum(num_states)), list(images))
         weakref.finalize(group, self._free.extend, group.blocks)

@@ -25,7 +25,7 @@ def tower_dtype(dtype: torch.dtype, device: torch.device, cpu_isa: str = "") -> 
     native kernels, as of `find_build`, so that it is the same with one `--cpu-isa`.
 
     PERF: without instructions for them, torch takes several times as long for products of bfloat16 or float16 as for
-    those of float32 (ADR 72).
+    those of float32 (docs/adr/images.md).
     """
     if device.type != "cpu":
         return dtype

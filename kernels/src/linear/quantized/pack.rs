@@ -314,7 +314,8 @@ impl Panel {
         }
     }
 
-    /// Starts to load a unit's share of the panel, and of the next one, which begins where this one ends. PERF: it is read once (ADR 138).
+    /// Starts to load a unit's share of the panel, and of the next one, which begins where this one ends. PERF: it is read once
+    /// (docs/adr/kernels.md).
     #[inline(always)]
     pub(super) fn prefetch(&self, unit: usize) {
         for line in 0..self.lines_per_unit {

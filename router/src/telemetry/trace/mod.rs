@@ -1,4 +1,4 @@
-//! OpenTelemetry traces of requests (docs/adr/0070).
+//! OpenTelemetry traces of requests (docs/adr/metrics-and-traces.md).
 //!
 //! No function is instrumented. A request's spans are built once, when its record is closed, from the times that its
 //! record and its sequences' timelines hold, and wait in a bounded queue for the exporter. Never the content of a request.

@@ -3,7 +3,7 @@
 //!
 //! A template is a program by the model's author over texts of the client's choice. minijinja limits the number of
 //! instructions, but not the cost of one: an expression can double a string or iterate over 10^18 items. A process can be
-//! limited in memory and killed at any point, so templates are rendered in processes of their own (ADR 29).
+//! limited in memory and killed at any point, so templates are rendered in processes of their own.
 
 use std::io::{self, BufRead, BufReader, BufWriter, Read, Write};
 use std::os::fd::OwnedFd;
@@ -107,7 +107,7 @@ impl RendererProcess {
             .stderr(Stdio::null())
             // Without free memory, writing a backtrace takes longer than the deadline.
             .env("RUST_BACKTRACE", "0")
-            // mimalloc would reserve 1 GiB at once, which the memory limit would not count (ADR 119).
+            // mimalloc would reserve 1 GiB at once, which the memory limit would not count.
             .env("MIMALLOC_ARENA_RESERVE", "0")
             // Ctrl-C in a terminal must not fail requests that the server is still draining.
             .process_group(0)

@@ -1,5 +1,5 @@
 //! Rewrites a template's syntax tree, so that its operators are our functions, which work as Python's do: minijinja has
-//! its own rules for them, and no hooks (ADR 67).
+//! its own rules for them, and no hooks (docs/adr/chat-templates.md).
 
 use std::collections::HashMap;
 
