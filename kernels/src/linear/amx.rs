@@ -152,8 +152,8 @@ fn register_rows(num_rows: usize) -> usize {
     num_rows.div_ceil(num_rows.div_ceil(REGISTER_ROWS))
 }
 
-/// Where a pass's prefetches begin, and their number of lines per line of a row of tiles. PERF: no register is left for a gap between them, so
-/// the first passes prefetch whole lines for all.
+/// The address where a pass's prefetches begin, and the number of cache lines that it prefetches per line of a row of
+/// tiles. PERF: no register is left for a gap between them, so the first passes prefetch whole lines for all.
 fn prefetches(panel: &Panel) -> (*const i8, usize) {
     let Ahead { pass, num_passes, .. } = panel.ahead;
     let lines_per_pass = VECTORS.div_ceil(num_passes);

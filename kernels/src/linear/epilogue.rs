@@ -10,7 +10,7 @@ pub(super) struct Outcome {
     pub(super) stride: usize,
     pub(super) num_columns: usize,
     pub(super) add: bool,
-    /// Of a gated layer whose gates and ups are stored apart: the elements from a gate to its up. 0: their product is stored.
+    /// Elements from a gate to its up in the output of a gated layer that stores both. 0: it stores their product.
     pub(super) apart: usize,
 }
 

@@ -37,7 +37,7 @@ pub(crate) struct Rows {
     pub(crate) num_rows: usize,
 }
 
-/// Where the output's rows are, `stride` elements apart, and how results are combined with them.
+/// The output's rows, `stride` elements apart, and how results are combined with them.
 #[derive(Clone, Copy)]
 pub(crate) struct Output {
     pub(crate) address: Target<Element>,
@@ -52,7 +52,7 @@ pub(crate) enum Combine {
     Store,
     /// y += x·Wᵀ, with the product rounded before the addition, like two separate operators
     Add,
-    /// Of a gated layer: a row's gates, then its ups
+    /// Gated layers only: a row's gates, then its ups
     Apart,
 }
 
@@ -62,7 +62,7 @@ impl Output {
         Output { address, stride, combine: Combine::Store }
     }
 
-    /// Where the results of a layer with `columns` columns go, from row `row` and column `column` on.
+    /// The place for `num_columns` columns of a layer with `columns` columns, from row `row` and column `column` on.
     fn outcome(self, columns: usize, row: usize, column: usize, num_columns: usize) -> Outcome {
         let Output { address, stride, combine } = self;
         let apart = if combine == Combine::Apart { columns } else { 0 };
@@ -156,7 +156,7 @@ fn for_parts(
     for_parts_init(executor, num_units, num_rows, || (), |(), units, range| work(units, range));
 }
 
-/// As `for_parts`, with what `init` returns on each thread; see `Executor::for_each_init`.
+/// Like `for_parts`, with a state that `init` returns on each thread; see `Executor::for_each_init`.
 fn for_parts_init<S>(
     executor: &impl Executor,
     num_units: usize,
@@ -188,10 +188,10 @@ unsafe fn bias_of(bias: *const Element, count: usize) -> Vec<f32> {
 }
 
 impl PackedLinear {
-    /// As `Linear::apply`, without scratch.
+    /// Like `Linear::apply`, without scratch.
     ///
     /// # Safety
-    /// As there.
+    /// As for `Linear::apply`.
     pub(crate) unsafe fn apply(&self, executor: &impl Executor, rows: Rows, output: Output) {
         if rows.num_rows == 0 {
             return;
@@ -215,7 +215,7 @@ impl PackedLinear {
         });
     }
 
-    /// Where a unit's results go, from row `first` on.
+    /// The place for a unit's results, from row `first` on.
     fn outcome(&self, unit: usize, first: usize, output: Output) -> Outcome {
         let (columns, first_column) = (self.output_columns(), unit * PANEL);
         output.outcome(columns, first, first_column, PANEL.min(columns - first_column))

@@ -17,8 +17,8 @@ pub(super) const TILE_ROWS: usize = if SUMS < 8 { SUMS } else { 8 };
 /// the last-level cache has, took 90 and 140 µs with this distance, 102 to 106 and 161 to 164 µs with 2 to 16 KiB into the first-level cache
 /// (Zen 4, 2 threads).
 pub(super) const STREAM_AHEAD_BYTES: usize = 8192;
-/// As `STREAM_AHEAD_BYTES`, past the second-level cache, where no other tile reads the panel. PERF: what is read once does not displace what
-/// the next operators need (docs/adr/kernels.md). 2 or 8 KiB are slower (Zen 5, 2 threads).
+/// Like `STREAM_AHEAD_BYTES`, but past the second-level cache, for a panel that no other tile reads. PERF: what is read
+/// once does not displace what the next operators need (ADR 138). 2 or 8 KiB are slower (Zen 5, 2 threads).
 const ONCE_AHEAD_BYTES: usize = 4096;
 
 /// What one pass over a panel prefetches: itself, or its share of a later panel.
@@ -26,7 +26,7 @@ const ONCE_AHEAD_BYTES: usize = 4096;
 pub(crate) struct Ahead {
     pub(super) pass: usize,
     pub(super) num_passes: usize,
-    /// How much later the panel comes that is prefetched.
+    /// Panels from the one that is multiplied to the one that is prefetched.
     pub(super) panels: usize,
     is_stream: bool,
     /// Whether no other pass reads the panel.
@@ -62,7 +62,8 @@ pub(crate) struct Panel {
 }
 
 impl Panel {
-    /// Where the prefetches of pass `pass` begin, if `num_passes` share a panel's memory. `stream`: the distance of a stream.
+    /// The address where the prefetches of pass `pass` begin, if `num_passes` share a panel's memory. `stream`: bytes
+    /// that a stream prefetches ahead.
     pub(super) fn ahead_from(&self, pass: usize, num_passes: usize, stream: usize) -> *const i8 {
         let distance = if self.ahead.is_stream { stream } else { self.bytes * self.ahead.panels };
         self.weights.cast::<i8>().wrapping_add(distance + self.bytes * pass / num_passes)
@@ -73,7 +74,7 @@ impl Panel {
 #[derive(Clone, Copy)]
 pub(crate) struct Input {
     pub(crate) rows: *const Factor,
-    /// From row to row.
+    /// Factors from row to row.
     pub(crate) stride: usize,
     pub(crate) in_features: usize,
 }

@@ -9,15 +9,16 @@ use crate::simd::{F32, I32, LANES};
 use std::array::from_fn;
 use std::mem::MaybeUninit;
 
-/// Where the parts of quantized rows are. Rows are in groups, padded to whole ones. First come planes i8 [groups][planes][units][rows of a
-/// group][32], the high one first; then numbers of 4 bytes [groups][units][7][rows of a group]: the scale f32, the sums of the integers of
-/// the unit's whole, its first half and its second, i32, and the sums of the inputs that they stand for, f32.
+/// Memory layout of quantized rows. Rows are in groups; the last group is padded. First come planes i8
+/// [groups][planes][units][rows of a group][32], the high one first; then numbers of 4 bytes
+/// [groups][units][7][rows of a group]: the scale f32, the sums of the integers of the unit's whole, its first half and
+/// its second, i32, and the sums of the inputs that they stand for, f32.
 #[derive(Clone, Copy)]
 pub(super) struct Layout {
     pub(super) num_units: usize,
     /// 1 for integers of 8 bits, 2 for 16.
     pub(super) num_planes: usize,
-    /// Of a group.
+    /// Rows of a group, at most `GROUP_ROWS`.
     pub(super) group_rows: usize,
     num_groups: usize,
 }
@@ -45,27 +46,27 @@ impl Layout {
         if self.num_planes == 1 { 127.0 } else { 127.0 * 256.0 }
     }
 
-    /// Of memory that begins anywhere: the rows begin at the next multiple of `ALIGNMENT`.
+    /// Bytes of the rows and of the gap before them: they begin at the next multiple of `ALIGNMENT`.
     pub(super) fn bytes(self) -> usize {
         self.num_rows() * (self.num_planes * UNIT + NUMBERS * 4) * self.num_units + ALIGNMENT
     }
 
-    /// Of the unit of a group's first row in the high plane; its next rows follow.
+    /// Offset in bytes of a unit of a group's first row in the high plane; the units of its next rows follow.
     pub(super) fn place(self, group: usize, unit: usize) -> usize {
         group * self.num_planes * self.plane_bytes() + unit * self.unit_bytes()
     }
 
-    /// From a row's unit to the same unit in the low plane.
+    /// Bytes from a row's unit to the same unit in the low plane.
     pub(super) fn plane_bytes(self) -> usize {
         self.num_units * self.unit_bytes()
     }
 
-    /// From a row's unit to its next one.
+    /// Bytes from a row's unit to its next one.
     pub(super) fn unit_bytes(self) -> usize {
         self.group_rows * UNIT
     }
 
-    /// Of the scale of a group's first row; those of its next rows follow, as for the other numbers.
+    /// Offset in bytes of the scale of a group's first row; the scales of its next rows follow.
     pub(super) fn scale(self, group: usize, unit: usize) -> usize {
         self.number(group, unit, 0)
     }
@@ -83,7 +84,7 @@ impl Layout {
         self.num_rows() * self.num_planes * self.num_units * UNIT + before * self.group_rows * 4
     }
 
-    /// Padded.
+    /// Rows with padding.
     fn num_rows(self) -> usize {
         self.num_groups * self.group_rows
     }
@@ -198,7 +199,7 @@ unsafe fn quantize_unit<const N: usize>(
     let scales = greatest.map(|greatest| if greatest.is_finite() { greatest / most } else { f32::NAN });
     let inverses = greatest.map(|greatest: f32| {
         let inverse = if greatest > 0.0 && greatest.is_finite() { most / greatest } else { 0.0 };
-        // Of a subnormal magnitude, the inverse may be infinite: such a unit counts as zeros.
+        // The inverse of a subnormal magnitude may be infinite: such a unit counts as zeros.
         if inverse.is_finite() { inverse } else { 0.0 }
     });
     let mut sums = [[0; N]; 3];

@@ -55,7 +55,7 @@ pub(super) struct Tiles {
     num_rows: usize,
     block: Block,
     products: [Products; LAG + 1],
-    /// By tile: of a panel, or of a gate and of what it gates.
+    /// Sums of a panel, or of a gate panel and the panel that it gates, by tile.
     sums: [[[Sums; VECTORS]; MOST_TILES]; 2],
 }
 

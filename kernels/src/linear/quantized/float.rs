@@ -30,7 +30,7 @@ type Sums = [F32; VECTORS];
 pub(super) struct Tiles {
     input: Input,
     num_rows: usize,
-    /// Of a panel, or of a gate and of what it gates.
+    /// Sums of a panel, or of a gate panel and the panel that it gates.
     sums: [[Sums; PART_ROWS]; 2],
     block: Block,
 }

@@ -12,11 +12,11 @@ pub(crate) enum Number {
     F16,
     Bf16,
     F32,
-    /// Of scales and mins, times a float16 factor for each super-group.
+    /// Scales and mins only: an integer, times a float16 factor for each super-group.
     I8,
-    /// 0 to 15. As `I8`, if it is not a zero point.
+    /// 0 to 15: a zero point, or a scale or min with a factor, like `I8`.
     U4,
-    /// Only of zero points.
+    /// Zero points only.
     U8,
     /// A power of two, as its exponent + 128 in a byte: half of what the byte is as e8m0.
     Power,
@@ -29,20 +29,20 @@ pub(crate) struct Format {
     pub(crate) bits: usize,
     /// Input features that share a scale: 16, or a multiple of 32.
     pub(crate) group: usize,
-    /// What a code, or its byte in the table, is for a weight of zero, or of its min; unused with zero points.
+    /// Code, or its byte in the table, of the value zero (or of the group's min); unused with zero points.
     pub(crate) offset: i32,
     /// What codes of 4 bits stand for, if not for themselves.
     pub(crate) table: Option<[u8; 16]>,
     /// What codes of 8 bits are, if not integers: finite numbers. Then there is no offset and no min.
     pub(crate) float: Option<Float8>,
     pub(crate) has_mins: bool,
-    /// Of scales, and of mins.
+    /// Type of scales, and of mins.
     pub(crate) number: Number,
-    /// Of the zero points that are in the place of mins, if they are. They have no factors, nor have the scales then.
+    /// Type of zero points, for formats that have them instead of mins. Neither they nor the scales have factors then.
     pub(crate) zeros: Option<Number>,
 }
 
-/// Where a panel has its scales (0) and mins or zero points (1), in bytes from its codes.
+/// Offsets of a panel's scales (0), its mins or zero points (1), and their factors, in bytes from its codes.
 #[derive(Clone, Copy)]
 pub(super) struct Offsets {
     pub(super) numbers: [usize; 2],
@@ -60,7 +60,8 @@ impl Number {
         }
     }
 
-    /// Where a panel has the number of a group for a column, in bytes. Two groups of U4 share their bytes; no two columns share a byte.
+    /// Offset in bytes of the number of a group and a column, from the panel's first one. Two groups of U4 share their
+    /// bytes; no two columns share a byte.
     fn place(self, group: usize, column: usize) -> usize {
         match self {
             Number::U4 => group / 2 * PANEL + column,
@@ -148,7 +149,7 @@ impl Format {
     }
 
     pub(super) fn offsets(self, in_features: usize) -> Offsets {
-        // Of whole units, because products read all groups of the last one.
+        // Groups of whole units, because products read all groups of the last one.
         let num_groups = self.num_groups(in_features).next_multiple_of(UNIT.div_ceil(self.group));
         let end = in_features.div_ceil(UNIT) * self.unit_bytes();
         let mut offsets = Offsets { numbers: [end; 2], factors: [end; 2], end };

@@ -65,7 +65,7 @@ impl QuantizedLinear {
     /// Like `PackedLinear::apply`, in two phases, or in one if rows are few.
     ///
     /// # Safety
-    /// As there; `scratch` must have `scratch_bytes`.
+    /// As for `PackedLinear::apply`; `scratch` must have `scratch_bytes`.
     pub(crate) unsafe fn apply(&self, executor: &impl Executor, rows: Rows, output: Output, scratch: Target<u8>) {
         if rows.num_rows == 0 {
             return;
@@ -131,10 +131,10 @@ impl QuantizedLinear {
         }
     }
 
-    /// As `apply`, with weights in floating point.
+    /// Like `apply`, with weights in floating point.
     ///
     /// # Safety
-    /// As there.
+    /// As for `apply`, without scratch.
     unsafe fn apply_floats(&self, executor: &impl Executor, rows: Rows, output: Output) {
         let in_features = self.in_features();
         for_parts(executor, self.num_units(), rows.num_rows, |units, range| {
@@ -152,7 +152,7 @@ impl QuantizedLinear {
         });
     }
 
-    /// Where a panel's results go, from row `first` on.
+    /// The place for a panel's results, from row `first` on.
     fn outcome(&self, panel: &Panel, first: usize, output: Output) -> Outcome {
         output.outcome(self.output_columns(), first, panel.first_column, panel.num_columns)
     }

@@ -17,7 +17,7 @@ use std::ops::Range;
 /// How far ahead of its use a panel's memory is prefetched. PERF: a unit is soon multiplied, and the hardware does not look so far ahead.
 /// 2 to 12 KiB are equally fast (Zen 5, 2 threads); half of a small first-level cache is left.
 const AHEAD_BYTES: usize = 4 << 10;
-/// Where AMX multiplies: into the second-level cache, which has room for more.
+/// The same distance for AMX: it prefetches into the second-level cache, which has room for more.
 #[cfg(target_feature = "avx512bf16")]
 const AMX_AHEAD_BYTES: usize = 16 << 10;
 /// The kind of codes that stand for bytes of a table.
@@ -280,7 +280,7 @@ impl QuantizedLinear {
     }
 }
 
-/// Where a panel begins in the memory, and the rows of the weight that are its columns.
+/// Offset of a panel in the memory, and the rows of the weight that are its columns.
 struct Place {
     offset: usize,
     first_row: usize,
@@ -400,7 +400,7 @@ impl Numbers {
     }
 }
 
-/// Where a plane has the bits of a code: the byte inside the unit, and the bit.
+/// Place of a code's bits in a plane: the byte inside the unit, and the lowest bit.
 fn place_in_plane(bits: usize, feature: usize, column: usize) -> (usize, usize) {
     let (half, quad, within) = (feature % UNIT / 16, feature % 16 / 4, feature % 4);
     let lane = column % LANES * 4 + within; // byte of a vector

@@ -127,7 +127,7 @@ fn apply(packed: &QuantizedLinear, pool: &Pool, x: &[Element], stride: usize, nu
     y
 }
 
-/// As `F32::mul_add`.
+/// `F32::mul_add` for single numbers.
 fn mul_add(a: f32, b: f32, c: f32) -> f32 {
     F32::splat(a).mul_add(F32::splat(b), F32::splat(c)).to_array()[0]
 }

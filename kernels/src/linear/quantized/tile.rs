@@ -176,7 +176,7 @@ unsafe fn add_group<
     }
 }
 
-/// Where a unit's inputs are, of the first row of a group.
+/// Addresses of a unit's inputs for the first row of a group.
 struct Operands {
     high: *const u8,
     low: *const u8,
