@@ -29,8 +29,8 @@ pub(crate) enum Function {
     SoftCap {
         cap: f32,
     },
-    /// Of gates only, as in gpt-oss: min(x, limit) / (1 + e^(-alpha min(x, limit))), times the second half + 1, which is clamped to ± limit
-    /// before.
+    /// The activation of gpt-oss, for gated layers only: g / (1 + e^(-alpha g)) · (u + 1). g is min(gate, limit), u the
+    /// second half clamped to ± limit.
     ClampedSwiglu {
         alpha: f32,
         limit: f32,

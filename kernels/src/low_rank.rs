@@ -29,7 +29,7 @@ pub(crate) const MAX_RUN_ROWS: usize = 32;
 pub(crate) struct Run {
     pub(crate) first: usize,
     pub(crate) num_rows: usize,
-    /// In the list of the step's adapters.
+    /// Index in the list of the step's adapters.
     pub(crate) adapter: usize,
 }
 
@@ -64,7 +64,7 @@ pub(crate) struct Adapted<'a> {
     pub(crate) runs: &'a [Run],
     /// [rows, max_rank]: scratch.
     pub(crate) inner: Target<f32>,
-    /// As of `max_rank`.
+    /// Floats of a row of `inner`: the result of the function `max_rank`.
     pub(crate) max_rank: usize,
 }
 
@@ -134,7 +134,7 @@ impl Adapted<'_> {
         });
     }
 
-    /// As `apply`, to some rows, on the calling thread.
+    /// Like `apply`, for some rows, on the calling thread.
     ///
     /// # Safety
     /// As for `apply`; no other thread may use these rows.
@@ -149,7 +149,7 @@ impl Adapted<'_> {
         }
     }
 
-    /// As `apply_to`, to a run of rows of the product, which need not be one of the step's.
+    /// Like `apply_to`, for a run of rows of the product, which need not be one of the step's runs.
     ///
     /// # Safety
     /// As for `apply_to`.

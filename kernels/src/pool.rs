@@ -85,7 +85,8 @@ pub(crate) trait Executor {
         self.for_each_init(num_parts, || (), |(), part| work(part));
     }
 
-    /// As `for_each`. A thread that claims a part calls `init` before its first one; `work` gets what that returned.
+    /// Like `for_each`, with a state for each thread: a thread calls `init` before its first part, and `work` gets the
+    /// result.
     fn for_each_init<S>(&self, num_parts: usize, init: impl Fn() -> S + Sync, work: impl Fn(&S, usize) + Sync);
 
     /// Splits `0..num_items` into ranges of at least `least` items, about two per thread, and calls `work` for each range.

@@ -15,7 +15,7 @@ pub(crate) struct Angles {
     pub(crate) pairs: Pairs,
 }
 
-/// Which elements of a head rotate together.
+/// The pairs of elements of a head that rotate together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Pairs {
     /// i and i + half (GPT-NeoX)

@@ -248,7 +248,7 @@ impl Tiles {
 
 /// Some vectors of a tile's values.
 struct Chunk {
-    /// Of the first row, from the first block on.
+    /// Attention weights of the tile's first row, from the first block on.
     weights: *const Element,
     /// The first dim.
     first: usize,

@@ -137,7 +137,8 @@ impl Layout {
         }
     }
 
-    /// Where the first dim of a token's value is in the values of its block.
+    /// Offset of the first dim of a token's value, in numbers from the start of its block's values. `place`: index of
+    /// the token in the block.
     fn value_place(&self, place: usize) -> usize {
         place / GROUP * GROUP * self.value_dim + place % GROUP
     }
@@ -160,7 +161,7 @@ impl Layout {
     }
 }
 
-/// As `Layout::widen`, for `count` numbers.
+/// Like `Layout::widen`, for `count` numbers.
 ///
 /// # Safety
 /// As for `Layout::widen`.

@@ -59,7 +59,7 @@ pub(crate) struct Operands {
     pub(crate) sinks: Option<Source<Element>>,
     /// Present exactly when `Attention::has_relative_bias`.
     pub(crate) bias: Option<DistanceBias>,
-    /// Those that keys and values were written with.
+    /// The scales that keys and values were written with.
     pub(crate) scales: KvScales,
 }
 

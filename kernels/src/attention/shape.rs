@@ -8,7 +8,7 @@ use crate::simd::LANES;
 /// Largest head size in elements.
 pub(crate) const MAX_DIM: usize = 1024;
 
-/// Which part of an encoder–decoder sequence a query sees.
+/// The part of an encoder–decoder sequence that a query sees.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Part {
     /// Everything up to its own position; for models without an encoder.

@@ -216,7 +216,7 @@ impl World {
 /// Not a number in every format.
 const NAN: u32 = u32::MAX;
 
-/// Of caches in fp8: powers of two, so that elements can be the stored numbers times the scale.
+/// Scales of caches in fp8: powers of two, so that a stored number times its scale is exact as an element.
 const SCALES: KvScales = KvScales { keys: 0.25, values: 2.0 };
 
 fn scales(layout: &Layout) -> KvScales {

@@ -271,7 +271,8 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
         keys.map(|keys| keys.wrapping_add(self.layout().block_keys()))
     }
 
-    /// Where a tile's blocks are in the cache. Invisible blocks are replaced by the last visible one and not read.
+    /// Addresses of the blocks of a tile, which begins at position `start`. An invisible block has the address of the
+    /// last visible one and is not read.
     unsafe fn block_addresses(&self, unit: &Unit, start: usize) -> [*const u8; BLOCKS] {
         let end = if PLAIN { unit.first_position + unit.num_tokens } else { unit.sees(&self.call.attention.mask).end };
         let last_block = end.saturating_sub(1) / BLOCK;

@@ -31,7 +31,7 @@ pub(crate) struct PlainPart<'a> {
 }
 
 impl<'a> PlainPart<'a> {
-    /// For the columns from `first_column` on. `None`: the sizes do not fit together.
+    /// A part for the columns from `first_column` on. `None`: the sizes do not fit together.
     pub(crate) fn new(
         down: &'a [Element],
         up: &'a [Element],
@@ -57,9 +57,9 @@ impl<'a> PlainPart<'a> {
 /// Adjacent output columns of a site.
 pub(super) struct Part {
     pub(super) columns: Range<usize>,
-    /// Among those of the site.
+    /// Ranks of this part among the ranks of the site.
     pub(super) ranks: Range<usize>,
-    /// Where B begins, in elements.
+    /// Offset of B, in elements.
     up: usize,
 }
 
@@ -74,9 +74,9 @@ impl Part {
 pub(super) struct Site {
     pub(super) in_features: usize,
     pub(super) parts: Vec<Part>,
-    /// Of each rank of all parts.
+    /// Scale of each rank of all parts.
     pub(super) scales: Vec<f32>,
-    /// Where A begins, in elements.
+    /// Offset of A, in elements.
     down: usize,
 }
 

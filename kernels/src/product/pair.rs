@@ -20,7 +20,7 @@ pub(crate) unsafe fn splat(factors: *const Factor) -> Operand {
     I32::splat(unsafe { factors.cast::<i32>().read_unaligned() })
 }
 
-/// As `splat`, of the last link of a chain that ends within a group.
+/// Like `splat`, for the last link of a chain that ends within a group.
 ///
 /// # Safety
 /// One factor must be readable.
@@ -50,7 +50,7 @@ pub(crate) unsafe fn consecutive(first: *const Element) -> Operand {
     unsafe { I32::load(first.cast()) }
 }
 
-/// As `consecutive`, of factors.
+/// Like `consecutive`, for factors.
 ///
 /// # Safety
 /// `LANES * WIDTH` factors must be readable.
@@ -66,7 +66,7 @@ pub(crate) fn columns_of([first, second]: [F32; WIDTH]) -> Operand {
     first.to_bf16_pairs(second)
 }
 
-/// As `columns`, of the last link of chains that end within a group, whose rest may be anything.
+/// Like `columns`, for the last link of chains that end within a group. The rest of the group may have any value.
 ///
 /// # Safety
 /// As for `columns`.

@@ -23,7 +23,7 @@ pub(crate) unsafe fn splat(factor: *const Factor) -> Operand {
     F32::splat(unsafe { factor.read() })
 }
 
-/// As `splat`, of the last link of a chain that ends within a group.
+/// Like `splat`, for the last link of a chain that ends within a group.
 ///
 /// # Safety
 /// As for `splat`.
@@ -76,7 +76,7 @@ pub(crate) unsafe fn consecutive(first: *const Element) -> Operand {
     unsafe { Element::load(first) }
 }
 
-/// As `consecutive`, of factors.
+/// Like `consecutive`, for factors.
 ///
 /// # Safety
 /// `LANES * WIDTH` factors must be readable.
@@ -92,7 +92,7 @@ pub(crate) fn columns_of([numbers]: [F32; WIDTH]) -> Operand {
     Element::round(numbers)
 }
 
-/// As `columns`, of the last link of chains that end within a group, whose rest may be anything.
+/// Like `columns`, for the last link of chains that end within a group. The rest of the group may have any value.
 ///
 /// # Safety
 /// As for `columns`.

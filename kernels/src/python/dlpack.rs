@@ -40,7 +40,7 @@ impl DlType {
     }
 }
 
-/// As torch names it.
+/// The name of the type in torch.
 impl fmt::Display for DlType {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         let kind = match self.code {

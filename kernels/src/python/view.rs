@@ -186,7 +186,7 @@ pub(super) struct Rows<'py> {
     pub(super) num_rows: usize,
     num_columns: usize,
     pub(super) dtype: DlType,
-    /// From row to row.
+    /// Bytes from row to row.
     pub(super) stride_bytes: usize,
 }
 

@@ -53,10 +53,10 @@ impl Bytes {
         Bytes { signed, magnitudes: signed.magnitudes_of_bytes() }
     }
 
-    /// As on other instruction sets.
+    /// The same result as on other instruction sets.
     ///
     /// # Safety
-    /// As there.
+    /// 4 bytes must be readable for each vector.
     #[inline(always)]
     pub(crate) unsafe fn dot(codes: &[Bytes], inputs: *const i32, mut sum: I32) -> I32 {
         for (index, codes) in codes.iter().enumerate() {

@@ -423,7 +423,7 @@ impl I32 {
 }
 
 impl I32 {
-    /// Of the four words of each pair of lanes, swaps the second and the third.
+    /// Swaps the second and the third of the four words of each pair of lanes.
     #[inline(always)]
     pub(crate) fn swap_inner_words(self) -> I32 {
         I32(from_fn(|lane| {

@@ -155,7 +155,7 @@ fn conversions_between_formats_are_those_of_scalars() {
 fn numbers_are_rounded_to_16_bits_like_scalars() {
     let mut random = Random::new(4);
     for _ in 0..5000 {
-        // Of the magnitudes of float16, ties among them.
+        // Numbers of the magnitudes of float16, ties among them.
         let lanes: [f32; LANES] = std::array::from_fn(|lane| {
             let bits = random.next();
             let kept = if lane % 2 == 0 { 0x1fff } else { 0xfff };

@@ -30,10 +30,10 @@ pub(crate) enum Shared {
     Gated,
 }
 
-/// Where the experts of a layer are if several ranks have some.
+/// The distribution of a layer's experts over several ranks.
 pub(crate) struct Exchange {
     pub(crate) collective: Arc<Collective>,
-    /// Of each rank, in order: together all experts.
+    /// Experts of each rank, in the order of ranks: together all experts.
     pub(crate) experts: Vec<Range<usize>>,
 }
 
@@ -42,36 +42,37 @@ pub(crate) struct Experts {
     pub(crate) routing: Routing,
     /// The router if its logits are float32; `None`: they are in `Logits`.
     pub(crate) router: Option<Arc<WideLinear>>,
-    /// Of this rank.
+    /// Experts of this rank.
     pub(crate) experts: Vec<Expert>,
     /// `None`: this rank has all experts.
     pub(crate) exchange: Option<Exchange>,
-    /// Of the first products; `None`: they are gated themselves.
+    /// Activation of the first products; `None`: their layers are gated.
     pub(crate) activation: Option<Activation>,
     /// The first site of adapters, of the first product of this rank's first expert. Its second product has the next one, and the other
     /// experts those after it. `None`: rows have no adapters.
     pub(crate) first_site: Option<usize>,
     pub(crate) shared: Shared,
-    /// The first of its `Routes::ends`.
+    /// Index of its first entry in `Routes::ends`.
     pub(crate) first_end: usize,
     pub(crate) from: Register,
     pub(crate) to: Register,
 }
 
-/// Which rows are whose. A pair is a row and the place of one of its experts.
+/// Assignment of rows to experts. A pair is a row and one of its top-k experts.
 #[derive(Default)]
 pub(super) struct Routes {
-    /// By row, of a router whose logits are float32.
+    /// Logits of each row, for a router whose logits are float32.
     logits: Vec<f32>,
-    /// By pair.
+    /// Weight of each pair.
     weights: Vec<f32>,
     experts: Vec<i64>,
-    /// Where each pair is when pairs are ordered by expert.
+    /// Place of each pair in the order by expert.
     places: Vec<usize>,
-    /// By place: the adapter of its row.
+    /// Adapter of the row at each place.
     adapters: Vec<Option<usize>>,
-    /// Where the pairs of each expert end in that order. INVARIANT: they decide which kernels are called, so each operation of a section
-    /// has its own: a thread may still read them while another one, which did the work alone, is in a later operation.
+    /// End of each expert's pairs in that order. INVARIANT: the ends decide which kernels are called, so each operation
+    /// of a section has its own: a thread may still read them while another thread, which did the work alone, is in a
+    /// later operation.
     ends: Vec<usize>,
 }
 
@@ -296,8 +297,8 @@ impl Experts {
         }
     }
 
-    /// As `multiply`, with what the rows' adapters add to both products. PERF: of all experts in one phase each, because the products of
-    /// adapters are small.
+    /// Like `multiply`, plus what the rows' adapters add to both products. PERF: one phase adds to a product of all
+    /// experts, because the products of adapters are small.
     #[expect(clippy::too_many_arguments, reason = "all that a step has")]
     unsafe fn multiply_adapted(
         &self,
@@ -351,8 +352,8 @@ impl Experts {
         }
     }
 
-    /// Adds to a product of some of this rank's places what their rows' adapters add, on the calling thread. `first_site`: of the first
-    /// expert.
+    /// Adds to a product of some of this rank's places what their rows' adapters add, on the calling thread.
+    /// `first_site`: the site of the first expert.
     unsafe fn adapt(
         &self,
         range: Range<usize>,

@@ -71,7 +71,7 @@ pub(crate) struct Step<'a> {
 pub(crate) struct StepAdapters<'a> {
     /// They fit the stack.
     pub(crate) adapters: &'a [&'a Adapter],
-    /// Of all tokens, and of the sampled rows.
+    /// Runs of all tokens. `sampled_runs` are the runs of the sampled rows.
     pub(crate) runs: Vec<Run>,
     pub(crate) sampled_runs: Vec<Run>,
 }
@@ -82,24 +82,24 @@ struct Buffers {
     numbers: Vec<Element>,
     states: Vec<f32>,
     scratch: Vec<u8>,
-    /// Of adapters.
+    /// Products with the A matrices of adapters.
     inner: Vec<f32>,
     routes: Routes,
 }
 
-/// Where a step's intermediate results are.
+/// Addresses of a step's intermediate results.
 struct Places {
-    /// Of each register, for all tokens and for the sampled ones.
+    /// Each register for all tokens. `sampled` has them for the sampled rows.
     registers: PerRegister<Target<Element>>,
     sampled: PerRegister<Target<Element>>,
-    /// Of attention.
+    /// Partial states of attention.
     states: Target<f32>,
-    /// Of linear layers.
+    /// Scratch of linear layers.
     scratch: Target<u8>,
-    /// Of adapters: [tokens, max_rank], or for the experts of each token.
+    /// Products with the A matrices of adapters: [tokens, max_rank], or a row for each expert of a token.
     inner: Target<f32>,
     max_rank: usize,
-    /// Of experts.
+    /// Assignment of rows to experts.
     routes: RoutePlaces,
 }
 

@@ -27,13 +27,13 @@ pub(super) enum Operation {
     /// Adds to `to` what the rows' adapters add to the layers from `from` to it, then a series of row operations. PERF: with enough rows,
     /// all are one phase.
     Adapt {
-        /// One for each head, or one.
+        /// One site for each head, or one site.
         sites: Range<usize>,
         from: Register,
         to: Register,
-        /// From the columns of a head to those of the next one, of both registers.
+        /// Elements from a head's columns to the next head's, in `from` and in `to`.
         steps: [usize; 2],
-        /// Of both registers.
+        /// Elements of a row of `from` and of `to`.
         widths: [usize; 2],
         then: Vec<RowOperation>,
     },
@@ -60,7 +60,7 @@ pub(super) enum Operation {
         from: Register,
         to: Register,
         step: usize,
-        /// Of both registers.
+        /// Elements of a row of `from` and of `to`.
         widths: [usize; 2],
     },
     /// Keeps the sampled rows of these registers, given with their widths, and no other register.
@@ -105,7 +105,7 @@ pub(super) enum RowOperation {
         from: Register,
         to: Register,
     },
-    /// In place, of heads from column `first` on. A norm over all heads together has one group.
+    /// Norms heads in place, from column `first` on. A norm over all heads together has one group.
     NormHeads {
         norm: Arc<Norm>,
         register: Register,
@@ -124,7 +124,8 @@ pub(super) enum RowOperation {
         factor: f32,
         width: usize,
     },
-    /// The queries of `Qkv`, in its first `width` columns, by the factor of their position: `factors[(position + 1) / period]`.
+    /// Multiplies the queries, the first `width` columns of `Qkv`, by the factor of their position,
+    /// `factors[(position + 1) / period]`.
     ScaleQueries {
         factors: Source<f32>,
         period: usize,
@@ -162,7 +163,7 @@ pub(super) enum RowOperation {
         from: Register,
         to: Register,
     },
-    /// Of the first heads of `Qkv`, from their element `first` on.
+    /// Rotates the first `num_heads` heads of `Qkv`, each from its element `first` on.
     Rotate {
         tables: Tables,
         first: usize,
@@ -179,7 +180,8 @@ pub(super) enum RowOperation {
     },
 }
 
-/// Where pieces of a row are: the first one's column, and the distance to the next one. `stride`: elements of the row.
+/// Pieces of a row: `first` is the column of the first one, `step` the columns from one to the next, `stride` the
+/// elements of the row.
 #[derive(Clone, Copy)]
 pub(super) struct Pieces {
     pub(super) register: Register,

@@ -10,8 +10,8 @@ pub(crate) enum Register {
     /// Queries, keys and values.
     Qkv,
     Attended,
-    /// Of latent attention: what all heads share, before it is normed and rotated: the latent of the queries if there is one, the latent
-    /// of keys and values, and the rotated part of the keys.
+    /// What all heads of latent attention share, before it is normed and rotated: the latent of the queries if there is
+    /// one, the latent of keys and values, and the rotated part of the keys.
     Latents,
     /// The normed latent of the queries.
     QueryLatent,

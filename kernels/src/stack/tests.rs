@@ -104,8 +104,8 @@ fn run_adapted(stack: &Stack, pool: &Pool, adapters: &[&Adapter], of_rows: &[Opt
     output.into_iter().map(Element::to_f32).collect()
 }
 
-/// Which experts have rows decides which kernels run. A late thread must find what its layer's routing was, or it waits for kernels that
-/// no other thread runs.
+/// The routing of a layer decides which kernels run. A late thread must find the routing of its own layer, or it waits
+/// for kernels that no other thread runs.
 #[test]
 fn a_thread_that_is_late_for_everything_runs_the_same_kernels() {
     let stack = layers_of_experts(false);
