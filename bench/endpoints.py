@@ -31,7 +31,7 @@ INPUT_TOKENS, OUTPUT_TOKENS = 128, 32
 SAME_WORK = {"ignore_eos": True}  # as `penstock bench` sends it
 OWN_AIPERF = ROOT / ".venv" / "aiperf" / "bin"  # `make .make/aiperf`
 DETAILS = "profile_export_aiperf.json"
-LEFT_OUT = {"input_config", "run_info", "warmup_metrics"}  # of AIPerf's summary: what was asked of it, and the warm-up
+LEFT_OUT = {"input_config", "run_info", "warmup_metrics"}  # keys of AIPerf's summary: its settings and the warm-up
 
 
 def lacking(url: str, endpoint: str) -> str | None:

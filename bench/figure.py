@@ -15,7 +15,7 @@ from table import best_limits, figures, floors, markdown
 Record = dict[str, Any]
 POLICIES = {"Prefix": "Penstock's policy", "Work": "by work alone", "RoundRobin": "round robin"}
 TARGET = re.compile(r"(?P<relation>[≥≤<]?) ?(?P<bound>−?[\d,.]+)( [^ ]+)?")
-CRITERION_SAMPLES = 30  # of scheduler/benches/step.rs
+CRITERION_SAMPLES = 30  # samples of each benchmark in scheduler/benches/step.rs
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +298,7 @@ def quantized(record: Record) -> Iterator[Figure]:
 
 
 def start(record: Record) -> Iterator[Figure]:
-    """Of each installation; then of this one to each other, start by start."""
+    """Figures of each installation, then of Penstock relative to each other one, start by start."""
     results = {
         name: [repeat[name] for repeat in record["repeats"] if "error" not in repeat[name]]
         for name in record["servers"]
@@ -486,7 +486,7 @@ def traces(record: Record) -> Iterator[Figure]:
 
 
 def endpoints(record: Record) -> Iterator[Figure]:
-    """By AIPerf's load, with both servers on each route that both have."""
+    """Figures of both servers with AIPerf's load, on each route that both have."""
     streams = record["load"]["concurrency"]
     for endpoint in dict.fromkeys(endpoint for repeat in record["repeats"] for endpoint in repeat):
         repeats = [repeat[endpoint] for repeat in record["repeats"]]
@@ -503,7 +503,7 @@ def endpoints(record: Record) -> Iterator[Figure]:
 
 
 def offload(record: Record) -> Iterator[Figure]:
-    """Of a prompt that comes again: the medians over the prompts of a repeat, then the ratios to computing it."""
+    """Times of a prompt that comes again: medians over the prompts of a repeat, then the ratios to computing it."""
     names = {
         "computed": "computed again",
         "memory": "from host memory",
@@ -529,7 +529,7 @@ def offload(record: Record) -> Iterator[Figure]:
 
 
 def routing(record: Record) -> Iterator[Figure]:
-    """Of each load and router; then of this one to the better of the peers, repeat by repeat."""
+    """Figures of each load and router, then of Penstock relative to the best peer, repeat by repeat."""
     peers = ("sglang-router", "vllm-router")
     for load in record["repeats"][0]:
         repeats = [repeat[load] for repeat in record["repeats"]]
@@ -548,7 +548,7 @@ def routing(record: Record) -> Iterator[Figure]:
 
 
 def routing_simulation(record: Record) -> Iterator[Figure]:
-    """Of each fleet and policy; a simulation in virtual time gives the same values in every run."""
+    """Figures of each fleet and policy. A simulation in virtual time gives the same values in every run."""
     for run in record["runs"]:
         slow = f", one of them {run['slowness']:g} times slower" if run["slowness"] > 1 else ""
         where = f"{run['replicas']:,} replicas{slow}, {POLICIES[run['policy']]}"

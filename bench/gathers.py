@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 NUM_ROWS = (1, 8)
-COLUMNS = 576  # of the embedded model
+COLUMNS = 576  # hidden size of the embedded model
 NUM_GATHERS, NUM_PARTS = 20, 100
 
 

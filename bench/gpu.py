@@ -31,10 +31,10 @@ from sequences import MAX_STEP_TOKENS, Sequences
 from table import markdown
 
 WARM_STEPS, TIMED_STEPS, PROFILED_STEPS = 5, 50, 20
-CHUNK_TOKENS = 2048  # of a long prompt beside running streams
-NUM_DRAFTS = (0, 1, 3, 7)  # of one stream in a step
+CHUNK_TOKENS = 2048  # tokens of a long prompt that join a step of running streams
+NUM_DRAFTS = (0, 1, 3, 7)  # draft tokens of one stream in a step
 LIMIT_BYTES = 4 << 30
-LIMIT_SIZE = 8192  # of the square matrices whose product is timed
+LIMIT_SIZE = 8192  # rows of the square matrices whose product is timed
 
 
 def gaps(times: Sequence[float]) -> list[float]:

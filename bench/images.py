@@ -128,7 +128,7 @@ def chat(uris: Sequence[str], question: str, num_tokens: int) -> dict[str, Any]:
 
 
 def ttft_s(client: OpenAI, uris: Sequence[str], question: str) -> float:
-    """From the request to the first chunk with a token."""
+    """Seconds from the request to the first chunk with a token."""
     sent = time.perf_counter()
     with client.chat.completions.create(**chat(uris, question, 1), extra_body={"ignore_eos": True}) as chunks:
         for chunk in chunks:

@@ -22,7 +22,7 @@ from load import PENSTOCK, Load, prompt_of, run
 from penstock import LLM, SamplingParams
 from result import heading, keep, machine, option_parser, title
 
-MAX_TOKENS = 80_000  # in the KV cache, so that neither server takes the memory of the other
+MAX_TOKENS = 80_000  # tokens in the KV cache, so that neither server takes the memory of the other
 
 
 def generated_per_s(model: LLM, words: Sequence[str], num_prompts: int, seed: str) -> float:

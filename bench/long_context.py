@@ -33,8 +33,8 @@ from penstock_server.attention.interface import Attention, AttentionShape, StepB
 CPU, DTYPE, BLOCK_TOKENS = torch.device("cpu"), torch.bfloat16, 16
 LAYERS = {"Llama 3 8B": (32, 8, 128), "SmolLM2 135M": (9, 3, 64)}  # heads, KV heads, elements of a head
 KV_DTYPES = {"bf16": None, "fp8": FP8_DTYPES["fp8_e4m3fn"]}
-CHUNK_TOKENS = 512  # of a step, divided over its sequences
-WINDOW_S = 1.0  # of each cell
+CHUNK_TOKENS = 512  # new tokens of a step, divided over its sequences
+WINDOW_S = 1.0  # measured time of each cell
 
 
 @functools.cache
@@ -82,7 +82,7 @@ def steps_of(setup: Setup) -> tuple[int, int]:
 
 
 def measure(setup: Setup, min_bytes: int = READ_BYTES) -> dict[str, float]:
-    """By step: seconds of one layer's attention, the median over caches of at least `min_bytes` in turn."""
+    """Seconds of one layer's attention by step: the median over caches of at least `min_bytes` in turn."""
     attention = attention_of(setup.layer, setup.kv)
     heads, kv_heads, dim = LAYERS[setup.layer]
     num_blocks = setup.context_tokens // BLOCK_TOKENS * setup.num_sequences

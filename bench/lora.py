@@ -25,7 +25,7 @@ from result import heading, keep, machine, option_parser, title
 from safetensors.torch import save_file
 
 NUM_ADAPTERS = (0, 1, 8)
-NUM_REQUESTS = 4  # per stream
+NUM_REQUESTS = 4  # requests per stream
 
 
 def linear_layers(folder: Path) -> dict[str, tuple[int, int]]:

@@ -48,7 +48,7 @@ def servers_of(prompt_tokens: int, folder: str) -> dict[str, Server]:
 
 
 def first_token_s(port: int, words: Sequence[str], seed: str, prompt_tokens: int) -> float:
-    """Of a prompt of `prompt_tokens` tokens, the same for each seed."""
+    """Time to the first token of a prompt of `prompt_tokens` tokens. A seed always gives the same prompt."""
     text = " ".join(random.Random(seed).choices(words, k=prompt_tokens))
     parameters = {"max_new_tokens": 1, "truncate": prompt_tokens - 2}
     body = json.dumps({"inputs": text, "parameters": parameters}).encode()

@@ -24,7 +24,7 @@ from table import markdown
 
 INPUT_TOKENS, OUTPUT_TOKENS = 64, 32
 RUNNING, WAITING = 32, 16  # sequences per step, and queued requests
-RAMP_SHARE = 0.25  # of the overload phase: until the batch and the queue are full
+RAMP_SHARE = 0.25  # share of the overload phase in which the batch and the queue fill
 
 
 @dataclass(frozen=True, slots=True)

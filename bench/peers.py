@@ -187,7 +187,7 @@ def prompt_words() -> list[str]:
 
 
 def gemma_words() -> list[str]:
-    """Those of `prompt_words` that are one token of Gemma's too."""
+    """The words of `prompt_words` that are also one token of Gemma's."""
 
     def words() -> Iterator[str]:
         from penstock_server.weights.gguf.folder import gguf_folder

@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT / "server" / "tests"))
 from fake_cuda import Launches, Recorder, fake_cuda
 
 MODELS = ("llama-8b", "llama-8b-deterministic", "qwen3-30b-a3b", "deepseek-v2-lite")
-NARROW = 0.5  # the time of an operation in 8 bits, of one in bfloat16: tensor cores do twice as many
+NARROW = 0.5  # time of an operation in 8 bits relative to bfloat16: tensor cores do twice as many
 
 Span = tuple[int, int]  # a sequence's computed and new tokens
 Arguments = Mapping[str, Any]
@@ -44,7 +44,7 @@ class Costs(Launches):
     def __init__(self) -> None:
         super().__init__()
         self.by_kernel: dict[str, Cost] = {}
-        self.spans: Sequence[Span] = ()  # of the step that is launched; empty: it is not counted
+        self.spans: Sequence[Span] = ()  # spans of the step that is launched; empty: it is not counted
 
     def add(self, name: str, arguments: Iterable[Any], result: Tensor | None = None) -> None:
         super().add(name, arguments, result)
@@ -108,13 +108,13 @@ def attention_cost(given: Arguments, spans: Sequence[Span]) -> tuple[float, floa
 
 
 def partial_bytes(given: Arguments, spans: Sequence[Span]) -> float:
-    """Of the splits of the sequences with one new token."""
+    """Bytes written by the splits of sequences with one new token."""
     num_splits = given["num_splits"] if given["num_splits"] > 1 else 0
     return sum(new == 1 for _, new in spans) * num_splits * given["HEADS"] * 4.0 * (given["VALUE_DIM"] + 2)
 
 
 def grouped_cost(given: Arguments, spans: Sequence[Span]) -> tuple[float, float]:
-    """Of the experts that are expected to have a row, if each pair of a row and an expert is drawn independently."""
+    """Bytes and FLOP of the experts expected to have a row, if each pair of row and expert is drawn independently."""
     pairs, experts = given["output"].shape[0], given["EXPERTS"]
     chosen = experts * (1 - (1 - 1 / experts) ** pairs)
     num_bytes = bytes_of([given["x"], given["output"]]) + chosen / experts * bytes_of([given["weight"]])
@@ -123,7 +123,7 @@ def grouped_cost(given: Arguments, spans: Sequence[Span]) -> tuple[float, float]
 
 
 def product_cost(given: Arguments, spans: Sequence[Span]) -> tuple[float, float]:
-    """Of a deterministic product, or of one with quantized weights."""
+    """Bytes and FLOP of a deterministic product, or of one with quantized weights."""
     written = given["partials"] if given.get("num_partials", given["partials"] is not None) else given["y"]
     flops = 2.0 * given["num_rows"]
     if "FORM" in given:
@@ -134,7 +134,7 @@ def product_cost(given: Arguments, spans: Sequence[Span]) -> tuple[float, float]
 
 
 def narrow_product_cost(given: Arguments, spans: Sequence[Span]) -> tuple[float, float]:
-    """Of a product of integers."""
+    """Bytes of a product of integers, and the FLOP in bfloat16 that take as long."""
     written = given["y"] if given["partials"] is None else given["partials"]
     read = [given[name] for name in ("x", "x_scales", "weight", "scales", "bias")]
     return bytes_of([*read, written]), NARROW * 2.0 * given["num_rows"] * given["OUTPUTS"] * given["DEPTH"]

@@ -28,7 +28,7 @@ DEVICES = {
 
 @dataclass(slots=True)
 class Cost:
-    """Of all launches of one kernel."""
+    """The cost of all launches of one kernel: memory traffic, and the least time on each device."""
 
     launches: int = 0
     bytes: float = 0.0

@@ -35,8 +35,8 @@ def clock_s_of(pid: int) -> float:
 
 
 def memory_of(root: int) -> list[dict[str, Any]]:
-    """Of a process and all its descendants: resident and proportional bytes, those of files among the latter, and the
-    resident bytes that are no file's, with those among them that no other process shares."""
+    """Memory of a process and of each descendant: resident and proportional bytes, the proportional bytes of files, and
+    the anonymous resident bytes, with those among them that no other process shares."""
     rows = []
     for pid in family_of(root):
         with contextlib.suppress(OSError):

@@ -42,7 +42,7 @@ GEMMA = "Gemma 3 270M"
 TYPES = ("Q4_0", "Q4_1", "Q4_K_M", "Q8_0")
 STREAMS = (1, 8, 32)
 LONG_PROMPT = Load("ttft 2000", 1, 3, 2000, 4)
-SLOT_TOKENS = 2048  # of the peer's KV cache, for each stream
+SLOT_TOKENS = 2048  # tokens of the peer's KV cache per stream
 INPUT_BITS = (8, 16)
 NUM_TEXTS, TEXT_TOKENS = 16, 512
 LOADS = [*loads_of(STREAMS, quick=False), LONG_PROMPT]
@@ -75,7 +75,7 @@ def texts(folder: Path) -> list[list[int]]:
 
 
 def logits(path: Path, *, dequantize: bool = False, **options: Any) -> Iterator[Any]:
-    """For each text the logits [tokens, vocabulary] of a model, float32. options: of `LoadOptions`."""
+    """Logits [tokens, vocabulary] of a model for each text, float32. options: arguments of `LoadOptions`."""
     import torch
     from penstock_server.attention import preferred_block_tokens
     from penstock_server.attention.interface import StepBatch
@@ -111,8 +111,8 @@ def logits(path: Path, *, dequantize: bool = False, **options: Any) -> Iterator[
 
 
 def quality(texts: list[list[int]], of: Iterator[Any], reference: Iterator[Any]) -> dict[str, list[float]]:
-    """By text: the mean negative log probability, of a model and of the one that it stands for, the mean divergence of
-    their predictions in nats, and the share of tokens with the same first choice."""
+    """Measures by text: the mean negative log probability of a model and of the dense one, the mean divergence of their
+    predictions in nats, and the share of tokens with the same first choice."""
     import torch
 
     rows: dict[str, list[float]] = {"nll": [], "nll_dense": [], "divergence": [], "agreement": []}
@@ -127,7 +127,7 @@ def quality(texts: list[list[int]], of: Iterator[Any], reference: Iterator[Any])
 
 
 def qualities(kinds: list[str]) -> dict[str, dict[str, list[float]]]:
-    """By weights and bits of their inputs, and of the formats themselves."""
+    """Qualities of all weights with each number of input bits, and of the formats themselves."""
     from penstock_server.weights.gguf.folder import gguf_folder
 
     source, found = peers.bf16_gguf(), {}
@@ -161,7 +161,7 @@ def quality_of_gemma(num_texts: int) -> dict[str, dict[str, list[float]]]:
 
 
 def weight_bytes(kind: str) -> int:
-    """Of all tensors in a file: what a decode step reads, because the head of this model is its embedding."""
+    """Bytes of all tensors in a file. A decode step reads them all, because the head of this model is its embedding."""
     from gguf import GGUFReader
 
     path = peers.bf16_gguf() if kind == "bf16" else gguf_of(kind)

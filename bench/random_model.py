@@ -14,7 +14,7 @@ from penstock_server.kernels.quantized import SUPER_GROUP, QuantFormat, Quantize
 from penstock_server.weights.loader import Loader
 from torch import Tensor
 
-PIECE_ROWS = 4096  # of a quantized matrix
+PIECE_ROWS = 4096  # rows of a quantized matrix that are made at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +22,17 @@ class Size:
     """A model's config.json, and the loads that it is measured with."""
 
     config: dict[str, Any]
-    streams: Sequence[int]  # with contexts of `context_tokens`
-    prompts: Sequence[int]  # whose time to the first token is measured
+    streams: Sequence[int]  # numbers of streams, with contexts of `context_tokens`
+    prompts: Sequence[int]  # tokens of the prompts that measure the time to the first token
     batches: Sequence[tuple[int, int, int]]  # sequences, prompt tokens, output tokens
-    long_prompt: int  # beside 64 streams
+    long_prompt: int  # tokens of the prompt that arrives while 64 streams run
     max_sequences: int = 256
-    format: QuantFormat | None = None  # of the layers' weights
+    format: QuantFormat | None = None  # format of the layers' weights
     deterministic: bool = False
 
     @property
     def context_tokens(self) -> int:
-        """Of the sequences whose decode steps are measured."""
+        """Context of the sequences that measure decode steps."""
         return min(1024, int(self.config["max_position_embeddings"]) // 4)
 
 
@@ -208,7 +208,7 @@ def _published(state: dict[str, Tensor]) -> dict[str, torch.Size]:
 
 
 def read_random(loader: Loader, *names: str, dtype: torch.dtype | None = None) -> Tensor:
-    """In place of `Loader.read`: random weights, made on the device."""
+    """Random weights, made on the device. Replaces `Loader.read`."""
     parameters = [loader.parameters[name] for name in names]
     shapes = [parameter.local_shape for parameter in parameters]
     shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
@@ -221,7 +221,7 @@ def read_random(loader: Loader, *names: str, dtype: torch.dtype | None = None) -
 def read_quantized(
     format_: QuantFormat | None, loader: Loader, *names: str
 ) -> list[tuple[QuantizedMatrix, ...]] | None:
-    """In place of `Loader.quantized`: random weights of this format. Embedding and output head are dense."""
+    """Random weights of this format. Replaces `Loader.quantized`. Embedding and output head are dense."""
     if format_ is None or names[0] in ("embedding.weight", "head.weight"):
         return None
     shapes = [loader.parameters[name].local_shape for name in names]

@@ -19,8 +19,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "bench" / "runs"
-SUFFIX = ".json.gz"  # of raw results: repeats of events are large, and compress to a seventh
-MAX_BUSY_SHARE = 0.1  # of the processors, when a benchmark begins
+SUFFIX = ".json.gz"  # raw results are compressed: repeats of events are large, and compress to a seventh
+MAX_BUSY_SHARE = 0.1  # share of the processors that may be busy when a benchmark begins
 BUSY_WINDOW_S = 2.0
 
 

@@ -29,7 +29,7 @@ from result import heading, keep, machine, option_parser, title
 from router_cost import build_worker, scripted, word_tokens
 from table import markdown
 
-NUM_REPLICAS, NUM_BLOCKS = 8, 4096  # of 16 tokens, of each replica
+NUM_REPLICAS, NUM_BLOCKS = 8, 4096  # blocks of 16 tokens per replica
 COST = {"STEP_MICROSECONDS": 25_000, "PROMPT_TOKEN_NANOSECONDS": 500_000, "NEW_TOKEN_NANOSECONDS": 100_000}
 OUTPUT_TOKENS, MAX_BATCH = 16, 256
 MANY = 8192  # requests that every router and replica accepts at a time

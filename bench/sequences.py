@@ -26,7 +26,7 @@ class Sequences:
     step: int = 0
     ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     first_block: int = 0
-    timings: list[StepTiming] = field(default_factory=list)  # of all steps that were run
+    timings: list[StepTiming] = field(default_factory=list)  # timings of all steps that were run
 
     def new(self, num: int, prompt_tokens: int, output_tokens: int) -> list[NewSequence]:
         """Sequences with all the blocks that they will need. Some may share blocks, because only time is measured."""

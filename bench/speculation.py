@@ -41,7 +41,7 @@ from quantized import gguf_of
 from result import heading, keep, machine, option_parser, title
 from train_medusa import FOLDER, make_heads
 
-MAX_TOKENS = 40_000  # in the KV cache, so that neither server takes the memory of the other
+MAX_TOKENS = 40_000  # tokens in the KV cache, so that neither server takes the memory of the other
 SPECULATE = 8
 NGRAMS = "--spec-ngram-simple"
 NUM_STREAMS = 32
@@ -114,7 +114,7 @@ Answer = tuple[list[Any], Any]
 
 
 def answer(port: int, request: dict[str, Any]) -> Answer:
-    """With logprobs and alternatives, of all generations."""
+    """The tokens of the answer, and all generations with logprobs and alternatives."""
     if "prompt" in request:
         (choice,) = post(port, "/v1/completions", request)["choices"]
         return choice["logprobs"]["tokens"], (choice["text"], choice["logprobs"])
@@ -146,13 +146,13 @@ SERVERS: dict[str, tuple[list[str], Callable[[int, dict[str, Any]], Answer]]] = 
 class Model:
     """What the servers serve and are asked."""
 
-    suffix: str  # of the servers' names in the record
+    suffix: str  # suffix of the servers' names in the record
     words: Callable[[], list[str]]
-    num_begin_tokens: int  # that the tokenizer puts in front of a prompt
+    num_begin_tokens: int  # tokens that the tokenizer puts in front of a prompt
     loads: Sequence[str]
 
     def dialect(self) -> Dialect:
-        """Penstock's, whose input tokens are those of the words."""
+        """Penstock's dialect, with the tokens of the words as input tokens."""
 
         def counts(last: dict[str, Any]) -> tuple[int, int]:
             num_input, num_output = PENSTOCK.counts(last)

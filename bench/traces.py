@@ -25,7 +25,7 @@ from load import PENSTOCK, run
 from process import clock_s_of, cpu_s_of
 from result import heading, keep, machine, option_parser, title
 
-MAX_TOKENS = 80_000  # in the KV cache, so that neither server takes the memory of the other
+MAX_TOKENS = 80_000  # tokens in the KV cache, so that neither server takes the memory of the other
 EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 SETTLE_S = 3  # spans leave a second after their requests
 MODES = ("off", "on")

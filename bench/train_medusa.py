@@ -89,7 +89,7 @@ def base_model() -> CausalModel:
 
 @torch.inference_mode()
 def outputs_of(model: CausalModel, chats: Sequence[Chat]) -> Iterator[Tensor]:
-    """Of each chat the outputs [answer tokens, hidden] from which the tokens of its answer were sampled."""
+    """Outputs [answer tokens, hidden] for each chat, from which the tokens of its answer were sampled."""
     cpu = torch.device("cpu")
     block_tokens = preferred_block_tokens(cpu, torch.bfloat16)
     blocks = torch.arange(CHATS_PER_STEP * -(-CHAT_TOKENS // block_tokens), dtype=torch.int32).view(CHATS_PER_STEP, -1)

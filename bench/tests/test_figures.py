@@ -1,4 +1,4 @@
-"""Which raw results may be quoted, and what a page must say to be current."""
+"""Rules for raw results that a page may quote, and for what a page must say to be current."""
 
 from pathlib import Path
 from typing import Any

@@ -27,7 +27,7 @@ def load_program() -> ModuleType:
 
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """With two parts, of which the second fails."""
+    """The program with two parts; the second one fails."""
     module = load_program()
     parts = {name: [sys.executable, "-c", f"print('ran {name}'); exit({code})"] for name, code in (("a", 0), ("b", 3))}
     monkeypatch.setattr(module, "parts_of", lambda device, out, quick: parts)

@@ -12,7 +12,7 @@ from random_model import SIZES
 
 CONTEXT, LAYERS = 1024, 32
 HEAD = 4096 * 128256
-# Of the matrices of Llama-3 8B, without the input embedding: queries, keys and values, their projection, and the MLP.
+# Weights of Llama-3 8B's matrices without the input embedding: queries, keys and values, their projection, the MLP.
 PARAMETERS = LAYERS * 4096 * (6144 + 4096 + 3 * 14336) + HEAD
 
 

@@ -10,7 +10,7 @@ use penstock_proto as proto;
 pub(crate) const BLOCK_TOKENS: usize = 16;
 
 pub(crate) struct Cache {
-    /// Those of block `n` begin at `BLOCK_TOKENS * n`.
+    /// Hashes of all blocks' slots: those of block `n` begin at `BLOCK_TOKENS * n`.
     slots: Vec<u64>,
     sequences: HashMap<u64, Sequence>,
 }

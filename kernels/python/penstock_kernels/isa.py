@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
-"""By torch's names, what the crate calls them in `cfg(element)`."""
+"""The crate's names in `cfg(element)` for torch's names of data types."""
 
 _FLAGS = {"avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16"}
 _AMX_FLAGS = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
@@ -45,7 +45,7 @@ ISAS = (
     Isa("avx512-bf16", _BF16),
     Isa("amx", _BF16, may_use_amx=True),
 )
-"""From the slowest to the fastest, on most CPUs."""
+"""Instruction sets, from the slowest to the fastest on most CPUs."""
 
 
 def fastest_first() -> list[Isa]:
