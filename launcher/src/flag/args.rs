@@ -290,12 +290,12 @@ pub(crate) struct Args {
     #[arg(long, env, default_value_t = true, action = ArgAction::Set, value_parser = BoolishValueParser::new())]
     pub(crate) prefix_caching: bool,
 
-    /// GiB of host memory in which prefixes stay cached that the KV cache has no room for. They come back much faster than they are
-    /// computed. Of each replica, all ranks together
+    /// Host memory budget in GiB for prefixes evicted from the KV cache, per replica. Restoring a prefix is much faster
+    /// than computing it again
     #[arg(long, env, default_value_t = 0.0, value_name = "GIB")]
     pub(crate) kv_offload_gib: f64,
 
-    /// GiB of --kv-offload-folder, for prefixes that --kv-offload-gib has no room for. Of each replica, all ranks together
+    /// Disk budget in GiB for prefixes that --kv-offload-gib has no room for, in --kv-offload-folder, per replica
     #[arg(long, env, default_value_t = 0.0, value_name = "GIB")]
     pub(crate) kv_offload_disk_gib: f64,
 
