@@ -336,8 +336,8 @@ impl Cache {
     }
 
     /// Releases the table of a sequence that leaves the worker; `is_finishing` if `mark_finishing` was called for it.
-    /// Returns the nodes that other sequences need not wait for any more: those that this one will not compute, and
-    /// those that lost their block and get one of its.
+    /// Returns the nodes whose waiters can proceed: nodes that this sequence will not compute, and nodes given one of
+    /// its blocks.
     ///
     /// Releases the last block first, so that the end of a prefix is evicted before its beginning and every evictable
     /// block can be reached from its root. (Blocks before a window are released earlier, but no hit that starts after

@@ -77,7 +77,7 @@ class CrossAttentionImages:
     """The states of images that tokens of a step attend to, whose keys and values are in a pool of their own."""
 
     rows: Tensor  # [rows] int64: the step's tokens that see images
-    # Of these rows. A sequence of it is adjacent rows that see the same states, which are its source.
+    # Batch of these rows: adjacent rows that see the same image form one sequence with the image as source.
     batch: StepBatch
     written: Sequence[WrittenImage]  # before any row attends
     slots: Tensor  # [states] int64 in the pool of images, of all states in `written`

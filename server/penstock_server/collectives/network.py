@@ -54,8 +54,8 @@ class Network(Gathered):
         self._peers = {number: peers[other] for number, other in enumerate(ranks) if other != rank}
 
     def part(self, ranks: Sequence[int]) -> Network:
-        """Of some ranks, with this one, over the same connections. Calls on both take turns: two ranks must make theirs
-        in one order."""
+        """Sub-network of `ranks`, which include this one, over the same connections. All ranks must issue calls on both
+        networks in the same order."""
         peers = {self._ranks[number]: peer for number, peer in self._peers.items()}
         return Network(self._ranks[self._rank], ranks, peers)
 

@@ -165,7 +165,7 @@ class CapacityProbe:
         return self.model.weight_bytes + self.drafter_bytes + _STANDBY_BYTES
 
     def standby_room(self, config: WarmUpConfig, step_bytes: int) -> int | None:
-        """As of `Capacity`, measured now. step_bytes: of the largest step."""
+        """Standby room in bytes, measured now. step_bytes: memory of the largest step."""
         if self.device.type == "cpu" or config.proven:
             return None
         left = replace(memory.MemoryMeter(self.device).measure(), transient=step_bytes + self.standby_bytes)

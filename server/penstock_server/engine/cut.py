@@ -1,4 +1,4 @@
-"""Where the weights of a row's keys, summed in ascending order, first reach a mass: the core of top-k, top-p and
+"""Smallest threshold at which a row's cumulative probability reaches a given mass: the core of top-k, top-p and
 typical-p.
 
 It does not sort the row: a histogram by the keys' upper bits finds the bin, and only that bin is sorted. Weights are

@@ -74,7 +74,7 @@ class Pending:
     refusals: Mapping[int, Refusal] = field(default_factory=dict)  # by sample whose mask allows no token
     prompt: PromptScores | None = None
     outputs: Tensor | None = None  # [samples, hidden] for the drafter; until settling
-    # Of a GPU: from when it has done the steps before until it starts the model, if `launch` waited because of drafts.
+    # GPU only: events around the idle time that drafting caused, from the end of the step before to the model's start.
     waiting: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
     host_ids: Ids | None = None  # [samples]; set by settling
     timing: StepTiming = field(default_factory=StepTiming)

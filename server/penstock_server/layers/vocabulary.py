@@ -69,7 +69,7 @@ class VocabularyHead:
         return found if self.multiplier == 1.0 else found * self.multiplier
 
     def _multiplied_rows(self, token_ids: Tensor, hidden_size: int, dtype: torch.dtype) -> Tensor:
-        """Of a layer in any layout: its products with the rows of an identity are its columns."""
+        """Embedding rows for layouts without row access: multiplies by one-hot rows."""
         rows = torch.empty((len(token_ids), hidden_size), dtype=dtype, device=token_ids.device)
         identity = torch.eye(hidden_size, dtype=dtype, device=token_ids.device)
         bias = self.linear(torch.zeros_like(identity[:1]), None)

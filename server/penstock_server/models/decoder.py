@@ -45,7 +45,7 @@ class Observer(Protocol):
 
     @property
     def layers(self) -> Collection[int]:
-        """Those that it reads."""
+        """Indices of the layers whose input this observer reads."""
         ...
 
     def see(self, layer: int, residual: Tensor, slots: Tensor) -> None:
@@ -282,7 +282,7 @@ class Decoder:
             residual[step.batch.image_places] += images[:, first : first + self.spec.hidden_size]
 
     def _project_images(self, states: Tensor) -> dict[int, Tensor]:
-        """As `ImageKvPool.project`."""
+        """Keys and values of image states by layer; see `ImageKvPool.project`."""
         return {place: layer.project_kv(states) for place, layer in self.image_layers.items()}
 
     def _with_image_positions(self, batch: StepBatch) -> StepBatch:

@@ -107,7 +107,7 @@ def _with_axes(config: Config, layer: LayerSpec, axes: tuple[int, ...]) -> Layer
 
 
 def _max_states(vision: Any) -> int:
-    """Of an image that is attended to: of each patch, and one for each tile."""
+    """Most cross-attention states of an image: one per patch and one per tile."""
     num_states: int = vision.max_num_tiles * ((vision.image_size // vision.patch_size) ** 2 + 1)
     return num_states
 

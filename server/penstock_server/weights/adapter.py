@@ -126,7 +126,7 @@ class Module:
         return ".weight" if self.num_experts is None else ""
 
     def shapes(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Of its tensors A and B."""
+        """Shapes of this site's tensors A and B at a rank."""
         ranks = rank * (self.num_experts or 1)
         sizes = (self.out_features, self.in_features) if self.swaps else (self.in_features, self.out_features)
         return (ranks, sizes[0]), (sizes[1], ranks)

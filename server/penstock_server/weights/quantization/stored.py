@@ -172,7 +172,7 @@ def integer_zeros(greatest: int) -> Number:
 def affine_format(
     name: str, bits: int, group: int, in_features: int, *, zeros: Number | None, scale_dtype: str
 ) -> QuantFormat:
-    """Of the weight `name`. group: as of `group_size`; zeros: the type of zero points, None if all are the offset;
+    """Format of weight `name`. group: `group_size` of the config; zeros: type of stored zero points, None if implied;
     scale_dtype: one of FLOATS. Raises ConfigError for groups that do not fit."""
     if group < 0 or group >= in_features:
         group = math.ceil(in_features / 32) * 32

@@ -102,7 +102,7 @@ class Entry:
 
     @property
     def prefix(self) -> str:
-        """Of its tensors."""
+        """Name prefix of this weight's tensors."""
         return f"{self.name}._weight_"
 
     def block(self, shape: tuple[int, int]) -> tuple[int, int]:
