@@ -62,7 +62,7 @@ ROWS: dict[str, Sequence[Panel]] = {
     "Requests": [
         Panel(
             "Requests",
-            "Requests received, answered in full, and not.",
+            "Requests received, answered in full, and failed by reason.",
             "reqps",
             [
                 (rate("tgi_request_count"), "received"),
@@ -91,7 +91,7 @@ ROWS: dict[str, Sequence[Panel]] = {
         ),
         Panel(
             "Sequences",
-            "Sequences that run, and that wait for their first step.",
+            "Running sequences, and queued sequences that wait for their first step.",
             "short",
             [
                 (total("tgi_batch_current_size"), "running"),
@@ -100,7 +100,7 @@ ROWS: dict[str, Sequence[Panel]] = {
         ),
         Panel(
             "Queue tokens",
-            "Prompt and most new tokens of all queued sequences: see --max-queued-tokens.",
+            "Prompt tokens and max_new_tokens of all queued sequences: see --max-queued-tokens.",
             "short",
             [
                 (total("penstock_queue_tokens"), "queued tokens"),
@@ -109,7 +109,7 @@ ROWS: dict[str, Sequence[Panel]] = {
         ),
         Panel(
             "Time in the queue",
-            "From the end of validation to the first step.",
+            "Time from the end of validation to the first step.",
             "s",
             percentiles("tgi_request_queue_duration"),
         ),
@@ -117,13 +117,13 @@ ROWS: dict[str, Sequence[Panel]] = {
     "Latency": [
         Panel(
             "Time to first token",
-            "From a request's arrival to the first token of each of its generations.",
+            "Time from a request's arrival to the first token of each of its generations.",
             "s",
             percentiles("penstock_time_to_first_token_seconds"),
         ),
         Panel(
             "Inter-token gaps",
-            "Between two tokens of a sequence, and the target of --max-inter-token-ms.",
+            "Time between two tokens of a sequence, and the target of --max-inter-token-ms.",
             "s",
             [
                 *percentiles("penstock_inter_token_seconds"),
@@ -131,7 +131,10 @@ ROWS: dict[str, Sequence[Panel]] = {
             ],
         ),
         Panel(
-            "Request duration", "From a request's arrival to its last token.", "s", percentiles("tgi_request_duration")
+            "Request duration",
+            "Time from a request's arrival to its last token.",
+            "s",
+            percentiles("tgi_request_duration"),
         ),
     ],
     "KV cache": [
@@ -164,19 +167,19 @@ ROWS: dict[str, Sequence[Panel]] = {
     "Steps": [
         Panel(
             "Time of a decode step",
-            "What a step without prompt tokens adds to its sequences' wait.",
+            "Time that a step without prompt tokens adds to its sequences' wait.",
             "s",
             percentiles("penstock_step_interval_seconds", 'method="decode"'),
         ),
         Panel(
             "Time of a prefill step",
-            "What a step with prompt tokens adds to its sequences' wait.",
+            "Time that a step with prompt tokens adds to its sequences' wait.",
             "s",
             percentiles("penstock_step_interval_seconds", 'method="prefill"'),
         ),
         Panel(
             "Parts of a step",
-            "Means of all steps. Parts of different steps overlap.",
+            "Mean time of each part over all steps. Parts of different steps overlap.",
             "s",
             [
                 (
@@ -196,7 +199,7 @@ ROWS: dict[str, Sequence[Panel]] = {
         ),
         Panel(
             "Steps",
-            "Steps finished and lost.",
+            "Steps finished, and steps lost with their worker group.",
             "ops",
             [
                 (rate("tgi_batch_inference_success", "method"), "{{method}}"),
@@ -205,7 +208,7 @@ ROWS: dict[str, Sequence[Panel]] = {
         ),
         Panel(
             "Draft tokens",
-            "Draft tokens that steps verified, and those that were right: each of them saved a step.",
+            "Draft tokens that steps verified, and accepted draft tokens. Each accepted token saved a step.",
             "short",
             [
                 (rate("penstock_draft_tokens"), "verified"),
@@ -216,7 +219,7 @@ ROWS: dict[str, Sequence[Panel]] = {
     "Replicas": [
         Panel(
             "Replicas",
-            "Replicas that take steps, and sequences that moved. With --replicas above 1, and penstock route.",
+            "Replicas that take steps, and sequences that changed replicas. With --replicas above 1 or penstock route.",
             "short",
             [
                 (f"sum(penstock_replica_health{{{SERIES}}} == bool 1)", "take steps"),
@@ -226,13 +229,13 @@ ROWS: dict[str, Sequence[Panel]] = {
         ),
         Panel(
             "Work of each replica",
-            "Tokens that it still has to compute, with those that its sequences are expected to generate.",
+            "Tokens that the replica still has to compute, with the tokens that it is expected to generate.",
             "short",
             [(f"sum by (replica) (penstock_replica_work_tokens{{{SERIES}}})", "{{replica}}")],
         ),
         Panel(
             "Sequences of each replica",
-            "Running and queued.",
+            "Running and queued sequences.",
             "short",
             [
                 (f"sum by (replica) (penstock_replica_running{{{SERIES}}})", "{{replica}} running"),
@@ -241,7 +244,7 @@ ROWS: dict[str, Sequence[Panel]] = {
         ),
         Panel(
             "Routed sequences",
-            "Sequences by the replica that they went to when they arrived.",
+            "Sequences by the replica that they were routed to on arrival.",
             "ops",
             [(rate("penstock_replica_sequences", "replica"), "{{replica}}")],
         ),
@@ -259,7 +262,7 @@ ROWS: dict[str, Sequence[Panel]] = {
         ),
         Panel(
             "Time between tokens of each replica",
-            "What routing weights work with: a slower replica gets less.",
+            "Mean time between tokens, by which routing weights work: a slower replica gets less.",
             "s",
             [(f"max by (replica) (penstock_replica_token_seconds{{{SERIES}}})", "{{replica}}")],
         ),
@@ -283,7 +286,7 @@ ROWS: dict[str, Sequence[Panel]] = {
         ),
         Panel(
             "Time without workers",
-            "From the last sign of life of a lost group to the next token.",
+            "Time from the last sign of life of a lost group to the next token.",
             "s",
             [
                 (increase("penstock_worker_downtime_seconds_sum", "instance"), "{{instance}}"),
