@@ -37,7 +37,7 @@ pub(crate) enum Failure {
 pub(crate) struct Collective {
     rank: usize,
     segment: Segment,
-    /// By rank; None: this process.
+    /// Peers by rank; None: this process.
     peers: Vec<Option<Peer>>,
     last_round: Mutex<u32>,
 }
@@ -50,7 +50,7 @@ pub(crate) struct Part {
 }
 
 impl Collective {
-    /// Joins the ranks of `pids`, of which this process is number `rank`. `memory`: one file of `segment_bytes` zeros for all of them.
+    /// Joins the ranks of `pids`; this process is number `rank`. `memory`: one file of `segment_bytes` zeros for all.
     pub(crate) fn new(rank: usize, pids: &[i32], memory: BorrowedFd<'_>) -> io::Result<Collective> {
         let open = |(other, &pid)| if other == rank { Ok(None) } else { Peer::open(pid).map(Some) };
         Ok(Collective {

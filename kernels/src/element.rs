@@ -20,7 +20,7 @@ pub(crate) const FLOAT8S: usize = 64;
 pub(crate) struct Element(Bits);
 
 impl Element {
-    /// Rounded to nearest even.
+    /// The number rounded to nearest even.
     #[inline(always)]
     pub(crate) fn from_f32(value: f32) -> Element {
         Element(format::from_f32(value))

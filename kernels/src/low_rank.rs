@@ -217,8 +217,8 @@ impl Adapted<'_> {
         }
     }
 
-    /// Calls `work` for each run and ranges of the units of its adapter's site, of which it has `count`. A thread's units are adjacent
-    /// in memory.
+    /// Calls `work` for each run and for ranges of units of its adapter's site. `count`: number of units of a site. A
+    /// thread's units are adjacent in memory.
     fn for_units(
         &self,
         executor: &impl Executor,

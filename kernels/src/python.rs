@@ -116,8 +116,8 @@ impl Kernels {
         WideLinear::new(self.pool, &weight)
     }
 
-    /// Adds to y [rows, columns], a layer's product with x [rows, in_features], what the rows' adapters add to that layer, which is site
-    /// `site` of theirs.
+    /// Adds to y [rows, columns], a layer's product with x [rows, in_features], what the rows' adapters add to that
+    /// layer at site `site`.
     fn adapt(
         &self,
         py: Python<'_>,

@@ -1,11 +1,11 @@
 //! Routing of a mixture of experts: which experts process a row, and with what weights. All arithmetic is in float64.
 
-/// What the logits of experts become: scores, the highest of which are chosen and become weights.
+/// Scores of experts from their logits. The experts with the highest scores are chosen, and these scores are weights.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Scoring {
-    /// Over all experts.
+    /// A softmax over all experts.
     Softmax,
-    /// The logits, of which weights are a softmax over the chosen experts.
+    /// The logits. Weights are their softmax over the chosen experts.
     SoftmaxChosen,
     Sigmoid,
     /// The logits, one after the other: a weight is a softmax over the experts that were not chosen before and are close to the best one,
@@ -19,13 +19,13 @@ pub(crate) enum Scoring {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Groups {
     pub(crate) num_groups: usize,
-    /// From 1 to `num_groups`.
+    /// Groups that experts are chosen from, 1 to `num_groups`.
     pub(crate) top_groups: usize,
     /// Best experts of a group whose scores are added to the group's: 1 or 2.
     pub(crate) num_summed: usize,
 }
 
-/// What the chosen experts' weights are divided by: their norm plus `epsilon`.
+/// Divisor of the chosen experts' weights: their norm plus `epsilon`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct WeightNorm {
     pub(crate) power: f64,

@@ -19,7 +19,7 @@ use std::cell::RefCell;
 thread_local! {
     /// The queries of a unit, contiguous.
     static QUERIES: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
-    /// The values of a block of which the tile has only the first tokens.
+    /// The values of a block that the tile has only the first tokens of.
     static LAST_VALUES: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
 }
 

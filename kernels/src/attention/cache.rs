@@ -32,8 +32,8 @@ pub(crate) struct Layout {
     pub(crate) fp8: Option<Float8>,
 }
 
-/// What a layer's keys and values are divided by when they are stored; 1 unless the cache is in fp8. Values in keys have the scale of
-/// the keys.
+/// Scales of a layer's keys and values, which are divided by them when they are stored; 1 unless the cache is in fp8.
+/// Values in keys have the scale of the keys.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[cfg_attr(feature = "python", derive(pyo3::FromPyObject))]
 pub(crate) struct KvScales {

@@ -92,8 +92,8 @@ pub(super) struct Round {
 }
 
 impl Round {
-    /// Calls `write` when every rank has read what this rank wrote two rounds ago, publishes it, and calls `read` for this rank, and
-    /// for each other rank of which `reads` is true as soon as it has written.
+    /// Waits until every rank has read what this rank wrote two rounds ago, calls `write` and publishes the round. Then
+    /// calls `read` for this rank, and for each other rank with `reads` as soon as that rank has written.
     pub(super) fn exchange<'a, E>(
         &self,
         counter: impl Fn(usize) -> &'a Counter,

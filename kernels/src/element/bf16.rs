@@ -1,4 +1,4 @@
-//! bf16, of which AVX-512 BF16 multiplies pairs.
+//! bf16, which AVX-512 BF16 multiplies in pairs.
 
 use super::Element;
 use crate::simd::{F32, U16};

@@ -67,7 +67,7 @@ impl Tiles {
         }
     }
 
-    /// Computes a tile, and stores its rows from `skip` on, of which `outcome` is the first.
+    /// Computes a tile, and stores its rows from `skip` on. `outcome` is the place of the first stored row.
     ///
     /// # Safety
     /// The tile's rows of `shape` must be readable at `input`, `outcome` writable for the rows from `skip` on, and the panel made for
@@ -218,8 +218,8 @@ macro_rules! chain {
 /// The chains of one register of input: tmm0 to tmm2 are sums, tmm6 is input, tmm7 weights.
 ///
 /// # Safety
-/// The registers must be configured for the rows of `upper` in the segments, of which there must be one, the panel must have all
-/// their steps, and the sums must have room for the rows.
+/// There must be at least one segment. The registers must be configured for the rows of `upper` in the segments, the
+/// panel must have all their steps, and the sums must have room for the rows.
 unsafe fn chain_of_one(segments: &[Segment], panel: Panel, sums: *mut [f32; PANEL]) {
     // SAFETY: guaranteed by the caller. Prefetching touches nothing.
     unsafe {

@@ -28,7 +28,7 @@ pub(crate) struct Weight {
 /// A weight in panels.
 pub(crate) struct PackedLinear {
     panels: Piece,
-    /// By column of the panels, padded; empty without a bias.
+    /// Bias by column of the panels, padded; empty without a bias.
     bias: Vec<f32>,
     num_panels: usize,
     out_features: usize,

@@ -34,7 +34,7 @@ fn packed(parts: &[Given]) -> Adapter {
     Adapter::new(&[parts.iter().map(Given::plain).collect()]).unwrap()
 }
 
-/// Two adapters of different ranks, of which the second leaves columns out.
+/// Two adapters of different ranks; the second one leaves columns out.
 fn given(in_features: usize) -> [Vec<Given>; 2] {
     let mut random = Random::new(in_features as u64);
     [

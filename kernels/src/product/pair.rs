@@ -3,7 +3,7 @@
 use crate::element::Element;
 use crate::simd::{F32, I32};
 
-/// What a factor is stored as.
+/// Storage type of a factor.
 pub(crate) type Factor = Element;
 /// One side of an operation on 16 chains.
 pub(crate) type Operand = I32;

@@ -3,7 +3,7 @@
 use crate::element::{Element, GROUP};
 use crate::simd::{F32, I32, SUMS};
 
-/// What a factor is stored as.
+/// Storage type of a factor.
 pub(crate) type Factor = f32;
 /// One side of an operation on 16 chains.
 pub(crate) type Operand = F32;

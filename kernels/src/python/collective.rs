@@ -20,8 +20,9 @@ impl Collective {
         collective::segment_bytes(size)
     }
 
-    /// Joins the processes `pids`, of which this one is number `rank`. `memory`: the descriptor of a file of `memory_bytes` zeros, the
-    /// same for all; it may be closed afterwards. Raises OSError if the memory or a process cannot be used.
+    /// Joins the processes `pids`; this process is number `rank`. `memory`: the descriptor of a file of `memory_bytes`
+    /// zeros, the same file for all; it may be closed afterwards. Raises OSError if the memory or a process cannot be
+    /// used.
     #[new]
     fn new(rank: usize, pids: Vec<i32>, memory: i32) -> PyResult<Collective> {
         require(rank < pids.len(), || format!("rank is {rank} of {} ranks", pids.len()))?;

@@ -92,8 +92,8 @@ impl Program {
         self.append(|program| program.linear(Arc::clone(&linear.packed), source, target, combine))
     }
 
-    /// Adds to target, a layer's product with source, what the rows' adapters add to that layer, which is site `site` of theirs. heads:
-    /// their number, and the columns of each in source and in target; they have a layer and a site each.
+    /// Adds to target, a layer's product with source, what the rows' adapters add to that layer at site `site`. heads:
+    /// number of heads, and the columns of each in source and in target; each head has a layer and a site.
     #[pyo3(signature = (site, source, target, heads=None))]
     fn adapt(
         &mut self,

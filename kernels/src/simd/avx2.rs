@@ -13,7 +13,7 @@ macro_rules! intrinsics {
     }};
 }
 
-/// Vectors of sums that fit the registers beside what a loop multiplies.
+/// Vectors of sums that fit into the registers alongside the operands of a loop.
 pub(crate) const SUMS: usize = 6;
 
 /// 16 numbers in float32.
@@ -166,7 +166,7 @@ impl F32 {
         }
     }
 
-    /// To the nearest integer, ties to even. Beyond ± 2^22, to an integer nearby.
+    /// Rounds to the nearest integer, ties to even; beyond ± 2^22, to an integer nearby.
     #[inline(always)]
     pub(crate) fn round(self) -> F32 {
         intrinsics! {
@@ -244,7 +244,7 @@ impl F32 {
         }
     }
 
-    /// To the nearest integers, ties to even; numbers must be in the range of i32.
+    /// Rounds to the nearest integers, ties to even; numbers must be in the range of i32.
     #[inline(always)]
     pub(crate) fn to_i32(self) -> I32 {
         intrinsics! {
@@ -430,7 +430,7 @@ impl I32 {
     #[inline(always)]
     pub(crate) fn bytes_where(bits: u64) -> I32 {
         intrinsics! {
-            // Each of the four bytes of 32 bits eight times, of which each selects its bit.
+            // Each of the four bytes of 32 bits eight times; each copy selects its bit.
             let order = _mm256_setr_epi64x(0, 0x0101_0101_0101_0101, 0x0202_0202_0202_0202, 0x0303_0303_0303_0303);
             let own = _mm256_set1_epi64x(0x8040_2010_0804_0201_u64 as i64);
             I32([bits as i32, (bits >> 32) as i32].map(|bits| {
@@ -440,7 +440,7 @@ impl I32 {
         }
     }
 
-    /// For each byte, the byte of the table at its lowest 4 bits, or 0 if its highest bit is set.
+    /// The byte of the table at the lowest 4 bits of each byte, or 0 if its highest bit is set.
     #[inline(always)]
     pub(crate) fn look_up(self, table: &[u8; 16]) -> I32 {
         intrinsics! {
@@ -688,7 +688,7 @@ impl U16 {
         }
     }
 
-    /// Stores the words at every second place, and leaves what is between them.
+    /// Stores the words at every second place, and leaves the words between them unchanged.
     ///
     /// # Safety
     /// The 16 places must be writable.

@@ -12,7 +12,7 @@ macro_rules! intrinsics {
     }};
 }
 
-/// Vectors of sums that fit the registers beside what a loop multiplies.
+/// Vectors of sums that fit into the registers alongside the operands of a loop.
 pub(crate) const SUMS: usize = 24;
 
 /// 16 numbers in float32.
@@ -145,7 +145,7 @@ impl F32 {
         }
     }
 
-    /// To the nearest integer, ties to even. Beyond ± 2^22, to an integer nearby.
+    /// Rounds to the nearest integer, ties to even; beyond ± 2^22, to an integer nearby.
     #[inline(always)]
     pub(crate) fn round(self) -> F32 {
         intrinsics! {
@@ -220,7 +220,7 @@ impl F32 {
         }
     }
 
-    /// To the nearest integers, ties to even; numbers must be in the range of i32.
+    /// Rounds to the nearest integers, ties to even; numbers must be in the range of i32.
     #[inline(always)]
     pub(crate) fn to_i32(self) -> I32 {
         intrinsics! {
@@ -405,7 +405,7 @@ impl I32 {
         intrinsics! { I32(_mm512_movm_epi8(bits)) }
     }
 
-    /// For each byte, the byte of the table at its lowest 4 bits, or 0 if its highest bit is set.
+    /// The byte of the table at the lowest 4 bits of each byte, or 0 if its highest bit is set.
     #[inline(always)]
     pub(crate) fn look_up(self, table: &[u8; 16]) -> I32 {
         intrinsics! { I32(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast())), self.0)) }
@@ -653,7 +653,7 @@ impl U16 {
         unsafe { _mm256_mask_storeu_epi16(address.cast(), Mask::first(count).0, self.0) };
     }
 
-    /// Stores the words at every second place, and leaves what is between them.
+    /// Stores the words at every second place, and leaves the words between them unchanged.
     ///
     /// # Safety
     /// The 16 places must be writable.

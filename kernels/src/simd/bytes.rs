@@ -9,7 +9,7 @@ pub(crate) struct Bytes(I32);
 
 #[cfg(any(target_feature = "avx512f", not(target_feature = "avx2")))]
 impl Bytes {
-    /// What codes have lost.
+    /// Number subtracted from each code.
     pub(crate) const OFFSET: i32 = 0;
 
     #[inline(always)]
@@ -44,7 +44,7 @@ pub(crate) struct Bytes {
 
 #[cfg(all(target_feature = "avx2", not(target_feature = "avx512f")))]
 impl Bytes {
-    /// What codes have lost.
+    /// Number subtracted from each code.
     pub(crate) const OFFSET: i32 = 128;
 
     #[inline(always)]

@@ -4,7 +4,7 @@ use super::LANES;
 use std::array::from_fn;
 use std::ops::{Add, BitAnd, BitOr, BitXor, Div, Mul, Sub};
 
-/// Vectors of sums that fit the registers beside what a loop multiplies.
+/// Vectors of sums that fit into the registers alongside the operands of a loop.
 pub(crate) const SUMS: usize = if cfg!(target_arch = "aarch64") { 6 } else { 2 };
 
 /// 16 numbers in float32.
@@ -143,7 +143,7 @@ impl F32 {
         F32(from_fn(|lane| if self.0[lane] < other.0[lane] { self.0[lane] } else { other.0[lane] }))
     }
 
-    /// To the nearest integer, ties to even. Beyond ± 2^22, to an integer nearby.
+    /// Rounds to the nearest integer, ties to even; beyond ± 2^22, to an integer nearby.
     #[inline(always)]
     pub(crate) fn round(self) -> F32 {
         F32(self.map(|x| x + ROUNDING - ROUNDING))
@@ -197,7 +197,7 @@ impl F32 {
         F32(bits.map(|bits| f32::from_bits(bits as u32)))
     }
 
-    /// To the nearest integers, ties to even, for numbers up to ± 2^22.
+    /// Rounds to the nearest integers, ties to even, for numbers up to ± 2^22.
     #[inline(always)]
     pub(crate) fn to_i32(self) -> I32 {
         I32(self.map(|x| ((x + ROUNDING).to_bits() as i32).wrapping_sub(ROUNDING.to_bits() as i32)))
@@ -346,7 +346,7 @@ impl I32 {
         I32(from_fn(|lane| spread((bits >> (4 * lane)) as u32 & 15) as i32))
     }
 
-    /// For each byte, the byte of the table at its lowest 4 bits, or 0 if its highest bit is set.
+    /// The byte of the table at the lowest 4 bits of each byte, or 0 if its highest bit is set.
     #[inline(always)]
     pub(crate) fn look_up(self, table: &[u8; 16]) -> I32 {
         self.map_bytes(|byte| if byte < 0x80 { table[usize::from(byte & 15)] } else { 0 })
@@ -484,7 +484,7 @@ impl U16 {
         unsafe { store_first(&self.0, address, count) };
     }
 
-    /// Stores the words at every second place, and leaves what is between them.
+    /// Stores the words at every second place, and leaves the words between them unchanged.
     ///
     /// # Safety
     /// The 16 places must be writable.

@@ -76,8 +76,8 @@ impl Program {
         Ok(())
     }
 
-    /// Adds to `to`, the product of a layer with `from`, what the rows' adapters add to that layer, which is their site of this number.
-    /// `heads`: their number, and the columns of each in `from` and in `to`: they have a layer each, and as many sites.
+    /// Adds to `to`, the product of a layer with `from`, what the rows' adapters add to that layer at site `site`.
+    /// `heads`: number of heads, and the columns of each in `from` and in `to`; each head has a layer and a site.
     pub(crate) fn adapt(
         &mut self,
         site: usize,

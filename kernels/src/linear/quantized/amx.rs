@@ -128,7 +128,7 @@ impl Tiles {
         }
     }
 
-    /// Stores the sums of a panel, or those of a gate and of what it gates, with their biases.
+    /// Stores the sums of a panel, or of a gate panel and the panel that it gates, with their biases.
     unsafe fn store(&self, bias: *const f32, up_bias: Option<*const f32>, outcome: Outcome) {
         let row = |place: usize, row: usize, bias: *const f32| {
             let tile = &self.sums[place][row / REGISTER_ROWS];
@@ -152,7 +152,7 @@ impl Tiles {
     }
 }
 
-/// What is taken off codes so that they are signed bytes: the offset if possible.
+/// Number subtracted from codes to make them signed bytes: the offset if possible.
 fn signed_offset(panel: &Panel) -> i32 {
     panel.offset().clamp((1 << panel.byte_bits()) - 128, 128)
 }
@@ -193,18 +193,18 @@ unsafe fn unpack<const KIND: usize>(block: &mut Block, panel: &Panel, units: Ran
     }
 }
 
-/// What tiles of a panel have in common with a block.
+/// Units and codes of a block, the same for all tiles of a panel.
 #[derive(Clone, Copy)]
 struct Steps {
     first_unit: usize,
     num_units: usize,
     /// Groups of a unit: 1 or 2.
     splits: usize,
-    /// What codes have lost more than the offset.
+    /// `signed_offset` less the offset: products add it for each code.
     shift: i32,
 }
 
-/// What is prefetched in each unit of a block, for a later one. PERF: while codes are unpacked, memory would be waited for.
+/// Lines of a later block that each unit of a block prefetches. PERF: otherwise unpacking would wait for memory.
 struct Ahead<'a> {
     panel: &'a Panel,
     lines: Range<usize>,

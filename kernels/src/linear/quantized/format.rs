@@ -3,7 +3,7 @@
 use super::{PANEL, UNIT};
 use crate::simd::{self, F32, Float8};
 
-/// Input features that share a factor of their scales, and one of their mins, if those are integers (GGUF's K types).
+/// Input features that share one factor of scales and one of mins, if scales and mins are integers (GGUF's K types).
 pub(crate) const SUPER_GROUP: usize = 256;
 
 /// How scales, mins and zero points are stored.
@@ -18,7 +18,7 @@ pub(crate) enum Number {
     U4,
     /// Zero points only.
     U8,
-    /// A power of two, as its exponent + 128 in a byte: half of what the byte is as e8m0.
+    /// A power of two, stored as its exponent + 128 in a byte: half the value of that byte in e8m0.
     Power,
 }
 
@@ -31,9 +31,9 @@ pub(crate) struct Format {
     pub(crate) group: usize,
     /// Code, or its byte in the table, of the value zero (or of the group's min); unused with zero points.
     pub(crate) offset: i32,
-    /// What codes of 4 bits stand for, if not for themselves.
+    /// Values of 4-bit codes; `None`: codes are their own values.
     pub(crate) table: Option<[u8; 16]>,
-    /// What codes of 8 bits are, if not integers: finite numbers. Then there is no offset and no min.
+    /// Type of 8-bit codes that are finite floats, without offset or min; `None`: codes are integers.
     pub(crate) float: Option<Float8>,
     pub(crate) has_mins: bool,
     /// Type of scales, and of mins.
@@ -111,7 +111,7 @@ impl Number {
 }
 
 impl Format {
-    /// What is added to scale · code, from mins or zero points as they are stored.
+    /// Min that is added to scale · code, from mins or zero points as they are stored.
     #[inline(always)]
     pub(super) fn min_of(self, numbers: F32, scales: F32) -> F32 {
         if self.zeros.is_some() {

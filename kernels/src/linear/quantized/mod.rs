@@ -29,7 +29,7 @@ use pack::Panel;
 use std::ops::Range;
 use tile::{Input, TILE_ROWS};
 
-/// Input features that share a scale of the input; they are also the smallest group of a weight but one half.
+/// Input features that share a scale of the input. The smallest group of a weight is half of them.
 pub(super) const UNIT: usize = 32;
 /// Output columns per panel.
 const PANEL: usize = 32;

@@ -70,7 +70,7 @@ pub(crate) struct QuantizedLinear {
     /// What the panels point to.
     _memory: Piece,
     panels: Vec<Panel>,
-    /// By column of the panels, padded; empty without a bias.
+    /// Bias by column of the panels, padded; empty without a bias.
     _bias: Vec<f32>,
     out_features: usize,
     in_features: usize,
@@ -274,7 +274,7 @@ impl QuantizedLinear {
         if self.gated { self.panels.len() / 2 } else { self.panels.len() }
     }
 
-    /// A panel of outputs, or the panels of a gate and of what it gates.
+    /// A panel of outputs, or a gate panel and the panel that it gates.
     pub(super) fn unit(&self, index: usize) -> (&Panel, Option<&Panel>) {
         (&self.panels[index], self.gated.then(|| &self.panels[self.panels.len() / 2 + index]))
     }
@@ -343,7 +343,7 @@ impl Panel {
         self.lines_per_unit * part / num_parts..self.lines_per_unit * (part + 1) / num_parts
     }
 
-    /// What a product is taken off for every code; 0 with mins, which contain it.
+    /// Number that a product subtracts from every code; 0 with mins, which contain it.
     #[cfg(target_feature = "avx512bf16")]
     pub(super) fn offset(&self) -> i32 {
         if self.format.has_mins { 0 } else { self.format.offset }

@@ -46,7 +46,7 @@ impl Part {
         Part { format, num_rows, codes, numbers, factors }
     }
 
-    /// What a code is for the kernels.
+    /// The number that the kernels multiply for a code.
     fn byte(&self, code: u8) -> i32 {
         i32::from(self.format.table.map_or(code, |table| table[usize::from(code)]))
     }

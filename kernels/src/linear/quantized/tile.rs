@@ -58,7 +58,7 @@ impl Input {
         self.address.wrapping_add(self.layout.sum(self.group, unit, part)).cast()
     }
 
-    /// The sum of what they stand for.
+    /// The sum of the first row's inputs in a part of a unit, as their integers and the scale give them.
     pub(super) fn total(self, unit: usize, part: Part) -> *const f32 {
         self.address.wrapping_add(self.layout.total(self.group, unit, part)).cast()
     }
@@ -200,7 +200,7 @@ impl Operands {
     }
 }
 
-/// What a panel has in a unit, or in one half of it: codes by 4 features, scales and mins.
+/// A panel's codes by 4 features, scales and mins, in a unit or in one half of it.
 struct Group<const COUNT: usize> {
     codes: [[I32; COUNT]; VECTORS],
     /// The codes, in the place of `codes`, where they have 8 bits and so do the inputs.
