@@ -28,7 +28,7 @@ class Figure:
     unit: str = ""
     decimals: int = 2
     is_count: bool = False
-    num_samples: int = 0  # behind `values` when those are an interval and its median
+    num_samples: int = 0  # number of samples, if `values` are an interval and its median
 
     @property
     def num_repeats(self) -> int:
@@ -425,7 +425,7 @@ def speculation(record: Record) -> Iterator[Figure]:
 
 
 def _differences(server: str, repeats: Sequence[Record], kinds: dict[str, str], target: str) -> Iterator[Figure]:
-    """Answers of one stream that differ from those without drafts, by what drafts if the record says so."""
+    """Answers of one stream that differ from answers without drafts, by drafter if the record names it."""
     cells = [modes for repeat in repeats for modes in repeat["loads"].values()]
     for mode, kind in kinds.items():
         counted = [modes[mode] for modes in cells if "different" in modes.get(mode, {})]

@@ -55,8 +55,8 @@ def measure_streams(sequences: Sequences, num: int, context: int) -> dict[str, A
 
 
 def measure_drafts(sequences: Sequences, num_drafts: int, context: int) -> dict[str, Any]:
-    """Seconds per decode step of one stream that verifies drafts, of which few are right, and the part of it in which
-    the device waits for the host to make them."""
+    """Seconds per decode step of one stream that verifies drafts, few of them right, and the part of the step in which
+    the device waits for the host to make drafts."""
     num_steps = WARM_STEPS + TIMED_STEPS + 1
     new = sequences.new(1, context, (1 + num_drafts) * num_steps)
     sequences.run(sequences.prefill(new))
@@ -281,7 +281,7 @@ def report(record: dict[str, Any]) -> str:
 
 
 def begin(options: Any, device: torch.device) -> tuple[dict[str, Any], Path]:
-    """The record and its file: those to resume, or new ones."""
+    """The record and its file: the run to resume, or a new one."""
     if options.resume and options.resume.exists():
         return read(options.resume), options.resume
     is_gpu = device.type == "cuda"

@@ -81,7 +81,7 @@ STREAM = Dialect(
     },
     PENSTOCK.counts,
 )
-# Encodes an image, of which no step computes anything.
+# Encodes an image without computing a step.
 ENCODE = Dialect("/tokenize", lambda uri, _: {"inputs": f"![]({uri})"}, PENSTOCK.counts)
 CHAT = Dialect("/v1/chat/completions", lambda uri, _: chat([uri], QUESTIONS[0], 1), PENSTOCK.counts)
 DISTURBANCES: dict[str, Dialect | None] = {"without": None, "encoding": ENCODE, "chats": CHAT}
@@ -146,8 +146,8 @@ def token_ids(client: OpenAI, uris: Sequence[str], question: str, cache_salt: st
 
 
 def num_different(client: OpenAI, port: int, words: Sequence[str], seed: str) -> tuple[int, int]:
-    """Questions with no image, one and several, whose answers in one batch with text streams differ from those alone;
-    and all questions."""
+    """The number of questions whose answers differ between a batch with text streams and a run alone, and the number of
+    all questions. Questions have no image, one or several."""
     questions = [
         ([picture(f"{seed}/{index}") for index in range(num)], question)
         for question in QUESTIONS

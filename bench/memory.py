@@ -1,4 +1,4 @@
-"""What of a server's memory counts, from the rows of `process.memory_of`."""
+"""The parts of a server's memory that count, from the rows of `process.memory_of`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 ROUTER, RENDERER = "penstock", "chat-renderer"  # names of processes; all others run Python
-WORKER = "worker-"  # what names of workers begin with; the fork server has none of its own
+WORKER = "worker-"  # prefix of workers' names; the fork server has no name of its own
 
 Rows = list[dict[str, Any]]
 

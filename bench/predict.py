@@ -141,7 +141,7 @@ def narrow_product_cost(given: Arguments, spans: Sequence[Span]) -> tuple[float,
 
 
 def read_and_written(*names: str) -> Callable[[Arguments, Sequence[Span]], tuple[float, float]]:
-    """The kernel reads and writes as much as these arguments hold; what else it is given, it reads a few rows of."""
+    """The kernel reads and writes as much as these arguments hold. It reads only a few rows of its other arguments."""
     return lambda given, spans: (2 * bytes_of(given[name] for name in names), 0.0)
 
 

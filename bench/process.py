@@ -25,7 +25,7 @@ def family_of(root: int) -> dict[int, list[str]]:
 
 
 def cpu_s_of(root: int) -> float:
-    """Processor seconds of a process and all its descendants, also of those that have exited and were waited for."""
+    """Processor seconds of a process and all its descendants, including descendants that were reaped."""
     return sum(sum(map(int, fields[11:15])) for fields in family_of(root).values()) / os.sysconf("SC_CLK_TCK")
 
 

@@ -58,7 +58,7 @@ def zipf(source: random.Random, num: int) -> int:
 def chats(source: random.Random, seconds: float, rate: float, num_users: int = 160) -> list[Prompt]:
     """An open loop of conversations. Users are Zipf-distributed and share eight system prompts of 500 tokens; a turn
     adds 120 tokens, and a conversation of twelve turns is followed by a new one. Five of twenty seconds have 2.5 times
-    the rate of the others."""
+    the rate of the other seconds."""
     num_turns: dict[int, int] = {}
     prompts, due_s = [], 0.0
     while True:

@@ -1,4 +1,4 @@
-"""Measures what traces cost: two servers with the real model, one of which exports its spans, loaded alternately.
+"""Measures the cost of traces: two servers with the real model, loaded alternately; one of them exports its spans.
 
 The collector is OpenTelemetry's gRPC method in a process of its own, which takes the spans unread. Throughput is noisy
 on shared machines. The processor time of the router process per token is steadier, and covers the export too: it is

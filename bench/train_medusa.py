@@ -116,8 +116,8 @@ def outputs_of(model: CausalModel, chats: Sequence[Chat]) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Rows:
-    """outputs [rows, hidden]: from each, the model sampled a token; tokens [rows, 1 + heads]: places in `token_ids` of
-    that one and those after it, -100 after the end of an answer and for other tokens."""
+    """outputs [rows, hidden]: the model sampled a token from each; tokens [rows, 1 + heads]: places in `token_ids` of
+    that token and the tokens after it, -100 after the end of an answer and for other tokens."""
 
     outputs: Tensor
     tokens: Tensor
@@ -186,7 +186,7 @@ def train(heads: Heads, rows: Rows, num_epochs: int) -> None:
 
 @torch.inference_mode()
 def accuracies(heads: Heads, rows: Rows) -> list[float]:
-    """The share of right first choices of each head where those before are right, of all tokens within answers."""
+    """Each head's share of right first choices after right choices of the heads before it, over all answer tokens."""
     num_right, num_rows = [0] * NUM_HEADS, 0
     for outputs, tokens in zip(rows.outputs.split(BATCH_ROWS), rows.tokens.split(BATCH_ROWS), strict=True):
         is_right = torch.ones(len(tokens), dtype=torch.bool)

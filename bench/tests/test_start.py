@@ -1,4 +1,4 @@
-"""What of a server's memory counts, and installations that are refused."""
+"""The parts of a server's memory that count, and installations that are refused."""
 
 from pathlib import Path
 from typing import Any
