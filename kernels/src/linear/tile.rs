@@ -18,7 +18,7 @@ pub(super) const TILE_ROWS: usize = if SUMS < 8 { SUMS } else { 8 };
 /// (Zen 4, 2 threads).
 pub(super) const STREAM_AHEAD_BYTES: usize = 8192;
 /// Like `STREAM_AHEAD_BYTES`, but past the second-level cache, for a panel that no other tile reads. PERF: what is read
-/// once does not displace what the next operators need (ADR 138). 2 or 8 KiB are slower (Zen 5, 2 threads).
+/// once does not displace what the next operators need (docs/adr/kernels.md). 2 or 8 KiB are slower (Zen 5, 2 threads).
 const ONCE_AHEAD_BYTES: usize = 4096;
 
 /// What one pass over a panel prefetches: itself, or its share of a later panel.
