@@ -17,7 +17,7 @@ pub(super) const TYPE: &str = "type";
 /// The fields of an object, or of each item of a list, with the fields of their values. Without any, the value may be anything.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct KnownFields {
-    /// Fields that an object of every type has.
+    /// The fields of an object of any type.
     pub(super) fields: BTreeMap<String, KnownFields>,
     /// The fields of an object of each type, where the types differ. An object of another type may have any field.
     by_type: BTreeMap<String, KnownFields>,
