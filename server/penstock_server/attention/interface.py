@@ -18,12 +18,12 @@ from penstock_server.attention.fp8 import KvScales
 class StepAdapters:
     """The LoRA adapters of a step's tokens, or of the rows of a layer's input."""
 
-    loaded: Sequence[Any]  # as `AdapterSites` packs them
+    loaded: Sequence[Any]  # the adapters, packed by `AdapterSites`
     of_tokens: Tensor  # [tokens] int64: the index of each token's adapter among the loaded ones, or -1
     tables: Tensor | None = None  # on a GPU, [at least the loaded ones] int64: the addresses of their tables
 
     def select(self, rows: Tensor) -> StepAdapters:
-        """Of some rows [rows] int64."""
+        """The adapters of `rows` [rows] int64, which index the step's rows."""
         return replace(self, of_tokens=self.of_tokens[rows])
 
 
@@ -42,7 +42,7 @@ class StepBatch:
     sample_rows: Tensor  # [samples] int64: rows of the batch whose outputs are wanted, ascending
     max_query_tokens: int  # the most new tokens of one sequence
     max_context_tokens: int  # the longest context
-    # Of models with an encoder. [sequences] int32: the length of the source (encoder input), the first tokens of the
+    # For models with an encoder. [sequences] int32: the length of the source (encoder input), the first tokens of the
     # sequence, which are not among the tokens of this batch. Positions, but not contexts, count from behind it.
     source_lens: Tensor | None = None
     # The step's source tokens: their positions count from the start of the source, and their contexts are the source.
@@ -60,7 +60,7 @@ class StepBatch:
     # [tokens] int32, for masks with `sees_spans`: each token attends to positions before this end. It is greater than
     # the token's position, at most the length of its context, and ascends within a sequence. None: no later tokens.
     ends: Tensor | None = None
-    seen: CrossAttentionImages | None = None  # of models whose images are attended to; None: no token sees one
+    seen: CrossAttentionImages | None = None  # for models that attend to images; None: no token sees an image
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class CrossAttentionImages:
     """The states of images that tokens of a step attend to, whose keys and values are in a pool of their own."""
 
     rows: Tensor  # [rows] int64: the step's tokens that see images
-    # Batch of these rows: adjacent rows that see the same image form one sequence with the image as source.
+    # Batch of these rows: adjacent rows that see the same states form one sequence with these states as its source.
     batch: StepBatch
     written: Sequence[WrittenImage]  # before any row attends
     slots: Tensor  # [states] int64 in the pool of images, of all states in `written`
@@ -135,10 +135,10 @@ class AttentionShape:
 
     num_heads: int  # query heads on this rank
     num_kv_heads: int  # on this rank; divides num_heads
-    head_dim: int  # of queries and keys
+    head_dim: int  # dimension of queries and keys
     scale: float  # factor of q·k
     block_tokens: int
-    value_dim: int | None = None  # of a value head; None: head_dim
+    value_dim: int | None = None  # dimension of a value head; None: head_dim
     values_in_keys: bool = False  # a value is the first value_dim elements of its key, and is not stored separately
     mask: AttentionMask = AttentionMask()
     soft_cap: float | None = None  # scores become cap * tanh(score / cap) (Gemma 2)
@@ -204,8 +204,8 @@ class Transform:
 
     queries: Tensor  # [tokens, num_heads, head_dim]
     clip: float | None = None  # queries, keys and values are clamped to ± this, a number of their dtype
-    norms: HeadNorms | None = None  # of queries and keys; `follows_rotation`: the last
-    rotation: Rotation | None = None  # of queries and keys
+    norms: HeadNorms | None = None  # norms of queries and keys; `follows_rotation`: applied last
+    rotation: Rotation | None = None  # rotation of queries and keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,7 @@ class Latents:
     x: Tensor  # [tokens, query latent + value_dim + rotary elements]; features are contiguous
     query_weight: Tensor | None  # [query latent] of its norm; None: queries have no latent
     weight: Tensor  # [value_dim]
-    eps: float  # of both norms
+    eps: float  # epsilon of both norms
     cos: Tensor  # [max positions, rotary elements / 2] float32
     sin: Tensor  # the same
     positions: Tensor  # [tokens] int64
@@ -228,7 +228,7 @@ class LatentQueries:
 
     absorbed: Tensor  # [tokens, num_heads, value_dim]
     rotary: Tensor  # [tokens, num_heads, head_dim - value_dim]
-    cos: Tensor  # as of `Latents`
+    cos: Tensor  # see `Latents`
     sin: Tensor
 
 

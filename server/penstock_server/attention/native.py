@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from penstock_server.attention.interface import Attention, AttentionShape, StepBatch, Transform
 
 PREFERRED_BLOCK_TOKENS = 16  # BLOCK_TOKENS of every build, the only size that the kernels know
-MAX_DIM = 1024  # of every build
+MAX_DIM = 1024  # the largest head dimension of every build
 BATCH_DEPENDENCE = ""
 HEAD_DIM_MULTIPLE = 16
 

@@ -45,7 +45,7 @@ def make(
 class Visible:
     """What the new tokens of one sequence attend to under one mask."""
 
-    rows: slice  # of the batch
+    rows: slice  # the sequence's rows of the batch
     positions: Tensor  # [rows] of the queries
     first: Tensor  # [rows] first position that each query attends to
     stop: Tensor  # [rows] end of its interval, exclusive

@@ -1,4 +1,4 @@
-"""Where LoRA adapters change a model: its sites, which are the layers that adapters add low-rank products to.
+"""Sites of a model that LoRA adapters change: the layers that adapters add low-rank products to.
 
 Layers register their sites while they are loaded. The embedding is a site too: where a linear layer multiplies by A, it
 looks a column of A up. A site is this rank's part of one module of the base model, or of
@@ -38,12 +38,12 @@ class SitePart:
     """Adjacent output columns of a site that belong to one module. An adapter changes them by one module only."""
 
     module: str
-    rows: Tensor  # of the module's outputs, on this rank
+    rows: Tensor  # rows of the module's outputs, on this rank
     first_column: int
-    inputs: range  # of the module, on this rank
+    inputs: range  # input features of the module, on this rank
     is_transposed: bool = False  # the columns are the module's inputs, and its outputs `rows` are what is read
     is_embedding: bool = False  # its inputs are token ids
-    expert: int | None = None  # of a module that is a parameter of all experts
+    expert: int | None = None  # the expert, for a module that is a parameter of all experts
 
     @property
     def columns(self) -> range:
@@ -79,7 +79,7 @@ class OwnAdapter:
 class NativeAdapter:
     """An adapter for the native kernels."""
 
-    packed: Any  # of all sites; of the embedding's, A is the identity
+    packed: Any  # products of all sites; A of the embedding's site is the identity
     embedding: Tensor | None  # [tokens, rank] what it looks up instead; None: the embedding is not changed
 
 
@@ -148,7 +148,7 @@ class AdapterSites:
         self._locators = locators
         self._sites: list[list[SitePart]] = []
         self.modules: dict[str, Module] = {}
-        """Those that adapters can change, by all their names."""
+        """Modules that adapters can change, by all their names."""
         self.elements_per_rank = 0
         """Elements of an adapter that changes everything but experts, on this rank, per rank of its products."""
         self.expert_elements_per_rank = 0

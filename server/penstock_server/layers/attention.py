@@ -68,7 +68,7 @@ class AttentionSpec:
     alibi: Alibi | None = None  # with a slope for each head of all ranks
     sinks: bool = False
     relative_bias: RelativeBiasSpec | None = None
-    temperature: TemperatureSpec | None = None  # of layers without rope and norms of queries (Llama 4)
+    temperature: TemperatureSpec | None = None  # for layers without rope and norms of queries (Llama 4)
 
     def heads(self, shard: Shard) -> HeadSplit:
         return shard.heads(self.num_heads, self.num_kv_heads)
@@ -109,14 +109,14 @@ class AttentionBlock:
     output: RowParallelLinear
     attention: Attention
     rope: tuple[Tensor, Tensor] | None  # cos, sin [max positions, rotary_dim / 2] float32
-    norms: tuple[QkNorm, QkNorm] | None  # of queries, of keys
+    norms: tuple[QkNorm, QkNorm] | None  # norms of queries and of keys
     fused_norms: HeadNorms | None  # the same, if the attention can compute them
     clip: float | None  # `AttentionSpec.clip`, rounded to the dtype of what it bounds
     sinks: Tensor | None  # [heads on this rank]
     bias: Tensor | None  # [heads on this rank, distances]
     scales: KvScales | None
-    factors: Tensor | None  # of queries by their positions; see `TemperatureSpec.factors`
-    site: int | None  # of `qkv`
+    factors: Tensor | None  # factors of queries by their positions; see `TemperatureSpec.factors`
+    site: int | None  # adapter site of `qkv`
 
     @staticmethod
     def parameters(spec: AttentionSpec, prefix: str, layout: WeightLayout) -> dict[str, Parameter]:

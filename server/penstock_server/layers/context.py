@@ -36,7 +36,7 @@ class BuildContext:
     block_tokens: int
     ropes: dict[RopeSpec, tuple[Tensor, Tensor]] = field(default_factory=dict)
     relative_biases: dict[RelativeBiasSpec, Tensor] = field(default_factory=dict)
-    default_position_tokens: int | None = None  # as of `ModelSpec`
+    default_position_tokens: int | None = None  # see `ModelSpec`
     adapter_sites: AdapterSites | None = None  # None: the model is loaded without adapters
 
     @property

@@ -34,7 +34,7 @@ class CrossAttentionBlock:
     output: RowParallelLinear
     shape: AttentionShape
     attention: Attention
-    norms: tuple[QkNorm, QkNorm] | None  # of queries, of keys
+    norms: tuple[QkNorm, QkNorm] | None  # norms of queries and of keys
 
     @staticmethod
     def parameters(spec: AttentionSpec, prefix: str, layout: WeightLayout) -> dict[str, Parameter]:

@@ -23,7 +23,7 @@ from penstock_server.weights.loader import Parameter
 @dataclass(frozen=True, slots=True)
 class EmbeddingSpec:
     vocab_size: int
-    size: int | None = None  # of a token's embedding, if it is projected to and from the hidden size (OPT-350m)
+    size: int | None = None  # size of a token's embedding, if it is projected to and from the hidden size (OPT-350m)
     multiplier: float = 1.0
     multiplier_is_rounded: bool = False  # to the model's dtype before it is applied (Gemma)
     num_positions: int = 0  # rows of the position table; 0: no table
@@ -33,7 +33,7 @@ class EmbeddingSpec:
     sinusoid_steps: float | None = None
     norm: NormSpec | None = None  # BLOOM
     is_wide: bool = False  # in float32 if the model is float16, whose range the sums of layers exceed (T5)
-    prefix: str = ""  # of its parameters, except for the token table, which encoder and decoder share
+    prefix: str = ""  # prefix of its parameters, except for the token table, which encoder and decoder share
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,7 +108,7 @@ class NativeStack:
         self._run = compiled(operations, hidden_size, build, adapts=adapts)
 
     def run(self, residual: Tensor, caches: Sequence[Tensor], step: StepContext) -> Tensor:
-        """As of `Executor`."""
+        """Implements `Executor.run`."""
         batch, metadata = step.batch, step.metadata[NativeAttention.name]
         output = residual.new_empty((batch.sample_rows.shape[0], residual.shape[1]))
         adapters = step.adapters

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 class HeadLinear:
     """A matrix per head."""
 
-    out_features: int  # of a head
+    out_features: int  # output features of a head
     linears: Sequence[Linear]  # one per head, unless there is a product
     product: HeadProduct | None  # with the matrices of all heads
-    sites: range | None = None  # of adapters, one for each head
+    sites: range | None = None  # adapter sites, one for each head
     sum: LowRankSum | None = None  # what adapters add at these sites, where programs are interpreted
 
     @classmethod

@@ -41,10 +41,10 @@ class LatentAttentionSpec:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
-    rope: RopeSpec  # of the rotated part; `interleaved` as DeepSeek stores it
+    rope: RopeSpec  # rope of the rotated part; `interleaved` as DeepSeek stores it
     q_lora_rank: int | None = None  # None: queries are projected directly
-    norm_eps: float = 1e-6  # of the latents' norms; transformers has no setting for it
-    has_bias: bool = False  # of the projections from and to the hidden dimension, except the direct one of queries
+    norm_eps: float = 1e-6  # epsilon of the latents' norms; transformers has no setting for it
+    has_bias: bool = False  # for the projections from and to the hidden dimension, except the direct one of queries
     mscale: float = 1.0  # its square is a factor of the softmax scale: yarn's magnitude for `mscale_all_dim`
 
     def __post_init__(self) -> None:
@@ -94,7 +94,7 @@ class LatentAttentionBlock:
     queries: Linear  # to the unrotated parts of all heads on this rank, then their rotated parts
     latents: LatentOperands
     output: RowParallelLinear
-    sites: tuple[int | None, int | None]  # of adapters: of `down` and of `queries`
+    sites: tuple[int | None, int | None]  # adapter sites of `down` and of `queries`
 
     @property
     def attention(self) -> Attention:

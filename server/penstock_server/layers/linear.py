@@ -46,7 +46,7 @@ class LinearWeights(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the layer's inputs and outputs."""
+        """Data type of the layer's inputs and outputs."""
         ...
 
     def dense(self) -> tuple[Tensor, Tensor | None]:

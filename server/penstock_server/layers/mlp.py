@@ -29,7 +29,7 @@ class MlpSpec:
     intermediate_size: int
     activation: str = "silu"  # a key of ACTIVATIONS, or "xielu", whose parameters are learned
     gated: bool = True
-    bias: bool = False  # of gate and up
+    bias: bool = False  # gate and up have a bias
     down_bias: bool = False
     is_wide: bool = False  # down in float32 if the model is float16, whose range its sums exceed (T5)
 
@@ -63,10 +63,10 @@ class ActivatedLinear:
 class Mlp:
     inner: Linear | ActivatedLinear  # [rows, hidden] → [rows, intermediate on this rank]
     down: RowParallelLinear
-    site: int | None  # of `inner`
+    site: int | None  # adapter site of `inner`
     gate: Elementwise | None  # gate and up → `inner`'s result, if it is one operator and adapters change its product
     is_gated: bool
-    dtype: torch.dtype  # of the input
+    dtype: torch.dtype  # dtype of the input
 
     @staticmethod
     def parameters(spec: MlpSpec, prefix: str, layout: WeightLayout) -> dict[str, Parameter]:

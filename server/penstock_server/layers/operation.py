@@ -30,10 +30,10 @@ Register = Literal[
     "normed",  # the input of attention or MLP
     "qkv",  # queries, keys and values; of attention over a source: queries
     "attended",
-    "latents",  # of latent attention: what all heads share, before it is normed and rotated
+    "latents",  # what all heads of latent attention share, before it is normed and rotated
     "query_latent",  # normed
-    "queries",  # of latent attention: the plain parts of all heads, then their rotated parts
-    "values",  # of all heads, of what latent attention attended to
+    "queries",  # queries of latent attention: the plain parts of all heads, then their rotated parts
+    "values",  # values of all heads, of what latent attention attended to
     "inner",  # the MLP's first product
     "activated",
     "projected",  # what attention or MLP add to the residual
@@ -41,7 +41,7 @@ Register = Literal[
     "gathered",  # the columns of all ranks
     "part",  # this rank's columns of a product of what was gathered
     "shared",  # the shared expert's output
-    "output",  # of the program
+    "output",  # output of the program
 ]
 Widths = Mapping[Register, int]
 
@@ -67,7 +67,7 @@ class Multiply(Operation):
     """The product of a linear layer, and what the rows' adapters add to it."""
 
     linear: Linear
-    site: int | None = None  # of adapters; None: none change the layer
+    site: int | None = None  # adapter site; None: no adapter changes the layer
     gate: Elementwise | None = None  # makes the layer's result of gate and up, if adapters change these before
 
     def width(self, widths: Widths) -> int:
@@ -108,7 +108,7 @@ class Scale(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Activate(Operation):
-    function: Elementwise  # of `Ops.elementwise`, or `Ops.gated`
+    function: Elementwise  # operator of `Ops.elementwise` or `Ops.gated`
     is_gated: bool
 
     def width(self, widths: Widths) -> int:
@@ -191,7 +191,7 @@ class ScaleQueries(_OfAttention):
 class Write(_OfAttention):
     """Stores keys and values in the cache of the next layer."""
 
-    scales: KvScales | None  # as of `Attention.write_kv`
+    scales: KvScales | None  # see `Attention.write_kv`
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,13 +212,13 @@ class LatentOperands:
     is one, the latent, and the rotated key part. A key is the normed latent and the rotated part."""
 
     attention: Attention
-    query_dim: int  # of the queries' latent; 0: there is none
-    plain_dim: int  # of a query's part that is not rotated
+    query_dim: int  # dimension of the queries' latent; 0: there is none
+    plain_dim: int  # dimension of a query's part that is not rotated
     q_norm: PackedNorm | None
     kv_norm: PackedNorm
     absorb: HeadLinear  # plain parts of queries [rows, heads, plain_dim] → [rows, heads, latent]
     unfold: HeadLinear  # [rows, heads, latent] → [rows, heads, values of a head]
-    cos: Tensor  # as of `Rotate`
+    cos: Tensor  # see `Rotate`
     sin: Tensor
     scales: KvScales | None
 

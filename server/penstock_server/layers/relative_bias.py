@@ -15,7 +15,7 @@ from penstock_server.weights.loader import Loader, Parameter
 
 @dataclass(frozen=True, slots=True)
 class RelativeBiasSpec:
-    name: str  # of the parameter; layers with one name share the table
+    name: str  # name of the parameter; layers with one name share the table
     num_buckets: int
     max_distance: int  # larger distances share the last bucket
     is_bidirectional: bool  # half of the buckets are for keys before the query, half for keys after it

@@ -20,7 +20,7 @@ class RowParallelLinear:
     linear: Linear
     shard: Shard
     in_widths: tuple[int, ...]  # input features on each rank
-    dtype: torch.dtype  # of inputs and outputs
+    dtype: torch.dtype  # dtype of inputs and outputs
     site: int | None
 
     @classmethod

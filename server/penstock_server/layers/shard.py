@@ -1,4 +1,4 @@
-"""Which part of a model's dimensions each rank holds."""
+"""Each rank's part of a model's dimensions."""
 
 from __future__ import annotations
 

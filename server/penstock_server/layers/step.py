@@ -19,8 +19,8 @@ class StepContext:
     batch: StepBatch
     metadata: Mapping[str, Any]  # by the name of an attention implementation: what it prepared for the batch
     rows: Tensor | None = None  # [rows of the input] int64 rows of the batch; None: all of them in order
-    adapters: StepAdapters | None = None  # of the rows of the input; None: no row has one
-    seen: StepContext | None = None  # of the rows that attend to images, as of `CrossAttentionImages.batch`
+    adapters: StepAdapters | None = None  # adapters of the rows of the input; None: no row has one
+    seen: StepContext | None = None  # step of the rows that attend to images, see `CrossAttentionImages.batch`
 
     @classmethod
     def of(cls, batch: StepBatch, attention: ModelAttention) -> StepContext:

@@ -53,12 +53,12 @@ class Config:
 
     @property
     def max_position_tokens(self) -> int:
-        """As of `context.max_position_tokens`."""
+        """Longest sequence in tokens, see `context.max_position_tokens`."""
         return max_position_tokens(self)
 
     @property
     def default_position_tokens(self) -> int:
-        """As of `context.default_position_tokens`."""
+        """Longest sequence in tokens that is served by default, see `context.default_position_tokens`."""
         return default_position_tokens(self)
 
     def get(self, key: str, default: T) -> T:

@@ -19,7 +19,7 @@ LENGTHENED = "lengthened"
 _LENGTHENING = ("dynamic", "linear", "yarn")
 # COMPAT: its max_position_embeddings is the long one with linear scaling, too.
 _ALREADY_LONG = ("gemma3_text",)
-# Of models with a rope for each type of layer: `rope_scaling` concerns only layers of this type, except for ModernBERT.
+# In models with a rope for each type of layer, `rope_scaling` concerns only this type, except for ModernBERT.
 _SCALED_TYPE = "full_attention"
 
 

@@ -282,7 +282,7 @@ class Decoder:
             residual[step.batch.image_places] += images[:, first : first + self.spec.hidden_size]
 
     def _project_images(self, states: Tensor) -> dict[int, Tensor]:
-        """Keys and values of image states by layer; see `ImageKvPool.project`."""
+        """Keys and values by image layer, see `ImageKvPool.project`."""
         return {place: layer.project_kv(states) for place, layer in self.image_layers.items()}
 
     def _with_image_positions(self, batch: StepBatch) -> StepBatch:

@@ -29,7 +29,7 @@ _PARTS = ("attention", "mlp")
 @dataclass(frozen=True, slots=True)
 class ImageLayer:
     attention: CrossAttentionBlock
-    interpreter: Interpreter  # of the rows that see images
+    interpreter: Interpreter  # runs the layer for the rows that see images
 
     @staticmethod
     def parameters(spec: LayerSpec, prefix: str, layout: WeightLayout) -> dict[str, Parameter]:

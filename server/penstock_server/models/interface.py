@@ -26,9 +26,9 @@ class LoadOptions:
     block_tokens: int
     trust_remote_code: bool = False
     attention: str = ""  # the implementation; empty: the fastest for each layer
-    cpu_isa: str = ""  # of native kernels, as of `find_build`
+    cpu_isa: str = ""  # instruction set of native kernels, see `find_build`
     dequantize: bool = False  # quantized weights at load
-    activation_bits: int = ACTIVATION_BITS  # of the inputs of quantized weights that stay so: 8 or 16
+    activation_bits: int = ACTIVATION_BITS  # bits of the inputs of weights that stay quantized: 8 or 16
     quantize: str = ""  # the method of the checkpoint, or one that quantizes at load; empty: the checkpoint's
     deterministic: bool = False  # a row's bits must not depend on its batch
     max_adapters: int = 0  # loaded at a time; 0: the model is loaded without them
@@ -45,9 +45,9 @@ class CausalModel(Protocol):
     attention_name: str
     vocab_size: int
     num_layers: int
-    hidden_size: int  # of an output
-    max_position_tokens: int  # of a sequence; with an encoder, of source and answer together
-    default_position_tokens: int  # of the longest sequence that is served unless longer ones are asked for
+    hidden_size: int  # size of an output
+    max_position_tokens: int  # longest sequence; with an encoder, source and answer together
+    default_position_tokens: int  # longest sequence that is served unless longer ones are asked for
     max_source_tokens: int  # 0: no part of a sequence is read by an encoder
     decoder_prefix: tuple[int, ...]  # token ids between every source and its answer
     adapters: Adapters | None  # None: sequences have none

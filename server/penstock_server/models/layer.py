@@ -106,7 +106,7 @@ class Layer:
         self._add(program, "mlp")
 
     def _enter(self, program: Program, part: str) -> Register:
-        """Where the input of a part is: the residual, or its norm if there is one."""
+        """Register with the input of a part: the residual, or its norm if there is one."""
         norm = self.norms.get(f"{part}_norm")
         if norm is None:
             return "residual"

@@ -37,7 +37,7 @@ class Pager:
         self.block_tokens = block_tokens
         self.attention = ModelAttention(device, dtype, name=attention, cpu_isa=cpu_isa)
         self.layers: list[Attention] = []
-        self.shapes: list[AttentionShape] = []  # of the layers
+        self.shapes: list[AttentionShape] = []  # shapes of the layers
         self._step: tuple[StepContext, list[Tensor]] | None = None  # with its caches; None while recording
         self._next = 0  # index of the next attention call
 

@@ -95,7 +95,7 @@ def _dense(folder: Path) -> Dense:
 
 
 def _outputs(config: Config) -> Literal["cls", "mean", "last"]:
-    """Of the Pooling module's configuration: one mode by its name, or a flag for each mode."""
+    """Mode in the Pooling module's configuration, which names it or has a flag for each mode."""
     if not config.get("include_prompt", True):
         raise config.refuse("include_prompt is false, which is not supported")
     modes = [config.get("pooling_mode", "")] if "pooling_mode" in config.values else []
@@ -120,7 +120,7 @@ def _max_tokens(folder: Path) -> int | None:
 
 
 def _config(folder: Path) -> Config:
-    """Of a module."""
+    """Configuration of a module."""
     try:
         return Config.of_file(folder / "config.json")
     except FileNotFoundError:

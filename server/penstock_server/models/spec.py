@@ -19,7 +19,7 @@ from penstock_server.weights.location import Location, Locator
 
 
 class NormPlacement(Enum):
-    """Where a layer's norms are; f is its attention or its MLP, x its input."""
+    """Places of a layer's norms; f is its attention or its MLP, x its input."""
 
     PRE = "x + f(norm(x))"
     POST = "x + norm(f(x))"  # OLMo 2
@@ -119,7 +119,7 @@ class ModelSpec:
     head: HeadSpec  # not loaded if outputs are pooled
     encoder: EncoderSpec | None = None
     pooling: Pooling | None = None  # None: it generates tokens
-    classifier: ClassifierSpec | None = None  # of rerankers
+    classifier: ClassifierSpec | None = None  # for rerankers
     # The multi-token prediction layer that drafts; its parameters are numbered behind those of the layers. None: there
     # is none, or it is not used.
     mtp: LayerSpec | None = None
@@ -193,7 +193,7 @@ class ModelSpec:
 
     @property
     def mtp_prefix(self) -> str:
-        """Of the parameters of the layer `mtp`."""
+        """Prefix of the parameters of the layer `mtp`."""
         return f"layers.{self.num_layers}"
 
     def for_checkpoint(self, locator: Locator, stored: Collection[str], *, drafts_with_mtp: bool = False) -> ModelSpec:
@@ -230,9 +230,9 @@ class NameMap:
 
     names: Mapping[str, str | Location]
     ignored: tuple[str, ...] = field(default=())  # regular expressions, matched against whole names
-    prefix: str = ""  # of names; absent from a model that was saved without its head
+    prefix: str = ""  # prefix of names; absent from a model that was saved without its head
     layers: tuple[int, ...] = ()  # the checkpoint's number of each layer; empty: all have ours
-    alternatives: tuple[NameMap, ...] = ()  # of checkpoints in other layouts, in which the prefix has no names
+    alternatives: tuple[NameMap, ...] = ()  # for checkpoints in other layouts, in which the prefix has no names
     copies: tuple[str, ...] = ()  # tensors that hold the embedding once more, if they are there
 
     def pooled(self) -> NameMap:

@@ -1,4 +1,4 @@
-"""Which layers and parameters each stage of a pipeline holds."""
+"""Layers and parameters of each stage of a pipeline."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from penstock_server.layers.relative_bias import RelativeBiasSpec
 from penstock_server.models.config import Config
 from penstock_server.models.spec import EncoderSpec, HeadSpec, LayerSpec, ModelSpec, NameMap
 
-# Of a source, and of an answer. A relative bias has no limit, and `n_positions` is 512, the training length of the
+# For a source, and for an answer. A relative bias has no limit, and `n_positions` is 512, the training length of the
 # first T5. This is four times the longest training length of any T5 (2,048, Flan-UL2). Quality beyond that is unknown,
 # and the cost of a source grows with the square of its length.
 MAX_TOKENS = 8192

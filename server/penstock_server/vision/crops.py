@@ -25,16 +25,16 @@ _KEYS = {
     "rescale_factor": "factor",
 }
 MAX_CROPS = 64
-_MIN_PIXELS = 10  # of an image on its grid, in each direction
+_MIN_PIXELS = 10  # pixels of an image on its grid, in each direction
 _BILINEAR = 2  # as Pillow numbers it
-_SHARPNESS = -0.75  # of torch's bicubic interpolation
+_SHARPNESS = -0.75  # coefficient of torch's bicubic interpolation
 
 
 @dataclass(frozen=True, slots=True)
 class CropProcessor:
-    side: int = 448  # of a crop, in pixels
+    side: int = 448  # pixels of a crop's side
     patch: int = 14  # the side of a patch
-    max_crops: int = 36  # of a grid
+    max_crops: int = 36  # crops of a grid
     mean: Sequence[float] = (0.5, 0.5, 0.5)
     deviation: Sequence[float] = (0.5, 0.5, 0.5)
     factor: float = 1 / 255
@@ -116,7 +116,7 @@ class CropProcessor:
 
     @property
     def _patches(self) -> int:
-        """Of a crop in each direction."""
+        """Patches of a crop in each direction."""
         return self.side // self.patch
 
     def _num_tokens(self, mask: npt.NDArray[np.bool_]) -> int:

@@ -17,7 +17,7 @@ class ImageStates:
     """What tokens attend to of an image, in models with layers that do."""
 
     states: Tensor  # [states, hidden]
-    kv: Mapping[int, Tensor] | None = None  # as of `WrittenImage`, computed beside the steps, until a step writes it
+    kv: Mapping[int, Tensor] | None = None  # see `WrittenImage`; computed alongside the steps, until a step writes it
 
     def take(self) -> WrittenImage:
         """What a step writes. Keys and values are not kept: from then on they are in the pool."""
@@ -37,7 +37,7 @@ class ImageStates:
 class ImageSize:
     """What the router learns of an encoded image."""
 
-    token_ids: npt.NDArray[np.int32]  # as of `EncodedImage`
+    token_ids: npt.NDArray[np.int32]  # see `EncodedImage`
     num_bytes: int  # what it takes of `ImageEncoder.room_bytes`
 
 

@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 
 MAX_WAITING = 24  # concurrent calls of `encode`, each of which blocks a thread
 _KEPT_BYTES = 1 << 30
-# Of the keys and values of images that are attended to. On a GPU, an eighth of its memory if that is more.
+# Bytes of the keys and values of images that are attended to. On a GPU, an eighth of its memory if that is more.
 _POOL_BYTES = 1 << 30
 _POOL_IMAGES = 64
-_READING_BYTES = 1 << 29  # of the process that reads files; more only for huge ones
+_READING_BYTES = 1 << 29  # memory of the process that reads files; more only for huge ones
 _ACTIVATIONS = 1 << 28  # elements, of the tower
 
 
@@ -48,9 +48,9 @@ _ACTIVATIONS = 1 << 28  # elements, of the tower
 class PlacedImage:
     """An image among the tokens of a sequence."""
 
-    offset: int  # of its first token
+    offset: int  # place of its first token
     image: EncodedImage
-    position: int  # of its first token
+    position: int  # position of its first token
     group: ImageGroup | None = None  # that it is in, if it is attended to
     num_seen: int = 0  # states of the group up to the image's last one
 
@@ -86,7 +86,7 @@ class StepImages:
     places: npt.NDArray[np.int64]  # [image tokens] rows of the batch
     embeddings: Tensor  # [image tokens, hidden or wider]
     positions: npt.NDArray[np.int64] | None  # [image tokens, 3]; None: those of text
-    ends: npt.NDArray[np.int32] | None  # as of `StepBatch`
+    ends: npt.NDArray[np.int32] | None  # see `StepBatch`
 
 
 def image_tokens(
@@ -170,7 +170,7 @@ class ImageEncoder:
 
         self.family = family
         self.max_tokens = sys.maxsize
-        """Of an image; the server's longest sequence."""
+        """Most tokens of an image; the longest sequence of the server."""
         self._folder = folder
         self._config = config
         self._tower = tower
@@ -190,17 +190,17 @@ class ImageEncoder:
         if placeholder_id is None:
             raise ConfigError(f"{folder}/tokenizer.json lacks the token {stands_for}")
         self.placeholder_id = placeholder_id
-        # Of images that are attended to, set by the decoder: the pool and the image token's embedding, [1, hidden].
+        # For images that are attended to, set by the decoder: the pool and the image token's embedding, [1, hidden].
         # Sequences hold the largest vocabulary id instead, because the image token may have no row in the head.
         self.pool: ImageKvPool | None = None
         self.token_embedding: Tensor | None = None
         self._last_id: int = config.get_text_config().vocab_size - 1
         # The image that was used last is the last one.
-        self._kept: dict[bytes, EncodedImage] = {}  # whose step has had them
-        self._awaited: dict[bytes, EncodedImage] = {}  # of requests that have not reached a step, as far as is known
+        self._kept: dict[bytes, EncodedImage] = {}  # images that a step has used
+        self._awaited: dict[bytes, EncodedImage] = {}  # their requests have not reached a step, as far as is known
         self._alive: WeakValueDictionary[bytes, EncodedImage] = WeakValueDictionary()  # kept, or in use by sequences
         self._num_waiting = 0
-        self._lock = threading.Lock()  # of what is kept, and of the number that waits
+        self._lock = threading.Lock()  # guards what is kept, and the number that waits
         self._turns = threading.Condition()
         self._is_encoding = False
         self._num_urgent = 0  # threads that wait for their turn on behalf of a step
@@ -208,7 +208,7 @@ class ImageEncoder:
         self.kept_bytes = _KEPT_BYTES
         """What images that are kept or in use may take."""
         self.later_bytes = 0
-        """Of the pool of images that are attended to, whose pages are not touched yet."""
+        """Bytes of the pool of images that are attended to, whose pages are not touched yet."""
 
     @property
     def max_bytes(self) -> int:
@@ -395,7 +395,7 @@ class ImageEncoder:
         return EncodedImage(token_ids, np.arange(2), self.token_embedding, states=states)
 
     def _attended(self, pool: ImageKvPool, spans: Sequence[ImageSpan]) -> list[PlacedImage]:
-        """As `placed`, of images that are attended to. Their groups have their states."""
+        """Like `placed`, for images that are attended to. Their groups have their states."""
         placed: list[PlacedImage] = []
         image = self._attended_image(None)
         while len(placed) < len(spans):

@@ -35,7 +35,7 @@ class ImageFamily:
     # The module of transformers' model that writes the image's embeddings over those of a prompt. Empty: the model
     # without its decoder encodes images.
     writer: str = ""
-    unused: tuple[str, ...] = ()  # as `tower`, of tensors for other inputs than images and text
+    unused: tuple[str, ...] = ()  # tensors for other inputs than images and text, named as in `tower`
     has_adapter: bool = False  # prompts with images have a LoRA adapter, which is beside the weights
     placeholder: str = "{image}"  # in prompts without a chat template, with {image} for the text of the image token
     options: Callable[[Any], Mapping[str, Any]] = lambda config: {}  # configuration → arguments of the image processor
@@ -85,7 +85,7 @@ def _lines(image: str, num_embeddings: int, arrays: Arrays) -> str:
     if "image_sizes" not in arrays:
         return _repeated(image, num_embeddings, arrays)
     (height, width), *_ = arrays["image_sizes"].tolist()
-    side = isqrt(height * width // num_embeddings)  # of what becomes one embedding
+    side = isqrt(height * width // num_embeddings)  # side in pixels of what becomes one embedding
     lines = [image * (width // side)] * (height // side)
     return "[IMG_BREAK]".join(lines) + "[IMG_END]"
 
@@ -116,7 +116,7 @@ def _canvas(image: str, num_embeddings: int, arrays: Arrays) -> str:
 
 
 def _num_in_lines(config: Any, arrays: Arrays) -> int:
-    """Of Pixtral's tower. 0: another tower, for squares of a fixed size."""
+    """Embeddings of an image from Pixtral's tower. 0: another tower, for squares of a fixed size."""
     if "image_sizes" not in arrays:
         return 0
     height, width = (int(pixels) for pixels in arrays["image_sizes"][0])
@@ -125,12 +125,12 @@ def _num_in_lines(config: Any, arrays: Arrays) -> int:
 
 
 def _num_in_grid(config: Any, arrays: Arrays) -> int:
-    """Of Qwen's towers, which merge squares of patches."""
+    """Embeddings of an image from Qwen's towers, which merge squares of patches."""
     return int(arrays["image_grid_thw"][0].prod()) // config.vision_config.spatial_merge_size**2
 
 
 def _patch_size(config: Any) -> Mapping[str, Any]:
-    """Of Pixtral's image processor: the side of what becomes one embedding."""
+    """Setting of Pixtral's image processor: the side in pixels of what becomes one embedding."""
     if config.vision_config.model_type != "pixtral":
         return {}
     return {"patch_size": config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1)}

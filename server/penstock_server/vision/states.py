@@ -33,7 +33,7 @@ class ImageGroup:
 
     pool: ImageKvPool
     hashes: tuple[bytes, ...]
-    num_states: tuple[int, ...]  # of each image
+    num_states: tuple[int, ...]  # states of each image
     blocks: list[int]
     # The images, until a step writes their states. The encoder counts them as used until then.
     unwritten: list[EncodedImage] = field(default_factory=list)

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock_server.errors import ConfigError
 
-_QWEN_MAX_PIXELS = 28 * 28 * 1280  # of Qwen2VLImageProcessor
+_QWEN_MAX_PIXELS = 28 * 28 * 1280  # limit of Qwen2VLImageProcessor
 
 
 def stored_settings(folder: Path, types: tuple[str, ...]) -> dict[str, Any] | None:
@@ -27,7 +27,7 @@ def stored_max_pixels(folder: Path) -> int:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Those that are not null."""
+    """Settings that are not null."""
     settings: dict[str, Any] = {}
     for name in ("processor_config.json", "preprocessor_config.json"):
         if (folder / name).is_file():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class ImageStream:
-    """Where one rank encodes images. On a CPU, it does nothing."""
+    """Stream that one rank encodes images on. On a CPU, it does nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream: torch.cuda.Stream | None = None

@@ -30,7 +30,7 @@ MAX_TILES = 64
 
 @dataclass(frozen=True, slots=True)
 class TileProcessor:
-    side: int  # of a tile, in pixels
+    side: int  # pixels of a tile's side
     max_tiles: int = 16
     is_enlarged: bool = False  # fills the largest canvas
     mean: Sequence[float] = (0.5, 0.5, 0.5)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 PREFERRED_BLOCK_TOKENS = 64  # a key tile of the most common head sizes lies in one block
 BATCH_DEPENDENCE = ""
 MAX_HEAD_DIM = 256
-MAX_LATENT_DIM = 576  # of keys that contain their values (multi-head latent attention)
+MAX_LATENT_DIM = 576  # largest dimension of keys that contain their values (multi-head latent attention)
 MAX_LATENT_VALUE_DIM = 512
 
 

@@ -30,7 +30,7 @@ from penstock_server.kernels import triton_device
 
 # Memory for the partial results of splits. Steps that would need more compute all splits of a sequence in one program.
 MAX_PARTIAL_BYTES = 128 << 20
-MAX_WRITE_ELEMENTS = 4096  # of the tile of heads that a program of `write_kernel` computes, unless it needs all heads
+MAX_WRITE_ELEMENTS = 4096  # in the tile of heads of a program of `write_kernel`, unless it needs all heads
 # The kernels' names of the fp8 dtypes, and the factor that `decode` leaves to its caller.
 FP8_FORMATS = {torch.float8_e4m3fn: ("e4m3fn", 256.0), torch.float8_e5m2: ("e5m2", 1.0)}
 

@@ -142,15 +142,15 @@ def attend_kernel(
     rotary_token_stride,
     rotary_head_stride,
     bias_width,
-    scale,  # of scores, and of stored keys
+    scale,  # scale of scores, and of stored keys
     soft_cap,
     alibi_scale,
-    value_scale,  # of stored values
+    value_scale,  # scale of stored values
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads per KV head
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    VALUE_OFFSET: tl.constexpr,  # of the value within a cache row
+    VALUE_OFFSET: tl.constexpr,  # offset of the value within a cache row
     STORED_DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -158,12 +158,12 @@ def attend_kernel(
     PART: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     IS_ALIBI_BFLOAT16: tl.constexpr,
-    PRECISION: tl.constexpr,  # of tl.dot
-    FORMAT: tl.constexpr,  # of the cache's fp8 numbers; "": it holds the queries' dtype
-    ROWS: tl.constexpr,  # of a query tile: TILE_QUERIES queries times TILE_HEADS heads of one KV head
+    PRECISION: tl.constexpr,  # input precision of tl.dot
+    FORMAT: tl.constexpr,  # format of the cache's fp8 numbers; "": it holds the queries' dtype
+    ROWS: tl.constexpr,  # rows of a query tile: TILE_QUERIES queries times TILE_HEADS heads of one KV head
     TILE_HEADS: tl.constexpr,
     TILE_QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,  # of a key tile
+    KEYS: tl.constexpr,  # keys of a key tile
     SPLIT: tl.constexpr,  # positions of a split, a multiple of KEYS
     MAIN_DIM: tl.constexpr,  # a key is read in two parts, of MAIN_DIM and (unless 0) REST_DIM elements
     REST_DIM: tl.constexpr,

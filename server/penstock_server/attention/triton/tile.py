@@ -12,15 +12,15 @@ import torch
 
 from penstock_server.attention.interface import AttentionShape
 
-MIN_DIM = 16  # of an operand of tl.dot
+MIN_DIM = 16  # least dimension of an operand of tl.dot
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
     """The tiles of one layer's attention, and how a program computes them."""
 
-    rows: int  # of a query tile: queries times query heads of one KV head
-    keys: int  # of a key tile
+    rows: int  # rows of a query tile: queries times query heads of one KV head
+    keys: int  # keys of a key tile
     split_tokens: int  # positions of a split, a multiple of `keys`
     num_warps: int
     num_stages: int

@@ -15,12 +15,12 @@ class Form(NamedTuple):
     """How queries and keys become what `Transform` says. INVARIANT: it depends on the layer alone."""
 
     width: int  # a power of two, at least the elements of a head
-    half: int = 0  # of the rotated elements of a head
+    half: int = 0  # half the number of rotated elements of a head
     half_width: int = 0  # a power of two, at least `half`
     is_interleaved: bool = False
     clips: bool = False
     is_normed: bool = False
-    is_whole: bool = False  # as of `HeadNorms`; a program has all heads of a token
+    is_whole: bool = False  # see `HeadNorms`; a program has all heads of a token
     follows_rotation: bool = False
     is_layer: bool = False  # LayerNorm, not RMSNorm
     is_wide: bool = False  # as in norm_kernel
@@ -177,7 +177,7 @@ def write_kernel(
     key_head_stride,
     value_token_stride,
     value_head_stride,
-    key_factor,  # of keys stored in fp8
+    key_factor,  # factor of keys stored in fp8
     value_factor,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -242,12 +242,12 @@ def write_latents_kernel(
     query_weight,  # [QUERY_DIM] or None
     weight,  # [LATENT_DIM]
     eps,
-    row_stride,  # of x
-    factor,  # of keys stored in fp8
+    row_stride,  # stride of the rows of x
+    factor,  # factor of keys stored in fp8
     QUERY_DIM: tl.constexpr,
     QUERY_WIDTH: tl.constexpr,  # a power of two, at least QUERY_DIM
     LATENT_DIM: tl.constexpr,  # a power of two
-    HALF: tl.constexpr,  # of the rotary part
+    HALF: tl.constexpr,  # half the size of the rotary part
     HALF_WIDTH: tl.constexpr,  # a power of two, at least HALF
     FORMAT: tl.constexpr,  # as in attend_kernel
 ):

@@ -84,8 +84,8 @@ class ListedExperts:
     shared_gate: Linear | None
     gate_up: list[Linear | ActivatedLinear]  # one per expert on this rank: → [rows, intermediate on this rank]
     down: list[Linear]
-    first_site: int | None = None  # of adapters, as of `expert_sites`
-    gate: Elementwise | None = None  # as of `Mlp`
+    first_site: int | None = None  # first adapter site, see `expert_sites`
+    gate: Elementwise | None = None  # see `Mlp`
 
     def choose(self, x: Tensor, step: StepContext) -> ListedChoice:
         shared = None if self.shared_gate is None else widened(self.shared_gate(x, step)).sigmoid().float()
@@ -166,7 +166,7 @@ class MixtureOfExperts:
 
 
 def _activation(spec: MoeSpec, ops: Ops) -> Elementwise:
-    """Of gate and up, where no operator computes both."""
+    """Activation of gate and up, for operators that do not compute both."""
     if not isinstance(ops, NativeOps):
         gated = ops.groups_experts and spec.activation != CLAMPED_SWIGLU
         return ops.gated(ACTIVATIONS[spec.activation]) if gated else ExpertActivation(spec)

@@ -21,7 +21,7 @@ class Router:
     correction: Tensor | None  # [experts] float32
     spec: RoutingSpec
     native: NativeRouting | None = None  # the same in a native kernel, where there is one
-    site: int | None = None  # of adapters
+    site: int | None = None  # adapter site
 
     @classmethod
     def load(cls, spec: RoutingSpec, prefix: str, context: BuildContext) -> Router:

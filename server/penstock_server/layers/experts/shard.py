@@ -1,4 +1,4 @@
-"""Which part of a mixture of experts each rank holds."""
+"""Each rank's part of a mixture of experts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ExpertShard:
 
     shard: Shard
     experts: Split  # all of them on every rank, if the ranks hold parts
-    intermediate: Split | None  # of each expert; None: experts are whole
+    intermediate: Split | None  # split of each expert; None: experts are whole
 
     @property
     def sums_results(self) -> bool:

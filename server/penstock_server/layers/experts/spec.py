@@ -45,7 +45,7 @@ class RoutingSpec:
     norm_power: float | None = None  # the chosen scores are divided by their p-norm; None: they are not
     norm_epsilon: float = 0.0
     scale: float = 1.0  # factor of the weights, applied last
-    has_bias: bool = False  # of the logits
+    has_bias: bool = False  # the logits have a bias
     has_correction: bool = False  # added to the scores for the choice only, not to the weights (DeepSeek V3)
     is_wide: bool = False  # logits in float32, whatever the model's dtype
     num_groups: int = 1  # experts are chosen from the best groups only; a group is consecutive experts
@@ -78,14 +78,14 @@ class MoeSpec:
     """The MLP of a layer as a mixture of experts, with or without a shared expert."""
 
     routing: RoutingSpec
-    intermediate_size: int  # of one expert
-    activation: str = "silu"  # of the gate: a key of ACTIVATIONS, or CLAMPED_SWIGLU (gpt-oss)
-    has_bias: bool = False  # of all matrices of the experts
+    intermediate_size: int  # size of one expert
+    activation: str = "silu"  # for the gate: a key of ACTIVATIONS, or CLAMPED_SWIGLU (gpt-oss)
+    has_bias: bool = False  # all matrices of the experts have a bias
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
     storage: str = "apart"
-    # Of the parameters of transformers' module, which adapters change. interleaves: gate and up alternate (gpt-oss).
-    # swaps: they are [experts, inputs, outputs], which PEFT takes for [experts, outputs, inputs] (Llama 4).
+    # Layout of the parameters of transformers' module, which adapters change. interleaves: gate and up alternate
+    # (gpt-oss). swaps: they are [experts, inputs, outputs], which PEFT takes for [experts, outputs, inputs] (Llama 4).
     module_interleaves: bool = False
     module_swaps: bool = False
     shared_intermediate_size: int = 0  # 0: no shared expert. Several are one of their total width

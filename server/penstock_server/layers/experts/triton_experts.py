@@ -84,7 +84,7 @@ class GroupedExperts:
             inner = self.activation(inner)
         if shard.intermediate is not None and shard.shard.exact:
             inner = shard.shard.group.all_gather_columns(inner, shard.intermediate.widths())
-        # Where the ranks' results are added up, those of other ranks' experts are zero.
+        # If the ranks' results are added up, the results of other ranks' experts are zero.
         make = x.new_zeros if shard.sums_results else x.new_empty
         results = make((num_pairs, self.down.out_features))
         self.down(inner, choice, results)
