@@ -262,7 +262,7 @@ class NativeOps:
     def _pack_quantized(
         self, matrices: Sequence[QuantizedMatrix], bias: Tensor | None, *, gated: bool = False
     ) -> tuple[NativeLinear, Lookup]:
-        """As `QuantizedPacker`."""
+        """Implements `QuantizedPacker`."""
         bits, dtype = self._activation_bits, self.build.dtype
         linear = NativeLinear.quantized(self._kernels, matrices, bias, bits, dtype, gated=gated)
         return linear, linear.rows

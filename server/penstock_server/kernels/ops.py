@@ -56,7 +56,7 @@ class Summand:
         return value if self.other is None else self.other + value
 
     def add_to(self, residual: Tensor, norm: PackedNorm | None) -> Tensor:
-        """As of `Ops.add`, with the norms' own operators."""
+        """Like `Ops.add`, with the norms' own operators."""
         if norm is not None:
             return norm(self.value(), residual)
         residual += self.value()
@@ -151,7 +151,7 @@ class Ops(Protocol):
         ...
 
     def pack_wide(self, weight: Tensor) -> PackedLinear:
-        """As `pack_linear` without bias, but the result is float32, and not rounded to x's dtype before."""
+        """Like `pack_linear` without bias, but the result is float32, and not rounded to x's dtype before."""
         ...
 
     def pack_tied(self, weight: Weight) -> tuple[PackedLinear, Lookup]:

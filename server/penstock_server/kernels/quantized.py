@@ -32,7 +32,7 @@ FLOAT8 = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 class QuantFormat:
     """How the rows of a matrix are quantized."""
 
-    bits: int  # of a code: 2 to 6, or 8
+    bits: int  # bits of a code: 2 to 6, or 8
     group: int  # input features that share a scale: 16, or a multiple of 32
     offset: int = 0  # the code of zero, or of the min if there are mins; unused with zero points
     has_mins: bool = False  # or zero points
@@ -77,7 +77,7 @@ class QuantizedRows:
 
     @property
     def factors(self) -> list[Tensor]:
-        """Of scales and mins, if they are integers."""
+        """Factors of scales and mins, if they are integers."""
         return [factors for factors in (self.scale_factors, self.min_factors) if factors is not None]
 
     def dequantized(self, format_: QuantFormat) -> Tensor:
@@ -130,7 +130,7 @@ def _spread(numbers: Tensor, width: int, num_columns: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Which quantized weights operators take."""
+    """The quantized weights that operators take."""
 
     any: bool = True
     mixed: bool = True  # a layer with integers and 8-bit floats
@@ -177,7 +177,7 @@ class QuantizedMatrix:
 
     @property
     def num_bytes(self) -> int:
-        """Of codes, scales and mins as they are kept in memory."""
+        """Bytes of codes, scales and mins as they are kept in memory."""
         rows, columns = self.shape
         num_groups = -(-columns // self.format.group)
         numbers = sum(-(-num_groups * NUMBER_BITS[number] // 8) for number in self.format.numbers)

@@ -1,4 +1,4 @@
-"""Where Triton kernels run, and how they are launched. This module does not import Triton."""
+"""Devices of Triton kernels, and the launch of kernels. This module does not import Triton."""
 
 from __future__ import annotations
 

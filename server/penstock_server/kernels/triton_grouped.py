@@ -23,7 +23,7 @@ class Gate:
     """What the outputs of a layer become if they are gate and up, one after the other."""
 
     activation: str = ""  # as the kernels know it; "": they stay as they are
-    alpha: float = 0.0  # of a clamped SwiGLU
+    alpha: float = 0.0  # alpha of a clamped SwiGLU
     limit: float = 0.0
 
 
@@ -36,7 +36,7 @@ class Tile:
 
     columns: int
     rows: int
-    depth: int  # of dense weights
+    depth: int  # depth of dense weights
     num_warps: int
     num_stages: int
 
@@ -54,7 +54,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Which rows each expert processes. A pair is a row and one of its experts; pair p is row p // top_k."""
+    """Assignment of rows to experts. A pair is a row and one of its experts; pair p is row p // top_k."""
 
     weights: Tensor  # [rows, top_k] float32, or with one more: the weight of the shared expert
     experts: Tensor  # [rows, top_k] int32
@@ -124,7 +124,7 @@ class GroupedQuantized:
         return self.segment.num_columns // self.num_experts
 
     def __call__(self, x: Tensor, assignment: Assignment, output: Tensor) -> None:
-        """As of `GroupedLinear`."""
+        """x [pairs or rows, in_features] → output [pairs, out_features], like `GroupedLinear`."""
         rows_per_expert = assignment.rows_per_expert
         if not triton_device.shares_accumulators(x.device):
             rows_per_expert = min(rows_per_expert, 64)

@@ -27,13 +27,13 @@ def store_pairs(
     output,  # [pairs, COLUMNS], or half of them with an activation
     pair,  # [rows]
     is_row,
-    bias,  # of this expert [COLUMNS], or None
+    bias,  # bias of this expert [COLUMNS], or None
     tile,
-    column,  # as of `expert_columns`
+    column,  # see `expert_columns`
     is_column,
     COLUMNS: tl.constexpr,
-    ACTIVATION: tl.constexpr,  # of gates; "": there are none
-    ALPHA: tl.constexpr,  # of a clamped SwiGLU, as LIMIT
+    ACTIVATION: tl.constexpr,  # activation of gates; "": there are none
+    ALPHA: tl.constexpr,  # alpha of a clamped SwiGLU, as LIMIT
     LIMIT: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -61,7 +61,7 @@ def grouped_kernel(
     x,  # [pairs / rows_per_input, DEPTH]
     weight,  # [EXPERTS, COLUMNS, DEPTH]
     bias,  # [EXPERTS, COLUMNS] or None
-    counts,  # as of `route_kernel`
+    counts,  # see `route_kernel`
     pairs,
     num_rows,
     rows_per_input,
@@ -72,7 +72,7 @@ def grouped_kernel(
     ACTIVATION: tl.constexpr,  # as in `store_pairs`
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
-    PRECISION: tl.constexpr,  # of tl.dot
+    PRECISION: tl.constexpr,  # input precision of tl.dot
     TILE_COLUMNS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_DEPTH: tl.constexpr,
@@ -123,7 +123,7 @@ def grouped_kernel(
 def weighted_sum_kernel(
     output,  # [rows, FEATURES]
     results,  # [rows, TOP_K, FEATURES]
-    weights,  # as of `route_kernel`
+    weights,  # see `route_kernel`
     experts,
     counts,  # set to zero
     shared,  # [rows, FEATURES]: of the shared expert, added last; or None
@@ -132,7 +132,7 @@ def weighted_sum_kernel(
     NUM_WEIGHTS: tl.constexpr,
     FIRST: tl.constexpr,  # the results of other experts than these are left out
     EXPERTS: tl.constexpr,
-    MINE: tl.constexpr,  # of counts
+    MINE: tl.constexpr,  # experts of this rank in counts
     FEATURES: tl.constexpr,
     WIDTH: tl.constexpr,  # elements of a program
     MINE_WIDTH: tl.constexpr,  # a power of two, at least MINE

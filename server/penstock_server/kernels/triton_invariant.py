@@ -109,8 +109,8 @@ class Product:
 class InvariantLinear:
     """Implements `PackedLinear`."""
 
-    product: Product  # of one matrix
-    dtype: torch.dtype  # of the result
+    product: Product  # product of one matrix
+    dtype: torch.dtype  # dtype of the result
     out_features: int
     in_features: int
 

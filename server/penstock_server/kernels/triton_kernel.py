@@ -32,13 +32,13 @@ def norm_kernel(
     other,  # [rows, heads, DIM] or None: added to the summand
     weight,  # [DIM] or [heads, DIM] or None
     bias,  # [DIM] or None
-    row_stride,  # of x
-    head_stride,  # of x
+    row_stride,  # stride of the rows of x
+    head_stride,  # stride of the heads of x
     eps,
     inner_weight,  # [DIM] or None: of a norm that makes the summand from x
     inner_bias,  # [DIM] or None
     inner_eps,
-    FACTOR: tl.constexpr,  # of the summand
+    FACTOR: tl.constexpr,  # factor of the summand
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,  # a power of two, at least DIM
     IS_LAYER: tl.constexpr,  # LayerNorm, not RMSNorm
@@ -204,9 +204,9 @@ def activated(x, NAME: tl.constexpr, above=None, below=None):
 def activate_kernel(
     output,  # [rows, DIM]
     x,  # [rows, DIM]
-    above,  # of `activated`
+    above,  # see `activated`
     below,
-    row_stride,  # of x
+    row_stride,  # stride of the rows of x
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,  # elements of a program
     NAME: tl.constexpr,
@@ -223,10 +223,10 @@ def activate_kernel(
 def gate_kernel(
     output,  # [rows, DIM]
     x,  # [rows, 2 * DIM]: gates, then what they multiply
-    row_stride,  # of x
+    row_stride,  # stride of the rows of x
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,  # elements of a program
-    NAME: tl.constexpr,  # of the activation
+    NAME: tl.constexpr,  # name of the activation
 ):
     """activation(gate) * up, with the activation rounded as if it were stored. Grid: rows, parts of WIDTH elements."""
     row = tl.program_id(0).to(tl.int64)

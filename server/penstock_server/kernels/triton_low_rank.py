@@ -20,7 +20,7 @@ from penstock_server.kernels import triton_device
 from penstock_server.kernels.triton_low_rank_kernel import FIELDS, expand_kernel, look_up_kernel, shrink_kernel
 
 TILE_RANKS = 16
-WORKSPACE_BYTES = 64 << 20  # of a step, for the products with A
+WORKSPACE_BYTES = 64 << 20  # workspace of a step, for the products with A
 _ALIGNMENT = 16  # elements between the matrices of an adapter
 _MAX_TURNS = 8  # programs that share the runs of a tile of rows
 _MAX_PARTIAL_BYTES = 8 << 20
@@ -72,7 +72,7 @@ class DeviceAdapter:
 
     @property
     def address(self) -> int:
-        """Of its table, by which steps name it."""
+        """Address of its table, by which steps name it."""
         return address_of(self.table)
 
 

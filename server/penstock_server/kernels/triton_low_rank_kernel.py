@@ -12,7 +12,7 @@ depend on its own input and adapter only.
 import triton
 import triton.language as tl
 
-FIELDS = 4  # of a part's entry in the table of an adapter: the addresses of A and B, the rank, the bits of the scale
+FIELDS = 4  # fields of a part's entry in the table of an adapter: addresses of A and B, rank, bits of the scale
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def runs_of_tile(of_rows, num_rows, tile, TILE_ROWS: tl.constexpr):
 
 @triton.jit
 def entry_of(tables, adapter, part, num_adapters, FIELDS: tl.constexpr, EXPERT_PARTS: tl.constexpr):
-    """Where the entry of a part is in the table of an adapter, or of an expert and an adapter."""
+    """Address of a part's entry in the table of an adapter, or of an expert and an adapter."""
     if EXPERT_PARTS > 0:
         part += adapter // num_adapters * EXPERT_PARTS
         adapter = adapter % num_adapters
@@ -37,7 +37,7 @@ def entry_of(tables, adapter, part, num_adapters, FIELDS: tl.constexpr, EXPERT_P
 
 @triton.jit
 def places_of(row, order, num_rows, rows_per_input):
-    """Where rows are in x or y."""
+    """Indices of the rows in x or y."""
     if order is None:
         return row
     return tl.load(order + row, mask=row < num_rows, other=0) // rows_per_input
@@ -56,14 +56,14 @@ def shrink_kernel(
     num_adapters,
     rows_per_input,  # pairs for each row of x
     num_partials,  # 0: one program computes all splits
-    first_part,  # of this layer, in the tables
+    first_part,  # first part of this layer in the tables
     PARTS: tl.constexpr,
     RANKS: tl.constexpr,  # a multiple of TILE_RANKS
     X_ROW: tl.constexpr,  # strides
     X_PART: tl.constexpr,
     DEPTH: tl.constexpr,
     SPLIT: tl.constexpr,  # features of a split, a multiple of TILE_DEPTH
-    PRECISION: tl.constexpr,  # of tl.dot
+    PRECISION: tl.constexpr,  # input precision of tl.dot
     FIELDS: tl.constexpr,
     EXPERT_PARTS: tl.constexpr,  # parts of all layers from one expert to the next one; 0: rows are not of experts
     TURNS: tl.constexpr,
@@ -112,10 +112,10 @@ def look_up_kernel(
     inner,  # [num_rows, RANKS] float32
     token_ids,  # [num_rows] int64
     dtype_of,  # a tensor in the dtype of adapters
-    of_rows,  # as of `shrink_kernel`, as the next one
+    of_rows,  # this and the next parameter: see `shrink_kernel`
     tables,
     num_rows,
-    num_tokens,  # of the vocabulary
+    num_tokens,  # tokens of the vocabulary
     first_part,
     RANKS: tl.constexpr,
     FIELDS: tl.constexpr,
@@ -168,7 +168,7 @@ def expand_kernel(
     row, adapter, run = runs_of_tile(of_rows, num_rows, tl.program_id(0) // TURNS, TILE_ROWS)
     tile = tiles + tl.program_id(1) * 4
     part, first_column = tl.load(tile), tl.multiple_of(tl.load(tile + 1), ALIGNMENT)
-    column = tl.multiple_of(tl.load(tile + 2), TILE_COLUMNS) + tl.arange(0, TILE_COLUMNS)  # of the part
+    column = tl.multiple_of(tl.load(tile + 2), TILE_COLUMNS) + tl.arange(0, TILE_COLUMNS)  # columns of the part
     is_column = column < tl.multiple_of(tl.load(tile + 3), ALIGNMENT)
     target = places_of(row, order, num_rows, 1)
     for turn in range(tl.program_id(0) % TURNS, tl.max(run, 0) + 1, TURNS):

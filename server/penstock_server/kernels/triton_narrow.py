@@ -18,7 +18,7 @@ _TILE_OUTPUTS, _TILE_DEPTH = 64, 128
 _SPLIT_PROGRAMS = 512  # that the splits of a layer aim at
 _MAX_SPLITS = 8
 _MAX_SPLIT_ROWS = 64  # more rows make enough programs
-_MERGED_OUTPUTS = 256  # of a program
+_MERGED_OUTPUTS = 256  # outputs of a program
 
 
 def is_narrow(format_: QuantFormat, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
@@ -61,7 +61,7 @@ class NarrowSegment:
 
     @property
     def num_columns(self) -> int:
-        """Of the output."""
+        """Columns of the output."""
         return self.weight.shape[0]
 
     def apply(self, x: Tensor, y: Tensor) -> None:

@@ -13,7 +13,7 @@ def quantize_kernel(
     x,  # [rows, DEPTH]
     x_stride,
     DEPTH: tl.constexpr,
-    CODE: tl.constexpr,  # as of `QuantFormat`
+    CODE: tl.constexpr,  # see `QuantFormat`
     WIDTH: tl.constexpr,
 ):
     """x = codes * scales: a row's greatest magnitude becomes the largest code. A row with NaN or infinity gets the

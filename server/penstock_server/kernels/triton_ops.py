@@ -35,7 +35,7 @@ KERNEL_ACTIVATIONS: dict[Elementwise, str] = {
 }
 _NO_NORM = NormVariant(0.0)
 _GATE_WIDTH = 1024  # elements of a program
-_ROTATED_ELEMENTS = 2048  # of the tile of heads that a program rotates
+_ROTATED_ELEMENTS = 2048  # elements of the tile of heads that a program rotates
 
 
 def power_of_two(number: int) -> int:
@@ -62,7 +62,7 @@ class TritonOps(TorchOps):
     def pack_quantized(
         self, matrices: Sequence[QuantizedMatrix], bias: Tensor | None, *, gated: bool = False
     ) -> tuple[PackedLinear, Lookup]:
-        """As `QuantizedPacker`."""
+        """Implements `QuantizedPacker`."""
         is_fused = gated and can_gate(matrices, self._dtype, self._device)
         linear = QuantizedLinear.pack(matrices, bias, self._dtype, self._device, gated=is_fused)
         if gated and not is_fused:

@@ -27,7 +27,7 @@ def product_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     SPLIT: tl.constexpr,  # features of a split, a multiple of TILE_DEPTH
-    PRECISION: tl.constexpr,  # of tl.dot
+    PRECISION: tl.constexpr,  # input precision of tl.dot
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     TILE_DEPTH: tl.constexpr,

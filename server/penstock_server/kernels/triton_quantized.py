@@ -23,7 +23,7 @@ from penstock_server.kernels.quantized import (
 from penstock_server.kernels.triton_narrow import NarrowSegment, is_narrow
 from penstock_server.kernels.triton_quantized_kernel import Form, Weight, lookup_kernel, merge_kernel, product_kernel
 
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # of 8 codes, by the bits of a code in them
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # words of 8 codes, by the bits of a code
 _NUMBERS: dict[Number, torch.dtype] = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -33,11 +33,11 @@ _NUMBERS: dict[Number, torch.dtype] = {
     "uint8": torch.uint8,
     "e8m0": torch.uint8,
 }
-_NARROW_OUTPUTS = 64  # of a program with few rows
+_NARROW_OUTPUTS = 64  # outputs of a program with few rows
 _SPLIT_PROGRAMS = 512  # that the splits of a layer aim at, for one tile of rows: 4 for each multiprocessor of an H200
 _MAX_SPLITS = 8
 _MAX_PARTIAL_BYTES = 32 << 20
-_MERGED_OUTPUTS = 256  # of a program
+_MERGED_OUTPUTS = 256  # outputs of a program
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Segment:
 
     @property
     def num_columns(self) -> int:
-        """Of the output."""
+        """Columns of the output."""
         return self.form.outputs // 2 if self.is_gated else self.form.outputs
 
     @property
@@ -173,7 +173,7 @@ class QuantizedLinear:
     segments: tuple[Segment | NarrowSegment, ...]
     out_features: int
     in_features: int
-    dtype: torch.dtype  # of rows that are looked up
+    dtype: torch.dtype  # dtype of rows that are looked up
 
     @classmethod
     def pack(
@@ -245,7 +245,7 @@ def _form(format_: QuantFormat, num_outputs: int, depth: int) -> Form:
 
 
 def _table_words(table: tuple[int, ...]) -> tuple[int, int]:
-    """As of `Form.table`."""
+    """The two words of `Form.table`."""
     numbers = bytes(number + 128 for number in table)
     return int.from_bytes(numbers[:8], "little", signed=True), int.from_bytes(numbers[8:], "little", signed=True)
 

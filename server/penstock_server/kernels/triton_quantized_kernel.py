@@ -36,12 +36,12 @@ class Form(NamedTuple):
     outputs: int
     depth: int  # input features
     blocks: int
-    bits: int  # of a code, in `words`
+    bits: int  # bits of a code in `words`
     high_bits: int  # above them, in `high_words`
     offset: int
     group: int  # input features that share a scale
     packed: int  # scales in a word: 1 float32, 2 of 16 bits, 4 of 8, 8 of 4
-    number: str  # as of `QuantFormat`
+    number: str  # see `QuantFormat`
     min_packed: int  # mins or zero points in a word
     min_number: str  # their type
     has_zeros: bool  # zero points in the place of mins
@@ -230,7 +230,7 @@ def product_kernel(
     IS_GATED: tl.constexpr,  # outputs are pairs: a gate, and what it multiplies
     NUM_SPLITS: tl.constexpr,
     SPLIT_BLOCKS: tl.constexpr,
-    PRECISION: tl.constexpr,  # of tl.dot
+    PRECISION: tl.constexpr,  # input precision of tl.dot
     TILE_OUTPUTS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
@@ -287,11 +287,11 @@ def grouped_product_kernel(
     ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
-    PRECISION: tl.constexpr,  # of tl.dot
+    PRECISION: tl.constexpr,  # input precision of tl.dot
     TILE_COLUMNS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    """As `triton_grouped_kernel.grouped_kernel`, with quantized weights."""
+    """Like `triton_grouped_kernel.grouped_kernel`, with quantized weights."""
     expert, part = tl.program_id(1) // num_parts, tl.program_id(1) % num_parts
     count = tl.load(counts + expert)
     tile = tl.program_id(0)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 TAKEN = tl.constexpr(-(2**31))
-OUTSIDE = tl.constexpr(-(2**31) + 1)  # of the best groups
+OUTSIDE = tl.constexpr(-(2**31) + 1)  # score of experts outside of the best groups
 
 
 @triton.jit
@@ -66,11 +66,11 @@ def route_kernel(
     gate,  # [HIDDEN], or None
     num_rows,
     EXPERTS: tl.constexpr,
-    FIRST: tl.constexpr,  # of the experts on this rank
+    FIRST: tl.constexpr,  # first of the experts on this rank
     MINE: tl.constexpr,
     TOP_K: tl.constexpr,
     NUM_WEIGHTS: tl.constexpr,
-    SCORING: tl.constexpr,  # as of `RoutingSpec`, as all until JITTER
+    SCORING: tl.constexpr,  # see `RoutingSpec`, for all parameters until JITTER
     NORM_POWER: tl.constexpr,  # 0.0: none
     NORM_EPSILON: tl.constexpr,
     SCALE: tl.constexpr,
