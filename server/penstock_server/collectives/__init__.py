@@ -35,7 +35,7 @@ _NO_NUMBER = (1 << 63) - 1
 class Ranks:
     """All ranks of a model, connected. Some of them form groups."""
 
-    rank: int  # of this process
+    rank: int  # rank of this process
     size: int
     everyone: Network | Distributed
     native: NativeBuild | None

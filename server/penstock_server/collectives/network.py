@@ -33,10 +33,10 @@ _HANDSHAKE_S = 10.0
 _MAX_HANDSHAKES = 64  # at a time, those of strangers too
 _ACCEPT_S = 0.2  # between two looks at who has connected
 _RETRY_S = 0.05
-_SILENCE_S = 20  # of a machine that is gone
+_SILENCE_S = 20  # silence after which a machine counts as gone
 _PROBES = 3
 _BUFFER_BYTES = 1 << 19
-_SHORT_BYTES = 1 << 16  # of a tensor that surely fits into the buffers of a connection, with TLS's records
+_SHORT_BYTES = 1 << 16  # size of a tensor that surely fits into the buffers of a connection, with TLS's records
 _RANK = struct.Struct("!I")
 
 Peers = dict[int, ssl.SSLSocket]
@@ -54,8 +54,8 @@ class Network(Gathered):
         self._peers = {number: peers[other] for number, other in enumerate(ranks) if other != rank}
 
     def part(self, ranks: Sequence[int]) -> Network:
-        """Sub-network of `ranks`, which include this one, over the same connections. All ranks must issue calls on both
-        networks in the same order."""
+        """Sub-network of `ranks`, which include this one, over the same connections. Calls on both networks take
+        turns: all ranks must issue them in the same order."""
         peers = {self._ranks[number]: peer for number, peer in self._peers.items()}
         return Network(self._ranks[self._rank], ranks, peers)
 
@@ -208,7 +208,7 @@ def _accept(listener: socket.socket, awaited: set[int], node: Node, deadline: fl
                 return peer.close()
             peer.sendall(b"\1")
             peers[rank] = peer
-        except OSError:  # of one connection, as a scanner's; the ranks try again
+        except OSError:  # one connection failed, as a scanner's does; the ranks try again
             plain.close()
 
     # A thread for each connection: a stranger who says nothing delays no rank.

@@ -128,7 +128,7 @@ def _failure(table: SequenceTable, advances: Advances, index: int, row: int) -> 
 
 
 def _reason(table: SequenceTable, advances: Advances, index: int, row: int) -> str:
-    """Which rule an advance of a sequence with a row breaks."""
+    """The rule that an advance of a sequence with a row breaks."""
     sequence_id = int(advances.sequence_ids[index])
     if (advances.sequence_ids == sequence_id).sum() > 1:
         return "two advances in one plan"

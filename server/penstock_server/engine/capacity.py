@@ -57,7 +57,7 @@ class CapacityProbe:
     block_tokens: int
     has_grammars: bool  # whether grammars can be used already
     pooled_drafter: PooledDrafter | None = None  # with as many blocks as the model
-    drafter_bytes: int = 0  # of weights
+    drafter_bytes: int = 0  # bytes of the drafter's weights
 
     def measure(
         self, config: WarmUpConfig, run: Run, later_bytes: int, graph_bytes: Callable[[], int], clock: PhaseClock
@@ -165,7 +165,7 @@ class CapacityProbe:
         return self.model.weight_bytes + self.drafter_bytes + _STANDBY_BYTES
 
     def standby_room(self, config: WarmUpConfig, step_bytes: int) -> int | None:
-        """Standby room in bytes, measured now. step_bytes: memory of the largest step."""
+        """Standby room in bytes, measured now; None on a CPU. step_bytes: memory of the largest step."""
         if self.device.type == "cpu" or config.proven:
             return None
         left = replace(memory.MemoryMeter(self.device).measure(), transient=step_bytes + self.standby_bytes)

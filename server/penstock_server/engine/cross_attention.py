@@ -1,4 +1,4 @@
-"""Which tokens of a step see which images, for models whose images are attended to (`vision/states.py`)."""
+"""Assignment of tokens to images, for models whose images are attended to (`vision/states.py`)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Smallest threshold at which a row's cumulative probability reaches a given mass: the core of top-k, top-p and
-typical-p.
+"""Smallest key at which a row's cumulative weight, in ascending order, reaches a given mass: the core of top-k, top-p
+and typical-p.
 
 It does not sort the row: a histogram by the keys' upper bits finds the bin, and only that bin is sorted. Weights are
 integers, so sums are exact and depend on no order, thread or other row.
@@ -18,7 +18,7 @@ from penstock_server.kernels import triton_device
 ONE = 1 << 44  # the weight of probability 1; a probability below 1 / ONE has weight 0
 _SHIFT = 16
 _HIGHEST = 128.0
-_NUM_BINS = 0x4300  # of the bits of floats below _HIGHEST
+_NUM_BINS = 0x4300  # bins of the bits of floats below _HIGHEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def key_of(probs: Tensor) -> Tensor:
     return _ONE_BITS - probs.view(torch.int32)
 
 
-_ONE_BITS = 0x3F800000  # of 1.0f
+_ONE_BITS = 0x3F800000  # the bits of 1.0f
 
 
 def target_of(share: Tensor, total: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def find_cut(keys: Tensor, weights: Tensor, mass: Tensor, room: Room) -> Cut:
     order_keys, order = ((rows << 32) + keys.view(-1)[places]).sort()
     inside = weights.view(-1)[places][order]
     sums = inside.cumsum(0)
-    starts = torch.searchsorted(order_keys, torch.arange(num_rows, device=keys.device) << 32)  # of each row's part
+    starts = torch.searchsorted(order_keys, torch.arange(num_rows, device=keys.device) << 32)  # starts of the rows
     missing = mass - before + _sum_before(sums, inside, starts)
     at = torch.searchsorted(sums, missing)
     first_equal = torch.searchsorted(order_keys, order_keys[at])

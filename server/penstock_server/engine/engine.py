@@ -106,7 +106,7 @@ class Engine:
         self._ready: Runner | None = None
         self._offload: Offload | None = None
         self._backing: threading.Thread | None = None
-        self.progress = DeviceProgress(record_event) if device.type != "cpu" else None  # of a GPU
+        self.progress = DeviceProgress(record_event) if device.type != "cpu" else None  # GPU only
 
     @classmethod
     def load(

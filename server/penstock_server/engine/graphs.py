@@ -27,7 +27,7 @@ from penstock_server.engine.sequence import TableLimits
 from penstock_server.engine.transfer import Upload
 from penstock_server.models.interface import CausalModel
 
-FIRST_CONTEXT_TOKENS = 1024  # of the least bucket; each of the next holds twice as many
+FIRST_CONTEXT_TOKENS = 1024  # size of the least bucket; each of the next holds twice as many
 _MEASURED_GRAPHS = 8  # the driver allocates memory in pieces that are larger than a graph
 
 Replay = Callable[[], object]
@@ -106,7 +106,7 @@ class StepGraphs:
         self._limits = limits
         self._device = device
         self._record = record
-        self._memory: Tensor | None = None  # of the inputs
+        self._memory: Tensor | None = None  # memory of the inputs
         self._graphs: dict[Bucket, Graph] = {}
         self._rows: list[int] = []
         self._contexts: list[int] = []

@@ -22,9 +22,9 @@ Lengths = npt.NDArray[np.int32]
 class HostAdapters:
     """The LoRA adapters of a step's tokens."""
 
-    loaded: Sequence[Any]  # as `Adapters.load` returns them
+    loaded: Sequence[Any]  # the results of `Adapters.load`
     of_tokens: Rows  # as in `StepAdapters`
-    addresses: Rows | None = None  # of the tables of adapters on a GPU
+    addresses: Rows | None = None  # GPU only: addresses of the tables of adapters
 
     @classmethod
     def of(cls, loaded: Sequence[Any], of_tokens: Rows) -> HostAdapters:

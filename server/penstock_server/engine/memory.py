@@ -45,7 +45,7 @@ class Memory:
 class Share:
     """The part of that memory that a rank may use."""
 
-    fraction: float  # of the total, for all ranks together
+    fraction: float  # share of the total memory, for all ranks together
     num_ranks: int  # ranks that share the memory
     cap_bytes: int | None = None  # at most this, and at most half of the available memory; None: no cap
 

@@ -34,7 +34,7 @@ class Masked:
     indices: Tensor | None  # [masked] into the step's masks; None: these are all of them
 
     def masks(self, words: Tensor) -> Masks:
-        """Of the step's masks [masked rows of the step, words]."""
+        """Masks of these rows. words: the step's masks [masked rows of the step, words]."""
         return self.places, words if self.indices is None else words[self.indices]
 
 
@@ -70,7 +70,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parameters:
-    """Which rows need what. `plain` and `processed` are rows of the logits. Tensors are on the device."""
+    """Rows by what sampling does to them. `plain` and `processed` are rows of the logits. Tensors are on the device."""
 
     composition: Composition  # the object that these parameters were computed from
     plain: Places  # rows that are greedy, without processors except a mask, and without alternatives

@@ -33,7 +33,7 @@ class PromptScores:
     starts: npt.NDArray[np.int64]  # [sequences] its first prompt token
     logprobs: Fetched  # [prompt tokens]
     num_broken: Tensor  # [sequences] int64: rows with logits that are not finite
-    alternatives: Sequence[Alternatives]  # of the prompt tokens that asked for them
+    alternatives: Sequence[Alternatives]  # for the prompt tokens whose requests asked for them
 
     def tokens(self, sequence_ids: npt.NDArray[np.uint64]) -> dict[int, Tokens]:
         """By sequence id; sequence_ids [selected] are those of the advances."""
@@ -49,7 +49,7 @@ class PromptScores:
 class PromptInputs:
     """The prompt tokens of a step that get logprobs, and what computing them needs on the device."""
 
-    ids: npt.NDArray[np.int64]  # as of `PromptScores`, as the next two
+    ids: npt.NDArray[np.int64]  # ids, places and starts: see `PromptScores`
     places: npt.NDArray[np.int64]
     starts: npt.NDArray[np.int64]
     owners: Tensor  # [prompt tokens] index into `places`

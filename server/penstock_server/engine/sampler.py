@@ -96,7 +96,7 @@ class Sampled:
 
     ids: Tensor  # int64
     logprobs: Tensor  # float32 or float64
-    alternatives: list[Alternatives] = field(default_factory=list)  # of the rows that asked for them
+    alternatives: list[Alternatives] = field(default_factory=list)  # for the rows whose requests asked for them
 
 
 @dataclass

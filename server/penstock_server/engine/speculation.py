@@ -69,7 +69,7 @@ def with_forced_tokens(
     group: RankGroup,
     device: torch.device,
 ) -> Selection:
-    """As `with_drafts`, but drafts only tokens that grammars force."""
+    """Like `with_drafts`, but drafts only tokens that grammars force."""
     drafts = np.full((len(chosen.rows), int(chosen.max_drafts.max())), _NO_TOKEN, np.int32)
     if grammars is not None:
         for place in np.flatnonzero(table.sampling["has_grammar"][chosen.rows] & (chosen.max_drafts > 0)).tolist():

@@ -70,11 +70,11 @@ class Pending:
     verdict: Tensor | None = None
     host_verdict: Fetched | None = None
     logprobs: Fetched | None = None  # [samples]
-    alternatives: Sequence[Alternatives] = ()  # of the samples that asked for them
+    alternatives: Sequence[Alternatives] = ()  # for the samples whose requests asked for them
     refusals: Mapping[int, Refusal] = field(default_factory=dict)  # by sample whose mask allows no token
     prompt: PromptScores | None = None
     outputs: Tensor | None = None  # [samples, hidden] for the drafter; until settling
-    # GPU only: events around the idle time that drafting caused, from the end of the step before to the model's start.
+    # GPU only: events around the idle time between the last step and the model, if `launch` waited because of drafts.
     waiting: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
     host_ids: Ids | None = None  # [samples]; set by settling
     timing: StepTiming = field(default_factory=StepTiming)
@@ -383,7 +383,7 @@ class StepRunner:
             stays &= pending.is_kept
         if self._drafter is not None and pending.outputs is not None:
             kept = np.flatnonzero(stays)
-            last = kept[np.diff(places[kept], append=len(pending.residencies)) > 0]  # of each advance
+            last = kept[np.diff(places[kept], append=len(pending.residencies)) > 0]  # the last row of each advance
             outputs = pending.outputs[transfer.upload(last, self._device)]
             self._drafter.observe(self._table, rows[last], positions[last] + 1, outputs)
             pending.outputs = None

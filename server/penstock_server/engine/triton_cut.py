@@ -60,7 +60,7 @@ def cut_kernel(
         before = tl.where(sum_1 < wanted, sum_1, before)
         before = tl.where(sum_2 < wanted, sum_2, before)
         before = tl.where(sum_3 < wanted, sum_3, before)
-    missing = wanted - before  # of the probabilities whose key is `last`
+    missing = wanted - before  # the weight that is still needed, from probabilities whose key is `last`
     kept = missing * 0
     for start in range(0, width, BLOCK):
         place = start + tl.arange(0, BLOCK)

@@ -23,7 +23,7 @@ ALL = frozenset(("top_k", "top_p", "typical_p", "min_p"))
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Where each row's distribution is cut."""
+    """The cut of each row's distribution."""
 
     top_k: Tensor  # [rows] int64; 0: all; tokens as probable as the last one stay
     top_p: Tensor  # [rows] float64 in (0, 1], of what top_k left; equally probable tokens are taken in the order of ids

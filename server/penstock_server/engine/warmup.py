@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from penstock_server.protocol.plan import Adapter, Advances, Grammar, NewSequence, Plan, Sampling
 
-_MAX_BLOCKS = 256  # of the temporary cache
+_MAX_BLOCKS = 256  # blocks of the temporary cache
 _FIRST_SEQUENCES = 16  # rows that the sampler processes at a time on a CPU
 _TOP_N = 20  # the most alternatives that OpenAI's API allows
 ANY_TEXT = Grammar("regex", "(?s).*")
@@ -41,7 +41,7 @@ class WorstStep:
     max_step_tokens: int
     max_step_sequences: int
     max_sequence_tokens: int
-    max_context_tokens: int  # of all sequences together: what the pool can hold
+    max_context_tokens: int  # for all sequences together: what the pool can hold
     block_tokens: int
     max_source_tokens: int = 0  # 0: the model has no encoder
     max_answer_tokens: int | None = None  # the longest continuation of a source; None: no limit of its own

@@ -30,7 +30,7 @@ _WAIT_LIMIT_S = 2 * MAX_WAITING / MAX_RUNNING * TIME_LIMIT_S
 # What grammars take before any is compiled, at most: for each token in this process and in each trial process, and for
 # a trial process itself.
 TOKEN_BYTES, _TRIAL_BYTES = 1 << 10, 32 << 20
-_STACK_BYTES = 64 << 20  # of threads that compile or compute masks: 16 times a trial's; only touched pages count
+_STACK_BYTES = 64 << 20  # stack of threads that compile or compute masks: 16 times a trial's; only touched pages count
 
 
 class GrammarCompiler:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Start:
     """A compiled grammar, shared by its sequences. Its matchers are never advanced; sequences copy them."""
 
-    mask: bytes  # of the first token: words of 32 bits, as in `FirstTokens`
+    mask: bytes  # mask of the first token: words of 32 bits, as in `FirstTokens`
     is_accepting: bool  # whether the empty text matches
     bare: LLMatcher | None
     after_space: LLMatcher | None = None  # for the same texts, each preceded by a space

@@ -11,7 +11,7 @@ from enum import Enum, auto
 
 from penstock_server.grammar.text import ThoughtLimit
 
-_MAX_CONTINUATION_BYTES = 3  # of a character in UTF-8
+_MAX_CONTINUATION_BYTES = 3  # continuation bytes of a character in UTF-8
 
 
 class _Stage(Enum):
@@ -40,7 +40,7 @@ class Thoughts:
         self._decode = decode
         self._stage = _Stage.BEFORE if self._open else _Stage.WITHIN
         self._text = b""  # that may begin or contain the next marker
-        self._num_tokens = 0  # of thoughts, without their markers
+        self._num_tokens = 0  # tokens of thoughts, without their markers
         self._num_forced = 0
         self._enforce()
         for token_id in generated:

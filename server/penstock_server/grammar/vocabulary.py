@@ -28,7 +28,7 @@ class Vocabulary:
     """The tokens of a model."""
 
     tokenizer: LLTokenizer  # tokens as they decode in the middle of a text
-    eos_ids: tuple[int, ...] = ()  # of the model; the tokenizer has an EOS token even if there are none
+    eos_ids: tuple[int, ...] = ()  # EOS tokens of the model; the tokenizer has an EOS token even if there are none
     first_tokens: FirstTokens | None = None  # None: the first token of an output decodes in the same way
     never_ids: tuple[int, ...] = ()  # tokens that are never allowed
 

@@ -29,7 +29,7 @@ from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
 from penstock_server.weights.safetensors_header import read_header
 
 _LAYER_PREFIXES = ("midlayer.", "layers.0.")
-_HIDDEN_NORM = "hidden_norm.weight"  # of the layer; norms what the head reads of the model, so no whole model has it
+_HIDDEN_NORM = "hidden_norm.weight"  # a norm of what the head reads of the model, so no whole model has it
 _IGNORED = {"t2d", "d2t", "embed_tokens.weight"}  # the model has the embeddings; d2t is read if vocabularies differ
 
 

@@ -22,7 +22,7 @@ class Drafter(Protocol):
     is_lookup: bool  # in the sequence's text, which grammars look up themselves
     extends_lookup: bool  # is asked only where lookup finds nothing, and reads no text before it drafts
     reads_outputs: bool
-    num_bytes: int  # of weights
+    num_bytes: int  # bytes of the weights
 
     def draft(self, table: SequenceTable, rows: Rows, most: Rows) -> Sequence[Tokens]:
         """[rows]: the draft of each row of the table, of at most its number of tokens in `most` [rows]. The tokens of

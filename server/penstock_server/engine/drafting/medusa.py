@@ -38,8 +38,8 @@ from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
 
 WEIGHTS_NAME = "medusa_lm_head.safetensors"
 _LEAST_LOGPROB = math.log(0.15)  # that all tokens of a draft are right; drafts end before it is lower
-# Of a matrix; to wake the other threads costs more than they save for smaller ones. PERF: with two heads of 2.4 MB, a
-# step took 0.1 to 0.5 ms longer on two threads (Zen 4).
+# Bytes of a matrix from which threads share it: waking threads costs more than they save for smaller ones. PERF: with
+# two heads of 2.4 MB, a step took 0.1 to 0.5 ms longer on two threads (Zen 4).
 _PARALLEL_BYTES = 8 << 20
 
 # [rows, in] → [rows, out]

@@ -48,7 +48,7 @@ def longest_match(text: Tokens, end: Tokens, most: int) -> tuple[int, Tokens]:
 
 
 def own_match(history: Tokens, most: int) -> tuple[int, Tokens]:
-    """As `longest_match`, of the end of a sequence's tokens in the tokens before it."""
+    """Like `longest_match`, for the end of a sequence's tokens in the tokens before it."""
     history = history[-_MAX_HISTORY:]
     return longest_match(history, history, most)
 

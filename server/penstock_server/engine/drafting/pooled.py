@@ -122,7 +122,7 @@ class PooledDrafter(ABC):
             self._advance(table, int(rows[place]), progress[place], int(counts[place]))
         is_ready = computed[places] + counts[places] == table.known[rows[places]] - self.num_unread
         places, last = places[is_ready], last.select(np.flatnonzero(is_ready))
-        found = [(places, last.ids)]  # of each pass; a GPU is awaited once, behind all of them
+        found = [(places, last.ids)]  # for each pass; the GPU is awaited once, behind all of them
         for num_drafts in range(1, int(most[places].max(initial=0))):
             longer = np.flatnonzero(most[places] > num_drafts)
             places, last = places[longer], last.select(longer)

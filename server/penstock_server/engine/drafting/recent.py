@@ -42,7 +42,7 @@ class RecentAnswers:
             self._num_tokens -= min(excess, len(text))
 
     def match(self, salt: int | None, history: Tokens, most: int) -> tuple[int, Tokens]:
-        """As `longest_match`, of the end of `history` in the answers with this salt."""
+        """Like `longest_match`, for the end of `history` in the answers with this salt."""
         num_matched, tokens = longest_match(self._texts.get(salt, _END), history, most)
         is_end = tokens == _END
         return num_matched, tokens[: is_end.argmax()] if is_end.any() else tokens
