@@ -251,7 +251,7 @@ def wanted_files(
     # An index of another format would name files that are not downloaded.
     small = [name for name in top if name.endswith(suffixes) and not _is_other_index(name, weights)]
     templates = [name for name in names if re.fullmatch(r"additional_chat_templates/[^/]+\.jinja", name)]
-    # Of sentence-transformers, the weights of a Dense module too: they are no part of the model's own.
+    # Files of sentence-transformers; the weights of a Dense module too, which are no part of the model's own.
     modules = [name for name in names if re.fullmatch(r"\d+_\w+/(config\.json|model\.safetensors)", name)]
     pickles = [name for name in names if re.fullmatch(r"\d+_\w+/pytorch_model\.bin", name)]
     modules += [name for name in pickles if f"{name.partition('/')[0]}/model.safetensors" not in modules]

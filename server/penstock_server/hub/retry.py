@@ -1,4 +1,4 @@
-"""Which failures of the hub pass, and how long to wait before asking it again. Imports no torch."""
+"""Transient failures of the hub, and how long to wait before asking it again. Imports no torch."""
 
 from __future__ import annotations
 

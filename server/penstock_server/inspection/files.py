@@ -31,7 +31,7 @@ class ModelFiles:
     kind: str = ""  # the format of the weights
     sizes: dict[str, int] = field(default_factory=dict)  # bytes of each weight file
     tensors: Mapping[str, StoredTensor] | None = None  # by the names that the loader uses; None: unknown
-    metadata: dict[str, str] = field(default_factory=dict)  # of safetensors files that are not downloaded
+    metadata: dict[str, str] = field(default_factory=dict)  # metadata of safetensors files that are not downloaded
     locator: Locator | None = None  # for formats with their own tensor names
     problems: list[str] = field(default_factory=list)  # reasons why the model cannot be served
     notes: list[str] = field(default_factory=list)

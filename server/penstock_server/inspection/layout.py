@@ -57,7 +57,7 @@ class RankShare:
     weight_bytes: int
     kv_bytes_per_token: int
     free_bytes: int = 0  # on its device, before anything is loaded
-    fitting_tokens: int = 0  # of KV cache, in the memory that the weights leave
+    fitting_tokens: int = 0  # tokens of KV cache that fit into the memory that the weights leave
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ def lay_out(
 
 
 def _zeros(files: ModelFiles, folder: Path, biases: set[str]) -> set[str]:
-    """Those of `unused_biases` that are zeros; all of them if they cannot be read yet, which a note says."""
+    """The `unused_biases` that are zeros; all of them if they cannot be read yet, which a note says."""
     if not biases:
         return biases
     try:
@@ -250,7 +250,7 @@ def _unloadable(tensors: Mapping[str, StoredTensor], expected: Iterable[str]) ->
 def _image_bytes(
     spec: ModelSpec, tensors: Mapping[str, StoredTensor], folder: Path, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Of the vision tower, and of the adapter that prompts with images have."""
+    """Bytes of the vision tower, and of the adapter that prompts with images use."""
     if not spec.reads_images:
         return 0
     family = FAMILIES[spec.architecture]

@@ -28,8 +28,8 @@ class Quantized:
 
     method: str
     tensors: Mapping[str, StoredTensor]
-    formats: Mapping[str, QuantFormat | None]  # of the quantized weights; None: it is dequantized at load
-    order_of: Callable[[str], torch.Tensor | None]  # of a weight's columns, as in `QuantizedMatrix`
+    formats: Mapping[str, QuantFormat | None]  # by quantized weight; None: it is dequantized at load
+    order_of: Callable[[str], torch.Tensor | None]  # order of a weight's columns, as in `QuantizedMatrix`
 
     def dequantized(self) -> Quantized:
         """The same with all weights dequantized at load."""
@@ -45,7 +45,7 @@ class Quantized:
         )
 
     def _saved_in(self, layer: Mapping[str, Parameter], locator: Locator, dtype: torch.dtype, kept: Kept) -> int:
-        """Of one layer, or of the same layer of all experts."""
+        """Bytes saved in one layer, or in the same layer of all experts."""
         saved, weights = 0, []
         for name, parameter in layer.items():
             stored = [tensor for tensor, _ in locator.locate(name).matrices(parameter.shape, parameter.part)]

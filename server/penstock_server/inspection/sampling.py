@@ -24,7 +24,7 @@ _RULES: dict[str, _Rule] = {
     "max_new_tokens": ("an integer of at least 1", lambda value: value >= 1 and value == int(value)),
 }
 _LARGEST = {"top_k": 2**31 - 1, "max_new_tokens": 2**32 - 1}
-"""Of integers. Larger ones mean these."""
+"""Limits of integers: larger values mean these."""
 # Each with the number that has no effect in transformers either.
 _NOT_APPLIED = {
     "num_beams": 1,
@@ -105,7 +105,7 @@ def described(defaults: Mapping[str, float]) -> str:
 
 
 def _entries(folder: Path) -> tuple[str, dict[str, Any]]:
-    """Those of the file; without the file, those of the model's configuration, as in transformers."""
+    """Entries of the file; without the file, entries of the model's configuration, as in transformers."""
     path = folder / "generation_config.json"
     if path.exists():
         return path.name, _read(path)

@@ -24,7 +24,7 @@ class TextFacts:
     chat_template: str | None = None
     eos_token_ids: tuple[int, ...] = ()
     sampling_defaults: dict[str, float] = field(default_factory=dict)
-    """Of requests that leave them out, except on TGI's routes."""
+    """Defaults of requests that leave them out, except on TGI's routes."""
 
 
 def inspect_text(folder: Path, problems: list[str], notes: list[str]) -> TextFacts:
@@ -59,7 +59,7 @@ def _inspect_tokenizer(
     path, slow = folder / "tokenizer.json", vocabulary_files(folder)
     if path.is_file() or slow:
         path = path if path.is_file() else slow[0]
-        # As `prepare` would make it.
+        # The tokenizer that `prepare` would make.
         try:
             replaced = made_files(folder)
         except ConfigError as error:

@@ -59,10 +59,10 @@ def completed_files(folder: Path, tokenizer: Json) -> dict[str, Json]:
 class Declared:
     """What the files beside tokenizer.json say."""
 
-    config: Json  # of tokenizer_config.json, with the special tokens of special_tokens_map.json
+    config: Json  # contents of tokenizer_config.json, with the special tokens of special_tokens_map.json
     other_roles: Json  # special tokens by role that special_tokens_map.json sets otherwise than tokenizer_config.json
     model: Json  # config.json
-    added_ids: Json | None  # of added_tokens.json, by text; None: it is not read
+    added_ids: Json | None  # contents of added_tokens.json, by text; None: it is not read
 
     @classmethod
     def read(cls, folder: Path) -> Declared:

@@ -35,7 +35,7 @@ class Class:
 
     prefix: tuple[str, ...]
     suffix: tuple[str, ...]
-    languages: str = ""  # those that no file lists
+    languages: str = ""  # languages that no file lists
     default: str = ""  # the source language if no file names it
     only_spaces_separate: bool = False
 

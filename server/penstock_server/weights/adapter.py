@@ -27,7 +27,7 @@ from penstock_server.weights.loader import Parameter, shortened
 from penstock_server.weights.location import Location, Locator
 from penstock_server.weights.memory import PIECE_BYTES
 
-PREFIX = "base_model.model."  # of tensor names: PEFT's two wrappers around the base model; published ones may lack it
+PREFIX = "base_model.model."  # starts tensor names: PEFT's wrappers around the base model; published ones may lack it
 OF_LINEAR = (".lora_A.weight", ".lora_B.weight")
 OF_EMBEDDING = (".lora_embedding_A", ".lora_embedding_B")
 COPY = ".base_layer.weight"
@@ -74,7 +74,7 @@ _READ = frozenset(
         "use_rslora",
     }
 )
-# Of a regular expression in `target_modules`, in characters and in repetitions.
+# Limits of a regular expression in `target_modules`: characters and repetitions.
 _MAX_PATTERN = 4096
 _MAX_REPETITIONS = 6
 # What an adapter can hold that is no product of A and B of a module.
@@ -108,16 +108,16 @@ class Module:
 
     name: str
     out_features: int
-    in_features: int  # of an embedding: the number of tokens
+    in_features: int  # the number of tokens for an embedding
     num_experts: int | None = None
-    swaps: bool = False  # of experts: A is of the outputs and B of the inputs
-    part_of: str = ""  # of one expert: the parameter of all experts that it is a part of
+    swaps: bool = False  # A is of the outputs and B of the inputs, for experts
+    part_of: str = ""  # the parameter of all experts that this expert's is a part of
     is_embedding: bool = False
-    stored: StoredWeight | None = None  # of embedding and head, whose weight PEFT saves with the adapter
+    stored: StoredWeight | None = None  # for embedding and head, whose weight PEFT saves with the adapter
 
     @property
     def suffixes(self) -> tuple[str, str]:
-        """Of the names of its tensors A and B."""
+        """Suffixes of the names of its tensors A and B."""
         return OF_EMBEDDING if self.is_embedding else OF_LINEAR
 
     @property
@@ -126,7 +126,7 @@ class Module:
         return ".weight" if self.num_experts is None else ""
 
     def shapes(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Shapes of this site's tensors A and B at a rank."""
+        """Shapes of its tensors A and B."""
         ranks = rank * (self.num_experts or 1)
         sizes = (self.out_features, self.in_features) if self.swaps else (self.in_features, self.out_features)
         return (ranks, sizes[0]), (sizes[1], ranks)
@@ -146,7 +146,7 @@ class _Changed:
     """A module that an adapter changes."""
 
     name: str  # one of the names that adapters may give it
-    stem: str  # of its tensors' names
+    stem: str  # stem of its tensors' names
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class Change:
 
 
 def highest_rank(folder: Path) -> int:
-    """Of an adapter's products. Raises ConfigError if its config is damaged, or needs what is not supported."""
+    """Highest rank of an adapter's products. Raises ConfigError if its config is damaged or not supported."""
     return _Config.read(folder).highest_rank
 
 

@@ -1,4 +1,4 @@
-"""Where a checkpoint keeps a parameter: the tensor's name, and the rows of a tensor that several parameters share.
+"""Location of a parameter in a checkpoint: the tensor's name, and the rows of a tensor that several parameters share.
 
 Locations are data in an architecture's name map. A rank reads only its own rows of a shared tensor.
 """
@@ -139,7 +139,7 @@ class Location:
 
 
 class Locator(Protocol):
-    """Where a checkpoint keeps every parameter of a model."""
+    """Finds every parameter of a model in a checkpoint."""
 
     @property
     def ignored(self) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock_server.kernels.quantized import QuantFormat, QuantizedRows
 
 LEGACY, SUPER = 32, 256
-# Of the types with tables.
+# Values of the codes, for types with tables.
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 # Twice the 4-bit floats of the OCP Microscaling Formats specification 1.0.
 MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)

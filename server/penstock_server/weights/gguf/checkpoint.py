@@ -60,7 +60,7 @@ class GgufCheckpoint:
         return self.tensors[name].shape
 
     def locator(self) -> Locator:
-        """Where the files keep each parameter."""
+        """Locator of the parameters in the files."""
         return GgufLocator({name: info.shape for name, info in self.tensors.items()}, self.metadata)
 
     def read(self, name: str, part: Part | None, out: Tensor) -> None:

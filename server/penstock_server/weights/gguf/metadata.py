@@ -54,7 +54,7 @@ class Metadata:
         return int(value)
 
     def size(self, key: str, default: int | None = None) -> int:
-        """As `integer`, at least 1."""
+        """Like `integer`, but at least 1."""
         value = self.integer(key, default)
         if value < 1:
             raise self.error(f"{self.architecture}.{key} is {value}, must be at least 1")

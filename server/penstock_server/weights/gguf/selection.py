@@ -27,7 +27,7 @@ class Reference:
 
     @classmethod
     def parse(cls, model_id: str) -> Reference:
-        """As `--model-id` names it. COMPAT: both forms are vLLM's, the one with a colon is llama.cpp's too."""
+        """Parses a value of `--model-id`. COMPAT: both forms are vLLM's, the one with a colon is llama.cpp's too."""
         parts = model_id.split("/", 2)
         if len(parts) == 3:
             return cls("/".join(parts[:2]), file=parts[2])

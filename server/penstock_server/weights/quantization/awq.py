@@ -39,7 +39,7 @@ from penstock_server.weights.quantization.stored import (
 BITS = 4
 LAYOUTS = ("gemm", "gemv", "gemv_fast")
 KINDS = (Kind("AWQ (`gemm`, `gemv`, `gemv_fast`)", (BITS,)),)
-PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of output i among the nibbles of a word
+PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # place of output i among the nibbles of a word
 
 
 @dataclass(frozen=True, slots=True)

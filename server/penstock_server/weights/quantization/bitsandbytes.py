@@ -75,7 +75,7 @@ class TableWeight(Affine):
     """Numbers of a codebook, in rows of whole blocks. Quantized, they are rounded to a table of integers; the dense
     form is exact. Implements `StoredWeight`."""
 
-    step: float  # of the table
+    step: float  # step of the table
 
     def rows(self, read: Read, rows: range) -> QuantizedRows:
         in_features, blocks = self.shape[1], self.shape[1] // self.format.group

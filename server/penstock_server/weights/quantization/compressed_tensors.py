@@ -104,13 +104,13 @@ class CompressedWeight(Affine):
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
-    """Of the layers of one of `config_groups`."""
+    """Options of the layers of one of `config_groups`."""
 
     bits: int
-    group: int  # as of `group_size`
+    group: int  # see `group_size`
     is_symmetric: bool
     has_narrow_inputs: bool
-    block: tuple[int, int] | None  # of 8-bit floats, that shares a scale
+    block: tuple[int, int] | None  # shape of the blocks of 8-bit floats that share a scale
     has_order: bool = False  # each weight has its `weight_g_idx`
     is_fp4: bool = False
 
@@ -175,7 +175,7 @@ class CompressedTensors:
         return cls(targets, tuple((pattern(target.removeprefix("re:")), targets[target]) for target in patterns), read)
 
     def options_of(self, name: str) -> GroupOptions:
-        """Of the layer with this name. Raises ConfigError if no group is for it."""
+        """Options of the layer with this name. Raises ConfigError if no group is for it."""
         if name in self.by_name:
             return self.by_name[name]
         if found := next((options for names, options in self.by_pattern if names.match(name)), None):
@@ -237,7 +237,7 @@ def find_integers(headers: Headers, options_of: Callable[[str], GroupOptions]) -
 
 
 def _words(count: int, bits: int) -> int:
-    """Of 32 bits, that hold `count` numbers of `bits` bits."""
+    """Words of 32 bits that hold `count` numbers of `bits` bits."""
     return -(-count * bits // 32)
 
 

@@ -14,7 +14,7 @@ from penstock_server.errors import ConfigError
 from penstock_server.weights.quantization.stored import pattern
 
 IsExcluded = Callable[[str], bool]
-"""Of a layer's name."""
+"""Matches a layer's name."""
 
 
 def check_exclusions(options: Mapping[str, Any], weights: Collection[str]) -> None:

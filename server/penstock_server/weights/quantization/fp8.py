@@ -55,7 +55,7 @@ class ScaledWeight(Affine):
 
 Block = tuple[int, int]
 """Rows and columns of a weight that share a scale."""
-MX_BLOCK: Block = (1, 32)  # of MXFP8
+MX_BLOCK: Block = (1, 32)  # block of MXFP8
 
 
 def find_scaled(headers: Headers, options_of: Callable[[str], tuple[Block | None, bool]]) -> dict[str, StoredWeight]:

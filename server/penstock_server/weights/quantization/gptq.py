@@ -69,7 +69,7 @@ class GptqWeight(Affine):
 
 @dataclass(frozen=True, slots=True)
 class GptqOptions:
-    """Of one layer."""
+    """Options of one layer."""
 
     bits: int
     group: int  # -1: all input features
@@ -93,7 +93,7 @@ class Gptq:
     # GPTQModel's `dynamic`: the options of layers whose names start with a match, None if they are not quantized. The
     # first match counts.
     dynamic: tuple[tuple[re.Pattern[str], GptqOptions | None], ...]
-    zero_offsets: tuple[int, ...]  # as of `GptqWeight`
+    zero_offsets: tuple[int, ...]  # see `GptqWeight`
     name: str = "gptq"
     rules_option: str = "dynamic"  # that `dynamic` was read from
 

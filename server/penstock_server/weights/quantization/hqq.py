@@ -77,7 +77,7 @@ class GroupedWeight(Affine):
     """Groups of input features. Implements `StoredWeight`."""
 
     codes: Codes
-    num_groups: int  # of a row
+    num_groups: int  # groups of a row
 
     def rows(self, read: Read, rows: range) -> QuantizedRows:
         groups = range(rows.start * self.num_groups, rows.stop * self.num_groups)
@@ -92,7 +92,7 @@ class DenseWeight:
     shape: tuple[int, int]
     tensors: tuple[str, ...]
     codes: Codes
-    num_rows: int  # of the matrix that was packed
+    num_rows: int  # rows of the matrix that was packed
 
     def dense(self, read: Read) -> Tensor:
         scales, zeros = (read(tensor).float() for tensor in self.tensors[1:3])

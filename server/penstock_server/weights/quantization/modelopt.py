@@ -118,7 +118,7 @@ class ModelOpt:
         return {tensor: _rescaled(tensor, weight, headers) for tensor, weight in found.items()}
 
     def _block_of(self, name: str, headers: Headers) -> Block | None:
-        """Of 8-bit floats, that shares a scale: exponents are those of MXFP8."""
+        """Block of 8-bit floats that shares a scale: MXFP8's for exponents. None: a scale for each row, or none."""
         rows, scale = headers[f"{name}.weight"].shape[0], headers.get(f"{name}.weight_scale")
         if scale is None or scale.shape == (rows, 1):
             return None

@@ -32,9 +32,9 @@ _NARROW = ("fp8_e4m3", "int8")
 
 @dataclass(frozen=True, slots=True)
 class LayerOptions:
-    """Of the layers that a pattern names, or of all."""
+    """Options of the layers that a pattern names, or of all layers."""
 
-    dtype: str  # of the weight; empty: it is not quantized
+    dtype: str  # data type of the weight; empty: it is not quantized
     has_narrow_inputs: bool
 
     @classmethod
@@ -93,7 +93,7 @@ class Quark:
         return GroupOptions(8, -1, is_symmetric=True, has_narrow_inputs=options.has_narrow_inputs, block=None)
 
     def _options_of(self, name: str, dtype: str) -> LayerOptions:
-        """Of the layer `name`, whose weight is stored as `dtype`. Raises ConfigError if it should not be."""
+        """Options of the layer `name`, whose weight is stored as `dtype`. Raises ConfigError if it should not be."""
         own = (options for pattern, options in self.by_pattern.items() if fnmatchcase(name, pattern))
         options = next(own, self.everywhere)
         if options.dtype != dtype:

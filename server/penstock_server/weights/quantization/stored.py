@@ -95,7 +95,7 @@ class Method(Protocol):
 
     @property
     def name(self) -> str:
-        """As `quant_method` in config.json."""
+        """Name of the method, `quant_method` in config.json."""
         ...
 
     def find(self, headers: Headers) -> dict[str, StoredWeight]:
@@ -172,8 +172,8 @@ def integer_zeros(greatest: int) -> Number:
 def affine_format(
     name: str, bits: int, group: int, in_features: int, *, zeros: Number | None, scale_dtype: str
 ) -> QuantFormat:
-    """Format of weight `name`. group: `group_size` of the config; zeros: type of stored zero points, None if implied;
-    scale_dtype: one of FLOATS. Raises ConfigError for groups that do not fit."""
+    """Format of the weight `name`. group: `group_size` of the config; zeros: the type of stored zero points, None if
+    implied; scale_dtype: one of FLOATS. Raises ConfigError for groups that do not fit."""
     if group < 0 or group >= in_features:
         group = math.ceil(in_features / 32) * 32
     elif in_features % group:

@@ -43,9 +43,9 @@ KINDS = (
     Kind("torchao: Int4 weights in the packing format `plain`", (4,)),
     Kind("torchao: Float8 weights, one scale, one for each output, or blocks", (8,)),
 )
-# Of 8-bit integers in a class for 1 to 8 bits: the bits of a code in memory.
+# Bits of a code in memory, for 8-bit integers in a class for 1 to 8 bits.
 _KEPT_BITS = {1: 2, 7: 8}
-# Of classes that are refused: why.
+# Reasons by refused class.
 _REASONS = dict.fromkeys(
     ("Int4TilePackedTo4dTensor", "Int4PlainInt32Tensor", "Int4PreshuffledTensor"),
     " (it is packed for the kernels of one device; int4_packing_format plain is not)",
@@ -84,7 +84,7 @@ class PlainWeight(Affine):
 class Entry:
     """What the metadata says about a parameter."""
 
-    name: str  # of the layer
+    name: str  # name of the layer
     kind: str  # the class of its tensor
     attributes: Mapping[str, Any]
 
@@ -115,7 +115,7 @@ class Entry:
         return min(block[0], shape[0]), min(block[1], shape[1])
 
     def bits(self) -> int:
-        """Of an integer. Raises ConfigError if the class has them, but not from 1 to 8."""
+        """Bits of an integer. Raises ConfigError if the class has them, but not from 1 to 8."""
         if self.kind == "Int8Tensor":
             return 8
         target = self.attributes.get("target_dtype")
