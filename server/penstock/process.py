@@ -26,7 +26,7 @@ from penstock.server_log import ServerLog
 
 # One line per request would cost as much as a small request itself.
 _LOG_LEVEL = "warn,penstock=info,penstock_router=info,worker=info,penstock_router::telemetry::record=error"
-_MAX_ADDRESS_BYTES = 100  # of a unix socket: 108 on Linux, less elsewhere
+_MAX_ADDRESS_BYTES = 100  # limit of a unix socket's path: 108 on Linux, less elsewhere
 _SOCKET = "socket"
 _STOP_TIMEOUT_S = 30.0
 _WRONG_SETTING_STATUS = 2

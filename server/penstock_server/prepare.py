@@ -97,7 +97,7 @@ def prepare(
 
 
 def _servable(folder: Path, name: str, options: Options) -> Path:
-    """As `readable_folder`; that of an adapter has its base's files. Raises ConfigError."""
+    """Like `readable_folder`, but the folder of an adapter has its base's files. Raises ConfigError."""
     if not _is_adapter(folder, with_weights=options.with_weights):
         return readable_folder(folder, name, options.with_weights)
     base, revision = base_of(folder)

@@ -17,7 +17,7 @@ class Percentiles:
 
     @classmethod
     def of(cls, values_ms: Sequence[float]) -> Percentiles:
-        """Of all values: each the smallest that is at least its share of them."""
+        """Percentiles of all values: each is the smallest value that is at least its share of them."""
         ordered = sorted(values_ms)
         return cls(*(ordered[math.ceil(share * len(ordered)) - 1] for share in (0.5, 0.9, 0.99)))
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-_START_LIMIT_S = 60.0  # of CPU time, until the process takes jobs
+_START_LIMIT_S = 60.0  # CPU time until the process takes jobs
 _READY = {"ready": True}
 _NUM_BYTES = "num_bytes"
 # What the process gets of the worker's environment: how programs are found and run. Tokens of the hub are not among it.
@@ -107,8 +107,8 @@ class LimitedProcess:
 class Limits:
     """What a job may take."""
 
-    time_s: float  # of CPU time, so that a busy machine accepts the same jobs as an idle one
-    memory_bytes: int  # of address space, beyond what the process has when it is ready
+    time_s: float  # CPU time, so that a busy machine accepts the same jobs as an idle one
+    memory_bytes: int  # address space, beyond what the process has when it is ready
     stack_bytes: int
 
 

@@ -1,4 +1,4 @@
-"""Where NVIDIA's driver is. Leaf: no torch, so that it can be asked before torch is imported."""
+"""Location of NVIDIA's driver. Leaf: no torch, so that it can be asked before torch is imported."""
 
 from __future__ import annotations
 

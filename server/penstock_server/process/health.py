@@ -18,7 +18,7 @@ from pathlib import Path
 PROCESS_NAMES = ("penstock", "text-generation")
 ROUTE = "/health/live"
 LISTENING = "0A"  # in /proc/net/tcp
-TIMEOUT_S = 4.0  # of all addresses together; less than that of the image's check
+TIMEOUT_S = 4.0  # for all addresses together; less than the timeout of the image's check
 Address = tuple[socket.AddressFamily, tuple[str, int] | str]
 
 
@@ -34,7 +34,7 @@ def find_server() -> int:
 
 
 def addresses(pid: int) -> list[Address]:
-    """Where the process listens: hosts with ports, and paths of unix sockets. Raises LookupError if nowhere yet."""
+    """Addresses that the process listens on: hosts with ports, and paths of unix sockets. LookupError if none yet."""
     links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
     sockets = {link[8:-1] for link in links if link.startswith("socket:[")}
     found: list[Address] = []

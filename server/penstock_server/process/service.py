@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 _RPC_THREADS = 64  # started when needed; enough for Health while many calls wait for grammars and images
 _MAX_LAUNCHED_STEPS = 2  # on an asynchronous device: one runs while the next one is prepared
-_MAX_SOCKET_PATH_BYTES = 107  # of sockaddr_un, without its final zero
+_MAX_SOCKET_PATH_BYTES = 107  # longest path in sockaddr_un, without its final zero
 _NOT_READY = "the worker is not warmed up; WarmUp comes before Steps"
 
 
@@ -348,7 +348,7 @@ class Server:
     """What listens on an endpoint."""
 
     calls: grpc.Server
-    steps: FrameListener | None  # of a unix socket
+    steps: FrameListener | None  # listener on a unix socket
 
     def stop(self, last_replies_s: float | None = None) -> None:
         """Stop to listen, and wait until all calls have ended; after `last_replies_s` they are ended."""

@@ -16,7 +16,7 @@ class Node:
 
     local_rank: int  # among the machine's ranks
     local_size: int
-    listen: tuple[str, int]  # where the other ranks connect
+    listen: tuple[str, int]  # address that the other ranks connect to
     tls: Tls
     token: str = field(repr=False)  # that the ranks of this group know
     uses_gpu: bool = False  # the rank runs on a GPU, and exchanges tensors by NCCL, without encryption
@@ -35,7 +35,7 @@ class WorkerConfig:
 
 @dataclass(frozen=True, slots=True)
 class LoadConfig:
-    """Which model to load, and how. Empty and 0: the worker chooses."""
+    """The model to load, and settings of the load. Empty and 0: the worker chooses."""
 
     model_path: Path
     block_tokens: int = 0
@@ -58,8 +58,8 @@ class LoadConfig:
     max_adapter_rank: int = 0
     speculative_model: Path | None = None  # the folder of a draft model or of heads; None: there is none
     drafts_with_mtp: bool = False  # without a speculative_model, with a layer of the checkpoint if it has one
-    recent_answer_tokens: int = 0  # of ended answers, in which drafts are looked up; 0: none
-    num_stages: int = 1  # of the pipeline
+    recent_answer_tokens: int = 0  # tokens of ended answers, in which drafts are looked up; 0: none
+    num_stages: int = 1  # stages of the pipeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Pooling:
     is_normalized: bool = False  # the model's files ask for vectors of length 1
     is_matryoshka: bool = False  # the first numbers of a vector are a vector, too, ...
     matryoshka_dimensions: tuple[int, ...] = ()  # ... if there are this many of them; empty: any number
-    max_tokens: int | None = None  # of a sequence, where the files limit it; None: the model's own limit
+    max_tokens: int | None = None  # longest sequence, where the files limit it; None: the model's own limit
     dense: tuple[Dense, ...] = ()  # in the order of their use
     has_token_types: bool = False  # the tokens of a second text have an embedding of their own added
 
@@ -121,10 +121,10 @@ class Description:
     decoder_prefix: tuple[int, ...] = ()  # token ids that follow every source; empty: the model has no encoder
     max_source_tokens: int = 0
     pooling: Pooling | None = None  # None: the model generates tokens
-    num_dimensions: int = 0  # of a pooled vector
+    num_dimensions: int = 0  # dimensions of a pooled vector
     can_draft: bool = False  # plans may allow draft tokens
     drafts_with_model: bool = False  # drafts come from a model or heads, and not only by lookup
-    drafts_extend_lookup: bool = False  # as of `Drafter.extends_lookup`
+    drafts_extend_lookup: bool = False  # see `Drafter.extends_lookup`
     image_input: ImageInput | None = None  # None: the model reads no images
     device_name: str = ""  # the GPU's model; empty: the model runs on CPUs
     libraries: str = ""  # versions of what computes
@@ -144,7 +144,7 @@ class WarmUpConfig:
     reserves_standby: bool = False  # on a GPU: leave room for a second copy of the weights
     num_memory_slots: int = 0  # beside the pool, for the content of evicted blocks
     num_disk_slots: int = 0  # in a file, for what has no room in memory
-    offload_folder: Path | None = None  # of that file
+    offload_folder: Path | None = None  # folder of that file
     num_groups: int = 1  # on this machine, with this one, that divide its host memory; all have loaded the model
 
     @property
@@ -160,6 +160,6 @@ class Capacity:
     num_blocks: int
     phases: tuple[Phase, ...]
     worst_step_s: float = 0.0  # the slowest step that warm-up ran; 0: it ran no step
-    # Of a GPU's usable memory, what is left beside the pool, the largest step and a second copy of the weights;
+    # GPU only: usable memory that is left beside the pool, the largest step and a second copy of the weights;
     # negative: what is missing. None: not a GPU, or nothing was measured.
     standby_room_bytes: int | None = None

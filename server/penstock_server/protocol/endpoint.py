@@ -1,4 +1,4 @@
-"""Where a worker listens, as a URI: `unix:/path`, or `https://host:port` with mutual TLS. Leaf: no torch, no
+"""Address of a worker, as a URI: `unix:/path`, or `https://host:port` with mutual TLS. Leaf: no torch, no
 protobuf."""
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class ImageSpan:
     """An image among a sequence's tokens."""
 
     image: Image
-    offset: int  # of the first token that stands for it
+    offset: int  # index of the first token that stands for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """Where a step's time went, in seconds."""
+    """Durations of a step's parts, in seconds."""
 
     prepare_s: float = 0.0
     forward_s: float = 0.0
