@@ -105,7 +105,7 @@ def finish(writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
-# Of types that the gguf package only reads: where a block has the float16 factors of its scales and of its mins, and
+# Types that the gguf package only reads: where a block has the float16 factors of its scales and of its mins, and
 # how much the mins of random blocks weigh for their weights to have a mean of about 0.
 FACTORS = {
     "Q2_K": (80, 82, 1.5),

@@ -10,7 +10,7 @@ from image_cases import file_of, picture
 from PIL import Image
 
 KINDS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-TEXT_TAGS = (0x010E, 0x0131, 0x013B, 0x8298, 0xFDE8)  # of EXIF: Pillow writes no text under tags that have numbers
+TEXT_TAGS = (0x010E, 0x0131, 0x013B, 0x8298, 0xFDE8)  # tags of EXIF: Pillow writes no text under tags that have numbers
 
 
 def png(width: int, height: int, data: bytes) -> bytes:

@@ -157,7 +157,7 @@ IMAGE_CASES: dict[str, ImageCase] = {
             "projector_input_dim": 20,
             "projector_output_dim": 20,
             "vision_output_dim": 20,
-            # Of pixels that are shuffled into one.
+            # The pixels that are shuffled into one.
             "intermediate_size": 128,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
         },

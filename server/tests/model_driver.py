@@ -39,7 +39,7 @@ class DrivenSequence:
     blocks: list[int]
     num_computed: int = 0
     num_source: int = 0
-    adapter: Any = None  # as `Adapters.load` returns it
+    adapter: Any = None  # a result of `Adapters.load`
     images: Sequence[PlacedImage] = ()
     num_whole: int = 0  # leading tokens that attend to each other
 

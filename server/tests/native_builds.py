@@ -24,7 +24,7 @@ def native_ops(num_threads: int | None = None) -> NativeOps:
 
 
 def all_builds() -> list[NativeBuild]:
-    """Of every instruction set and data type."""
+    """Builds for every instruction set and data type."""
     if importlib.util.find_spec(NATIVE_PACKAGE) is None:
         return []
     import penstock_kernels

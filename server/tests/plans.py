@@ -35,7 +35,7 @@ class Output:
     tokens: Sequence[Token] = ()
     prompt_tokens: Sequence[Token] = ()
     error: str = ""
-    fault: Fault | None = None  # of a failed sequence
+    fault: Fault | None = None  # fault of a failed sequence
 
 
 def columns(advances: Sequence[Advance]) -> Advances:

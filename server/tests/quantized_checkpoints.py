@@ -131,7 +131,7 @@ def gemv(group: int, *, fast: bool) -> Quantize:
             words = [[0] * in_features for _ in range(out_features // 4)]
             for row, row_codes in enumerate(codes.int().tolist()):
                 for column, code in enumerate(row_codes):
-                    # Of a column's lowest bits, 4 and 3 become 1 and 0, 2 and 1 become 4 and 3, and 0 becomes 2.
+                    # A column's lowest bits change: 4 and 3 become 1 and 0, 2 and 1 become 4 and 3, and 0 becomes 2.
                     place = (column >> 3 & 3) | (column & 1) << 2 | (column >> 1 & 3) << 3
                     number = row % 4 * 64 + (column & 32) + place
                     words[row // 4][column // 64 * 64 + number // 4] |= code << number % 4 * 4

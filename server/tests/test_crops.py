@@ -12,7 +12,7 @@ from penstock_server.errors import ConfigError, ImageError
 from penstock_server.vision.crops import CropProcessor
 from PIL import Image
 
-# Of transformers 5.23 with torchvision 0.29.2, for crops of 32 × 32 pixels in patches of 8 × 8, at most six: the width
+# From transformers 5.23 with torchvision 0.29.2, for crops of 32 × 32 pixels in patches of 8 × 8, at most six: the
 # and height of `picture(1, …)`; columns and rows of its grid, the patches with a part of the image, and the means of
 # the pixel values of the whole image and of the grid.
 RESULTS = [

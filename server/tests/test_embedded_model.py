@@ -157,7 +157,7 @@ def test_logits_are_as_exact_as_those_of_transformers(
     driver: ModelDriver, reference: transformers.PreTrainedModel, tokenizer: Any
 ) -> None:
     exact_model = copy.deepcopy(reference).float()
-    squares = torch.zeros(3, dtype=torch.float64)  # of our errors, of transformers', and of the logits
+    squares = torch.zeros(3, dtype=torch.float64)  # squared sizes of our errors, transformers' errors and the logits
     for first in range(len(PROMPTS)):
         # Texts that begin alike would share the rounding errors of the first token, to which all others attend.
         ids = tokenizer.encode(" ".join(PROMPTS[first:] + PROMPTS[:first]))

@@ -78,7 +78,7 @@ def test_prompt_logprobs_are_of_the_decoder_s_prompt_only() -> None:
     built = batch.build(table, batch.select(table, columns([Advance(1, 7, sample=True)])))
     assert built.prompt is not None
     assert built.prompt.ids.tolist() == [15, 16]
-    assert built.batch.sample_rows.tolist() == [0, 1, 2]  # of the tokens after the source
+    assert built.batch.sample_rows.tolist() == [0, 1, 2]  # rows of the tokens after the source
 
 
 def test_a_model_without_an_encoder_gets_no_source_lengths() -> None:

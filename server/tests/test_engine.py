@@ -414,7 +414,7 @@ def test_ranks_share_the_memory_that_is_left() -> None:
 
 
 def gpu_probe(monkeypatch: pytest.MonkeyPatch, free_gib: int) -> CapacityProbe:
-    """Of a GPU of 100 GiB, with 16 GiB of weights on it."""
+    """Probe of a GPU of 100 GiB, with 16 GiB of weights on it."""
     meter = type("Meter", (), {"measure": lambda self, releasing=0: memory.Memory(100 << 30, free_gib << 30, 0)})
     monkeypatch.setattr(memory, "MemoryMeter", lambda device: meter())
     model = FakeModel()
@@ -449,7 +449,7 @@ def test_a_pool_leaves_room_for_a_standby_group_if_it_is_asked_to(monkeypatch: p
 
 
 def cpu_probe(monkeypatch: pytest.MonkeyPatch, free_gib: int) -> CapacityProbe:
-    """Of a machine with 100 GiB. Blocks have 16 MiB."""
+    """Probe of a machine with 100 GiB. Blocks have 16 MiB."""
     meter = type("Meter", (), {"measure": lambda self, releasing=0: memory.Memory(100 << 30, free_gib << 30, 0)})
     monkeypatch.setattr(memory, "MemoryMeter", lambda device: meter())
     monkeypatch.setattr(memory, "free_bytes", lambda device: free_gib << 30)

@@ -315,7 +315,7 @@ def test_qwen_3_5_composes_combining_marks(tmp_path: Path) -> None:
 
 
 def merges_of(spelled: str) -> list[str]:
-    """Of four characters to one token."""
+    """Merges of four characters into one token."""
     first, second, third, fourth = spelled
     return [f"{first} {second}", f"{third} {fourth}", f"{first}{second} {third}{fourth}"]
 

@@ -76,7 +76,7 @@ def test_a_damaged_tensor_is_refused_by_its_name_and_file(damage: str, tmp_path:
 def test_a_scale_of_nan_is_refused_by_its_name_and_file(type_: GGMLQuantizationType, tmp_path: Path) -> None:
     path = quantized_file(tmp_path / "model.gguf", type_)
     size = GGML_QUANT_SIZES[type_][1]
-    # Where a block has its scale, in float16.
+    # Offset of a block's scale, in float16.
     place = {"Q2_K": size - 4, "Q3_K": size - 2, "Q6_K": size - 2}.get(type_.name, 0)
     data = bytearray(path.read_bytes())
     start = read_header(path).tensors[TENSOR].offset + size + place

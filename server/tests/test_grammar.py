@@ -344,7 +344,7 @@ def test_a_model_without_a_usable_tokenizer_refuses_grammars(tmp_path: Path, sma
 def test_the_eos_tokens_are_those_of_the_router(tmp_path: Path) -> None:
     write_small_tokenizer(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, END, 4000]}))
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 4}))  # of another file: not the router's
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 4}))  # another file than the router's
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<other>"}}))
     assert set(read_vocabulary(tmp_path, 40).tokenizer.eos_tokens) == {3, END, OTHER_END}
 
@@ -417,7 +417,7 @@ def test_masks_are_the_same_where_the_draft_has_computed_them(compiler: GrammarC
     guesses = [zero], [b], [a], [a], [one]
 
     def masks(draft: list[int], *guesses: list[int]) -> tuple[list[int], np.ndarray]:
-        """Of a new state, for `draft`, or for what it makes of the guesses; and that."""
+        """Masks of a new state for `draft`, or for the draft that it makes of the guesses; and that draft."""
         states = GrammarStates(compiler, 1)
         states.apply(Plan(1, (), [constrained(1, grammar, [a])]))
         made = draft_of(states, [7, a], 5, *guesses) if guesses else []

@@ -1,4 +1,4 @@
-"""Which decode steps are recorded as graphs, which graph a step uses, and the memory that is kept for them; with a
+"""Decode steps that are recorded as graphs, the graph that a step uses, and the memory that is kept for them; with a
 recorder that repeats the function itself."""
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def test_sizes_that_are_asked_for_are_taken() -> None:
 
 
 def test_steps_with_adapters_have_graphs_of_their_own() -> None:
-    """Which read an adapter for each row, and the address of an adapter for each sequence."""
+    """These graphs read an adapter for each row, and the address of an adapter for each sequence."""
     limits, sizes = TableLimits(100, BLOCK_TOKENS, 64, 1000, 64), (2, 8)
     assert len(buckets(limits, sizes, has_adapters=True)) == 2 * len(buckets(limits, sizes)) == 4
     longs, ints = np.arange(2), np.arange(3, dtype=np.int32)

@@ -179,7 +179,7 @@ library.xet_get = xet_get
 
 
 def test_failures_of_xet_are_retried_and_named(hub: Hub, home: Path, tmp_path: Path) -> None:
-    """Of a repository in Xet storage, with a stand-in for hf_xet that fails as often as it is told to."""
+    """The repository is in Xet storage, with a stand-in for hf_xet that fails as often as it is told to."""
     hub.xet.add(SHARD)
     stand_in = tmp_path / "stand_in"
     stand_in.mkdir()

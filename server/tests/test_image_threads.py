@@ -21,7 +21,7 @@ from torch import Tensor
 
 GPU = torch.device("cuda", 1)
 IMAGES = [Image(bytes([number]), file_of(picture(number, 32, 32))) for number in (1, 2)]
-NUM_TOKENS = 16  # of each of them
+NUM_TOKENS = 16  # tokens of each image
 
 
 class FakeTower:

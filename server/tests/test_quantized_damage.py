@@ -64,7 +64,7 @@ def read(path: Path, tensors: Tensors, options: object) -> list[Tensor]:
 
 
 def read_or_refusal(path: Path, tensors: Tensors, options: object) -> list[Tensor] | str:
-    """As `read`, or the error's message."""
+    """Like `read`, or the error's message."""
     try:
         return read(path, tensors, options)
     except ConfigError as error:

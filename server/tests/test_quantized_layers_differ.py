@@ -89,7 +89,7 @@ def save_compressed(folder: Path) -> transformers.PreTrainedModel:
     compressor.update_config(folder)
     compressor.decompress_model(model)
     for module in model.modules():
-        module.quantization_enabled = False  # of inputs
+        module.quantization_enabled = False  # quantization of inputs
     return model
 
 

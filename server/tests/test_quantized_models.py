@@ -38,7 +38,7 @@ SIZES: dict[str, Any] = {
 GROUPED = {**SIZES, "num_key_value_heads": 2}
 # Every token goes to all experts, so that no rounding sends it to another one.
 EXPERTS = {**GROUPED, "num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": None}
-# Of whole blocks of the types in FACTORS.
+# Sizes of whole blocks of the types in FACTORS.
 WIDE = {"hidden_size": 256, "intermediate_size": 256}
 DEEPSEEK = {
     **SIZES,

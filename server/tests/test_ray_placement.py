@@ -109,7 +109,7 @@ def test_an_order_that_is_incomplete_is_refused_without_being_printed() -> None:
 
 
 class RayError(Exception):
-    """Of the fake Ray below, as the next one."""
+    """Error of the fake Ray below, like the next one."""
 
 
 class RayTaskError(RayError):
@@ -205,5 +205,5 @@ def test_a_rank_has_the_threads_that_its_node_sets(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert choose_num_threads(LoadConfig(Path("model")), 2) == 3
     assert choose_num_threads(LoadConfig(Path("model"), num_threads=2), 2) == 2
-    monkeypatch.setenv("OMP_NUM_THREADS", "4,2")  # of nested sections
+    monkeypatch.setenv("OMP_NUM_THREADS", "4,2")  # values for nested sections
     assert choose_num_threads(LoadConfig(Path("model")), 2) >= 1

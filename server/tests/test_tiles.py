@@ -12,7 +12,7 @@ from penstock_server.errors import ConfigError
 from penstock_server.vision.tiles import TileProcessor
 from PIL import Image
 
-# Of transformers 5.23 for tiles of 32 × 32 pixels, at most six: the width and height of `picture(1, …)`; rows and
+# From transformers 5.23 for tiles of 32 × 32 pixels, at most six: the width and height of `picture(1, …)`; rows and
 # columns of its canvas, and the mean of the pixel values. Then the same of images that fill the largest canvas.
 RESULTS = [
     (32, 32, (1, 1), -0.008, (2, 2), -0.006),

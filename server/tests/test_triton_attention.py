@@ -298,7 +298,7 @@ def test_every_number_is_stored_in_fp8_as_torch_rounds_it(kv_dtype: torch.dtype,
     stored = cache.transpose(1, 2).flatten(0, 1)
     expected = torch.cat([fp8.encode(keys, kv_dtype, scale), fp8.encode(values, kv_dtype, scale / 2)], dim=2)
     expected[3] = 0
-    is_nan = expected.view(kv_dtype).float().isnan()  # of either sign
+    is_nan = expected.view(kv_dtype).float().isnan()  # NaN of either sign
     assert torch.equal(stored.view(kv_dtype).float().isnan(), is_nan)
     assert torch.equal(stored[~is_nan], expected[~is_nan])
 
@@ -563,7 +563,7 @@ def test_block_bytes_are_what_is_allocated() -> None:
 
 
 PROGRAM = Path(__file__).with_name("triton_compile_program.py")
-NUM_KERNELS = {  # of these cases
+NUM_KERNELS = {  # by case of the program
     "operators": 6,
     "summand": 1,
     **dict.fromkeys(("latent", "float32-latent", "fp8-latent"), 4),
@@ -576,8 +576,8 @@ NUM_KERNELS = {  # of these cases
     **{f"experts-bfloat16-{rows}": 2 for rows in ("few", "some", "more", "many")},
     "experts-float32-few": 1,
 }
-MAX_SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # of one program, by compute capability
-MAX_TENSOR_MEMORY_COLUMNS = 512  # of compute capability 10.0; Triton compiles a kernel that needs more to a trap
+MAX_SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # limit of one program, by compute capability
+MAX_TENSOR_MEMORY_COLUMNS = 512  # limit of compute capability 10.0; Triton compiles a kernel that needs more to a trap
 
 
 def test_kernels_compile_and_fit_without_a_gpu() -> None:
@@ -611,7 +611,7 @@ def test_experts_of_every_kind_compile() -> None:
 
 
 def assert_small_and_one_product(kernels: list[dict[str, Any]]) -> None:
-    """As of `assert_one_kind_of_product`."""
+    """Like `assert_one_kind_of_product`, and asserts that kernels fit into shared memory."""
     assert all(each["shared_bytes"] <= 99 << 10 for each in kernels if each["capability"] == 80), kernels
     for name in ("grouped_kernel", "grouped_product_kernel"):
         for capability in MAX_SHARED_BYTES:

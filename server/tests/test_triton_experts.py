@@ -71,7 +71,7 @@ def assigned(
 
 
 def pairs_of(assignment: Assignment) -> list[list[int]]:
-    """Of each expert on this rank."""
+    """Pairs of each expert on this rank, sorted."""
     return [
         sorted(pairs[:count])
         for pairs, count in zip(assignment.pairs.tolist(), assignment.counts.tolist(), strict=True)
@@ -146,7 +146,7 @@ def test_products_are_those_of_each_pairs_expert(name: str, tile: Tile, monkeypa
 
 
 def test_a_row_is_the_same_in_every_batch_and_with_every_number_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of integers, since the interpreter's own sums depend on the place in a tile."""
+    """Weights and inputs are integers, since the interpreter's own sums depend on the place in a tile."""
     spec, weight, x = RoutingSpec(3, 2), random(1, 3, 24, 70).round(), random(3, 90, 70).round()
     logits = random(4, 90, 3)
 

@@ -35,7 +35,7 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Tls:
-    """Of another group."""
+    """Credentials of another group."""
     return make_tls(tmp_path_factory.mktemp("other"))
 
 

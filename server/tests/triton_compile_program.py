@@ -174,7 +174,7 @@ def launches(name: str, spans: list[tuple[int, int]]) -> dict[Any, dict[str, Any
 
 
 def launch_latent(latent: LatentKernels, cache: torch.Tensor, metadata: Any, slots: torch.Tensor, dtype: Any) -> None:
-    """Of DeepSeek V3, with 16 of its heads; `attend_kernel` as it is launched for them."""
+    """Launches the kernels of DeepSeek V3, with 16 of its heads; `attend_kernel` as it is launched for them."""
     num_tokens, rope = slots.shape[0], torch.zeros(9, 32)
     x = torch.zeros(num_tokens, 1536 + 512 + 64, dtype=dtype)
     query_weight, weight = torch.zeros(1536, dtype=dtype), torch.zeros(512, dtype=dtype)
@@ -186,7 +186,7 @@ def launch_latent(latent: LatentKernels, cache: torch.Tensor, metadata: Any, slo
 
 
 def launch_operators(num_tokens: int) -> None:
-    """Those of an 8B Llama and the truncation of its vocabulary."""
+    """Launches the operators of an 8B Llama and the truncation of its vocabulary."""
     ops = TritonOps(torch.device("cpu"), BF16)
     x, weight = torch.zeros(num_tokens, 4096, dtype=BF16), torch.zeros(4096, dtype=BF16)
     ops.norm(x, weight, None, NormVariant(1e-5), x.clone())

@@ -52,7 +52,7 @@ class EngineRun:
         self.free_blocks = list(range(128))
         self.num_source = num_source
         self.images: Callable[[list[int]], Sequence[ImageSpan]] = lambda prompt: ()
-        # Where an advance of a prompt ends that would end there.
+        # Changes the end of a prompt's advance.
         self.end: Callable[[list[int], int], int] = lambda prompt, end: end
         self.sampling = Sampling()
         self.adapter: Adapter | None = None

@@ -36,7 +36,7 @@ class Followed:
     """Our choices of one step by layer, and the number of rows in which the reference was changed to follow them."""
 
     choices: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # weights, experts: [rows, top_k]
-    num_layers: int = 0  # of the reference that have run
+    num_layers: int = 0  # layers of the reference that have run
     num_rows: int = 0
     num_changed: int = 0
 
@@ -71,7 +71,7 @@ class Followed:
         return x, experts, weights
 
     def _follow_scores(self, _module: nn.Module, _args: tuple[Any, ...], output: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Of a router that returns weights [rows, experts], which are 0 for the experts that are not chosen."""
+        """Follows a router that returns weights [rows, experts], which are 0 for the experts that are not chosen."""
         weights, logits = output
         changed, ours = self._differing(weights.float())
         weights = weights.clone()

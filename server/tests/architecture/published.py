@@ -34,7 +34,7 @@ class Published:
 
     model_type: str
     tensors: Callable[[Tensors, LlamaConfig], Tensors]
-    values: dict[str, Any]  # of config.json; None removes a key
+    values: dict[str, Any]  # changes of config.json; None removes a key
     reference: type[PreTrainedModel] = LlamaForCausalLM
 
     def save(self, model: PreTrainedModel, folder: Path) -> Path:

@@ -19,7 +19,7 @@ from penstock_server.models.layer import Layer
 from penstock_server.protocol.plan import Advances, NewSequence, Plan
 from tiny_model import save_case
 
-# Of one rank; several add their collectives, and gather queries and keys for norms over all heads.
+# For one rank; several ranks add their collectives, and gather queries and keys for norms over all heads.
 # A layer without its MLP or experts: two matrix products, two norms, the KV write with all that is done to queries and
 # keys before, attention, and the merge of its splits. With an MLP, ten launches.
 ATTENTION_LAUNCHES = 7
@@ -32,7 +32,7 @@ CROSS_LAUNCHES = 5
 MLP_LAUNCHES = 3
 # The router's logits, the choice, gate and up with their activation, down, and the weighted sum.
 EXPERT_LAUNCHES = 5
-# Of experts whose inputs are scaled: the weights in the model's data type, their products with the rows, and weights of
+# Experts whose inputs are scaled: the weights in the model's data type, their products with the rows, and weights of
 # 1 for the sum.
 SCALED_LAUNCHES = 3
 # Queries that are scaled by position.
@@ -96,7 +96,7 @@ def recorded_layers(
     """The layers that are loaded from now on, and what each launches without and in its MLP or experts."""
     found: list[tuple[Layer, Counter[str], Counter[str]]] = []
     counters: dict[int, Counter[str]] = {}  # by operation
-    operations = []  # which thereby keep their identity
+    operations = []  # kept alive, so that each keeps its identity
     append_layer, apply = Layer.append_to, Run.apply
 
     def append_and_note(layer: Layer, program: Program, *, is_last: bool) -> None:

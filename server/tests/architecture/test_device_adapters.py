@@ -146,7 +146,7 @@ def test_ranks_have_the_adapters_of_their_experts_or_of_their_parts_of_experts(n
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the ranks are threads, which would share a GPU's stream")
 @pytest.mark.parametrize("exact", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_two_ranks_compute_what_one_does(exact: bool, tmp_path: Path) -> None:
-    """Where ranks gather, to the bit."""
+    """With `exact`, the ranks gather and compute the same bits."""
     folder = save("llama", CASES["llama"], tmp_path / "base")
     changed = r".*(_proj|embed_tokens|lm_head)"
     one, one_model = make_adapter(tmp_path / "one", folder, 1, target_modules=changed)

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.native
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 NAMES = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "phimoe", "deepseek-v2", "granitemoe", "gpt-oss", "llama4")
 OFTEN = ("mixtral", "qwen3-moe", "gpt-oss")
-# Of the modules of transformers 4, and where they are.
+# Modules of transformers 4, and their places.
 SINGLE = {
     "mixtral": ("block_sparse_moe.experts.{e}", ("w1", "w3", "w2")),
     "qwen3-moe": ("mlp.experts.{e}", ("gate_proj", "up_proj", "down_proj")),
@@ -49,7 +49,7 @@ def of_experts(folder: Path, base: Path, seed: int, **config: Any) -> tuple[Path
 
 
 def assert_logits(model: Decoder, adapters: list[Any], models: list[Any]) -> list[torch.Tensor]:
-    """Of a batch with these adapters, which are also those of each text alone."""
+    """Asserts that the logits of a batch with these adapters are right, and those of each text alone."""
     found = logits_of(model, texts()[: len(adapters)], adapters)
     for text, adapter, logits, expected in zip(texts(), adapters, found, models, strict=False):
         torch.testing.assert_close(logits, reference(expected, text), **ACCURATE)

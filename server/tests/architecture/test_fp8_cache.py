@@ -38,7 +38,7 @@ def load(folder: Path, kv_dtype: torch.dtype | None) -> Decoder:
 
 
 def logits(folder: Path, kv_dtype: torch.dtype | None, num_source: int) -> Tensor:
-    """Of the tokens of two texts, the second of which is computed in chunks."""
+    """Logits of the tokens of two texts, the second of which is computed in chunks."""
     driver = ModelDriver(load(folder, kv_dtype), BLOCK_TOKENS)
     first, second = (driver.sequence(text, num_source) for text in prompts(1, [21, 30], VOCAB))
     steps = [[(first, 20), (second, 9)], [(second, 13), (first, 1)], [(second, 8)]]

@@ -214,7 +214,7 @@ def driven(driver: ModelDriver, encoder: ImageEncoder, prompt: Prompt) -> Driven
 
 
 def whole_end(images: Sequence[PlacedImage], num_whole: int, end: int) -> int:
-    """Where a step ends that would end inside of tokens that attend to each other: those of an image, or the first
+    """The end of a step that would end inside of tokens that attend to each other: those of an image, or the first
     `num_whole`."""
     return max(num_whole, next((placed.end for placed in images if placed.is_split_at(end)), end))
 
@@ -319,7 +319,7 @@ PROCESSORS = {
 
 
 def test_an_image_becomes_the_tokens_of_transformers(made: Made) -> None:
-    """Where its processor needs no other library."""
+    """For families whose processor needs no other library."""
     if made.name not in PROCESSORS:
         pytest.skip("the processor of transformers needs torchvision or num2words")
     _, encoder = made.loaded
@@ -332,7 +332,7 @@ def test_an_image_becomes_the_tokens_of_transformers(made: Made) -> None:
     images = transformers.AutoImageProcessor.from_pretrained(made.folder, backend="pil")
     if class_name == "PaliGemmaProcessor":
         (placed,) = encoder.placed([ImageSpan(IMAGES[0], 0)])
-        images.image_seq_length = len(placed.image.embeddings)  # of the published processors' config
+        images.image_seq_length = len(placed.image.embeddings)  # a setting of the published processors
     processor = getattr(transformers, class_name)(images, tokenizer, **values)
     for image, encoded in zip(PICTURES, encoder.encode(IMAGES), strict=True):
         expected = processor(text=[f"a{encoder.template_text or encoder.placeholder} b"], images=[image])["input_ids"][
@@ -344,7 +344,7 @@ def test_an_image_becomes_the_tokens_of_transformers(made: Made) -> None:
 
 
 def test_tiles_become_the_tokens_of_transformers(made: Made) -> None:
-    """Of Llama 4, whose processor needs torchvision for anything else."""
+    """For Llama 4, whose processor needs torchvision for anything else."""
     if made.name != "llama4":
         pytest.skip("the only such family")
     _, encoder = made.loaded
