@@ -20,7 +20,7 @@ import pytest
 
 PENSTOCK = Path(os.environ.get("PENSTOCK_BINARY", Path(sys.executable).parent / "penstock"))
 START_TIMEOUT_S = 180
-TIMEOUT_S = 240  # of what takes seconds at most on an idle machine
+TIMEOUT_S = 240  # for what takes seconds at most on an idle machine
 WORKER_NAME = re.compile(r"worker-(?P<group>\d+)\.\d+")
 RENDERER_NAME = "chat-renderer"
 
@@ -142,7 +142,7 @@ def start(
     command: Sequence[str] = (),
     timeout_s: float = START_TIMEOUT_S,
 ) -> Server:
-    """As `launch`, and wait for the log line with the URL."""
+    """Like `launch`, and waits for the log line with the URL."""
     process = launch(*arguments, hostname=hostname, port=port, env=env, through=through, command=command)
     server = Server(process, "")
     ready: queue.Queue[str | None] = queue.Queue()

@@ -28,7 +28,7 @@ def document(server: Server) -> Any:
 
 @pytest.fixture(scope="session")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Of an embedding model."""
+    """Serves an embedding model."""
     from pooling_model import serve_encoder  # imports torch and transformers, which few tests need
 
     yield from serve_encoder(tmp_path_factory.mktemp("encoder"))

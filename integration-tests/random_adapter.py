@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from test_worker_death import TOKENS
 
-LAYERS, HIDDEN, KV, INNER = 30, 576, 192, 1536  # of the embedded model
+LAYERS, HIDDEN, KV, INNER = 30, 576, 192, 1536  # sizes of the embedded model
 SIZES = {
     "self_attn.q_proj": (HIDDEN, HIDDEN),
     "self_attn.v_proj": (KV, HIDDEN),

@@ -34,7 +34,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 MESSAGES = [{"role": "user", "content": "Hello"}]
 # Fields of the anthropic package that it sends as headers.
 HEADERS = {"betas", "user_profile_id", "workspace_id"}
-# Of text-embeddings-inference 1.8, which has no package.
+# Fields of text-embeddings-inference 1.8, which has no package.
 EMBED = {"inputs", "normalize", "truncate", "truncation_direction", "prompt_name", "dimensions"}
 RERANK = {"query", "texts", "raw_scores", "return_text", "truncate", "truncation_direction"}
 
@@ -43,9 +43,9 @@ RERANK = {"query", "texts", "raw_scores", "return_text", "truncate", "truncation
 class Route:
     path: str
     server: str  # the fixture of a server with the right model
-    schema: str  # of the request, in the OpenAPI document
+    schema: str  # schema of the request, in the OpenAPI document
     page: str
-    headings: tuple[str, ...]  # of the page's sections that list the fields
+    headings: tuple[str, ...]  # headings of the page's sections that list the fields
     body: dict[str, Any]
     known: set[str]  # the API's own fields
 

@@ -169,7 +169,7 @@ def test_every_object_is_valid_and_they_belong_together(name: str) -> None:
     kinds = render(CASES[name])
     for item in kinds.values():
         validate(item, NEWEST)
-        if name != "image volume":  # which came later
+        if name != "image volume":  # image volumes came later
             validate(item, OLDEST)
         assert re.fullmatch("[a-z0-9-]{1,63}", item["metadata"]["name"])
     workloads = [

@@ -46,7 +46,7 @@ QWEN_VISION = {
     "window_size": 112,
     "fullatt_block_indexes": [7, 15, 23, 31],
 }
-# Of a logprob: activations have 8 bits of mantissa, in the server only.
+# Difference of a logprob: activations have 8 bits of mantissa, in the server only.
 LOGPROB_TOLERANCE = 0.1
 # What an image and "What?" become; {} is the image's tokens. The second is how many these are.
 PROMPTS = {

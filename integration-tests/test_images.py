@@ -30,7 +30,7 @@ TEMPLATE = """\
 {%- endfor %}a:"""
 NUM_TOKENS = 12
 LONG = {"max_new_tokens": 220, "do_sample": False, "ignore_eos": True}  # almost the model's context
-IMAGE_TOKENS = 16  # of an image of 32 × 32 pixels in patches of 8 × 8
+IMAGE_TOKENS = 16  # tokens of an image of 32 × 32 pixels in patches of 8 × 8
 
 
 @dataclass

@@ -133,7 +133,7 @@ def cluster(request: pytest.FixtureRequest, nodes: list[Node], secret: Path) -> 
 
 @pytest.fixture(scope="module")
 def undisturbed(server: Server) -> list[tuple]:
-    """Of one rank here."""
+    """Results of one rank here."""
     return [stream.result() for stream in [Stream(server, request) for request in REQUESTS]]
 
 

@@ -135,7 +135,7 @@ class Cluster:
         return run_ray(*arguments, env=self.env, through=through)
 
     def pids(self, part: str) -> list[int]:
-        """Of both machines, the other one's first."""
+        """Process ids on both machines, the other machine's first."""
         return [pid for node in (self.other, self.head) for pid in node.pids(part)]
 
 
@@ -180,7 +180,7 @@ def ray_server(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Ser
 
 @pytest.fixture(scope="module")
 def undisturbed(server: Server) -> list[tuple]:
-    """Of one rank here."""
+    """Results of one rank here."""
     return [stream.result() for stream in [Stream(server, request) for request in REQUESTS]]
 
 

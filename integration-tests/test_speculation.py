@@ -98,7 +98,7 @@ def medusa(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, l
     save_file(tensors, heads / "medusa_lm_head.safetensors")
     (heads / "config.json").write_text(json.dumps({"medusa_num_heads": 3, "medusa_num_layers": 1}))
     drafts = ["--speculate", "3", "--speculative-model", str(heads)]
-    pool = ["--max-batch-total-tokens", "256"]  # of one sequence at its longest
+    pool = ["--max-batch-total-tokens", "256"]  # tokens of one sequence at its longest
     server = start("--model-id", str(folder), "--dtype", "float32", *drafts, *pool)
     yield server, text
     assert server.stop() == 0
@@ -110,7 +110,7 @@ def test_medusa_heads_that_know_the_text_save_steps_and_change_no_token(medusa: 
     body = {"inputs": MEDUSA_PROMPT, "parameters": parameters}
     details = wait_for_right_drafts(server, body)
     assert [token["id"] for token in details["tokens"]] == text
-    # Of another text the heads know nothing: their drafts are wrong, and its tokens are the same.
+    # The heads know nothing of another text: their drafts are wrong, and its tokens are the same.
     other = {**body, "inputs": "Another text"}
     drafted = ask(server, "/generate", other).json["details"]["tokens"]
     with ThreadPoolExecutor(8) as threads:

@@ -103,7 +103,7 @@ def bundle(python_version: str) -> None:
 
 
 def environment(device: str, site: Path) -> dict[str, str]:
-    """Of the programs that run on the device. Unpacks the bundle's wheels into `site` if there is a bundle."""
+    """Environment of the programs on the device. Unpacks the bundle's wheels into `site` if there is a bundle."""
     paths, binary = [ROOT / "server"], {}
     if BUNDLE.exists():
         packed, here = (BUNDLE / "python-version").read_text(), "{}.{}".format(*sys.version_info)

@@ -131,7 +131,7 @@ class Progress:
     """The progress of a repeated stream."""
 
     num_answers: int
-    num_events: Counter[int]  # of the current answer, by choice
+    num_events: Counter[int]  # events of the current answer, by choice
 
 
 class Repeated:

@@ -13,7 +13,7 @@ from .cancel import cancel
 from .mix import Answer, Repeated, Request
 from .probe import Footprint, footprint, wait_for_rest
 
-WARM_UP_SHARE = 0.4  # of the samples, during which allocators and caches fill up
+WARM_UP_SHARE = 0.4  # share of the samples, during which allocators and caches fill up
 
 
 @dataclass(frozen=True)
