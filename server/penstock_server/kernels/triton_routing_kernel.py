@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 TAKEN = tl.constexpr(-(2**31))
-OUTSIDE = tl.constexpr(-(2**31) + 1)  # score of experts outside of the best groups
+OUTSIDE = tl.constexpr(-(2**31) + 1)  # key of experts outside of the best groups
 
 
 @triton.jit

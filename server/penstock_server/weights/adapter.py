@@ -110,8 +110,8 @@ class Module:
     out_features: int
     in_features: int  # the number of tokens for an embedding
     num_experts: int | None = None
-    swaps: bool = False  # A is of the outputs and B of the inputs, for experts
-    part_of: str = ""  # the parameter of all experts that this expert's is a part of
+    swaps: bool = False  # for experts: A belongs to the outputs and B to the inputs
+    part_of: str = ""  # for one expert: the parameter of all experts that contains it
     is_embedding: bool = False
     stored: StoredWeight | None = None  # for embedding and head, whose weight PEFT saves with the adapter
 

@@ -78,7 +78,7 @@ class MoeSpec:
     """The MLP of a layer as a mixture of experts, with or without a shared expert."""
 
     routing: RoutingSpec
-    intermediate_size: int  # size of one expert
+    intermediate_size: int  # for one expert
     activation: str = "silu"  # for the gate: a key of ACTIVATIONS, or CLAMPED_SWIGLU (gpt-oss)
     has_bias: bool = False  # all matrices of the experts have a bias
     swiglu_alpha: float = 1.702
