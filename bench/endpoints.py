@@ -28,7 +28,7 @@ from table import markdown
 
 ENDPOINTS = ("chat", "responses", "messages", "generate")
 INPUT_TOKENS, OUTPUT_TOKENS = 128, 32
-SAME_WORK = {"ignore_eos": True}  # as `penstock bench` sends it
+SAME_WORK = {"ignore_eos": True}  # the form that `penstock bench` sends
 OWN_AIPERF = ROOT / ".venv" / "aiperf" / "bin"  # `make .make/aiperf`
 DETAILS = "profile_export_aiperf.json"
 LEFT_OUT = {"input_config", "run_info", "warmup_metrics"}  # keys of AIPerf's summary: its settings and the warm-up

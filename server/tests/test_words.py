@@ -15,7 +15,10 @@ ROOT = Path(__file__).parents[2]
 
 # Folders whose comments are checked.
 FOLDERS = [
+    "bench",
     "integration-tests",
+    "kernels",
+    "launcher",
     "packaging",
     "proto",
     "router",

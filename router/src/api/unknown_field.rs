@@ -97,9 +97,9 @@ impl Found<'_> {
             place.starts_with(other) || other.starts_with(place)
         };
         let elsewhere = self.root.paths("").into_iter().filter(is_around).filter_map(|path| rank(path, true));
+        let candidates = here.chain(elsewhere);
         // A field around this place is meant only if its name is near.
-        let is_meant = |((is_far, ..), path): &(_, String)| !is_far || path.starts_with(place);
-        here.chain(elsewhere).filter(is_meant).min().map(|(_, path)| path)
+        candidates.filter(|((is_far, ..), path)| !is_far || path.starts_with(place)).min().map(|(_, path)| path)
     }
 }
 
