@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from compare import in_own_process
 from figure import floor_s, long_context, table_of
-from limits import READ_BYTES
+from limits import MIN_READ_BYTES
 from result import ROOT, heading, keep, machine, option_parser, title
 from torch import Tensor
 
@@ -81,7 +81,7 @@ def steps_of(setup: Setup) -> tuple[int, int]:
     return 1, CHUNK_TOKENS // setup.num_sequences
 
 
-def measure(setup: Setup, min_bytes: int = READ_BYTES) -> dict[str, float]:
+def measure(setup: Setup, min_bytes: int = MIN_READ_BYTES) -> dict[str, float]:
     """Seconds of one layer's attention by step: the median over caches of at least `min_bytes` in turn."""
     attention = attention_of(setup.layer, setup.kv)
     heads, kv_heads, dim = LAYERS[setup.layer]

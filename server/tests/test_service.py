@@ -21,6 +21,7 @@ import torch
 from fake_model import BLOCK_TOKENS, CRASH, FakeModel, continuation
 from grammar_walk import END, WORDS, write_small_tokenizer
 from penstock_server.engine import Engine
+from penstock_server.engine.device import libraries
 from penstock_server.engine.device_progress import DeviceProgress
 from penstock_server.engine.sampling import SAMPLING_FIELDS
 from penstock_server.errors import ConfigError, FullMemoryError, ImageError, ImagesOverloadError
@@ -354,7 +355,7 @@ def test_the_load_and_warm_up_responses_describe_the_model(client: Client) -> No
     description = client.stub.Load(LOAD, timeout=TIMEOUT_S)
     assert description.protocol_version == PROTOCOL_VERSION
     assert (description.architecture, description.dtype, description.device) == ("fake", "float32", "cpu")
-    assert (description.device_name, description.libraries) == ("", f"torch {torch.__version__}")
+    assert (description.device_name, description.libraries) == ("", libraries(torch.device("cpu")))
     assert (description.vocab_size, description.max_position_tokens) == (997, 64)
     assert description.block_tokens == BLOCK_TOKENS
     assert [phase.name for phase in description.phases] == ["meet ranks", "load model"]

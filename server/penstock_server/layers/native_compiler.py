@@ -109,6 +109,7 @@ class _Compiler:
             attention = next(each.attention for each in behind if isinstance(each, op.Write | op.Attend))
             self._places, self._has_padded = {"qkv": "unpadded"} if _padding(attention) else {}, False
             target = self._place(multiply.target)
+        features = source  # adapters read them in their own order
         if isinstance(linear, OrderedLinear):
             self._native.reorder(linear.order.tolist(), source, "ordered")
             linear, source = linear.linear, "ordered"
@@ -116,7 +117,7 @@ class _Compiler:
         if site is not None:
             apart = "inner" if multiply.gate is not None else target
             self._native.linear(packed, source, apart, False, multiply.gate is not None)
-            self._native.adapt(site, source, apart)
+            self._native.adapt(site, features, apart)
             if multiply.gate is not None:
                 self._native.activate(_native_activation(multiply.gate), apart, target)
             return None
