@@ -138,6 +138,6 @@ def test_an_adapter_of_the_vision_tower_is_refused_by_name(llava: tuple[Path, De
     base, model = llava
     folder, _ = adapter_of(tmp_path / "adapter", base, r".*layers.0.*q_proj")
     with pytest.raises(
-        ConfigError, match=r"changes 1 modules .*vision_tower\..*; they change linear layers of the text"
+        ConfigError, match=r"changes 1 modules .*vision_tower\..*; they change linear layers and experts of the text"
     ):
         loaded(model, [folder])
