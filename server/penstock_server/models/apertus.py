@@ -20,7 +20,7 @@ NAMES = replace(
         "layers.{i}.mlp.alpha_n": f"{LAYER}.mlp.act_fn.alpha_n",
     },
     # Constants of the activation, equal in every checkpoint.
-    ignored=(r"model\.layers\.\d+\.mlp\.act_fn\.(beta|eps)"),
+    ignored=(r"model\.layers\.\d+\.mlp\.act_fn\.(beta|eps)",),
 )
 
 
