@@ -126,7 +126,7 @@ def conversations() -> Iterator[Bad]:
     for name in ("", 5, None, ["f"]):
         tool = {"type": "function", "function": {"name": name}}
         yield _chat("tool name", "tools" if name != "" else "name", tools=[tool], tool_choice="required")
-    for schema in (5, "x", [], {"type": "circle"}, {"$ref": "#/nowhere"}):
+    for schema in (5, "x", [], {"$ref": "#/nowhere"}):
         function = {"name": "broken_one", "parameters": schema}
         message = "nowhere" if isinstance(schema, dict) and "$ref" in schema else "broken_one"
         yield _chat("tool schema", message, tools=[{"type": "function", "function": function}], tool_choice="required")
@@ -185,7 +185,7 @@ def dialects() -> Iterator[Bad]:
     for message, tool in (
         ("tools[0]: missing field `input_schema`", {"name": "f"}),
         ("tools[0].name", {"name": 5, "input_schema": {}}),
-        ("broken_one", {"name": "broken_one", "input_schema": {"type": "circle"}}),
+        ("broken_one", {"name": "broken_one", "input_schema": {"properties": 5}}),
     ):
         yield _message("tools", message, tools=[tool], tool_choice={"type": "any"})
     yield _message("long prompt", "prompt is too long", messages=[{"role": "user", "content": "word " * 20_000}])
