@@ -128,7 +128,7 @@ fn have_none_in_common(one: &[Value], other: &[Value]) -> bool {
         (Some(one), Some(other)) => one == other,
         _ => one == other,
     };
-    // Those within lists and objects are not compared.
+    // Values within lists and objects are not compared.
     let is_plain = |value: &Value| !value.is_array() && !value.is_object();
     one.iter().all(is_plain) && one.iter().all(|one| other.iter().all(|other| !is_same(one, other)))
 }
