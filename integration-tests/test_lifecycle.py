@@ -283,7 +283,7 @@ def test_the_port_accepts_connections_only_after_warm_up(port: int) -> None:
             pytest.fail(f"the server did not become ready within {START_TIMEOUT_S} s")
         assert num_refused > 0
         # The log is read on another thread, so the line may arrive later than the response; its stamp is not later.
-        while not (found := [line for line in lines if "allocate KV pool" in line]):
+        while not (found := [line for line in lines if "phases of the start" in line and "warm up" in line]):
             assert time.monotonic() < deadline, "the end of warm-up was not logged"
             time.sleep(0.02)
         warmed_up = datetime.fromisoformat(json.loads(found[0])["timestamp"])
