@@ -175,7 +175,9 @@ class Predictor:
         self._block_tokens = description.block_tokens
         num_blocks = size.max_sequences * -(-(size.context_tokens + 1) // self._block_tokens)
         num_blocks = max(num_blocks, -(-longest // self._block_tokens))
-        self.engine.model.is_recordable = False  # a graph's padding would be counted
+        self.engine.model.traits = replace(
+            self.engine.model.traits, is_recordable=False
+        )  # a graph's padding would be counted
         self.engine.warm_up(WarmUpConfig(MAX_STEP_TOKENS, size.max_sequences, longest, num_blocks, proven=True))
         self._sequences = Sequences(self.engine, self._block_tokens, num_blocks)
 

@@ -6,7 +6,7 @@ import threading
 
 import torch
 from penstock_server.attention.interface import StepAdapters, StepBatch
-from penstock_server.models.interface import LoadOptions
+from penstock_server.models.interface import LoadOptions, ModelTraits
 from penstock_server.parallel import RankGroup
 from torch import Tensor
 
@@ -36,21 +36,23 @@ def continuation(prompt: list[int], num_tokens: int) -> list[int]:
 class FakeModel:
     """A CausalModel. Steps wait while `gate` is cleared; `started` is set when a step reaches the model."""
 
-    architecture = "fake"
-    attention_name = "fake"
-    vocab_size = VOCAB
-    num_layers = 1
-    hidden_size = 1
+    traits = ModelTraits(
+        architecture="fake",
+        attention_name="fake",
+        vocab_size=VOCAB,
+        num_layers=1,
+        hidden_size=1,
+        default_position_tokens=64,
+        max_source_tokens=0,
+        decoder_prefix=(),
+        window_tokens=0,
+        is_recordable=False,
+        is_row_independent=True,
+    )
     max_position_tokens = 64
-    default_position_tokens = 64
-    max_source_tokens = 0
-    decoder_prefix = ()
     pooler = None
     adapters = None
     images = None
-    window_tokens = 0
-    is_recordable = False
-    is_row_independent = True
     weight_bytes = 1
     kv_bytes_per_block = 8 * BLOCK_TOKENS
 

@@ -106,7 +106,7 @@ class ModelDriver:
         if any(sequence.num_whole for sequence, _ in advances):
             wholes = np.repeat([sequence.num_whole for sequence, _ in advances], [num for _, num in advances])
             batch = replace(batch, ends=prompt_ends(np.array(positions), wholes))
-        if self.model.max_source_tokens:
+        if self.model.traits.max_source_tokens:
             batch, _ = split(batch, np.array([sequence.num_source for sequence, _ in advances]))
         on_device = batch.put(lambda array: torch.from_numpy(array).to(self.device))
         adapters = on_device.adapters and on_device.adapters.select(on_device.sample_rows)

@@ -429,5 +429,5 @@ def test_the_verdict_on_models_of_transformers_is_that_of_loading(
         assert rank["weight_bytes"] == loaded.weight_bytes
         assert rank["kv_bytes_per_token"] == loaded.kv_bytes_per_block // 16
         assert report["layout"]["max_position_tokens"] == loaded.max_position_tokens
-        assert report["layout"]["default_position_tokens"] == loaded.default_position_tokens == 64
-        assert report["layout"]["vocab_size"] == loaded.vocab_size == 64
+        assert report["layout"]["default_position_tokens"] == loaded.traits.default_position_tokens == 64
+        assert report["layout"]["vocab_size"] == loaded.traits.vocab_size == 64

@@ -220,7 +220,7 @@ def test_in_float32_greedy_tokens_are_exactly_those_of_transformers(
 
 def test_loading_takes_little_more_than_the_weights(model: CausalModel) -> None:
     assert model.weight_bytes == 2 * 134_515_008
-    assert (model.architecture, model.vocab_size, model.max_position_tokens) == ("llama", 49152, 8192)
+    assert (model.traits.architecture, model.traits.vocab_size, model.max_position_tokens) == ("llama", 49152, 8192)
 
 
 def test_a_watermark_is_found_in_what_was_generated_with_it_and_nowhere_else(

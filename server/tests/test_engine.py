@@ -318,7 +318,7 @@ def test_warm_up_allocates_the_default_pool() -> None:
 
 def test_the_worst_step_is_estimated_from_the_layers_that_ran() -> None:
     model, sample = FakeModel(), FakeModel()
-    model.num_layers, sample.num_layers = 30, 2
+    model.traits, sample.traits = (replace(FakeModel.traits, num_layers=num) for num in (30, 2))
     model.sample = lambda: sample  # type: ignore[method-assign]
     ran: list[CausalModel] = []
 
@@ -336,7 +336,7 @@ def test_with_a_window_a_sequence_may_be_longer_than_the_pool() -> None:
     """Its block table reuses the blocks before the window."""
     engine, _ = Engine.load(LoadConfig(Path("nowhere"), BLOCK_TOKENS), load_model=load_fake)
     assert isinstance(engine.model, FakeModel)
-    engine.model.window_tokens = 6
+    engine.model.traits = replace(FakeModel.traits, window_tokens=6)
     with pytest.raises(
         ConfigError, match=r"the KV pool has room for 8 tokens \(2 blocks\), but one sequence may have 50"
     ):
@@ -484,7 +484,7 @@ def test_the_default_pool_of_an_encoder_holds_some_steps(monkeypatch: pytest.Mon
     probe = cpu_probe(monkeypatch, 90)
     pools = [probe.default_pool_bytes(WarmUpConfig(num_tokens, 4)) >> 24 for num_tokens in (16, 1600)]
     assert pools == [64, 64]
-    probe.model.max_source_tokens = 64
+    probe.model.traits = replace(FakeModel.traits, max_source_tokens=64)
     pools = [probe.default_pool_bytes(WarmUpConfig(num_tokens, 4)) >> 24 for num_tokens in (16, 1600)]
     assert pools == [4 * 64 // BLOCK_TOKENS, 4 * (1600 // BLOCK_TOKENS + 4)]
 

@@ -211,8 +211,8 @@ def test_a_step_neither_waits_for_the_device_nor_leaves_it(tmp_path: Path, calls
     new = [NewSequence(i, [1, 2, 3], 3, block_ids=[i]) for i in range(2)]
     with fake_cuda() as launches:
         engine = load(folder, attention="flash")
-        assert engine.model.attention_name == "flash"
-        assert engine.model.is_recordable
+        assert engine.model.traits.attention_name == "flash"
+        assert engine.model.traits.is_recordable
         calls.clear()
         with Recorder(launches):
             engine.launch(Plan(1, new_sequences=new, advances=Advances.of([0, 1], [3, 3], [True, True])))

@@ -49,7 +49,7 @@ class FakeDevice:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     device = FakeDevice()
-    monkeypatch.setattr(FakeModel, "is_recordable", True)
+    monkeypatch.setattr(FakeModel, "traits", replace(FakeModel.traits, is_recordable=True))
     monkeypatch.setattr("penstock_server.engine.engine.CudaRecorder", lambda: device.record)
     make_late(monkeypatch)
     return device

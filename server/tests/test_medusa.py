@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -160,7 +161,7 @@ class Sized(FakeModel):
 
     def __init__(self, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
-        self.hidden_size, self.vocab_size = hidden_size, vocab_size
+        self.traits = replace(self.traits, hidden_size=hidden_size, vocab_size=vocab_size)
         self.matrix = torch.randn(vocab_size, hidden_size)
 
     def logits(self, outputs: torch.Tensor, adapters: StepAdapters | None = None) -> torch.Tensor:

@@ -26,7 +26,7 @@ def test_mixed_batch_gives_the_logits_of_transformers(variant: str, tmp_path: Pa
     reference = make_model(variant)
     model = load(save_model(reference, tmp_path))
     driver = ModelDriver(model, block_tokens=4)
-    texts = prompts(1, [21, 9, 5, 1], model.vocab_size)
+    texts = prompts(1, [21, 9, 5, 1], model.traits.vocab_size)
     expected = [reference(torch.tensor([text])).logits[0] for text in texts]
     first, second, third, fourth = (driver.sequence(text) for text in texts)
     # The logits of every token, in steps that mix long chunks, short chunks and single tokens.
@@ -143,11 +143,10 @@ def test_a_sharded_checkpoint_is_the_same_model(tmp_path: Path) -> None:
 def test_a_model_states_its_memory_and_limits(tmp_path: Path) -> None:
     model = load(save_model(make_model("llama-tied"), tmp_path), torch.bfloat16, block_tokens=8)
     stored = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
-    assert (model.architecture, model.vocab_size, model.max_position_tokens) == ("llama", 131, 256)
+    assert (model.traits.architecture, model.traits.vocab_size, model.max_position_tokens) == ("llama", 131, 256)
     # Stored in float32 behind a header of some kB, loaded in bfloat16.
     assert 0 < stored - 2 * model.weight_bytes < 10_000
     assert model.kv_bytes_per_block == 3 * 2 * 8 * 2 * 8 * 2  # layers, k and v, tokens, KV heads, head_dim, bytes
-    assert [name for name, _ in model.load_phases] == ["open checkpoint", "read weights"]
 
 
 def change_config(folder: Path, **changes: object) -> None:

@@ -20,11 +20,10 @@ from penstock_server.attention.fp8 import FP8_DTYPES, KvScales
 from penstock_server.attention.interface import Alibi, AttentionMask, AttentionShape, StepBatch
 from penstock_server.attention.reference import ReferenceAttention
 from penstock_server.kernels.activation import ACTIVATIONS
-from penstock_server.kernels.native_ops import NativeActivation, NativeNorm, NativeOps
+from penstock_server.kernels.native_ops import NativeActivation, NativeLinear, NativeNorm, NativeOps
 from penstock_server.kernels.ops import NormVariant, PackedNorm
 from penstock_server.kernels.torch_ops import TorchOps
 from penstock_server.layers.executor import NativeExecutor
-from penstock_server.layers.linear import DenseLinear
 from penstock_server.layers.operation import Add, Attend, Multiply, Norm, Program, Rotate, Select, Write
 from penstock_server.layers.step import StepContext
 from torch import Tensor
@@ -455,11 +454,11 @@ class SmallLayer:
     """A Llama layer whose MLP has a size of its own."""
 
     attention_norm: PackedNorm
-    qkv: DenseLinear
-    output: DenseLinear
+    qkv: NativeLinear
+    output: NativeLinear
     mlp_norm: PackedNorm
-    gate_up: DenseLinear
-    down: DenseLinear
+    gate_up: NativeLinear
+    down: NativeLinear
 
 
 @dataclass(frozen=True)
@@ -499,13 +498,13 @@ class SmallDecoder:
     def one_by_one(self, residual: Tensor, caches: list[Tensor], step: StepContext) -> Tensor:
         batch = step.batch
         for layer, cache in zip(self.layers, caches, strict=True):
-            qkv = layer.qkv(layer.attention_norm(residual), step).view(-1, 8, 32)
+            qkv = layer.qkv(layer.attention_norm(residual)).view(-1, 8, 32)
             self.ops.rotate(qkv[:, :4], qkv[:, 4:6], *self.rope, batch.positions)
             self.attention.write_kv(cache, qkv[:, 4:6], qkv[:, 6:], batch.slots, scales=self.scales)
             metadata = step.metadata[self.attention.name]
             attended = self.attention.attend(qkv[:, :4], cache, metadata, scales=self.scales).flatten(1)
-            normed = layer.mlp_norm(layer.output(attended, step), residual)
-            residual += layer.down(layer.gate_up(normed, step), step)
+            normed = layer.mlp_norm(layer.output(attended), residual)
+            residual += layer.down(layer.gate_up(normed))
         return self.final_norm(residual)[batch.sample_rows]
 
 
@@ -513,11 +512,11 @@ def small_decoder(ops: NativeOps, mask: AttentionMask, kv_dtype: torch.dtype | N
     layers = [
         SmallLayer(
             attention_norm=ops.pack_norm(random(96), None, VARIANT),
-            qkv=DenseLinear(ops.pack_linear(random(8 * 32, 96, scale=0.1), random(8 * 32, scale=0.1))),
-            output=DenseLinear(ops.pack_linear(random(96, 4 * 32, scale=0.1), None)),
+            qkv=ops.pack_linear(random(8 * 32, 96, scale=0.1), random(8 * 32, scale=0.1)),
+            output=ops.pack_linear(random(96, 4 * 32, scale=0.1), None),
             mlp_norm=ops.pack_norm(random(96), None, VARIANT),
-            gate_up=DenseLinear(ops.pack_gate_up(random(2 * 200 + layer * 100, 96, scale=0.1), None)),
-            down=DenseLinear(ops.pack_linear(random(96, 200 + layer * 50, scale=0.1), None)),
+            gate_up=ops.pack_gate_up(random(2 * 200 + layer * 100, 96, scale=0.1), None),
+            down=ops.pack_linear(random(96, 200 + layer * 50, scale=0.1), None),
         )
         for layer in range(3)
     ]

@@ -44,8 +44,8 @@ def test_stages_agree_with_one_rank(variant: str, num_stages: int, num_shards: i
     found, engines = run_stages(options, num_stages, num_shards, one.plans)
     assert found == expected
     models = [engine.model for engine in engines]
-    num_layers = [model.num_layers for model in models[::num_shards]]
-    assert sum(num_layers) == one.engine.model.num_layers == 3
+    num_layers = [model.traits.num_layers for model in models[::num_shards]]
+    assert sum(num_layers) == one.engine.model.traits.num_layers == 3
     assert min(num_layers) >= 1
     assert sum(model.kv_bytes_per_block for model in models) == one.engine.model.kv_bytes_per_block
     assert max(model.weight_bytes for model in models) < 0.8 * one.engine.model.weight_bytes
@@ -55,7 +55,7 @@ def test_a_stage_reads_only_its_own_weights(tmp_path: Path) -> None:
     options = options_of(save_model(make_model("llama"), tmp_path), DTYPE)
     middle = load_model(options, RankGroup(stage=Stage(1, 3, everyone=ALONE)))
     assert isinstance(middle, Decoder)
-    assert (middle.num_layers, middle.embedding, middle.head, middle.norm) == (1, None, None, None)
+    assert (middle.traits.num_layers, middle.embedding, middle.last.head, middle.last.norm) == (1, None, None, None)
     whole = load_model(options, RankGroup())
     assert middle.weight_bytes * 3 < whole.weight_bytes
 

@@ -10,7 +10,6 @@ from penstock_server.attention.interface import Attention, AttentionShape, HeadN
 from penstock_server.kernels.ops import NormVariant
 from penstock_server.kernels.torch_ops import TorchOps
 from penstock_server.layers.interpreter import AddAndNorm, TransformAndWrite, rewritten
-from penstock_server.layers.linear import DenseLinear
 from penstock_server.layers.operation import (
     Add,
     Clamp,
@@ -43,7 +42,7 @@ NORM = TorchOps().pack_norm(torch.ones(32), None, NormVariant(1e-6))
 
 def multiply(source: Register, target: Register, in_features: int, out_features: int) -> Multiply:
     linear = TorchOps().pack_linear(torch.zeros(out_features, in_features), None)
-    return Multiply(source, target, DenseLinear(linear))
+    return Multiply(source, target, linear)
 
 
 def head_norms(*, follows_rotation: bool = False, is_fused: bool = True) -> NormHeads:

@@ -108,15 +108,15 @@ def test_products_are_those_of_the_dense_weights_but_for_the_rounding_of_the_inp
     dense, _ = layer.dense()
     x = torch.randn(9, 512).bfloat16()
     expected = torch.nn.functional.linear(x.double(), dense.double(), bias.double())
-    found = layer.pack(ops)(x, None).double()
+    found = layer.pack(ops)(x).double()
     size = dense.double().norm(dim=1) * x.double().norm(dim=1, keepdim=True)
     assert ((found - expected).abs() / size).max() < 0.01
-    torch.testing.assert_close(layer.without_bias().pack(ops)(x, None).double() + bias, found, atol=0.02, rtol=0.02)
+    torch.testing.assert_close(layer.without_bias().pack(ops)(x).double() + bias, found, atol=0.02, rtol=0.02)
     order = torch.randperm(num_rows)
     one = weights_of(matrices[0])
-    assert torch.equal(one.reorder(order).pack(ops)(x, None), one.pack(ops)(x, None)[:, order])
+    assert torch.equal(one.reorder(order).pack(ops)(x), one.pack(ops)(x)[:, order])
     head, lookup = one.pack_tied(ops)
-    assert torch.equal(head(x, None), one.pack(ops)(x, None))
+    assert torch.equal(head(x), one.pack(ops)(x))
     ids = torch.tensor([3, 69, 0, 3])
     assert torch.equal(lookup(ids), dense[ids])
     assert torch.equal(one.lookup(ops)(ids), dense[ids])
@@ -128,8 +128,8 @@ def test_a_gated_layer_is_that_of_the_dense_weights() -> None:
     format_ = FORMATS[GGMLQuantizationType.Q4_1]
     layer = weights_of(random_matrix(format_, 40, 64), random_matrix(format_, 40, 64))
     x = torch.randn(3, 64).bfloat16()
-    native = layer.pack(native_ops(), gated=True)(x, None).float()
-    plain = DenseWeights(layer.dense()[0]).pack(TorchOps(), gated=True)(x, None).float()
+    native = layer.pack(native_ops(), gated=True)(x).float()
+    plain = DenseWeights(layer.dense()[0]).pack(TorchOps(), gated=True)(x).float()
     assert native.shape == (3, 40)
     assert (native - plain).norm() < 0.05 * plain.norm()
 
@@ -226,5 +226,5 @@ def test_gate_and_up_of_one_matrix_are_those_of_two(dim: int) -> None:
         for first in (0, dim)
     ]
     x, bias, ops = torch.randn(3, 64).bfloat16(), torch.randn(2 * dim).bfloat16(), native_ops()
-    whole = weights_of(replace(matrix, pieces=lambda: iter([rows])), bias=bias).pack(ops, gated=True)(x, None)
-    assert torch.equal(whole, weights_of(*halves, bias=bias).pack(ops, gated=True)(x, None))
+    whole = weights_of(replace(matrix, pieces=lambda: iter([rows])), bias=bias).pack(ops, gated=True)(x)
+    assert torch.equal(whole, weights_of(*halves, bias=bias).pack(ops, gated=True)(x))

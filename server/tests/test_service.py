@@ -8,7 +8,7 @@ import socket as sockets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -363,8 +363,8 @@ def test_the_load_and_warm_up_responses_describe_the_model(client: Client) -> No
 
 
 def test_sources_and_windows_reach_both_sides(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("max_source_tokens", 8), ("decoder_prefix", (5, 6)), ("window_tokens", 32)):
-        monkeypatch.setattr(FakeModel, name, value)
+    traits = replace(FakeModel.traits, max_source_tokens=8, decoder_prefix=(5, 6), window_tokens=32)
+    monkeypatch.setattr(FakeModel, "traits", traits)
     description = client.stub.Load(LOAD, timeout=TIMEOUT_S)
     assert (description.max_source_tokens, list(description.decoder_prefix)) == (8, [5, 6])
     assert description.window_tokens == 32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,6 +35,8 @@ from penstock_server.protocol.config import WarmUpConfig
 from penstock_server.protocol.plan import Grammar, NewSequence, Sampling
 from plans import Advance, columns, plan
 from test_engine import LIMITS, Driver, prompt_of, ready_engine
+
+NOT_INDEPENDENT = replace(FakeModel.traits, is_row_independent=False)
 
 
 def draft(history: list[int], most: int) -> list[int]:
@@ -143,7 +146,7 @@ def test_a_sequence_whose_grammar_has_ended_is_over_without_a_fault(num_draft_to
     """The model has no EOS token, so no token says so. A draft may complete the grammar."""
     write_small_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    compiler = GrammarCompiler(tmp_path, FakeModel().vocab_size)
+    compiler = GrammarCompiler(tmp_path, FakeModel.traits.vocab_size)
     engine = Engine(FakeModel(), RankGroup(), CPU, BLOCK_TOKENS, compiler=compiler)
     engine.warm_up(LIMITS)
     compiler.compile(Grammar("regex", "1001"))
@@ -308,14 +311,13 @@ def test_a_plan_with_too_many_drafts_is_refused() -> None:
     [
         ({"pooler": object()}, 1, "fake generates no tokens"),
         ({}, 2, "the model has 2 pipeline stages; leave the flag out, or --pipeline-parallel-size"),
-        ({"is_row_independent": False}, 1, "fake runs on transformers; leave the flag out"),
+        ({"traits": NOT_INDEPENDENT}, 1, "fake runs on transformers; leave the flag out"),
     ],
 )
 def test_a_drafter_that_cannot_be_used_is_refused_with_the_reason(
     attributes: dict[str, Any], num_stages: int, reason: str
 ) -> None:
     model = FakeModel()
-    model.architecture = "fake"
     for name, value in attributes.items():
         setattr(model, name, value)
     options = LoadOptions(Path("nowhere"), torch.float32, CPU, BLOCK_TOKENS)
@@ -324,7 +326,7 @@ def test_a_drafter_that_cannot_be_used_is_refused_with_the_reason(
 
 
 def test_a_model_whose_rows_depend_on_the_batch_verifies_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeModel, "is_row_independent", False)
+    monkeypatch.setattr(FakeModel, "traits", NOT_INDEPENDENT)
     driver = Driver(ready_engine())
     start(driver, prompt_of(1, 5))
     with pytest.raises(PlanError, match="the model verifies none here"):

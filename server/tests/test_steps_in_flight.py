@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -58,7 +59,7 @@ def engine(request: pytest.FixtureRequest, engines: dict[bool, Engine]) -> Engin
 
 def make_engine(has_graphs: bool, **options: Any) -> Engine:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FakeModel, "is_recordable", has_graphs)
+        patch.setattr(FakeModel, "traits", replace(FakeModel.traits, is_recordable=has_graphs))
         patch.setattr("penstock_server.engine.engine.CudaRecorder", lambda: record_eagerly)
         patch.setattr(graphs, "FIRST_CONTEXT_TOKENS", 8)
         config = LoadConfig(Path("nowhere"), BLOCK_TOKENS, dtype="float32", **options)

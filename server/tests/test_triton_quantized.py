@@ -90,7 +90,7 @@ def assert_products(layer: QuantizedWeights, num_rows: int) -> None:
     dtype = layer.dtype
     dense, bias = layer.dense()
     x = random(7, num_rows, dense.shape[1], dtype=dtype)
-    found = layer.pack(TritonOps(DEVICE, dtype))(x, None)
+    found = layer.pack(TritonOps(DEVICE, dtype))(x)
     assert found.dtype == dtype
     expected = F.linear(x.double(), dense.double(), None if bias is None else bias.double())
     assert_near(found, expected, dense.double().norm(dim=1) * x.double().norm(dim=1, keepdim=True))
@@ -144,7 +144,7 @@ def test_a_gated_layer_is_that_of_the_dense_weights(
     dense, _ = layer.dense()
     x = random(4, 3, depth, dtype=dtype) / 8
     gate, up = F.linear(x.double(), dense.double(), None if bias is None else bias.double()).chunk(2, dim=1)
-    found = layer.pack(TritonOps(DEVICE, dtype), gated=True)(x, None)
+    found = layer.pack(TritonOps(DEVICE, dtype), gated=True)(x)
     assert_near(found, F.silu(gate) * up, 4 * (1 + gate.abs()) * (1 + up.abs()))
 
 

@@ -259,7 +259,7 @@ def launch_adapters(dtype: torch.dtype, num_tokens: int) -> None:
     ids, tables = torch.zeros(num_tokens, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     low_rank.add(x, y, ids, tables)
     embedding = LowRankSum.of(0, [range(4096)], 64, 8, torch.device("cpu"))
-    embedding.add_looked_up(ids, 128256, x, ids, tables)
+    embedding.add_looked_up(128256, ids, x, ids, tables)
     experts = LowRankSum.of(num_tokens, [range(1536), range(768), range(768, 1536)], 64, 8, torch.device("cpu"), 5)
     pairs = ExpertPairs.of(torch.zeros(num_tokens, 2, dtype=torch.int32), range(8), ids, tables)
     experts.add_of_experts(x, torch.zeros(2 * num_tokens, 1536, dtype=dtype), pairs)

@@ -15,7 +15,7 @@ from penstock_server.engine import memory, warmup
 from penstock_server.engine.drafting.pooled import PooledDrafter
 from penstock_server.errors import ConfigError
 from penstock_server.models.adapter import NEUTRAL
-from penstock_server.models.interface import CausalModel, is_encoder
+from penstock_server.models.interface import CausalModel
 from penstock_server.parallel import RankGroup
 from penstock_server.protocol.config import WarmUpConfig
 from penstock_server.protocol.phase import PhaseClock
@@ -86,8 +86,8 @@ class CapacityProbe:
             longest,
             self.contexts_in(hoped_blocks, longest),
             self.block_tokens,
-            max_source_tokens=self.model.max_source_tokens,
-            max_answer_tokens=self.model.max_position_tokens - self.model.max_source_tokens,
+            max_source_tokens=self.model.traits.max_source_tokens,
+            max_answer_tokens=self.model.max_position_tokens - self.model.traits.max_source_tokens,
             is_pooled=self.model.pooler is not None,
             has_grammars=self.has_grammars,
             adapter=None if self.model.adapters is None else NEUTRAL,
@@ -106,7 +106,7 @@ class CapacityProbe:
         for name, plan in plans:
             with clock.phase(name):
                 timing = run(sample, plan, worst.num_blocks())
-            forward_s = timing.forward_s * self.model.num_layers / sample.num_layers
+            forward_s = timing.forward_s * self.model.traits.num_layers / sample.traits.num_layers
             seconds.append(timing.prepare_s + forward_s + timing.sample_s)
         recorded_bytes = graph_bytes()
         with clock.phase("measure what is left"):
@@ -135,7 +135,7 @@ class CapacityProbe:
     def default_pool_bytes(self, config: WarmUpConfig) -> int:
         """The default pool of this rank on a CPU."""
         longest = self.num_required_blocks(self.longest_sequence(config))
-        if not is_encoder(self.model):
+        if not self.model.traits.is_encoder:
             return memory.default_cap_bytes(longest * self.kv_bytes_per_block)
         # A step computes whole sequences, and nothing of them is kept. The last block of each may be full in part.
         of_step = config.max_step_tokens // self.block_tokens + config.max_step_sequences
@@ -173,13 +173,13 @@ class CapacityProbe:
 
     def longest_sequence(self, config: WarmUpConfig) -> int:
         """The longest sequence in tokens that the limits allow, or that the model has by default."""
-        return config.max_sequence_tokens or self.model.default_position_tokens
+        return config.max_sequence_tokens or self.model.traits.default_position_tokens
 
     def num_required_blocks(self, num_tokens: int) -> int:
         """The most blocks that a sequence of `num_tokens` holds at a time, as the scheduler counts them: with a sliding
         window on every layer, the blocks that one window touches."""
         num_blocks = -(-num_tokens // self.block_tokens)
-        window = self.model.window_tokens
+        window = self.model.traits.window_tokens
         return min(num_blocks, -(-(window - 1) // self.block_tokens) + 1) if window else num_blocks
 
     def longest_in(self, num_blocks: int, config: WarmUpConfig) -> int:

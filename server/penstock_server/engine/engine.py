@@ -49,7 +49,7 @@ from penstock_server.grammar.state import GrammarStates
 from penstock_server.host.background import run_in_background
 from penstock_server.host.heap import return_free_pages
 from penstock_server.kernels.native_build import find_build
-from penstock_server.models.interface import CausalModel, is_encoder
+from penstock_server.models.interface import CausalModel
 from penstock_server.parallel import RankGroup
 from penstock_server.protocol.config import Capacity, Description, ImageInput, LoadConfig, Node, WarmUpConfig
 from penstock_server.protocol.phase import PhaseClock
@@ -100,7 +100,7 @@ class Engine:
         self._group = group
         self._device = device
         self._block_tokens = block_tokens
-        self._watermark = watermark or Watermark.of(model.vocab_size)
+        self._watermark = watermark or Watermark.of(model.traits.vocab_size)
         self._compiler = compiler
         self._cpu_isa = cpu_isa
         self._ready: Runner | None = None
@@ -142,13 +142,13 @@ class Engine:
         model = run_in_background(read, device) if config.background else read()
         compiler = None
         if rank == 0 and model.pooler is None:
-            compiler = GrammarCompiler(config.model_path, model.vocab_size)
+            compiler = GrammarCompiler(config.model_path, model.traits.vocab_size)
             if device.type != "cpu":
                 # Reading it holds Python's GIL for long enough to delay many short steps. On a CPU steps are longer and
                 # the memory is the model's own, so there the first grammar reads it.
                 with clock.phase("read vocabulary"):
                     wait([compiler.read()])
-        watermark = Watermark.of(model.vocab_size, config.watermark_gamma, config.watermark_delta)
+        watermark = Watermark.of(model.traits.vocab_size, config.watermark_gamma, config.watermark_delta)
 
         def read_drafter() -> Drafter:
             phase = nullcontext() if config.speculative_model is None else clock.phase("load drafter")
@@ -158,22 +158,22 @@ class Engine:
         drafter = run_in_background(read_drafter, device) if config.background else read_drafter()
         draft_kv_bytes = drafter.kv_bytes_per_block if isinstance(drafter, PooledDrafter) else 0
         description = Description(
-            architecture=model.architecture,
+            architecture=model.traits.architecture,
             dtype=next(name for name, value in DTYPES.items() if value == dtype),
             device=str(device),
             device_name=device_name(device),
             libraries=libraries(device),
-            attention=model.attention_name,
-            vocab_size=model.vocab_size,
+            attention=model.traits.attention_name,
+            vocab_size=model.traits.vocab_size,
             max_position_tokens=model.max_position_tokens,
-            default_position_tokens=model.default_position_tokens,
+            default_position_tokens=model.traits.default_position_tokens,
             weight_bytes=model.weight_bytes + drafter.num_bytes,
             kv_bytes_per_block=model.kv_bytes_per_block + draft_kv_bytes,
             phases=tuple(clock.phases),
             block_tokens=block_tokens,
-            window_tokens=model.window_tokens,
-            decoder_prefix=model.decoder_prefix,
-            max_source_tokens=model.max_source_tokens,
+            window_tokens=model.traits.window_tokens,
+            decoder_prefix=model.traits.decoder_prefix,
+            max_source_tokens=model.traits.max_source_tokens,
             pooling=None if model.pooler is None else model.pooler.pooling,
             num_dimensions=0 if model.pooler is None else model.pooler.num_dimensions,
             can_draft=not drafting_refusal(model, group),
@@ -251,7 +251,7 @@ class Engine:
         probe.check_limits(config)
         longest = probe.longest_sequence(config)
         sampler = Sampler(
-            self.model.vocab_size, self._device, config.max_step_sequences, self._watermark, self._cpu_isa
+            self.model.traits.vocab_size, self._device, config.max_step_sequences, self._watermark, self._cpu_isa
         )
         grammars = None
         if self._compiler is not None:
@@ -259,13 +259,13 @@ class Engine:
 
         def table_limits(num_blocks: int) -> TableLimits:
             return TableLimits(
-                vocab_size=self.model.vocab_size,
+                vocab_size=self.model.traits.vocab_size,
                 block_tokens=self._block_tokens,
                 num_blocks=num_blocks,
                 max_sequence_tokens=longest,
                 num_rows=config.max_step_sequences,
-                max_source_tokens=self.model.max_source_tokens,
-                has_answers=not is_encoder(self.model),
+                max_source_tokens=self.model.traits.max_source_tokens,
+                has_answers=not self.model.traits.is_encoder,
                 has_whole_prompts=self.model.images is not None and self.model.images.family.is_prompt_whole,
                 has_token_types=self.model.pooler is not None and self.model.pooler.pooling.has_token_types,
             )
@@ -305,7 +305,7 @@ class Engine:
             self.reset()
             return replace(timing, sample_s=timing.sample_s + sampled.skipped_s)
 
-        has_graphs = self.model.is_recordable and self.model.pooler is None and config.records_graphs
+        has_graphs = self.model.traits.is_recordable and self.model.pooler is None and config.records_graphs
 
         def new_graphs(num_blocks: int) -> tuple[StepGraphs, list[Bucket]]:
             limits = table_limits(num_blocks)
@@ -358,8 +358,8 @@ class Engine:
 
     def _rehearse(self) -> None:
         """Run a prompt and a decode, if there is any, so that no request is the first to use any part."""
-        num_source = 1 if self.model.max_source_tokens else 0
-        prompt = [0] * (num_source if is_encoder(self.model) else num_source + 1)
+        num_source = 1 if self.model.traits.max_source_tokens else 0
+        prompt = [0] * (num_source if self.model.traits.is_encoder else num_source + 1)
         blocks = range(-(-(len(prompt) + 1) // self._block_tokens))
         started = -(-len(prompt) // self._block_tokens)
         new = NewSequence(0, prompt, len(prompt), block_ids=blocks[:started], num_source_tokens=num_source)

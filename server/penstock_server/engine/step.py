@@ -331,7 +331,7 @@ class StepRunner:
         places = prepared.parameters.masked
         if not len(places):
             return None
-        num_words = -(-self._model.vocab_size // 32)
+        num_words = -(-self._model.traits.vocab_size // 32)
         if self._group.rank != 0:
             return torch.empty((len(places), num_words), dtype=torch.int32, device=self._device)
         of_grammars, refusals = masks.finish()

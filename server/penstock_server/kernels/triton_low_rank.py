@@ -127,7 +127,7 @@ class LowRankSum:
         for order, of_rows in zip(pairs.order.split(max_rows), pairs.of_rows.split(max_rows), strict=True):
             self._add_to_rows(x, y, of_rows, pairs.tables, order)
 
-    def add_looked_up(self, token_ids: Tensor, num_tokens: int, y: Tensor, of_rows: Tensor, tables: Tensor) -> None:
+    def add_looked_up(self, num_tokens: int, token_ids: Tensor, y: Tensor, of_rows: Tensor, tables: Tensor) -> None:
         """Adds to y [rows, columns], the embeddings of token_ids [rows] int64 of `num_tokens`, what the rows' adapters
         add."""
         max_rows = max(1, WORKSPACE_BYTES // (4 * self.max_rank))

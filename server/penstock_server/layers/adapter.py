@@ -23,8 +23,8 @@ from torch import Tensor
 from penstock_server.attention.interface import StepAdapters
 from penstock_server.kernels.native_build import NativeBuild
 from penstock_server.kernels.native_ops import NativeOps
-from penstock_server.layers.linear import Linear
-from penstock_server.layers.step import StepContext
+from penstock_server.kernels.ops import Ops
+from penstock_server.layers.step import AddAdapters
 from penstock_server.weights.adapter import Change, Module, StoredWeight
 from penstock_server.weights.loader import Parameter
 from penstock_server.weights.location import EACH, Locator
@@ -83,48 +83,6 @@ class NativeAdapter:
     embedding: Tensor | None  # [tokens, rank] what it looks up instead; None: the embedding is not changed
 
 
-AddAdapters = Callable[[Tensor, Tensor, StepAdapters], None]
-"""Adds to a layer's product with x [rows, in_features], y [rows, columns], what the rows' adapters add. The embedding's
-x are token ids [rows]."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdaptedLinear:
-    """A layer with what adapters add to it, where programs are interpreted. Implements `Linear`."""
-
-    linear: Linear
-    sum: LowRankSum
-
-    @property
-    def in_features(self) -> int:
-        return self.linear.in_features
-
-    @property
-    def out_features(self) -> int:
-        return self.linear.out_features
-
-    @property
-    def native(self) -> object | None:
-        return None
-
-    def __call__(self, x: Tensor, step: StepContext | None) -> Tensor:
-        y = self.linear(x, step)
-        if step is not None:
-            add_adapters(self.sum, x, y, step)
-        return y
-
-
-def add_adapters(low_rank: LowRankSum, x: Tensor, y: Tensor, step: StepContext) -> None:
-    """Adds to y what the adapters of the step's rows add, as of `LowRankSum.add`."""
-    if step.adapters is not None:
-        _add_on_device(low_rank, x, y, step.adapters)
-
-
-def _add_on_device(low_rank: LowRankSum, x: Tensor, y: Tensor, adapters: StepAdapters) -> None:
-    assert adapters.tables is not None, "only GPUs interpret programs with adapters"
-    low_rank.add(x, y, adapters.of_tokens, adapters.tables)
-
-
 class AdapterSites:
     """All sites of a model on one rank."""
 
@@ -135,6 +93,8 @@ class AdapterSites:
         max_loaded: int,
         max_rank: int,
         stored: Callable[[str], StoredWeight],
+        ops: Ops,
+        device: torch.device,
         own: OwnAdapter | None = None,
     ) -> None:
         """locators: the names that transformers gives to the model's modules, followed by `.weight`, and those that
@@ -146,7 +106,11 @@ class AdapterSites:
         self.own = own
         self._parameters = parameters
         self._locators = locators
+        self._ops = ops
+        self._device = device
         self._sites: list[list[SitePart]] = []
+        self.adders: dict[int, AddAdapters] = {}
+        """What adapters add to the product of a layer, by its site, or by the first of its heads' sites."""
         self.modules: dict[str, Module] = {}
         """Modules that adapters can change, by all their names."""
         self.elements_per_rank = 0
@@ -171,8 +135,7 @@ class AdapterSites:
                 indices = indices[order[first_column:column].cpu() - first_column]
             parts.append(SitePart(module, indices, first_column, inputs))
             self.elements_per_rank += len(inputs) + column - first_column
-        self._sites.append(parts)
-        return len(self._sites) - 1
+        return self._add_product([parts])
 
     def add_heads(self, name: str, num_heads: int, num_key_columns: int) -> tuple[range, range]:
         """Registers the projection from the latent of latent attention. The outputs of each of the heads on this rank
@@ -182,13 +145,10 @@ class AdapterSites:
         rows = torch.cat([torch.arange(each.start, each.stop) for each in self._rows(name)])
         inputs = self._inputs(name)
         heads = rows.unflatten(0, (num_heads, -1))
-        first = len(self._sites)
-        for is_key in (True, False):
-            for head in heads:
-                its_rows = head[:num_key_columns] if is_key else head[num_key_columns:]
-                self._sites.append([SitePart(module, its_rows, 0, inputs, is_transposed=is_key)])
-                self.elements_per_rank += len(its_rows) + len(inputs)
-        return range(first, first + num_heads), range(first + num_heads, first + 2 * num_heads)
+        self.elements_per_rank += len(rows) + 2 * num_heads * len(inputs)
+        keys = self._add_product([[SitePart(module, head[:num_key_columns], 0, inputs, True)] for head in heads])
+        values = self._add_product([[SitePart(module, head[num_key_columns:], 0, inputs)] for head in heads])
+        return range(keys, keys + num_heads), range(values, values + num_heads)
 
     def add_experts(self, of_each: Sequence[Sequence[SitePart]]) -> int:
         """Registers a site of each of these parts, and returns the first one's number. Parts of all experts' parameters
@@ -222,9 +182,8 @@ class AdapterSites:
         num_tokens, size = self._parameters["embedding.weight"].shape
         stored = self._stored("embedding")
         module = self._register("embedding", size, num_tokens, is_embedding=True, stored=stored)
-        self._sites.append([SitePart(module, torch.arange(size), 0, range(num_tokens), is_embedding=True)])
         self.elements_per_rank += size + num_tokens
-        return len(self._sites) - 1
+        return self._add_product([[SitePart(module, torch.arange(size), 0, range(num_tokens), is_embedding=True)]])
 
     def add_head(self, weight: str) -> int:
         """Registers the output head. weight: the layer that has its weight, which is the embedding if the head is tied:
@@ -233,35 +192,37 @@ class AdapterSites:
         num_tokens, in_features = parameter.shape
         module = self._register("head", num_tokens, in_features, stored=self._stored(weight))
         mine = range(num_tokens) if parameter.part is None else parameter.part.range
-        self._sites.append([SitePart(module, torch.arange(mine.start, mine.stop), 0, range(in_features))])
         self.elements_per_rank += in_features + len(mine)
-        return len(self._sites) - 1
+        return self._add_product([[SitePart(module, torch.arange(mine.start, mine.stop), 0, range(in_features))]])
 
-    def add_natively(self, site: int, ops: NativeOps) -> AddAdapters:
-        """What adapters add at a site that is not in a native stack."""
-        looks_up = self._sites[site][0].is_embedding
+    def _add_product(self, sites: Sequence[list[SitePart]]) -> int:
+        """Registers the sites of one product: of a layer, or of a layer's heads. Returns the first one's number."""
+        first = len(self._sites)
+        if isinstance(self._ops, NativeOps):
+            self.adders[first] = partial(self._add_natively, self._ops, first)
+        else:
+            self.adders[first] = self._on_device(sites)
+        self._sites += sites
+        return first
 
-        def add(x: Tensor, y: Tensor, adapters: StepAdapters) -> None:
-            if looks_up:
-                if all(adapter.embedding is None for adapter in adapters.loaded):
-                    return
-                x = self._looked_up(x, y.dtype, adapters)
-            ops.adapt(site, x, y, [adapter.packed for adapter in adapters.loaded], adapters.of_tokens)
+    def _add_natively(self, ops: NativeOps, site: int, x: Tensor, y: Tensor, adapters: StepAdapters) -> None:
+        """As of `AddAdapters`, at a site outside of native stacks."""
+        if self._sites[site][0].is_embedding:
+            if all(adapter.embedding is None for adapter in adapters.loaded):
+                return
+            x = self._looked_up(x, y.dtype, adapters)
+        ops.adapt(site, x, y, [adapter.packed for adapter in adapters.loaded], adapters.of_tokens)
 
-        return add
+    def _on_device(self, sites: Sequence[list[SitePart]]) -> AddAdapters:
+        """What adapters add on a GPU at the sites that are registered next."""
+        low_rank, part = self._sum(len(self._sites), [part.columns for parts in sites for part in parts]), sites[0][0]
+        add = partial(low_rank.add_looked_up, len(part.inputs)) if part.is_embedding else low_rank.add
 
-    def add_on_device(self, site: int, device: torch.device) -> AddAdapters:
-        """The same on a GPU."""
-        low_rank = self.sum_at(range(site, site + 1), device)
-        if not self._sites[site][0].is_embedding:
-            return partial(_add_on_device, low_rank)
-        (num_tokens,) = (len(part.inputs) for part in self._sites[site])
+        def add_adapters(x: Tensor, y: Tensor, adapters: StepAdapters) -> None:
+            assert adapters.tables is not None, "on GPUs, steps have the tables of their adapters"
+            add(x, y, adapters.of_tokens, adapters.tables)
 
-        def add(x: Tensor, y: Tensor, adapters: StepAdapters) -> None:
-            assert adapters.tables is not None
-            low_rank.add_looked_up(x, num_tokens, y, adapters.of_tokens, adapters.tables)
-
-        return add
+        return add_adapters
 
     def _looked_up(self, token_ids: Tensor, dtype: torch.dtype, adapters: StepAdapters) -> Tensor:
         """[rows, max_rank]: A of each row's adapter at its token."""
@@ -272,37 +233,41 @@ class AdapterSites:
                 found[rows, : adapter.embedding.shape[1]] = adapter.embedding[token_ids[rows]]
         return found
 
-    def sum_at(self, sites: range, device: torch.device) -> LowRankSum:
-        """On a GPU, what adapters add to a layer at this site, or to as many layers as there are sites."""
-        from penstock_server.kernels.triton_low_rank import LowRankSum
-
-        first_part = sum(len(parts) for parts in self._sites[: sites.start])
-        columns = [part.columns for site in sites for part in self._sites[site]]
-        max_loaded = self.max_loaded + (self.own is not None)
-        return LowRankSum.of(first_part, columns, self._widest_rank, max_loaded, device)
-
-    def sums_of_experts(self, first: int, device: torch.device) -> tuple[LowRankSum, LowRankSum]:
+    def sums_of_experts(self, first: int) -> tuple[LowRankSum, LowRankSum]:
         """On a GPU, what adapters add to both products of experts, whose sites begin at `first`."""
+        gate_up, down = ([part.columns for part in parts] for parts in self._sites[first : first + 2])
+        num_parts = len(gate_up) + len(down)
+        return self._sum(first, gate_up, num_parts), self._sum(first + 1, down, num_parts)
+
+    def _sum(self, site: int, columns: Sequence[range], expert_parts: int = 0) -> LowRankSum:
+        """columns, expert_parts: as of `LowRankSum.of`."""
         from penstock_server.kernels.triton_low_rank import LowRankSum
 
-        first_part = sum(len(parts) for parts in self._sites[:first])
-        gate_up, down = ([part.columns for part in parts] for parts in self._sites[first : first + 2])
-        num_parts, max_loaded = len(gate_up) + len(down), self.max_loaded + (self.own is not None)
-        given = (self._widest_rank, max_loaded, device, num_parts)
-        return LowRankSum.of(first_part, gate_up, *given), LowRankSum.of(first_part + len(gate_up), down, *given)
+        first_part = sum(map(len, self._sites[:site]))
+        max_loaded = self.max_loaded + (self.own is not None)
+        return LowRankSum.of(first_part, columns, self._widest_rank, max_loaded, self._device, expert_parts)
 
-    def pack_on_device(self, changes: Mapping[str, Change], dtype: torch.dtype, device: torch.device) -> DeviceAdapter:
-        """An adapter for the layers on a GPU. changes: by module, in this dtype."""
+    def kernel_sizes(self) -> tuple[int, int]:
+        """The rank that an adapter of the highest rank takes in memory, and the bytes of the kernels' workspace."""
+        if isinstance(self._ops, NativeOps):
+            return self.max_rank, 0
+        from penstock_server.kernels.triton_low_rank import TILE_RANKS, WORKSPACE_BYTES
+
+        return -(-self.max_rank // TILE_RANKS) * TILE_RANKS, WORKSPACE_BYTES
+
+    def pack(self, changes: Mapping[str, Change], dtype: torch.dtype) -> NativeAdapter | DeviceAdapter:
+        """An adapter for the kernels. changes: by module, in this dtype, which is the model's."""
+        if isinstance(self._ops, NativeOps):
+            return self._pack_natively(changes, self._ops.build)
         from penstock_server.kernels.triton_low_rank import DeviceAdapter, PlainPart
 
         def packed(part: SitePart) -> PlainPart | None:
             change = changes.get(part.module)
             return None if change is None else PlainPart(part.down(change), part.up(change), change.scale)
 
-        return DeviceAdapter.pack([packed(part) for parts in self._sites for part in parts], dtype, device)
+        return DeviceAdapter.pack([packed(part) for parts in self._sites for part in parts], dtype, self._device)
 
-    def pack(self, changes: Mapping[str, Change], build: NativeBuild) -> NativeAdapter:
-        """An adapter for the native kernels. changes: by module, in the dtype of the kernels."""
+    def _pack_natively(self, changes: Mapping[str, Change], build: NativeBuild) -> NativeAdapter:
         embedding = None
         sites: list[list[tuple[Tensor, Tensor, int, float]]] = []
         for parts in self._sites:

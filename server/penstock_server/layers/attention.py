@@ -11,9 +11,9 @@ from torch import Tensor
 from penstock_server.attention.fp8 import KvScales
 from penstock_server.attention.interface import Alibi, Attention, AttentionMask, AttentionShape, HeadNorms
 from penstock_server.errors import ConfigError
+from penstock_server.kernels.ops import PackedLinear
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.layout import WeightLayout
-from penstock_server.layers.linear import Linear
 from penstock_server.layers.operation import (
     Attend,
     Clamp,
@@ -105,7 +105,7 @@ class AttentionBlock:
     """Implements `AttentionPart`."""
 
     spec: AttentionSpec
-    qkv: Linear
+    qkv: PackedLinear
     output: RowParallelLinear
     attention: Attention
     rope: tuple[Tensor, Tensor] | None  # cos, sin [max positions, rotary_dim / 2] float32
@@ -154,10 +154,9 @@ class AttentionBlock:
                 fused_norms = as_head_norms(norms, spec.qk_norm, spec.head_dim, shard)
         output = RowParallelLinear.load(f"{prefix}.output", spec.output_widths(shard), context)
         names = f"{prefix}.q", f"{prefix}.k", f"{prefix}.v"
-        qkv, site = context.linear(*names), context.site(*names)
         return cls(
             spec=spec,
-            qkv=context.adapted(qkv, site),
+            qkv=context.linear(*names),
             output=output,
             attention=attention,
             rope=None if spec.rope is None else context.rope(spec.rope),
@@ -170,7 +169,7 @@ class AttentionBlock:
             factors=None
             if spec.temperature is None
             else spec.temperature.factors(context.max_position_tokens, loader.device),
-            site=site,
+            site=context.site(*names),
         )
 
     def append_to(self, program: Program, source: Register) -> Register:

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from penstock_server.attention import ModelAttention
 from penstock_server.attention.fp8 import KvScales
-from penstock_server.kernels.native_ops import NativeOps
-from penstock_server.kernels.ops import Ops
-from penstock_server.layers.adapter import AdaptedLinear, AdapterSites, AddAdapters
+from penstock_server.kernels.ops import Ops, PackedLinear
+from penstock_server.layers.adapter import AdapterSites
 from penstock_server.layers.layout import WeightLayout
-from penstock_server.layers.linear import Linear, LinearWeights
+from penstock_server.layers.linear import LinearWeights
 from penstock_server.layers.relative_bias import RelativeBiasSpec
 from penstock_server.layers.rope import RopeSpec, rope_tables
 from penstock_server.layers.shard import Shard
 from penstock_server.weights.kv_scale import read_scales
 from penstock_server.weights.loader import Loader
-
-if TYPE_CHECKING:
-    from penstock_server.kernels.triton_low_rank import LowRankSum
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +42,7 @@ class BuildContext:
         """See `WeightLayout.load`."""
         return self.layout.load(self.loader, *names)
 
-    def linear(self, *names: str, gated: bool = False) -> Linear:
+    def linear(self, *names: str, gated: bool = False) -> PackedLinear:
         """The same, packed; gated as in `LinearWeights.pack`."""
         return self.weights(*names).pack(self.ops, gated=gated)
 
@@ -55,25 +50,6 @@ class BuildContext:
         """Registers the layers that `linear` loads by these names as a site of adapters, and returns its number. order:
         as of `LinearWeights.reorder`."""
         return None if self.adapter_sites is None else self.adapter_sites.add(*names, order=order)
-
-    def adapted(self, linear: Linear, site: int | None) -> Linear:
-        """The layer with what adapters add to it at this site, if interpreted programs can have adapters."""
-        low_rank = self.sum_at(None if site is None else range(site, site + 1))
-        return linear if low_rank is None else AdaptedLinear(linear, low_rank)
-
-    def adds(self, site: int | None) -> AddAdapters | None:
-        """What adapters add to a layer at this site, which is not one of the model's stack; None: nothing."""
-        if self.adapter_sites is None or site is None:
-            return None
-        if self.ops.adds_adapters:
-            return self.adapter_sites.add_on_device(site, self.loader.device)
-        return self.adapter_sites.add_natively(site, self.ops) if isinstance(self.ops, NativeOps) else None
-
-    def sum_at(self, sites: range | None) -> LowRankSum | None:
-        """What adapters add to layers of an interpreted program, a site each. None: nothing, or native stacks do."""
-        if self.adapter_sites is None or sites is None or not self.ops.adds_adapters:
-            return None
-        return self.adapter_sites.sum_at(sites, self.loader.device)
 
     def rope(self, spec: RopeSpec) -> tuple[Tensor, Tensor]:
         """Cosines and sines [max positions, rotary_dim / 2] float32. With axes, as many rows follow for the image

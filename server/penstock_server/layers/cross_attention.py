@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from penstock_server.attention.interface import Attention, AttentionShape
+from penstock_server.kernels.ops import PackedLinear
 from penstock_server.layers.attention import AttentionBlock, AttentionSpec
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.layout import WeightLayout
-from penstock_server.layers.linear import Linear
 from penstock_server.layers.operation import Attend, Multiply, NormHeads, Program, Register
 from penstock_server.layers.qk_norm import QkNorm, load_qk_norms
 from penstock_server.layers.row_parallel import RowParallelLinear
-from penstock_server.layers.step import StepContext
 from penstock_server.weights.loader import Parameter
 
 
@@ -29,8 +28,8 @@ class CrossAttentionBlock:
     implementation, so either reads a cache that the other has written.
     """
 
-    queries: Linear
-    kv: Linear
+    queries: PackedLinear
+    kv: PackedLinear
     output: RowParallelLinear
     shape: AttentionShape
     attention: Attention
@@ -55,19 +54,18 @@ class CrossAttentionBlock:
             norms=norms,
         )
 
-    def store(self, states: Tensor, cache: Tensor, slots: Tensor, step: StepContext) -> None:
+    def store(self, states: Tensor, cache: Tensor, slots: Tensor) -> None:
         """states [source tokens, hidden]: the encoder's output for the tokens at these slots [source tokens] int64."""
-        self.write(self.project_kv(states, step), cache, slots)
+        self.write(self.project_kv(states), cache, slots)
 
     @property
     def num_kv_values(self) -> int:
         """In the keys and values of one source token."""
         return 2 * self.shape.num_kv_heads * self.shape.head_dim
 
-    def project_kv(self, states: Tensor, step: StepContext | None) -> Tensor:
-        """[source tokens, hidden] → keys and values [source tokens, 2 * kv heads on this rank, head_dim]. step: None
-        for a layer without adapters, outside of a step."""
-        kv = self.kv(states, step).view(states.shape[0], 2 * self.shape.num_kv_heads, self.shape.head_dim)
+    def project_kv(self, states: Tensor) -> Tensor:
+        """[source tokens, hidden] → keys and values [source tokens, 2 * kv heads on this rank, head_dim]."""
+        kv = self.kv(states).view(states.shape[0], 2 * self.shape.num_kv_heads, self.shape.head_dim)
         if self.norms is None:
             return kv
         keys, values = kv.chunk(2, dim=1)

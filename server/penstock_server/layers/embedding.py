@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from penstock_server.kernels.ops import Lookup, PackedNorm
-from penstock_server.layers.adapter import AddAdapters
+from penstock_server.kernels.ops import Lookup, PackedLinear, PackedNorm
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.layout import WeightLayout
-from penstock_server.layers.linear import Linear
 from penstock_server.layers.norm import NormSpec, load_norm, norm_parameters
 from penstock_server.layers.step import StepContext
 from penstock_server.layers.vocabulary import VocabularyEmbedding
@@ -41,11 +39,11 @@ class Embedding:
     spec: EmbeddingSpec
     tokens: VocabularyEmbedding
     multiplier: float
-    project: Linear | None
+    project: PackedLinear | None
     positions: Tensor | None  # [num_positions, hidden]
     types: Tensor | None  # [num_types, hidden]
     norm: PackedNorm | None
-    adapters: AddAdapters | None = None  # what adapters add to the token embeddings
+    site: int | None = None  # adapter site of the token embeddings
 
     @staticmethod
     def parameters(spec: EmbeddingSpec, layout: WeightLayout) -> dict[str, Parameter]:
@@ -85,18 +83,17 @@ class Embedding:
             positions=positions,
             types=loader.read_if_there(f"{spec.prefix}types.weight"),
             norm=norm,
-            adapters=context.adds(None if context.adapter_sites is None else context.adapter_sites.add_embedding()),
+            site=None if context.adapter_sites is None else context.adapter_sites.add_embedding(),
         )
 
     def __call__(self, step: StepContext) -> Tensor:
         """[tokens, hidden]. The caller owns the tensor and may write to it."""
         x = self.tokens(step.batch.token_ids)
-        if self.adapters is not None and step.adapters is not None:
-            self.adapters(step.batch.token_ids, x, step.adapters)
+        step.add_adapters(self.site, step.batch.token_ids, x)
         if self.multiplier != 1.0:
             x *= self.multiplier
         if self.project is not None:
-            x = self.project(x, step)
+            x = self.project(x)
         if self.positions is not None:
             x += embedding(step.batch.positions + self.spec.position_offset, self.positions)
         if self.types is not None:

@@ -38,14 +38,17 @@ class Executor(Protocol):
         ...
 
 
-def executor_of(program: Program, ops: Ops, what: str) -> Executor:
-    """The fastest with these operators. what: is computed, for the log; empty: the log knows it already."""
+def executor_of(program: Program, ops: Ops, what: str, *, adapts: bool = False) -> Executor:
+    """The fastest with these operators. what: is computed, for the log; empty: the log knows it already.
+    adapts: steps may have adapters. Raises NotNativeError if native operators cannot add them."""
     executor: Executor
     if not isinstance(ops, NativeOps):
         return Interpreter(program, ops)
     try:
-        executor, level, how = NativeExecutor(program, ops.build), logging.DEBUG, "one native call"
+        executor, level, how = NativeExecutor(program, ops.build, adapts=adapts), logging.DEBUG, "one native call"
     except NotNativeError as reason:
+        if adapts:
+            raise
         executor, level = Interpreter(program, ops), logging.INFO
         how = f"one operation after the other (no native {reason})"
     if what:

@@ -152,8 +152,9 @@ class Run:
         registers, step = self.registers, self._step
         source, target = registers[operation.source], operation.target
         match operation:
-            case op.Multiply(linear=linear):
-                registers[target] = linear(source, step)
+            case op.Multiply(linear=linear, site=site):
+                registers[target] = product = linear(source)
+                step.add_adapters(site, source, product)
             case op.Norm(norm=norm):
                 registers[target] = norm(source)
             case op.Add():

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from penstock_server.attention.interface import Attention, AttentionShape
 from penstock_server.errors import ConfigError
+from penstock_server.kernels.ops import PackedLinear
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.head_linear import HeadLinear
 from penstock_server.layers.layout import WeightLayout
-from penstock_server.layers.linear import Linear
 from penstock_server.layers.norm import NormSpec, load_norm
 from penstock_server.layers.operation import AttendLatents, LatentOperands, Multiply, NormLatents, Program, Register
 from penstock_server.layers.rope import RopeSpec
@@ -27,9 +26,6 @@ from penstock_server.layers.row_parallel import RowParallelLinear
 from penstock_server.layers.shard import Shard
 from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.loader import Parameter
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +86,8 @@ class LatentAttentionBlock:
 
     spec: LatentAttentionSpec
     # From hidden to what all heads share: the latent of the queries if there is one, the latent, the rotated key part.
-    down: Linear
-    queries: Linear  # to the unrotated parts of all heads on this rank, then their rotated parts
+    down: PackedLinear
+    queries: PackedLinear  # to the unrotated parts of all heads on this rank, then their rotated parts
     latents: LatentOperands
     output: RowParallelLinear
     sites: tuple[int | None, int | None]  # adapter sites of `down` and of `queries`
@@ -165,8 +161,8 @@ class LatentAttentionBlock:
         )
         return cls(
             spec=spec,
-            down=context.adapted(down.reorder(down_order).pack(ops), sites[0]),
-            queries=context.adapted(queries.reorder(query_order).pack(ops), sites[1]),
+            down=down.reorder(down_order).pack(ops),
+            queries=queries.reorder(query_order).pack(ops),
             latents=latents,
             output=RowParallelLinear.load(f"{prefix}.output", heads.widths(spec.v_head_dim), context),
             sites=sites,

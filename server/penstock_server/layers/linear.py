@@ -15,30 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from penstock_server.kernels.native_ops import NativeLinear, NativeWideLinear
 from penstock_server.kernels.ops import Lookup, Ops, PackedLinear, Weight, whole
-from penstock_server.layers.step import StepContext
 from penstock_server.weights.loader import Loader, Parameter
-
-
-class Linear(Protocol):
-    """A loaded linear layer, packed for its device."""
-
-    @property
-    def in_features(self) -> int: ...
-
-    @property
-    def out_features(self) -> int: ...
-
-    @property
-    def native(self) -> object | None:
-        """The packed weight as the native kernels know it; None: they cannot apply it."""
-        ...
-
-    def __call__(self, x: Tensor, step: StepContext | None) -> Tensor:
-        """[rows, in_features] → [rows, out_features] in x's dtype, bias included. step: None for the output head, whose
-        rows are computed outside of a step."""
-        ...
 
 
 class LinearWeights(Protocol):
@@ -59,11 +37,11 @@ class LinearWeights(Protocol):
 
     def without_bias(self) -> LinearWeights: ...
 
-    def pack(self, ops: Ops, *, gated: bool = False) -> Linear:
+    def pack(self, ops: Ops, *, gated: bool = False) -> PackedLinear:
         """gated: the outputs are gate and up, concatenated, and the layer returns silu(gate) * up."""
         ...
 
-    def pack_tied(self, ops: Ops) -> tuple[Linear, Lookup]:
+    def pack_tied(self, ops: Ops) -> tuple[PackedLinear, Lookup]:
         """The output head and the embedding whose table is the same weight, which is held once if possible."""
         ...
 
@@ -99,32 +77,10 @@ SchemeOf = Callable[[str], LinearScheme]
 
 
 @dataclass(frozen=True, slots=True)
-class DenseLinear:
-    """Implements `Linear`."""
-
-    packed: PackedLinear
-
-    @property
-    def in_features(self) -> int:
-        return self.packed.in_features
-
-    @property
-    def out_features(self) -> int:
-        return self.packed.out_features
-
-    @property
-    def native(self) -> object | None:
-        return self.packed.packed if isinstance(self.packed, NativeLinear | NativeWideLinear) else None
-
-    def __call__(self, x: Tensor, step: StepContext | None) -> Tensor:
-        return self.packed(x)
-
-
-@dataclass(frozen=True, slots=True)
 class OrderedLinear:
-    """A layer whose columns are in another order than the features of its input. Implements `Linear`."""
+    """A layer whose columns are in another order than the features of its input. Implements `PackedLinear`."""
 
-    linear: Linear
+    linear: PackedLinear
     order: Tensor  # [in_features] int64
 
     @property
@@ -135,12 +91,8 @@ class OrderedLinear:
     def out_features(self) -> int:
         return self.linear.out_features
 
-    @property
-    def native(self) -> object | None:
-        return None  # a stack reorders its input first
-
-    def __call__(self, x: Tensor, step: StepContext | None) -> Tensor:
-        return self.linear(x.index_select(1, self.order), step)
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.linear(x.index_select(1, self.order))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,13 +115,11 @@ class DenseWeights:
     def without_bias(self) -> DenseWeights:
         return DenseWeights(self.weight)
 
-    def pack(self, ops: Ops, *, gated: bool = False) -> DenseLinear:
-        pack = ops.pack_gate_up if gated else ops.pack_linear
-        return DenseLinear(pack(self.weight, self.bias))
+    def pack(self, ops: Ops, *, gated: bool = False) -> PackedLinear:
+        return (ops.pack_gate_up if gated else ops.pack_linear)(self.weight, self.bias)
 
-    def pack_tied(self, ops: Ops) -> tuple[DenseLinear, Lookup]:
-        packed, lookup = ops.pack_tied(self.weight)
-        return DenseLinear(packed), lookup
+    def pack_tied(self, ops: Ops) -> tuple[PackedLinear, Lookup]:
+        return ops.pack_tied(self.weight)
 
     def lookup(self, ops: Ops) -> Lookup:
         return partial(embedding, weight=whole(self.weight))

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from penstock_server.kernels.activation import ACTIVATIONS, Xielu
-from penstock_server.kernels.ops import Elementwise
+from penstock_server.kernels.ops import Elementwise, PackedLinear
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.layout import WeightLayout
-from penstock_server.layers.linear import Linear
 from penstock_server.layers.operation import Activate, Convert, Multiply, Program, Register
 from penstock_server.layers.row_parallel import RowParallelLinear
-from penstock_server.layers.step import StepContext
 from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.loader import Parameter
 
@@ -52,16 +50,16 @@ class MlpSpec:
 class ActivatedLinear:
     """Up, or gate and up, and what is computed of them, where no operator does both."""
 
-    linear: Linear
+    linear: PackedLinear
     activation: Elementwise
 
-    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
-        return self.activation(self.linear(x, step))
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.activation(self.linear(x))
 
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    inner: Linear | ActivatedLinear  # [rows, hidden] → [rows, intermediate on this rank]
+    inner: PackedLinear | ActivatedLinear  # [rows, hidden] → [rows, intermediate on this rank]
     down: RowParallelLinear
     site: int | None  # adapter site of `inner`
     gate: Elementwise | None  # gate and up → `inner`'s result, if it is one operator and adapters change its product
@@ -103,12 +101,12 @@ class Mlp:
         self.down.append_to(program, "activated", target)
 
 
-def _load_inner(spec: MlpSpec, prefix: str, context: BuildContext, site: int | None) -> Linear | ActivatedLinear:
+def _load_inner(spec: MlpSpec, prefix: str, context: BuildContext, site: int | None) -> PackedLinear | ActivatedLinear:
     names = [f"{prefix}.{name}" for name in spec.inner_names]
     # Adapters change gate and up before the activation. A native stack computes them apart in a program of its own.
     if spec.is_swiglu and (site is None or not context.ops.adds_adapters):
         return context.linear(*names, gated=True)
-    linear = context.adapted(context.linear(*names), site)
+    linear = context.linear(*names)
     if spec.activation == "xielu":
         activation: Elementwise = Xielu.learned(*(context.loader.read(f"{prefix}.{name}") for name in XIELU_NAMES))
     else:

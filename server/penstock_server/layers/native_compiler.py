@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from penstock_server.attention.interface import Attention
 from penstock_server.attention.native import NativeAttention
 from penstock_server.collectives.shared_memory import SharedMemory
-from penstock_server.kernels.native_ops import NativeActivation, NativeNorm
-from penstock_server.kernels.ops import Elementwise, PackedNorm
+from penstock_server.kernels.native_ops import NativeActivation, NativeLinear, NativeNorm, NativeWideLinear
+from penstock_server.kernels.ops import Elementwise, PackedLinear, PackedNorm
 from penstock_server.layers import operation as op
 from penstock_server.layers.experts.layer import ListedExperts, MixtureOfExperts
 from penstock_server.layers.head_linear import HeadLinear
-from penstock_server.layers.linear import Linear, OrderedLinear
+from penstock_server.layers.linear import OrderedLinear
 from penstock_server.layers.mlp import ActivatedLinear
 from penstock_server.layers.operation import Operation
 from penstock_server.layers.qk_norm import ProjectionNorm
@@ -239,7 +239,7 @@ class _Compiler:
         if experts.shared_gate is not None:
             shared = "gated"
             self._native.linear(self._packed(experts.shared_gate), source, "gate")
-        wide = experts.router.linear.native if experts.router.spec.is_wide else None
+        wide = experts.router.linear.packed if isinstance(experts.router.linear, NativeWideLinear) else None
         if wide is None:
             self._native.linear(self._packed(experts.router.linear), source, "logits")
             if self._adapts and experts.router.site is not None:
@@ -263,12 +263,12 @@ class _Compiler:
             raise NotNativeError("collective of ranks that share memory through kernels in another data type")
         return group.collectives.native
 
-    def _packed(self, linear: Linear) -> Any:
-        if linear.native is None:
+    def _packed(self, linear: PackedLinear) -> Any:
+        if not isinstance(linear, NativeLinear):
             raise NotNativeError("experts whose columns are reordered")
-        if not isinstance(linear.native, self._build.module.PackedLinear):
+        if not isinstance(linear.packed, self._build.module.PackedLinear):
             raise NotNativeError("linear layer in another data type")
-        return linear.native
+        return linear.packed
 
 
 def _native_norm(norm: PackedNorm | ProjectionNorm) -> Any:

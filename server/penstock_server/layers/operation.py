@@ -15,9 +15,8 @@ from torch import Tensor
 
 from penstock_server.attention.fp8 import KvScales
 from penstock_server.attention.interface import Attention, HeadNorms
-from penstock_server.kernels.ops import Elementwise, PackedNorm
+from penstock_server.kernels.ops import Elementwise, PackedLinear, PackedNorm
 from penstock_server.layers.head_linear import HeadLinear
-from penstock_server.layers.linear import Linear
 from penstock_server.layers.step import StepContext
 from penstock_server.parallel import RankGroup
 
@@ -66,7 +65,7 @@ class Operation:
 class Multiply(Operation):
     """The product of a linear layer, and what the rows' adapters add to it."""
 
-    linear: Linear
+    linear: PackedLinear
     site: int | None = None  # adapter site; None: no adapter changes the layer
     gate: Elementwise | None = None  # makes the layer's result of gate and up, if adapters change these before
 

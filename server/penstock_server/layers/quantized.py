@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from penstock_server.kernels.ops import Lookup, Ops, QuantizedPacker, pieces_of
+from penstock_server.kernels.ops import Lookup, Ops, PackedLinear, QuantizedPacker, pieces_of
 from penstock_server.kernels.quantized import Dequantized, QuantFormat, QuantizedMatrix, QuantizedRows, concatenated
 from penstock_server.layers.linear import (
     Arrange,
     Dense,
-    DenseLinear,
     DenseWeights,
-    Linear,
     LinearScheme,
     LinearWeights,
     OrderedLinear,
@@ -48,16 +46,15 @@ class QuantizedWeights:
     def without_bias(self) -> QuantizedWeights:
         return replace(self, bias=None)
 
-    def pack(self, ops: Ops, *, gated: bool = False) -> Linear:
+    def pack(self, ops: Ops, *, gated: bool = False) -> PackedLinear:
         first = self.matrices[0].order
-        packed = DenseLinear(_packer(ops)(self.matrices, self.bias, gated=gated)[0])
+        packed, _ = _packer(ops)(self.matrices, self.bias, gated=gated)
         return packed if first is None else OrderedLinear(packed, first.to(self.device))
 
-    def pack_tied(self, ops: Ops) -> tuple[Linear, Lookup]:
+    def pack_tied(self, ops: Ops) -> tuple[PackedLinear, Lookup]:
         if not self._is_in_order:
             return self._dequantized().pack_tied(ops)
-        packed, lookup = _packer(ops)(self.matrices, None)
-        return DenseLinear(packed), lookup
+        return _packer(ops)(self.matrices, None)
 
     def lookup(self, ops: Ops) -> Lookup:
         if not self._is_in_order:

@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
+from penstock_server.kernels.ops import PackedLinear
 from penstock_server.layers.context import BuildContext
-from penstock_server.layers.linear import Linear
 from penstock_server.layers.operation import Gather, Multiply, Program, Reduce, Register
 from penstock_server.layers.shard import Shard
 
@@ -17,7 +17,7 @@ from penstock_server.layers.shard import Shard
 class RowParallelLinear:
     """From a dimension that is split over the ranks to the hidden dimension. `Shard.exact` selects how."""
 
-    linear: Linear
+    linear: PackedLinear
     shard: Shard
     in_widths: tuple[int, ...]  # input features on each rank
     dtype: torch.dtype  # dtype of inputs and outputs
@@ -28,8 +28,7 @@ class RowParallelLinear:
         shard, weights = context.shard, context.weights(name)
         if not shard.exact and shard.group.rank != 0:
             weights = weights.without_bias()  # rank 0 adds it to the sum
-        site = context.site(name)
-        return cls(context.adapted(weights.pack(context.ops), site), shard, in_widths, weights.dtype, site)
+        return cls(weights.pack(context.ops), shard, in_widths, weights.dtype, context.site(name))
 
     def append_to(self, program: Program, source: Register, target: Register) -> None:
         """Appends what makes [rows, hidden], the same on all ranks, of this rank's input features."""

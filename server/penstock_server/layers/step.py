@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -11,24 +11,35 @@ from torch import Tensor
 from penstock_server.attention import ModelAttention
 from penstock_server.attention.interface import StepAdapters, StepBatch
 
+AddAdapters = Callable[[Tensor, Tensor, StepAdapters], None]
+"""Adds to y, a layer's product with x, what the rows' adapters add. x [rows, in_features], y [rows, columns]; with a
+layer for each head, x and y [rows, heads, ...]. The embedding's x are token ids [rows]."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """One step, and which of its rows a layer's input consists of."""
+    """One step, and the rows that a layer's input consists of."""
 
     batch: StepBatch
     metadata: Mapping[str, Any]  # by the name of an attention implementation: what it prepared for the batch
-    rows: Tensor | None = None  # [rows of the input] int64 rows of the batch; None: all of them in order
     adapters: StepAdapters | None = None  # adapters of the rows of the input; None: no row has one
+    adders: Mapping[int, AddAdapters] = field(default_factory=dict)  # what adapters add, by the site
     seen: StepContext | None = None  # step of the rows that attend to images, see `CrossAttentionImages.batch`
 
     @classmethod
-    def of(cls, batch: StepBatch, attention: ModelAttention) -> StepContext:
+    def of(
+        cls, batch: StepBatch, attention: ModelAttention, adders: Mapping[int, AddAdapters] | None = None
+    ) -> StepContext:
         """The context of a step's first layer."""
         seen = None if batch.seen is None else cls.of(batch.seen.batch, attention)
-        return cls(batch, attention.prepare(batch), adapters=batch.adapters, seen=seen)
+        return cls(batch, attention.prepare(batch), batch.adapters, adders or {}, seen)
 
     def select(self, rows: Tensor) -> StepContext:
         """The context of an input that consists of these rows [rows] int64 of this context's input."""
         adapters = None if self.adapters is None else self.adapters.select(rows)
-        return replace(self, rows=rows if self.rows is None else self.rows[rows], adapters=adapters)
+        return replace(self, adapters=adapters)
+
+    def add_adapters(self, site: int | None, x: Tensor, y: Tensor) -> None:
+        """As of `AddAdapters`, at this site of the layer that made y; None: it has none."""
+        if self.adapters is not None and site is not None:
+            self.adders[site](x, y, self.adapters)

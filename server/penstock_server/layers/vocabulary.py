@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock_server.attention.interface import StepAdapters
 from penstock_server.kernels.activation import SoftCap
-from penstock_server.kernels.ops import Elementwise, Lookup, Ops
-from penstock_server.layers.adapter import AddAdapters
-from penstock_server.layers.linear import Linear
+from penstock_server.kernels.native_ops import NativeLinear
+from penstock_server.kernels.ops import Elementwise, Lookup, Ops, PackedLinear
+from penstock_server.layers.step import AddAdapters
 from penstock_server.parallel import RankGroup
 
 _PIECE_TOKENS = 1024  # rows of the output matrix that ranks exchange at a time
@@ -38,7 +37,7 @@ class VocabularyEmbedding:
 
 @dataclass(frozen=True, slots=True)
 class VocabularyHead:
-    linear: Linear
+    linear: PackedLinear
     widths: tuple[int, ...]  # tokens of the vocabulary on each rank
     group: RankGroup
     multiplier: float = 1.0
@@ -49,7 +48,7 @@ class VocabularyHead:
     def __call__(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         """[rows, hidden] → logits [rows, vocabulary], the same on all ranks. adapters: of the rows; None: no row has
         one."""
-        mine = self.linear(x, None)
+        mine = self.linear(x)
         if self.add_adapters is not None and adapters is not None:
             self.add_adapters(x, mine, adapters)
         if self.logits_bias is not None:
@@ -64,7 +63,7 @@ class VocabularyHead:
     def rows(self, token_ids: Tensor, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The rows [tokens, hidden] of the matrix on the device, scaled as its logits are, the same on all ranks.
         Those of a quantized layer may be rounded as its products are."""
-        rows = self._multiplied_rows if self.linear.native is None else self._native_rows
+        rows = self._native_rows if isinstance(self.linear, NativeLinear) else self._multiplied_rows
         found = rows(token_ids.to(device), hidden_size, dtype)
         return found if self.multiplier == 1.0 else found * self.multiplier
 
@@ -72,20 +71,20 @@ class VocabularyHead:
         """Embedding rows for layouts without row access: multiplies by one-hot rows."""
         rows = torch.empty((len(token_ids), hidden_size), dtype=dtype, device=token_ids.device)
         identity = torch.eye(hidden_size, dtype=dtype, device=token_ids.device)
-        bias = self.linear(torch.zeros_like(identity[:1]), None)
+        bias = self.linear(torch.zeros_like(identity[:1]))
         for units, columns in zip(identity.split(_PIECE_COLUMNS), rows.split(_PIECE_COLUMNS, 1), strict=True):
-            mine = self.linear(units, None) - bias
+            mine = self.linear(units) - bias
             columns.copy_(self.group.all_gather_columns(mine, self.widths)[:, token_ids].T)
         return rows
 
     def _native_rows(self, token_ids: Tensor, hidden_size: int, dtype: torch.dtype) -> Tensor:
-        packed: Any = self.linear.native
+        assert isinstance(self.linear, NativeLinear)
         first = sum(self.widths[: self.group.rank])
         rows = torch.zeros((len(token_ids), hidden_size), dtype=dtype)
         for ids, piece in zip(token_ids.split(_PIECE_TOKENS), rows.split(_PIECE_TOKENS), strict=True):
             is_mine = (ids >= first) & (ids < first + self.linear.out_features)
             mine = piece.new_empty((int(is_mine.sum()), hidden_size))
-            packed.copy_rows(ids[is_mine] - first, mine)
+            self.linear.packed.copy_rows(ids[is_mine] - first, mine)
             piece[is_mine] = mine
             self.group.all_reduce(piece)
         return rows

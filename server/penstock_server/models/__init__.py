@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -38,9 +37,10 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     from penstock_server.layers.context import BuildContext
     from penstock_server.layers.layout import WeightLayout
     from penstock_server.layers.linear import dense_everywhere
+    from penstock_server.layers.native_compiler import NotNativeError
     from penstock_server.layers.quantized import quantized_in_layers, stored_everywhere
     from penstock_server.layers.shard import Shard
-    from penstock_server.models.adapter import refusal
+    from penstock_server.models.adapter import check_model, refusal
     from penstock_server.models.decoder import Decoder
     from penstock_server.models.fallback import load_fallback
     from penstock_server.models.parameters import parameters
@@ -56,7 +56,6 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     from penstock_server.weights.loader import Loader
     from penstock_server.weights.quantization.flag import format_at_load
 
-    begin = time.perf_counter()
     if not is_described(options.folder):
         if read_pooling(options.folder) is not None:
             raise foreign_pooling(options.folder)
@@ -93,14 +92,12 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     layers, held = stage_of(spec, table, group.stage)
     sites, own = None, own_adapter(options.folder, spec)
     if options.max_adapters or own is not None:
-        if group.stage.size > 1:
-            raise refusal("its layers are split into pipeline stages", own)
-        if spec.pooling is not None or spec.encoder is not None:
-            raise refusal("only decoders have them")
+        check_model(spec, group, ops, own)
         # Not the checkpoint's names: adapters are made with transformers.
         stored = partial(StoredWeight.of, options.folder, locator, table)
         locators = (names, *names.alternatives)
-        sites = AdapterSites(table, locators, options.max_adapters, options.max_adapter_rank, stored, own)
+        of_options = options.max_adapters, options.max_adapter_rank
+        sites = AdapterSites(table, locators, *of_options, stored, ops, options.device, own)
     context = BuildContext(
         loader=Loader(checkpoint, table, locator, options.dtype, options.device, ops.kept, held),
         ops=ops,
@@ -125,11 +122,8 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
         source = "the checkpoint" if has_scales else "1.0, because the checkpoint has none"
         name = str(options.kv_dtype).removeprefix("torch.")
         logger.info("keys and values are stored in %s, with scales of %s", name, source)
-    opened = time.perf_counter()
-    model = Decoder(spec, context, layers)
-    if sites is not None:
-        model.accept_adapters(sites)
-    if spec.reads_images:
-        model.read_images(load_images(options))
-    model.load_phases = [("open checkpoint", opened - begin), ("read weights", time.perf_counter() - opened)]
+    try:
+        model = Decoder(spec, context, layers, partial(load_images, options) if spec.reads_images else None)
+    except NotNativeError as reason:
+        raise refusal(f"native kernels have no {reason}", own) from reason
     return model

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.native_build import NativeBuild
+from penstock_server.kernels.native_ops import NativeOps
+from penstock_server.kernels.ops import Ops
 from penstock_server.layers.adapter import AdapterSites, OwnAdapter
+from penstock_server.layers.step import AddAdapters
+from penstock_server.models.spec import ModelSpec
+from penstock_server.parallel import RankGroup
 from penstock_server.protocol.plan import Adapter
-from penstock_server.weights.adapter import Change, check_adapter, read_adapter
+from penstock_server.weights.adapter import check_adapter, read_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -28,37 +31,14 @@ class Adapters:
     """Loaded adapters, as the kernels know them. `load` and `unload` may be called on any thread while steps run: an
     adapter that is unloaded stays usable for sequences that hold it."""
 
-    @classmethod
-    def native(cls, sites: AdapterSites, build: NativeBuild) -> Adapters:
-        """For the native kernels of this build."""
-        return cls(sites, build.dtype, partial(sites.pack, build=build), sites.max_rank)
-
-    @classmethod
-    def on_device(cls, sites: AdapterSites, dtype: torch.dtype, device: torch.device) -> Adapters:
-        """For programs that are interpreted on a GPU."""
-        from penstock_server.kernels.triton_low_rank import TILE_RANKS, WORKSPACE_BYTES
-
-        padded_rank = -(-sites.max_rank // TILE_RANKS) * TILE_RANKS
-        pack = partial(sites.pack_on_device, dtype=dtype, device=device)
-        return cls(sites, dtype, pack, padded_rank, WORKSPACE_BYTES)
-
-    def __init__(
-        self,
-        sites: AdapterSites,
-        dtype: torch.dtype,
-        pack: Callable[[Mapping[str, Change]], Any],
-        stored_rank: int,
-        workspace_bytes: int = 0,
-    ) -> None:
-        """pack: makes an adapter of its changes. stored_rank: the rank that an adapter of the highest rank takes.
-        workspace_bytes: memory of the kernels."""
+    def __init__(self, sites: AdapterSites, dtype: torch.dtype) -> None:
+        """dtype: the model's."""
+        stored_rank, self._workspace_bytes = sites.kernel_sizes()
         self._bytes_per_element = sites.max_loaded * stored_rank * dtype.itemsize
-        self._workspace_bytes = workspace_bytes
         self._changes_experts = False
         self._sites = sites
         self._dtype = dtype
-        self._pack = pack
-        self._neutral = pack({})
+        self._neutral = sites.pack({}, dtype)
         self._loaded: dict[int, Any] = {}
         self.own: Adapter | None = None
         """The model's own, of sequences that name no adapter."""
@@ -69,6 +49,11 @@ class Adapters:
             self.own = Adapter(_OWN_ID, sites.own.folder)
             self._own = self._read(self.own, sites.own.rank)
             self.own_bytes = sites.own.rank * sites.elements_per_rank * dtype.itemsize
+
+    @property
+    def adders(self) -> Mapping[int, AddAdapters]:
+        """What adapters add, by the site."""
+        return self._sites.adders
 
     @property
     def max_bytes(self) -> int:
@@ -110,9 +95,20 @@ class Adapters:
     def _read(self, adapter: Adapter, max_rank: int) -> Any:
         began = time.perf_counter()
         with torch.inference_mode():
-            loaded = self._pack(read_adapter(adapter.folder, self._sites.modules, max_rank, self._dtype))
+            changes = read_adapter(adapter.folder, self._sites.modules, max_rank, self._dtype)
+            loaded = self._sites.pack(changes, self._dtype)
         logger.info("loaded the adapter in %s in %.3f s", adapter.folder, time.perf_counter() - began)
         return loaded
+
+
+def check_model(spec: ModelSpec, group: RankGroup, ops: Ops, own: OwnAdapter | None) -> None:
+    """Raises ConfigError if a model cannot have adapters on these ranks, with these operators. own: the model's own."""
+    if group.stage.size > 1:
+        raise refusal("its layers are split into pipeline stages", own)
+    if spec.pooling is not None or spec.encoder is not None or spec.is_encoder:
+        raise refusal("only decoders have them")
+    if not (ops.adds_adapters or isinstance(ops, NativeOps)):
+        raise refusal(f"{ops.name} operators have no kernel for them", own)
 
 
 def refusal(reason: str, own: OwnAdapter | None = None) -> ConfigError:

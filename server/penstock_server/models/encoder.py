@@ -43,7 +43,7 @@ class Encoder:
         states = self._states(sources, caches[0])
         for layer, cache in zip(layers, caches, strict=True):
             assert layer.cross is not None
-            layer.cross.store(states, cache, sources.batch.slots, sources)
+            layer.cross.store(states, cache, sources.batch.slots)
 
     def _states(self, sources: StepContext, cache: Tensor) -> Tensor:
         """The encoder's output [tokens, hidden] of the sources."""

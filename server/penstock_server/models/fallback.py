@@ -7,7 +7,6 @@ way, so each is checked at load: in chunks and in a batch it must compute the lo
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from penstock_server.models.config import Config
 from penstock_server.models.fallback_check import check_logits
 from penstock_server.models.foreign import FOREIGN_ERRORS, read_config, transformers
 from penstock_server.models.foreign_rope import take_batch_ropes
-from penstock_server.models.interface import LoadOptions
+from penstock_server.models.interface import LoadOptions, ModelTraits
 from penstock_server.models.pooler import Pooler
 from penstock_server.models.support import (
     CODE_KEY,
@@ -47,18 +46,13 @@ class Fallback:
     """A causal model of transformers, on one rank. Implements `CausalModel`."""
 
     def __init__(self, model: Any, options: LoadOptions) -> None:
-        self.architecture: str = model.config.model_type
-        self.load_phases: list[tuple[str, float]] = []
         self.caches: list[Tensor] = []
         self._model = model
         self._trunk = _trunk(model)
         self._ropes = take_batch_ropes(model)
         lengths = _lengths(model.config.get_text_config())
         self.max_position_tokens = lengths.max_position_tokens
-        self.default_position_tokens = lengths.default_position_tokens
-        self.serve_up_to(self.default_position_tokens)
-        self.max_source_tokens = 0
-        self.decoder_prefix: tuple[int, ...] = ()
+        self.serve_up_to(lengths.default_position_tokens)
         self.pooler: Pooler | None = None
         self.adapters: Adapters | None = None
         self.images: ImageEncoder | None = None
@@ -68,17 +62,22 @@ class Fallback:
         _record(self._pager, model, options.device)
         model.set_attn_implementation(pager.PAGED)
         attentions = self._pager.layers
-        self.num_layers = len(attentions)
-        self.hidden_size = 0  # only drafters read it, and drafts are not verified here
-        self.window_tokens = window_tokens(attentions)
-        self.attention_name = self._pager.attention.name
-        self.is_row_independent = False
-        self.is_recordable = False  # transformers' code may read device memory on the host
         self.kv_bytes_per_block = sum(attention.bytes_per_block() for attention in attentions)
         self.weight_bytes = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
-        self.vocab_size = self._head(torch.zeros((1, _width(model)), dtype=options.dtype, device=options.device)).shape[
-            1
-        ]
+        outputs = torch.zeros((1, _width(model)), dtype=options.dtype, device=options.device)
+        self.traits = ModelTraits(
+            architecture=model.config.model_type,
+            attention_name=self._pager.attention.name,
+            vocab_size=self._head(outputs).shape[1],
+            num_layers=len(attentions),
+            hidden_size=0,  # only drafters read it, and drafts are not verified here
+            default_position_tokens=lengths.default_position_tokens,
+            max_source_tokens=0,
+            decoder_prefix=(),
+            window_tokens=window_tokens(attentions),
+            is_recordable=False,  # transformers' code may read device memory on the host
+            is_row_independent=False,
+        )
 
     def allocate_cache(self, num_blocks: int) -> None:
         self.caches = []  # first: the old and the new pool may not fit together
@@ -140,7 +139,6 @@ class _Hidden:
 
 def load_fallback(options: LoadOptions, group: RankGroup) -> Fallback:
     """Raises ConfigError if the folder's model cannot be served over our cache, or not on this many ranks."""
-    begin = time.perf_counter()
     config = Config.read(options.folder)
     model_type = config.require("model_type", str)
     runs_code = _runs_code(model_type, config, options)
@@ -150,11 +148,9 @@ def load_fallback(options: LoadOptions, group: RankGroup) -> Fallback:
     with _refusing(config, model_type):
         model = _read(config, options, runs_code)
         _check_class(model_type, model)
-        loaded = time.perf_counter()
         fallback = Fallback(model, options)
         check_logits(fallback, fallback.own_logits, options)
         fallback.caches = []
-    fallback.load_phases = [("read weights", loaded - begin), ("check model", time.perf_counter() - loaded)]
     return fallback
 
 

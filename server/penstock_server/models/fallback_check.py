@@ -24,7 +24,7 @@ def check_logits(model: CausalModel, own_logits: Callable[[Tensor], Tensor], opt
     own_logits: [tokens] → [tokens, vocab] without the cache.
     """
     texts = [
-        (torch.arange(length, device=options.device) * 7 + 11 * (index + 1)) % model.vocab_size
+        (torch.arange(length, device=options.device) * 7 + 11 * (index + 1)) % model.traits.vocab_size
         for index, length in enumerate(_LENGTHS)
     ]
     expected = torch.cat([own_logits(text) for text in texts]).float()

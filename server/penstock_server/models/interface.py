@@ -37,31 +37,58 @@ class LoadOptions:
     drafts_with_mtp: bool = False  # the checkpoint's multi-token prediction layer is loaded, if it has one
 
 
-class CausalModel(Protocol):
-    """A decoder on one rank, with or without an encoder, or an encoder alone. `load_model(options, group)` in
-    `penstock_server.models` makes one."""
+@dataclass(frozen=True, slots=True)
+class ModelTraits:
+    """What is known of a loaded model."""
 
     architecture: str
     attention_name: str
     vocab_size: int
     num_layers: int
     hidden_size: int  # size of an output
-    max_position_tokens: int  # longest sequence; with an encoder, source and answer together
     default_position_tokens: int  # longest sequence that is served unless longer ones are asked for
     max_source_tokens: int  # 0: no part of a sequence is read by an encoder
     decoder_prefix: tuple[int, ...]  # token ids between every source and its answer
-    adapters: Adapters | None  # None: sequences have none
-    images: ImageEncoder | None  # None: it reads none
-    pooler: Pooler | None  # None: the model generates tokens. With it there are no `logits`
     window_tokens: int  # no layer attends to more of the last tokens; 0: at least one layer attends to all
-    weight_bytes: int  # on this rank
-    kv_bytes_per_block: int  # on this rank, all layers
-    load_phases: list[tuple[str, float]]  # the phases of loading in order, with their seconds
     # Whether `forward` of a decode step only enqueues device work, so that it can be recorded as a graph.
     is_recordable: bool
     # Whether a row has the same bits in every batch, and however a sequence is cut into chunks. False: unknown.
     is_row_independent: bool
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether all of a sequence is read at once."""
+        return self.max_source_tokens > 0 and not self.decoder_prefix
+
+
+class CausalModel(Protocol):
+    """A decoder on one rank, with or without an encoder, or an encoder alone. `load_model(options, group)` in
+    `penstock_server.models` makes one."""
+
+    traits: ModelTraits
+    adapters: Adapters | None  # None: sequences have none
+    images: ImageEncoder | None  # None: it reads none
     caches: list[Tensor]  # the KV pool, a tensor per layer; its memory pages may not have been touched
+
+    @property
+    def pooler(self) -> Pooler | None:
+        """None: the model generates tokens. With it there are no `logits`."""
+        ...
+
+    @property
+    def max_position_tokens(self) -> int:
+        """The longest sequence; with an encoder, source and answer together."""
+        ...
+
+    @property
+    def weight_bytes(self) -> int:
+        """On this rank."""
+        ...
+
+    @property
+    def kv_bytes_per_block(self) -> int:
+        """On this rank, of all layers."""
+        ...
 
     def allocate_cache(self, num_blocks: int) -> None:
         """Allocates the paged KV pool and replaces an earlier one."""
@@ -94,8 +121,3 @@ class CausalModel(Protocol):
         """The rows [tokens, hidden] of the output matrix, in the model's dtype, the same on all ranks, which call it
         together. Called only if drafts are verified. Those of a quantized matrix may be rounded."""
         ...
-
-
-def is_encoder(model: CausalModel) -> bool:
-    """Whether all of a sequence is read at once."""
-    return model.max_source_tokens > 0 and not model.decoder_prefix

@@ -66,15 +66,17 @@ class Layer:
     mlp: MlpPart
     norms: dict[str, PackedNorm]
     cross: CrossAttentionBlock | None
+    num_bytes: int
 
     @classmethod
     def load(cls, spec: LayerSpec, prefix: str, context: BuildContext) -> Layer:
+        bytes_before = context.loader.loaded_bytes
         attention = ATTENTION_PARTS[type(spec.attention)].load(spec.attention, f"{prefix}.attention", context)
         mlp = MLP_PARTS[type(spec.mlp)].load(spec.mlp, f"{prefix}.mlp", context)
         loader, ops = context.loader, context.ops
         norms = {name: load_norm(loader, ops, f"{prefix}.{name}", spec.norm) for name in _norm_names(spec)}
         cross = None if spec.cross is None else CrossAttentionBlock.load(spec.cross, f"{prefix}.cross", context)
-        return cls(spec, attention, mlp, norms, cross)
+        return cls(spec, attention, mlp, norms, cross, loader.loaded_bytes - bytes_before)
 
     def append_to(self, program: Program, *, is_last: bool) -> None:
         """Appends the layer. is_last: after its last attention, only the sampled rows continue."""

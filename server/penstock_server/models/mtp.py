@@ -54,4 +54,4 @@ class MtpLayer:
         model's there, or this layer's for the position before. Stores keys and values. Returns the normed outputs
         [samples, hidden], as input for the model's head."""
         joined = torch.cat((self._token_norm(tokens), self._hidden_norm(outputs)), dim=1)
-        return self._executor.run(self._project(joined, step), [cache], step)
+        return self._executor.run(self._project(joined), [cache], step)

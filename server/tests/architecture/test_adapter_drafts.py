@@ -73,14 +73,14 @@ def with_mtp_layer(folder: Path) -> Path:
 
 def draft_model(folder: Path, model: Decoder) -> Drafter:
     """The base: what it drafts is right for greedy sequences of the base."""
-    return DraftModel(load(folder, dtype=torch.bfloat16), model.vocab_size, CPU)
+    return DraftModel(load(folder, dtype=torch.bfloat16), model.traits.vocab_size, CPU)
 
 
 def heads(folder: Path, model: Decoder) -> Drafter:
     """Heads that repeat the token that was sampled."""
     path = folder / "heads"
     path.mkdir()
-    shapes = shapes_of(model.hidden_size)
+    shapes = shapes_of(model.traits.hidden_size)
     tensors = {f"{i}.0.linear.{part}": torch.zeros(*shape) for i in range(3) for part, shape in shapes}
     save_file(tensors, path / medusa.WEIGHTS_NAME)
     (path / "config.json").write_text('{"medusa_num_heads": 3, "medusa_num_layers": 1}')

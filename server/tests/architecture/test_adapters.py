@@ -336,7 +336,7 @@ def test_a_model_that_is_served_with_an_adapter_has_it_in_every_sequence(tmp_pat
     folder = adapted_folder(base, own, "test")
     model = load(folder)
     assert model.adapters is not None
-    table = SequenceTable(TableLimits(model.vocab_size, 16, 16, 256, 4), model.adapters)
+    table = SequenceTable(TableLimits(model.traits.vocab_size, 16, 16, 256, 4), model.adapters)
     named = Adapter(1, other)
     for number, adapter in enumerate((None, named), 1):
         table.add(NewSequence(number, [1, 2], 2, adapter=adapter))

@@ -77,7 +77,7 @@ def load_deterministic(folder: Path, group: RankGroup | None = None) -> CausalMo
 def logits_of(model: CausalModel, chunks: list[int], beside: list[list[int]]) -> Tensor:
     """[tokens, vocab] of a text, cut into chunks, while other texts start and continue."""
     driver = ModelDriver(model, BLOCK_TOKENS)
-    sequence = driver.sequence(prompts(7, [sum(chunks)], model.vocab_size)[0])
+    sequence = driver.sequence(prompts(7, [sum(chunks)], model.traits.vocab_size)[0])
     others, found = [driver.sequence(other) for other in beside], []
     for count in chunks:
         advances = [(other, 3) for other in others if other.num_computed + 3 <= len(other.token_ids)]
@@ -90,10 +90,10 @@ def assert_same_bits(name: str, folder: Path, cuts: Cuts) -> None:
     folder, (length, chunkings) = save_case(name, folder), cuts
     with triton_everywhere():
         model = load_deterministic(folder)
-        assert model.attention_name == "triton"
+        assert model.traits.attention_name == "triton"
         whole = logits_of(model, [length], [])
         assert whole.isfinite().all()
-        beside = prompts(8, [20, 9], model.vocab_size)
+        beside = prompts(8, [20, 9], model.traits.vocab_size)
         for chunks, has_others in chunkings:
             found = logits_of(model, chunks, beside if has_others else [])
             assert torch.equal(found, whole), (chunks, has_others, int((found != whole).any(-1).sum()))

@@ -86,7 +86,7 @@ def load(options: LoadOptions) -> CausalModel:
     """PERF: in the interpreter only attention runs on the kernels of a GPU, unless they are everywhere; the others are
     a CPU's, whose rows do not depend on the batch either."""
     model = load_model(options, RankGroup())
-    model.is_recordable = True
+    model.traits = replace(model.traits, is_recordable=True)
     return model
 
 

@@ -71,7 +71,7 @@ def test_drafts_of_a_model_change_no_bit(name: str, llama: Path, tmp_path: Path)
         texts = prompts(3, [6 + 11 * i % 30 for i in range(len(samplings))], VOCAB)
         expected, num_plain_steps = generate(ready(model), texts, 0, max_drafts=0)
         drafted, num_steps = generate(
-            ready(model, DraftModel(load(llama), model.vocab_size, CPU)), texts, 0, max_drafts=6
+            ready(model, DraftModel(load(llama), model.traits.vocab_size, CPU)), texts, 0, max_drafts=6
         )
     assert drafted == expected
     assert num_steps <= num_plain_steps
@@ -89,9 +89,11 @@ def test_drafts_change_no_bit_of_quantized_weights(kind: str, tmp_path: Path, mo
         folder = gguf_folder(save_gguf(reference, tmp_path / "model.gguf", "llama", kind))
     model, texts = load(folder), prompts(3, [17, 30], 131)
     expected, num_plain_steps = generate(ready(model), texts, 0, max_drafts=0)
-    drafted, num_steps = generate(ready(model, DraftModel(load(folder), model.vocab_size, CPU)), texts, 0, max_drafts=6)
+    drafted, num_steps = generate(
+        ready(model, DraftModel(load(folder), model.traits.vocab_size, CPU)), texts, 0, max_drafts=6
+    )
     assert drafted == expected
-    greedy = ready(model, DraftModel(load(folder), model.vocab_size, CPU))
+    greedy = ready(model, DraftModel(load(folder), model.traits.vocab_size, CPU))
     (alone,), num_greedy_steps = generate(greedy, texts[:1], 0, max_drafts=6)
     assert alone == expected[0]
     assert num_steps <= num_plain_steps
@@ -116,7 +118,7 @@ class Steps:
 
 def test_a_draft_model_computes_each_token_once_and_shared_or_returning_blocks_never_again(llama: Path) -> None:
     model = load(llama)
-    drafter = Counted(load(llama), model.vocab_size, CPU)
+    drafter = Counted(load(llama), model.traits.vocab_size, CPU)
     step = Steps(ready(model, drafter))
     (text,) = prompts(5, [40], VOCAB)
     drafter.num_tokens = 0
@@ -141,7 +143,7 @@ def test_a_draft_model_computes_each_token_once_and_shared_or_returning_blocks_n
 def test_a_long_text_is_caught_up_on_in_several_steps(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pooled, "MAX_CATCH_UP_TOKENS", 30)
     model = load(llama)
-    step = Steps(ready(model, DraftModel(load(llama), model.vocab_size, CPU)))
+    step = Steps(ready(model, DraftModel(load(llama), model.traits.vocab_size, CPU)))
     (text,) = prompts(5, [70], VOCAB)
     step(Advance(1, 70, range(7), True), NewSequence(1, text, 70))
     assert [len(step(Advance(1, 1, (), True, 3))) for _ in range(3)] == [1, 1, 4]
@@ -151,9 +153,9 @@ def test_both_pools_are_counted_and_a_longer_text_than_the_draft_model_s_has_no_
     model, drafting = load(llama), load(llama)
     drafting.max_position_tokens = 41
     step = Steps(
-        ready(model, DraftModel(drafting, model.vocab_size, CPU), replace(LIMITS, proven=False, num_blocks=64))
+        ready(model, DraftModel(drafting, model.traits.vocab_size, CPU), replace(LIMITS, proven=False, num_blocks=64))
     )
-    assert len(drafting.caches) == drafting.num_layers
+    assert len(drafting.caches) == drafting.traits.num_layers
     (text,) = prompts(5, [38], VOCAB)
     step(Advance(1, 38, range(6), True), NewSequence(1, text, 38))
     assert [len(step(Advance(1, 1, (), True, 4))) for _ in range(2)] == [4, 1]

@@ -146,7 +146,7 @@ def test_drafts_change_no_bit(
     model = load_model(options, RankGroup())
     engine = Engine(model, RankGroup(), torch.device("cpu"), BLOCK_TOKENS, compiler=compiler)
     engine.warm_up(WarmUpConfig(max_step_tokens=512, max_step_sequences=256, num_blocks=NUM_BLOCKS, proven=True))
-    num_source = 5 if engine.model.max_source_tokens else 0
+    num_source = 5 if engine.model.traits.max_source_tokens else 0
     texts = prompts(3, [6 + 11 * i % 30 for i in range(len(SAMPLINGS))], VOCAB)
     plain, num_plain_steps = generate(engine, texts, num_source, max_drafts=0)
     known = [text + [token.id for token in tokens] for text, tokens in zip(texts, plain, strict=True)]
@@ -165,7 +165,7 @@ def test_heads_that_share_the_model_s_matrix_change_no_bit(
     model = load_model(LoadOptions(save_case(name, tmp_path), torch.bfloat16, cpu, BLOCK_TOKENS), group)
     heads = tmp_path / "heads"
     heads.mkdir()
-    hidden = model.hidden_size
+    hidden = model.traits.hidden_size
     # Without a residual, a head repeats the token that was sampled.
     save_file(
         {f"{i}.0.linear.{part}": torch.zeros(*shape) for i in range(3) for part, shape in shapes_of(hidden)},

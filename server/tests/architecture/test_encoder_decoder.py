@@ -55,7 +55,7 @@ def test_answers_are_those_of_generate(
     folder = save_model(model, tmp_path)
     edit(folder / "generation_config.json", decoder_start_token_id=start, forced_bos_token_id=forced)
     run = EngineRun(folder, num_source=lambda prompt: len(prompt) - len(prefix))
-    prefix = list(run.engine.model.decoder_prefix)
+    prefix = list(run.engine.model.traits.decoder_prefix)
     assert prefix == [start, *([] if forced is None else [forced])]
     sources = prompts(6, [9, 12, 5], VOCAB)
     run.sampling = Sampling(repetition_penalty=penalty)
@@ -203,4 +203,4 @@ def test_the_window_of_a_model_is_that_of_its_widest_layer() -> None:
 @pytest.mark.parametrize(("name", "window"), [("mistral", 16), ("mistral-no-window", 0), ("gemma3", 0), ("t5", 0)])
 def test_models_report_their_window(name: str, window: int, tmp_path: Path) -> None:
     folder = save_model(make_model(name, CASES[name]), tmp_path)
-    assert load_model(LoadOptions(folder, torch.float32, CPU, 4), RankGroup()).window_tokens == window
+    assert load_model(LoadOptions(folder, torch.float32, CPU, 4), RankGroup()).traits.window_tokens == window

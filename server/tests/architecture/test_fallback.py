@@ -209,7 +209,7 @@ def test_a_rope_that_depends_on_the_batch_is_that_of_the_longest_served_text(kin
     save_model(reference, tmp_path)
     model = load(tmp_path)
     default, longest = LENGTHS[kind]
-    assert (model.default_position_tokens, model.max_position_tokens) == (default, longest)
+    assert (model.traits.default_position_tokens, model.max_position_tokens) == (default, longest)
     for served in sorted({default, longest}):
         model.serve_up_to(served)
         (text,) = prompts(5, [served], VOCAB)

@@ -134,13 +134,13 @@ def test_a_cache_of_half_the_bytes_holds_twice_the_blocks(folder: Path, monkeypa
 def test_on_a_cpu_fp8_is_native_and_the_log_says_its_scales(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     options = LoadOptions(folder, torch.bfloat16, torch.device("cpu"), 16, kv_dtype=NARROW)
-    assert load_model(options, RankGroup()).attention_name == "native"
+    assert load_model(options, RankGroup()).traits.attention_name == "native"
     assert "keys and values are stored in float8_e4m3fn, with scales of 1.0" in caplog.text
 
 
 def test_on_a_gpu_fp8_steps_are_recorded(folder: Path) -> None:
     with fake_cuda():
         engine = load_fake(folder, kv_cache_dtype="fp8_e5m2")
-        assert engine.model.is_recordable
+        assert engine.model.traits.is_recordable
         assert engine.model.caches[0].dtype == torch.int8
         engine.close()

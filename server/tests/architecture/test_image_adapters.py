@@ -78,7 +78,7 @@ def test_a_sequence_with_images_has_the_models_own_adapter_unless_it_names_one(t
     own, named = model.adapters.own, Adapter(1, base / "vision-lora")
     assert own is not None
     (loaded_by_name,) = loaded(model, [named.folder])
-    table = SequenceTable(TableLimits(model.vocab_size, 16, 16, 256, 4), model.adapters, model.images)
+    table = SequenceTable(TableLimits(model.traits.vocab_size, 16, 16, 256, 4), model.adapters, model.images)
     (encoded,) = model.images.encode(IMAGES[:1])
     ids, spans = encoded.token_ids.tolist(), [ImageSpan(IMAGES[0], 0)]
     for number, (images, adapter) in enumerate([(spans, None), (spans, named), ([], None), ([], named)], 1):

@@ -48,7 +48,7 @@ def test_drafts_change_no_bit_of_sequences_with_images(
 
     texts, plain, num_plain_steps = generated(max_drafts=0)
     known = [text + [token.id for token in tokens] for text, tokens in zip(texts, plain, strict=True)]
-    monkeypatch.setattr(ngram, "continuation", Drafts(known, model.vocab_size))
+    monkeypatch.setattr(ngram, "continuation", Drafts(known, model.traits.vocab_size))
     _, drafted, num_steps = generated(max_drafts=6)
     assert drafted == plain
     assert num_steps < num_plain_steps, "some drafts are right"

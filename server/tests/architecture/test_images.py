@@ -270,7 +270,7 @@ def test_greedy_tokens_are_those_of_transformers(made: Made) -> None:
         encoder.placed(of_text[tuple(token_ids)]), len(token_ids) if is_whole else 0, end
     )
     # Transformers cannot read it as text. Mllama's has no row in the head.
-    image_token = min(encoder.image_token_id, run.engine.model.vocab_size - 1)
+    image_token = min(encoder.image_token_id, run.engine.model.traits.vocab_size - 1)
     run.sampling = Sampling(logit_bias=[(image_token, -1e4)])
     texts = [one, two, again]
     found = run.greedy([prompt.token_ids for prompt in texts], 64, shared_tokens=shared, chunk=7)

@@ -200,7 +200,7 @@ def test_multi_token_prediction_layers_are_ignored(tmp_path: Path) -> None:
     draft = {f"model.layers.3.{name}": torch.zeros(2) for name in ("eh_proj.weight", "mlp.experts.0.up_proj.weight")}
     save_file({**weights, **draft}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
-    assert driver_of(tmp_path, torch.float32, block_tokens=4).model.num_layers == 3
+    assert driver_of(tmp_path, torch.float32, block_tokens=4).model.traits.num_layers == 3
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
     with pytest.raises(ConfigError, match=r"2 tensors that the model has no place for: model\.layers\.3\.eh_proj"):
         driver_of(tmp_path, torch.float32, block_tokens=4)

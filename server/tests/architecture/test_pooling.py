@@ -113,7 +113,7 @@ def run(
     model = load_model(LoadOptions(folder, torch.float32, DEVICE, block_tokens), RankGroup())
     engine = Engine(model, RankGroup(), DEVICE, block_tokens)
     engine.warm_up(WarmUpConfig(80, 4, max_sequence_tokens=0, num_blocks=64))
-    is_encoder = model.max_source_tokens > 0
+    is_encoder = model.traits.max_source_tokens > 0
     computed = dict.fromkeys(range(3), 0)
     vectors: dict[int, torch.Tensor] = {}
     for number in range(1, 40):

@@ -75,7 +75,7 @@ def two_threads() -> Iterator[None]:
 
 def give_back(driver: ModelDriver, sequence: DrivenSequence) -> None:
     """Overwrites the blocks before the next token's window with NaN, as if they were released."""
-    window = driver.model.window_tokens
+    window = driver.model.traits.window_tokens
     num_passed = max(0, sequence.num_computed + 1 - window) // BLOCK_TOKENS if window else 0
     for cache in driver.model.caches:
         cache[sequence.blocks[:num_passed]] = float("nan")
@@ -105,7 +105,7 @@ def assert_same_bits(
 ) -> None:
     """cuts: chunk sizes of the text after its source, which is never cut. drafts: a cut into chunks of the sizes of
     drafts, which runs without other sequences: their steps have the fewest rows."""
-    assert model.attention_name == "native"
+    assert model.traits.attention_name == "native"
     text, *beside = prompts(7, [length, 2 * length // 5, length // 4], VOCAB)
     company: list[list[list[int]]] = [[], beside]
     whole = logits_of(model, text, num_source, [length], [])
@@ -121,7 +121,7 @@ def assert_same_bits(
 @pytest.mark.parametrize("name", LONG_CASES)
 def test_logits_do_not_depend_on_chunks_or_other_sequences(name: str, tmp_path: Path) -> None:
     model = load(name, LONG_CASES[name], tmp_path)
-    num_source = 150 if model.max_source_tokens else 0
+    num_source = 150 if model.traits.max_source_tokens else 0
     behind = LENGTH - num_source
     drafts = DRAFT_CHUNKS * 4  # from the first segment into the second one
     cuts = [[behind - 160, 160], [30] * (behind // 30), [1] * 30 + [behind - 100] + [1] * 70]
@@ -132,7 +132,7 @@ def test_logits_do_not_depend_on_chunks_or_other_sequences(name: str, tmp_path: 
 @pytest.mark.parametrize("name", CASES)
 def test_logits_of_every_architecture_do_not_depend_on_chunks_or_other_sequences(name: str, tmp_path: Path) -> None:
     model = load(name, CASES[name], tmp_path)
-    num_source = 20 if model.max_source_tokens else 0
+    num_source = 20 if model.traits.max_source_tokens else 0
     behind = SHORT_LENGTH - num_source
     cuts = [[40, behind - 40], [1] * 5 + [behind - 15] + [1] * 10]
     drafts = [10, *DRAFT_CHUNKS, behind - 10 - sum(DRAFT_CHUNKS)]

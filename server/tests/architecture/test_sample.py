@@ -24,10 +24,10 @@ def test_a_sample_needs_the_temporary_memory_of_the_whole_model(name: str, tmp_p
     save_model(make_model(name, CASES[name]), tmp_path)
     model = load_model(LoadOptions(tmp_path, torch.float32, torch.device("cpu"), block_tokens=4), RankGroup())
     driver = ModelDriver(model)
-    num_source = 20 if model.max_source_tokens else 0
+    num_source = 20 if model.traits.max_source_tokens else 0
     needed = peak_bytes(driver, num_source)
     sample = model.sample()
-    assert sample.num_layers == (NUM_SAMPLED[name] or model.num_layers) <= model.num_layers
+    assert sample.traits.num_layers == (NUM_SAMPLED[name] or model.traits.num_layers) <= model.traits.num_layers
     driver.model = sample
     assert needed <= peak_bytes(driver, num_source) <= 1.1 * needed
 

@@ -1,4 +1,4 @@
-"""What a step's layers are told: the rows of their input, and attention metadata that is built once for all of them."""
+"""What a step's layers are told: attention metadata is built once for all of them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from cases import CASES, VOCAB
 from model_driver import ModelDriver
 from penstock_server.attention.interface import StepBatch
 from penstock_server.attention.reference import ReferenceAttention, ReferenceMetadata
-from penstock_server.layers.linear import DenseLinear
-from penstock_server.layers.step import StepContext
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
 from tiny_model import make_model, save_model
 from tiny_models import prompts
-from torch import Tensor
 
 CPU = torch.device("cpu")
 
@@ -25,39 +22,6 @@ CPU = torch.device("cpu")
 def driver_of(name: str, folder: Path) -> ModelDriver:
     save_model(make_model(name, CASES[name]), folder)
     return ModelDriver(load_model(LoadOptions(folder, torch.float32, CPU, 4), RankGroup()))
-
-
-@pytest.mark.parametrize(
-    "name", ["llama", "falcon-7b", "opt-350m", "mixtral", "qwen2-moe", "deepseek-v2", "deepseek-v3", "t5"]
-)
-@torch.inference_mode()
-def test_every_linear_layer_knows_the_rows_of_its_input(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two sequences with different adapters in one batch compute what each computes alone. The adapter stands for any
-    function of the row: here it scales the output of each linear layer, by the parity of the row's token."""
-    apply, scales = DenseLinear.__call__, torch.tensor([1.0, 0.8])
-
-    def apply_with_adapter(linear: DenseLinear, x: Tensor, step: StepContext | None) -> Tensor:
-        if step is None:
-            return apply(linear, x, step)
-        token_ids = step.batch.token_ids if step.rows is None else step.batch.token_ids[step.rows]
-        return apply(linear, x, step) * scales[token_ids % 2, None]
-
-    driver = driver_of(name, tmp_path)
-
-    def logits_of(*batch: list[int]) -> Tensor:
-        steps = [(driver.sequence(text, CASES[name].num_source(text)), len(text)) for text in batch]
-        return driver.step(steps)
-
-    first, second = (
-        [id - id % 2 + parity for id in text] for parity, text in enumerate(prompts(1, [15, 20], VOCAB - 1))
-    )
-    plain = logits_of(second)
-    monkeypatch.setattr(DenseLinear, "__call__", apply_with_adapter)
-    alone = torch.cat([logits_of(first), logits_of(second)])
-    assert not torch.allclose(alone[1:], plain, atol=1e-2)
-    torch.testing.assert_close(logits_of(first, second), alone, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("name", "num_masks"), [("llama", 1), ("gemma2", 2), ("t5", 2)])

@@ -36,7 +36,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path, monkeypatch
     reference = make_model(name, CASES[name])
     options = LoadOptions(save_model(reference, tmp_path), torch.float32, DEVICE, 4, attention="triton")
     driver = ModelDriver(load_model(options, RankGroup(), exact=False))
-    assert driver.model.attention_name == "triton"
+    assert driver.model.traits.attention_name == "triton"
     (text,) = prompts(1, [9], VOCAB)
     expected = reference(torch.tensor([text]), use_cache=False).logits[0]
     sequence = driver.sequence(text)

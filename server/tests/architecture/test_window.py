@@ -46,7 +46,7 @@ def test_blocks_before_the_window_may_be_overwritten(tmp_path: Path) -> None:
     texts = prompts(3, [45, 31, 44], 131)
     texts[1][:SHARED_TOKENS] = texts[0][:SHARED_TOKENS]
     run = WindowedRun(tmp_path, num_blocks=18)  # 53 would be needed without windows
-    assert run.engine.model.window_tokens == WINDOW
+    assert run.engine.model.traits.window_tokens == WINDOW
 
     first = run.start(texts[0])
     run.advance([first])

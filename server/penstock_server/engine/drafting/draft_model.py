@@ -26,7 +26,7 @@ class DraftModel(PooledDrafter):
     def next(self, table: SequenceTable, rows: Rows, starts: Rows, counts: Rows, last: Drafted | None) -> Drafted:
         batch, _ = text_batch(table, rows, starts, counts)
         # The vocabulary of the model may be padded further than that of the draft model.
-        np.minimum(batch.token_ids, self._causal.vocab_size - 1, out=batch.token_ids)
+        np.minimum(batch.token_ids, self._causal.traits.vocab_size - 1, out=batch.token_ids)
         step = batch.copied_to(self.device)
         if last is not None:
             step = replace(step, token_ids=last.ids)

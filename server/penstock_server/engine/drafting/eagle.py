@@ -52,13 +52,13 @@ class EagleHead:
         config, dtype, block_tokens = Config.read(folder), options.dtype, options.block_tokens
         self._block_tokens, self._dtype, self._device = block_tokens, dtype, options.device
         assert model.embedding is not None, "the model is not split into stages"
-        hidden, self._embed = model.hidden_size, model.embedding.tokens
+        hidden, self._embed = model.traits.hidden_size, model.embedding.tokens
         nested = config.values.get("eagle_config")
         of_head = {**config.values, **(nested if isinstance(nested, dict) else {})}
         for option in ("norm_before_residual", "norm_before_fc"):
             if of_head.get(option):
                 raise config.refuse(f"{option} is not supported in a head")
-        self.layers = _observed_layers(config, of_head, model.num_layers)
+        self.layers = _observed_layers(config, of_head, model.traits.num_layers)
         self.num_heads = config.require("num_attention_heads", int)
         self.num_kv_heads = config.get("num_key_value_heads", self.num_heads)
         self.head_dim = config.get("head_dim", hidden // max(1, self.num_heads))
@@ -67,10 +67,10 @@ class EagleHead:
             raise config.refuse("a head needs attention heads, and silu as hidden_act")
         if self.num_heads % self.num_kv_heads or self.head_dim % 2:
             raise config.refuse(f"{self.num_heads} heads of {self.head_dim} do not fit {self.num_kv_heads} KV heads")
-        self.vocab_size = config.get("draft_vocab_size", model.vocab_size)
+        self.vocab_size = config.get("draft_vocab_size", model.traits.vocab_size)
         self.max_position_tokens = model.max_position_tokens
         self._rope = read_rope(config, self.head_dim)
-        longest = model.default_position_tokens
+        longest = model.traits.default_position_tokens
         self._ropes = rope_tables(self._rope, model.max_position_tokens, self._device, longest)
         read = _Reader(folder, dtype, self._device)
         inner = config.require("intermediate_size", int)
@@ -89,10 +89,12 @@ class EagleHead:
         self._norm = read("norm.weight", hidden)
         self._head = read("lm_head.weight", self.vocab_size, hidden)
         self._tokens = torch.arange(self.vocab_size, device=self._device)
-        if self.vocab_size != model.vocab_size:
+        if self.vocab_size != model.traits.vocab_size:
             self._tokens = self._tokens + read("d2t", self.vocab_size).long()
-        if int(self._tokens.min()) < 0 or int(self._tokens.max()) >= model.vocab_size:
-            raise ConfigError(f"{folder}: d2t names token {int(self._tokens.max())} of {model.vocab_size} tokens")
+        if int(self._tokens.min()) < 0 or int(self._tokens.max()) >= model.traits.vocab_size:
+            raise ConfigError(
+                f"{folder}: d2t names token {int(self._tokens.max())} of {model.traits.vocab_size} tokens"
+            )
         read.finish()
         weights = [value for value in vars(self).values() if isinstance(value, Tensor)]
         self._widths = len(self.layers) * hidden, keys, keys

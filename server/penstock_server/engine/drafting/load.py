@@ -31,16 +31,16 @@ def drafting_refusal(model: CausalModel, group: RankGroup) -> str:
     """Why steps verify no drafts; empty: they do. Drafts change no bit if rows are independent; otherwise, on a GPU, no
     more than another sequence in the batch does."""
     if model.pooler is not None:
-        return f"{model.architecture} generates no tokens; leave the flag out"
+        return f"{model.traits.architecture} generates no tokens; leave the flag out"
     if group.stage.size > 1:  # only the last stage would know which drafts are right
         return f"the model has {group.stage.size} pipeline stages; leave the flag out, or --pipeline-parallel-size"
-    if model.is_row_independent or model.is_recordable:
+    if model.traits.is_row_independent or model.traits.is_recordable:
         return ""
     if not isinstance(model, Decoder):
-        return f"{model.architecture} runs on transformers; leave the flag out"
+        return f"{model.traits.architecture} runs on transformers; leave the flag out"
     return (
         "this needs native kernels on a CPU, or Triton kernels on a GPU, and attention runs on "
-        f"{model.attention_name} here; leave the flag out, or install the kernels"
+        f"{model.traits.attention_name} here; leave the flag out, or install the kernels"
     )
 
 
@@ -57,13 +57,13 @@ def load_drafter(
     drafts."""
     refusal = drafting_refusal(model, group)
     if folder is None:
-        if refusal or not isinstance(model, Decoder) or model.mtp is None:
+        if refusal or not isinstance(model, Decoder) or model.taps.mtp is None:
             return NgramDrafter()
         logger.info("drafts come from the checkpoint's multi-token prediction layer")
         num_layers = Config.read(options.folder).optional_int("num_nextn_predict_layers") or 1
         if num_layers > 1:
             logger.info("%d further multi-token prediction layers are ignored", num_layers - 1)
-        return HeadDrafter(MtpHead(model, model.mtp, options.device), options.device)
+        return HeadDrafter(MtpHead(model, model.taps.mtp, options.device), options.device)
     if refusal:
         raise ConfigError(f"--speculative-model {folder}: no drafts are verified here, because {refusal}")
     config = Config.read(folder)
@@ -79,24 +79,24 @@ def load_drafter(
         return SentDrafter() if heads is None else MedusaDrafter(heads)
     if is_eagle_head(folder):
         return _eagle(folder, model, options)
-    if model.window_tokens:
+    if model.traits.window_tokens:
         raise ConfigError(
             f"--speculative-model {folder}: a draft model reads whole texts, and this model, whose layers all have a "
             "sliding window, releases their beginnings; use `--speculative-model ngram`, or Medusa heads"
         )
     if group.rank:
         return SentDrafter()
-    if model.max_source_tokens:
+    if model.traits.max_source_tokens:
         raise ConfigError(f"--speculative-model {folder}: no draft model reads the source of an encoder-decoder")
     check_vocabulary(folder, options.folder)
     drafting = load_model(
         replace(options, folder=folder, quantize="", max_adapters=0, deterministic=False), RankGroup()
     )
-    if drafting.pooler is not None or drafting.max_source_tokens or drafting.images is not None:
+    if drafting.pooler is not None or drafting.traits.max_source_tokens or drafting.images is not None:
         raise ConfigError(
-            f"--speculative-model {folder} is a {drafting.architecture}, must be a decoder that generates text"
+            f"--speculative-model {folder} is a {drafting.traits.architecture}, must be a decoder that generates text"
         )
-    return DraftModel(drafting, model.vocab_size, options.device)
+    return DraftModel(drafting, model.traits.vocab_size, options.device)
 
 
 def _eagle(folder: Path, model: CausalModel, options: LoadOptions) -> HeadDrafter:
@@ -105,8 +105,8 @@ def _eagle(folder: Path, model: CausalModel, options: LoadOptions) -> HeadDrafte
         or model.embedding is None
         or model.embedding.tokens.group.size > 1
         or model.embedding.project is not None
-        or model.max_source_tokens
-        or model.window_tokens
+        or model.traits.max_source_tokens
+        or model.traits.window_tokens
         or model.adapters is not None
     ):
         raise ConfigError(

@@ -221,31 +221,31 @@ def read_heads(folder: Path, model: CausalModel, kernels: HeadKernels, group: Ra
         num_bytes += weight.nbytes
         return kernels.pack(weight, bias)
 
-    def block(name: str, in_features: int = model.hidden_size) -> Layer:
-        weight = file.read(f"{name}.weight", dtype, model.hidden_size, in_features)
-        return pack(weight, file.read(f"{name}.bias", dtype, model.hidden_size))
+    def block(name: str, in_features: int = model.traits.hidden_size) -> Layer:
+        weight = file.read(f"{name}.weight", dtype, model.traits.hidden_size, in_features)
+        return pack(weight, file.read(f"{name}.bias", dtype, model.traits.hidden_size))
 
     heads, last = range(file.num_heads), file.num_blocks
     token_ids, rows, matrices = None, None, list[Layer]()
     try:
         is_shared = not any(file.has(f"{i}.{last}.weight") for i in heads)
         if is_shared:
-            token_ids = file.token_ids(model.vocab_size)
+            token_ids = file.token_ids(model.traits.vocab_size)
             if token_ids is None and group.size == 1:
                 matrices = [model.logits]
             else:
-                rows = model.head_rows(torch.arange(model.vocab_size) if token_ids is None else token_ids)
+                rows = model.head_rows(torch.arange(model.traits.vocab_size) if token_ids is None else token_ids)
                 matrices = [pack(rows)]
         if group.rank:
             return None
-        if token_ids is not None and rows is not None and file.is_chain(model.hidden_size):
-            layers = [block(f"{i}.0.linear", 2 * model.hidden_size) for i in heads]
+        if token_ids is not None and rows is not None and file.is_chain(model.traits.hidden_size):
+            layers = [block(f"{i}.0.linear", 2 * model.traits.hidden_size) for i in heads]
             token_rows = pad(rows, (0, 0, 0, 1))
             num_bytes += token_rows.nbytes
             return ChainedHeads(layers, matrices[0], kernels.choose, token_ids, token_rows, num_bytes)
         blocks = [[block(f"{i}.{j}.linear") for j in range(file.num_blocks)] for i in heads]
         if not is_shared:
-            shape = model.vocab_size, model.hidden_size
+            shape = model.traits.vocab_size, model.traits.hidden_size
             matrices = [pack(file.read(f"{i}.{last}.weight", dtype, *shape)) for i in heads]
     finally:
         file.close()

@@ -8,7 +8,6 @@ from torch import Tensor
 from penstock_server.attention.interface import StepBatch
 from penstock_server.engine.drafting.pooled import NUM_PADDING_BLOCKS, Drafted
 from penstock_server.engine.host_batch import HostBatch
-from penstock_server.layers.step import StepContext
 from penstock_server.models.decoder import Decoder
 from penstock_server.models.mtp import MtpLayer
 
@@ -21,16 +20,16 @@ class MtpHead:
         self._model, self._layer, self._device = model, layer, device
         self._block_tokens = layer.attention.shape.block_tokens
         self.max_position_tokens = model.max_position_tokens
-        output_bytes = self._block_tokens * model.hidden_size * model.dtype.itemsize
+        output_bytes = self._block_tokens * model.traits.hidden_size * model.runtime.dtype.itemsize
         self.weight_bytes = NUM_PADDING_BLOCKS * output_bytes  # the layer's are counted with the model's
         self.kv_bytes_per_block = output_bytes + layer.attention.bytes_per_block()
         self.caches: list[Tensor] = []
 
     def allocate_cache(self, num_blocks: int) -> None:
-        self.caches, self._model.output_pool = [], None  # first: the old and the new pool may not fit together
-        size = num_blocks + NUM_PADDING_BLOCKS, self._block_tokens, self._model.hidden_size
-        outputs = torch.zeros(size, dtype=self._model.dtype, device=self._device)
-        self._model.output_pool = outputs.flatten(0, 1)
+        self.caches, self._model.taps.output_pool = [], None  # first: the old and the new pool may not fit together
+        size = num_blocks + NUM_PADDING_BLOCKS, self._block_tokens, self._model.traits.hidden_size
+        outputs = torch.zeros(size, dtype=self._model.runtime.dtype, device=self._device)
+        self._model.taps.output_pool = outputs.flatten(0, 1)
         self.caches = [outputs, self._layer.attention.allocate(num_blocks)]
 
     def serve_up_to(self, max_sequence_tokens: int) -> None:
@@ -38,7 +37,7 @@ class MtpHead:
 
     def forward(self, batch: HostBatch, step: StepBatch, outputs: Tensor | None) -> Drafted:
         outputs_of_model, cache = self.caches[0].flatten(0, 1), self.caches[1]
-        context = StepContext.of(step, self._model.attention)
+        context = self._model.context(step)
         assert self._model.embedding is not None, "the model is not split into stages"
         tokens = self._model.embedding(context)
         found = self._layer(tokens, outputs_of_model[step.slots] if outputs is None else outputs, cache, context)

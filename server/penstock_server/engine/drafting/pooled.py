@@ -43,10 +43,18 @@ class _Progress:
 class PooledModel(Protocol):
     """What drafts: the parts of `CausalModel` that memory planning needs."""
 
-    max_position_tokens: int
-    weight_bytes: int  # with its padding blocks
-    kv_bytes_per_block: int
     caches: list[Tensor]
+
+    @property
+    def max_position_tokens(self) -> int: ...
+
+    @property
+    def weight_bytes(self) -> int:
+        """With its padding blocks."""
+        ...
+
+    @property
+    def kv_bytes_per_block(self) -> int: ...
 
     def allocate_cache(self, num_blocks: int) -> None: ...
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock_server.kernels.activation import ACTIVATIONS
 from penstock_server.kernels.native_ops import NativeOps
-from penstock_server.kernels.ops import Elementwise, Ops
+from penstock_server.kernels.ops import Elementwise, Ops, PackedLinear
 from penstock_server.kernels.torch_ops import widened
 from penstock_server.layers import operation
 from penstock_server.layers.context import BuildContext
@@ -24,7 +24,6 @@ from penstock_server.layers.experts.shard import ExpertShard
 from penstock_server.layers.experts.site import expert_sites
 from penstock_server.layers.experts.spec import CLAMPED_SWIGLU, MoeSpec
 from penstock_server.layers.layout import WeightLayout
-from penstock_server.layers.linear import Linear
 from penstock_server.layers.mlp import ActivatedLinear, Mlp
 from penstock_server.layers.operation import Program, Register
 from penstock_server.layers.step import StepContext
@@ -81,14 +80,14 @@ class ListedExperts:
 
     shard: ExpertShard
     router: Router
-    shared_gate: Linear | None
-    gate_up: list[Linear | ActivatedLinear]  # one per expert on this rank: → [rows, intermediate on this rank]
-    down: list[Linear]
+    shared_gate: PackedLinear | None
+    gate_up: list[PackedLinear | ActivatedLinear]  # one per expert on this rank: → [rows, intermediate on this rank]
+    down: list[PackedLinear]
     first_site: int | None = None  # first adapter site, see `expert_sites`
     gate: Elementwise | None = None  # see `Mlp`
 
     def choose(self, x: Tensor, step: StepContext) -> ListedChoice:
-        shared = None if self.shared_gate is None else widened(self.shared_gate(x, step)).sigmoid().float()
+        shared = None if self.shared_gate is None else widened(self.shared_gate(x)).sigmoid().float()
         return ListedChoice(*self.router(x, step), shared)
 
     def results(self, x: Tensor, choice: ListedChoice, step: StepContext) -> Tensor:
@@ -100,13 +99,12 @@ class ListedExperts:
         my_counts = counts[mine.start : mine.stop]
         pairs = order[first : first + sum(my_counts)]
         rows = pairs // top_k
-        steps = [step.select(part) if part.shape[0] else step for part in rows.split(my_counts)]
         scales = choice.weights.flatten()[pairs, None].to(x.dtype) if self.router.spec.scales_inputs else None
         # PERF: the inputs are not kept while the experts' outputs are made.
-        inner = _by_expert(self.gate_up, x[rows] if scales is None else x[rows] * scales, my_counts, steps)
+        inner = _by_expert(self.gate_up, x[rows] if scales is None else x[rows] * scales, my_counts)
         if intermediate is not None and self.shard.shard.exact:
             inner = self.shard.shard.group.all_gather_columns(inner, intermediate.widths())
-        outputs = _by_expert(self.down, inner, my_counts, steps)
+        outputs = _by_expert(self.down, inner, my_counts)
         results = x.new_zeros((chosen.shape[0], self.down[0].out_features))
         results[pairs] = outputs
         return results.unflatten(0, (-1, top_k))
@@ -192,12 +190,12 @@ def _load_experts(spec: MoeSpec, shard: ExpertShard, prefix: str, context: Build
         from penstock_server.layers.experts.triton_experts import GroupedExperts
 
         gate_row = None if shared_gate is None else shared_gate.dense()[0][0]
-        sums = None if sites is None or site is None else sites.sums_of_experts(site, context.loader.device)
+        sums = None if sites is None or site is None else sites.sums_of_experts(site)
         return GroupedExperts.of(spec, shard, router, gate_row, list(weights), sums, _activation(spec, ops))
     gate = ops.gated(ACTIVATIONS["silu"]) if site is not None and spec.is_swiglu else None
     activation = _activation(spec, ops)
-    gate_up: list[Linear | ActivatedLinear] = []
-    down: list[Linear] = []
+    gate_up: list[PackedLinear | ActivatedLinear] = []
+    down: list[PackedLinear] = []
     for inner, outer in weights:
         gate_up.append(inner.pack(ops, gated=True) if spec.is_swiglu else ActivatedLinear(inner.pack(ops), activation))
         down.append(outer.pack(ops))
@@ -206,12 +204,8 @@ def _load_experts(spec: MoeSpec, shard: ExpertShard, prefix: str, context: Build
     )
 
 
-def _by_expert(
-    functions: Sequence[Linear | ActivatedLinear], rows: Tensor, counts: list[int], steps: Sequence[StepContext]
-) -> Tensor:
+def _by_expert(functions: Sequence[PackedLinear | ActivatedLinear], rows: Tensor, counts: list[int]) -> Tensor:
     """Applies each function to its rows: the first counts[0] rows are the first function's, and so on."""
-    pieces = zip(functions, rows.split(counts), steps, strict=True)
+    pieces = zip(functions, rows.split(counts), strict=True)
     # Without any row, one function still determines the output's width.
-    return torch.cat(
-        [function(piece, step) for function, piece, step in pieces if piece.shape[0]] or [functions[0](rows, steps[0])]
-    )
+    return torch.cat([function(piece) for function, piece in pieces if piece.shape[0]] or [functions[0](rows)])

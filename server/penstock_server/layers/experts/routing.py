@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from penstock_server.kernels.native_ops import NativeOps, NativeRouting
+from penstock_server.kernels.ops import PackedLinear
 from penstock_server.kernels.torch_ops import widened
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.experts.spec import RoutingSpec
-from penstock_server.layers.linear import DenseLinear, Linear
 from penstock_server.layers.step import StepContext
 
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    linear: Linear
+    linear: PackedLinear
     correction: Tensor | None  # [experts] float32
     spec: RoutingSpec
     native: NativeRouting | None = None  # the same in a native kernel, where there is one
@@ -29,19 +29,24 @@ class Router:
         if spec.has_correction:
             correction = context.loader.read(f"{prefix}.correction", dtype=torch.float32)
         site = None
-        if not spec.is_wide:
-            site = context.site(prefix)
-            linear = context.adapted(context.linear(prefix), site)
-        else:
+        if spec.is_wide:
             weight, bias = context.weights(prefix).dense()
             assert bias is None
-            linear = DenseLinear(context.ops.pack_wide(weight))
+            linear = context.ops.pack_wide(weight)
+        else:
+            linear, site = context.linear(prefix), context.site(prefix)
         native = context.ops.routing(spec, correction) if isinstance(context.ops, NativeOps) else None
         return cls(linear, correction, spec, native, site)
 
+    def logits(self, x: Tensor, step: StepContext) -> Tensor:
+        """[rows, hidden] → [rows, experts]"""
+        logits = self.linear(x)
+        step.add_adapters(self.site, x, logits)
+        return logits
+
     def __call__(self, x: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
         """x [rows, hidden] → weights [rows, top_k] float32 and experts [rows, top_k] int64, in any order."""
-        logits = self.linear(x, step)
+        logits = self.logits(x, step)
         if self.native is not None:
             return self.native(logits)
         return choose_experts(logits.float(), self.correction, self.spec)

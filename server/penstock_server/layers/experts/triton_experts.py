@@ -65,7 +65,7 @@ class GroupedExperts:
         return cls(shard, router, shared_gate, counts, replace(gate_up, gate=_gate(spec)), down)
 
     def choose(self, x: Tensor, step: StepContext) -> Assignment:
-        logits = self.router.linear(x, step).contiguous()
+        logits = self.router.logits(x, step).contiguous()
         return assign(logits, self.router, self.shard.experts.mine, self.counts, x, self.shared_gate)
 
     def results(self, x: Tensor, choice: Assignment, step: StepContext) -> Tensor:
