@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from penstock_server.errors import ConfigError
-from penstock_server.hub import model_cache as cache_module
+from penstock_server.host import model_cache as cache_module
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup

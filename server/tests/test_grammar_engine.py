@@ -24,8 +24,8 @@ from penstock_server.engine.sampler import Sampler
 from penstock_server.engine.sampling import SAMPLING_FIELDS, compose, record
 from penstock_server.engine.watermark import Watermark
 from penstock_server.grammar.state import GrammarStates
-from penstock_server.grammar.text import ThoughtLimit
 from penstock_server.protocol.config import LoadConfig, WarmUpConfig
+from penstock_server.protocol.grammar import ThoughtLimit
 from penstock_server.protocol.plan import Grammar, NewSequence, Sampling
 from plans import Advance, plan, step
 from sample_at_once import sample_at_once

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock_server.errors import PlanError
-from penstock_server.grammar.text import ThoughtLimit
 from penstock_server.grammar.thoughts import Thoughts
 from penstock_server.pb import worker_pb2 as pb
+from penstock_server.protocol.grammar import ThoughtLimit
 from penstock_server.protocol.message import grammar_of
 from penstock_server.protocol.plan import Grammar
 

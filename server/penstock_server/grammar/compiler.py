@@ -18,9 +18,9 @@ from queue import LifoQueue
 
 from penstock_server.errors import GrammarError
 from penstock_server.grammar.start import Start, build_start
-from penstock_server.grammar.text import Grammar
 from penstock_server.grammar.trial import TIME_LIMIT_S, Trial
 from penstock_server.grammar.vocabulary import Vocabulary, fast_vocabulary, read_vocabulary
+from penstock_server.protocol.grammar import Grammar
 
 MAX_RUNNING = 2
 MAX_WAITING = 24  # concurrent calls of `compile`, each of which blocks a thread

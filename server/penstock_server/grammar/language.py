@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from penstock_server.errors import GrammarError
-from penstock_server.grammar.text import Grammar
+from penstock_server.protocol.grammar import Grammar
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

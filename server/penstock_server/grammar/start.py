@@ -13,8 +13,8 @@ from llguidance import LLMatcher
 from penstock_server.errors import GrammarError
 from penstock_server.grammar.language import build_matcher
 from penstock_server.grammar.metaspace import FirstTokens
-from penstock_server.grammar.text import Grammar
 from penstock_server.grammar.vocabulary import Vocabulary
+from penstock_server.protocol.grammar import Grammar
 
 if TYPE_CHECKING:
     import numpy as np

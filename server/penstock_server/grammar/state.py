@@ -21,8 +21,8 @@ from penstock_server.errors import GrammarError
 from penstock_server.grammar.compiler import GrammarCompiler, threads_with_stack
 from penstock_server.grammar.language import readable
 from penstock_server.grammar.start import Start
-from penstock_server.grammar.text import Grammar
 from penstock_server.grammar.thoughts import Thoughts
+from penstock_server.protocol.grammar import Grammar
 from penstock_server.protocol.plan import Fault, Plan
 
 # [rows, words]: bit b of word w stands for token 32·w + b (little-endian)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from enum import Enum, auto
 
-from penstock_server.grammar.text import ThoughtLimit
+from penstock_server.protocol.grammar import ThoughtLimit
 
 _MAX_CONTINUATION_BYTES = 3  # continuation bytes of a character in UTF-8
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock_server.errors import GrammarError
-from penstock_server.grammar.text import Grammar
 from penstock_server.host.limited_process import Job, LimitedProcess, Limits, ProcessDiedError, serve
+from penstock_server.protocol.grammar import Grammar
 
 TIME_LIMIT_S = 2.0
 _MEMORY_BYTES = 1 << 30

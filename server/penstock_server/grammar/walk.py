@@ -6,7 +6,7 @@ from llguidance import LLMatcher
 
 from penstock_server.grammar.language import refusal
 from penstock_server.grammar.start import Start
-from penstock_server.grammar.text import Grammar
+from penstock_server.protocol.grammar import Grammar
 
 # PERF: each text costs one mask beyond the first, which takes up to 15 ms without the sets of `fast_vocabulary`.
 _NUM_TEXTS = 4

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from penstock_server.grammar.text import Grammar as Grammar
-from penstock_server.grammar.text import ThoughtLimit as ThoughtLimit
+from penstock_server.protocol.grammar import Grammar as Grammar
+from penstock_server.protocol.grammar import ThoughtLimit as ThoughtLimit
 
 
 @dataclass(frozen=True, slots=True)

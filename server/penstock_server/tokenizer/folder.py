@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from penstock_server.hub.model_cache import content_key, made_folder
+from penstock_server.host.model_cache import content_key, made_folder
 from penstock_server.tokenizer.completion import TOKENIZER, completed_files, is_complete
 from penstock_server.tokenizer.settings import read_object
 from penstock_server.tokenizer.slow import convert, vocabulary_files

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from penstock_server.errors import ConfigError
-from penstock_server.hub.model_cache import content_key, made_folder
+from penstock_server.host.model_cache import content_key, made_folder
 from penstock_server.weights.folder import ADAPTER_CONFIG, DEFAULT_ADAPTER
 
 # Part of every folder's key. Increment it when the same files give other links.

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock_server.errors import ConfigError
+from penstock_server.host.model_cache import content_key, made_folder
 from penstock_server.host.progress import Progress
-from penstock_server.hub.model_cache import content_key, made_folder
 from penstock_server.weights.folder import INDEX_NAME, WeightFiles, is_weight_or_index
 from penstock_server.weights.safetensors_header import ITEM_BYTES
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock_server.errors import ConfigError
-from penstock_server.hub.model_cache import content_key, made_folder
+from penstock_server.host.model_cache import content_key, made_folder
 from penstock_server.weights.folder import find_weights, is_weight_or_index
 
 # Part of every folder's key. Increment it when the same files give other links.

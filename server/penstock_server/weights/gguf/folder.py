@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock_server.hub.model_cache import content_key, made_folder
+from penstock_server.host.model_cache import content_key, made_folder
 
 if TYPE_CHECKING:
     from penstock_server.weights.gguf.metadata import Metadata
