@@ -136,7 +136,7 @@ def fake_cuda(launches: Launches | None = None) -> Iterator[Launches]:
         for module in ("transfer", "engine"):
             patch.setattr(f"penstock_server.engine.{module}.record_event", FakeEvent)
         patch.setattr(triton_device, "launch", record_launch)
-        patch.setattr("penstock_server.engine.engine.CudaRecorder", lambda: record_eagerly)
+        patch.setattr("penstock_server.engine.start.CudaRecorder", lambda: record_eagerly)
         yield launches
 
 

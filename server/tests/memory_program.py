@@ -141,7 +141,7 @@ def main() -> None:
     engine.compile_grammar(EVERYTHING.grammar)
     if engine._backing is not None:
         engine._backing.join()
-    meter = memory.MemoryMeter(engine._device)
+    meter = memory.MemoryMeter(engine._parts.device)
     with watch() as needed:
         run_worst(Driver(engine))
     if kind == "tensors":

@@ -98,7 +98,7 @@ def test_a_standby_group_reads_no_vocabulary_and_has_no_trial_process(embedded_f
     config = LoadConfig(embedded_folder, BLOCK_TOKENS, background=True)
     engine, _ = Engine.load(config, load_model=load_fake)
     engine.warm_up(WarmUpConfig(16, 2, 16, num_blocks=8, proven=True))
-    compiler = engine._compiler
+    compiler = engine._parts.compiler
     assert compiler is not None
     assert compiler._reading is None
     assert [trial._process for trial in compiler._trials.queue] == [None] * MAX_RUNNING

@@ -97,7 +97,7 @@ def test_passes_of_a_drafter_wait_for_nothing(kind: str, folder: Path, tmp_path:
     with fake_cuda() as launches:
         engine = load(folder, **options)
         launched((engine, launches), prefill(Sampling(), Sampling()))
-        drafter, table = engine._pooled_drafter, engine._runner._table
+        drafter, table = engine._parts.pooled_drafter, engine._runner._table
         rows, twos = table.rows([0, 1]), np.full(2, 2)
         with Recorder(launches):
             first = drafter.next(table, rows, twos - 2, twos, None)

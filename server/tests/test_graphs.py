@@ -50,7 +50,7 @@ class FakeDevice:
 def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     device = FakeDevice()
     monkeypatch.setattr(FakeModel, "traits", replace(FakeModel.traits, is_recordable=True))
-    monkeypatch.setattr("penstock_server.engine.engine.CudaRecorder", lambda: device.record)
+    monkeypatch.setattr("penstock_server.engine.start.CudaRecorder", lambda: device.record)
     make_late(monkeypatch)
     return device
 
@@ -190,7 +190,7 @@ def test_the_kv_pool_leaves_room_for_graphs(device: FakeDevice, monkeypatch: pyt
     monkeypatch.setattr(memory, "default_cap_bytes", lambda longest_bytes: 1 << 40)
     found = []
     for taken in (0, 800 << 20):
-        monkeypatch.setattr("penstock_server.engine.engine.needed_bytes", lambda *arguments, taken=taken: taken)
+        monkeypatch.setattr("penstock_server.engine.start.needed_bytes", lambda *arguments, taken=taken: taken)
         monkeypatch.setattr(FakeModel, "kv_bytes_per_block", 1 << 16)
         found.append(ready((1,), num_blocks=0, proven=False).num_blocks)  # type: ignore[attr-defined]
     # Half of what is available, or what the steps leave.

@@ -37,7 +37,7 @@ def run_paired(drivers: list[Driver], samplings: dict[int, Sampling], prompts: d
 def test_every_rank_chooses_the_same_tokens(computes_alike: bool) -> None:
     """By itself; and where the other rank's GPU computes other bits, it takes the first rank's."""
     drivers = [Driver(engine) for engine in paired_engines(LIMITS, computes_alike)]
-    group = drivers[0].engine._group
+    group = drivers[0].engine._parts.group
     assert isinstance(group, PairedGroup)
     group.sent.clear()
     if not computes_alike:

@@ -36,7 +36,7 @@ engine, description = Engine.load(LoadConfig(folder, 16, device="cpu"))
 taken = private() - before
 engine.warm_up(WarmUpConfig(max_step_tokens=16, max_step_sequences=2, max_sequence_tokens=64, num_blocks=20))
 num_vocabularies = sum(isinstance(each, Vocabulary) for each in gc.get_objects())
-num_processes = sum(trial._process is not None for trial in engine._compiler._trials.queue)
+num_processes = sum(trial._process is not None for trial in engine._parts.compiler._trials.queue)
 is_mapped = ".gguf" in Path("/proc/self/maps").read_text()
 has_bindings = "cuda.bindings.driver" in sys.modules
 print(taken, description.weight_bytes, is_mapped, num_vocabularies, num_processes, has_bindings)

@@ -60,7 +60,7 @@ def engine(request: pytest.FixtureRequest, engines: dict[bool, Engine]) -> Engin
 def make_engine(has_graphs: bool, **options: Any) -> Engine:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FakeModel, "traits", replace(FakeModel.traits, is_recordable=has_graphs))
-        patch.setattr("penstock_server.engine.engine.CudaRecorder", lambda: record_eagerly)
+        patch.setattr("penstock_server.engine.start.CudaRecorder", lambda: record_eagerly)
         patch.setattr(graphs, "FIRST_CONTEXT_TOKENS", 8)
         config = LoadConfig(Path("nowhere"), BLOCK_TOKENS, dtype="float32", **options)
         engine, _ = Engine.load(config, load_model=load_fake)

@@ -7,14 +7,11 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from penstock_server.engine import memory, warmup
-from penstock_server.engine.capacity import CapacityProbe, Measured
 from penstock_server.engine.device import (
     DTYPES,
     check_device_on_node,
@@ -24,42 +21,30 @@ from penstock_server.engine.device import (
     libraries,
     naming_full_memory,
     open_device,
-    usable_cores,
 )
 from penstock_server.engine.device_progress import DeviceProgress
 from penstock_server.engine.drafting.interface import Drafter
 from penstock_server.engine.drafting.load import drafting_refusal, load_drafter
 from penstock_server.engine.drafting.ngram import NgramDrafter
 from penstock_server.engine.drafting.pooled import PooledDrafter
-from penstock_server.engine.graphs import Bucket, CudaRecorder, StepGraphs, buckets, needed_bytes
 from penstock_server.engine.load import LoadModel, load_model, load_options
-from penstock_server.engine.offload import Offload
-from penstock_server.engine.pool_blocks import pool_blocks
-from penstock_server.engine.pooling import PoolingRunner
-from penstock_server.engine.relay import RelayRunner
-from penstock_server.engine.sampler import SampledTime, Sampler
-from penstock_server.engine.sequence import SequenceTable, TableLimits
-from penstock_server.engine.step import StepRunner
+from penstock_server.engine.start import Parts, Start
 from penstock_server.engine.stream import Runner
 from penstock_server.engine.transfer import record_event
 from penstock_server.engine.watermark import Watermark
 from penstock_server.errors import ConfigError, GrammarError, ImageError
 from penstock_server.grammar.compiler import GrammarCompiler
-from penstock_server.grammar.state import GrammarStates
 from penstock_server.host.background import run_in_background
-from penstock_server.host.heap import return_free_pages
 from penstock_server.kernels.native_build import find_build
 from penstock_server.models.interface import CausalModel
 from penstock_server.parallel import RankGroup
 from penstock_server.protocol.config import Capacity, Description, ImageInput, LoadConfig, Node, WarmUpConfig
 from penstock_server.protocol.phase import PhaseClock
-from penstock_server.protocol.plan import Adapter, Advances, Grammar, Image, NewSequence, Plan, StepResult, StepTiming
+from penstock_server.protocol.plan import Adapter, Grammar, Image, Plan, StepResult
 from penstock_server.vision.encoded import ImageSize
 from penstock_server.vision.encoder import ImageEncoder
 
 logger = logging.getLogger(__name__)
-
-_MAX_MASK_THREADS = 8
 
 
 def _image_input(images: ImageEncoder | None, *, has_adapter: bool) -> ImageInput | None:
@@ -94,19 +79,21 @@ class Engine:
         recent_answer_tokens: int = 0,
     ) -> None:
         self.model = model
-        self._drafter = drafter or NgramDrafter()
-        self._recent_answer_tokens = recent_answer_tokens
-        self._pooled_drafter = drafter if isinstance(drafter, PooledDrafter) else None
-        self._group = group
-        self._device = device
-        self._block_tokens = block_tokens
-        self._watermark = watermark or Watermark.of(model.traits.vocab_size)
-        self._compiler = compiler
-        self._cpu_isa = cpu_isa
-        self._ready: Runner | None = None
-        self._offload: Offload | None = None
-        self._backing: threading.Thread | None = None
         self.progress = DeviceProgress(record_event) if device.type != "cpu" else None  # GPU only
+        self._parts = Parts(
+            model,
+            group,
+            device,
+            block_tokens,
+            watermark or Watermark.of(model.traits.vocab_size),
+            compiler,
+            cpu_isa,
+            drafter or NgramDrafter(),
+            recent_answer_tokens,
+            self.progress,
+        )
+        self._ready: Runner | None = None
+        self._backing: threading.Thread | None = None
 
     @classmethod
     def load(
@@ -190,9 +177,9 @@ class Engine:
     def compile_grammar(self, grammar: Grammar) -> None:
         """Compile and cache a grammar. Any thread may call it while steps run. Raises GrammarError for a grammar that
         cannot be used."""
-        if self._compiler is None:
+        if self._parts.compiler is None:
             raise GrammarError("grammars are compiled by the first rank only")
-        self._compiler.compile(grammar)
+        self._parts.compiler.compile(grammar)
 
     def check_adapter(self, adapter: Adapter) -> None:
         """Raises ConfigError if `load_adapter` would, except for a lack of memory. Loads nothing."""
@@ -208,9 +195,9 @@ class Engine:
         for adapter_id in unloaded_ids:
             self.model.adapters.unload(adapter_id)
         advice = "lower --max-lora-slots, or --cuda-memory-fraction, which leaves more memory beside the KV cache"
-        with naming_full_memory(self._device, f"the adapter in {adapter.folder}", advice):
+        with naming_full_memory(self._parts.device, f"the adapter in {adapter.folder}", advice):
             # Steps run meanwhile, and have the processors first.
-            run_in_background(partial(self.model.adapters.load, adapter), self._device)
+            run_in_background(partial(self.model.adapters.load, adapter), self._parts.device)
 
     def encode_images(self, images: Sequence[Image], is_awaited: Callable[[], bool] = lambda: True) -> list[ImageSize]:
         """Encode images. Any thread may call it while steps run. is_awaited: whether the caller still waits. Raises
@@ -221,152 +208,21 @@ class Engine:
 
     def close(self) -> None:
         """End the engine's processes, and leave the other ranks. It must not be used afterwards."""
-        if self._compiler is not None:
-            self._compiler.close()
+        if self._parts.compiler is not None:
+            self._parts.compiler.close()
         if self.model.images is not None:
             self.model.images.close()
-        self._group.leave()
+        self._parts.group.leave()
 
     @torch.inference_mode()
     def warm_up(self, config: WarmUpConfig) -> Capacity:
         """Run the most expensive steps, measure the memory that is left, and allocate the pool. Raises ConfigError when
         the limits cannot be served."""
         advice = "lower --max-batch-prefill-tokens, --max-batch-size or --cuda-memory-fraction, or use more shards"
-        with naming_full_memory(self._device, "the largest step and its KV cache", advice):
-            return self._warm_up(config)
-
-    def _warm_up(self, config: WarmUpConfig) -> Capacity:
-        clock = PhaseClock()
-        has_grammars = self._compiler is not None and self._compiler.rehearse(warmup.ANY_TEXT)
-        has_grammars = self._group.minimum_of_all(-has_grammars) < 0  # the first rank alone has a compiler
-        probe = CapacityProbe(
-            self.model,
-            self._group,
-            self._device,
-            self._block_tokens,
-            has_grammars,
-            self._pooled_drafter,
-            self._drafter.num_bytes,
-        )
-        probe.check_limits(config)
-        longest = probe.longest_sequence(config)
-        sampler = Sampler(
-            self.model.traits.vocab_size, self._device, config.max_step_sequences, self._watermark, self._cpu_isa
-        )
-        grammars = None
-        if self._compiler is not None:
-            grammars = GrammarStates(self._compiler, max(1, min(_MAX_MASK_THREADS, usable_cores() // 2)))
-
-        def table_limits(num_blocks: int) -> TableLimits:
-            return TableLimits(
-                vocab_size=self.model.traits.vocab_size,
-                block_tokens=self._block_tokens,
-                num_blocks=num_blocks,
-                max_sequence_tokens=longest,
-                num_rows=config.max_step_sequences,
-                max_source_tokens=self.model.traits.max_source_tokens,
-                has_answers=not self.model.traits.is_encoder,
-                has_whole_prompts=self.model.images is not None and self.model.images.family.is_prompt_whole,
-                has_token_types=self.model.pooler is not None and self.model.pooler.pooling.has_token_types,
-            )
-
-        def runner(model: CausalModel, num_blocks: int, graphs: StepGraphs | None = None) -> Runner:
-            table = SequenceTable(table_limits(num_blocks), self.model.adapters, self.model.images)
-            if model.pooler is not None:
-                return PoolingRunner(
-                    model, model.pooler, self._group, self._device, config, table, self.progress, self._offload
-                )
-            if not self._group.stage.is_last:
-                return RelayRunner(model, self._device, config, table, self.progress, self._offload)
-            drafter = None if drafting_refusal(model, self._group) else self._drafter
-            return StepRunner(
-                model,
-                self._group,
-                self._device,
-                config,
-                sampler,
-                table,
-                grammars,
-                graphs,
-                self.progress,
-                drafter,
-                self._offload,
-                self._recent_answer_tokens,
-            )
-
-        on_cpu = self._device.type == "cpu"
-
-        def run(model: CausalModel, plan: Plan, num_blocks: int) -> StepTiming:
-            self._ready = runner(model, num_blocks)
-            with sampler.first_chunks_only() if on_cpu else nullcontext(SampledTime()) as sampled:
-                timing = self.step(plan).timing
-            if self._pooled_drafter is not None:
-                self._pooled_drafter.rehearse(SequenceTable(table_limits(num_blocks)), plan)
-            self.reset()
-            return replace(timing, sample_s=timing.sample_s + sampled.skipped_s)
-
-        has_graphs = self.model.traits.is_recordable and self.model.pooler is None and config.records_graphs
-
-        def new_graphs(num_blocks: int) -> tuple[StepGraphs, list[Bucket]]:
-            limits = table_limits(num_blocks)
-            graphs = StepGraphs(self.model, limits, self._device, CudaRecorder())
-            has_adapters = self.model.adapters is not None
-            return graphs, buckets(limits, config.graph_sizes, has_adapters=has_adapters)
-
-        def graph_bytes() -> int:
-            if not has_graphs:
-                return 0
-            with clock.phase("measure graphs"):
-                return needed_bytes(*new_graphs(num_blocks=1), partial(memory.free_bytes, self._device))
-
-        measured = Measured(config.num_blocks, 0.0, 0)
-        if config.proven:
-            probe.check_room(config, config.num_blocks)
-        else:
-            later_bytes = 0 if self._compiler is None else self._compiler.later_bytes
-            measured = probe.measure(config, run, later_bytes, graph_bytes, clock)
-        num_blocks = measured.num_blocks
-        with clock.phase("allocate KV pool"):
-            probe.allocate_cache(num_blocks)
-            # The memory is there: it was measured. Requests wait for their first token, not for the last page.
-            slots = []
-            if config.num_memory_slots or config.num_disk_slots:
-                probe.check_offload(replace(config, num_blocks=num_blocks))
-                blocks = pool_blocks(probe.caches)
-                self._offload = Offload(blocks, config.num_memory_slots, config.num_disk_slots, config.offload_folder)
-                slots = self._offload.pages
-            self._backing = memory.touch_pages_in_background([*probe.caches, *slots])
-            return_free_pages()
-        longest = probe.longest_in(num_blocks, config)
-        probe.serve_up_to(longest)
-        graphs = None
-        if has_graphs:
-            with clock.phase("record graphs"):
-                graphs, of_steps = new_graphs(num_blocks)
-                graphs.add(of_steps)
-            logger.info("recorded %d graphs of decode steps", len(graphs))
-        elif config.records_graphs and self._device.type == "cuda" and self.model.pooler is None:
-            logger.warning("decode steps are not recorded as graphs: this model may wait for the device")
-        self._ready = runner(self.model, num_blocks, graphs)
-        with clock.phase("rehearse"):
-            self._rehearse()
-        room = probe.standby_room(config, measured.step_bytes)
-        # Few requests need them. They were in use when the pool was measured, so there is room for them later.
-        sampler.release()
-        return_free_pages()
-        return Capacity(num_blocks, tuple(clock.phases), measured.worst_step_s, room)
-
-    def _rehearse(self) -> None:
-        """Run a prompt and a decode, if there is any, so that no request is the first to use any part."""
-        num_source = 1 if self.model.traits.max_source_tokens else 0
-        prompt = [0] * (num_source if self.model.traits.is_encoder else num_source + 1)
-        blocks = range(-(-(len(prompt) + 1) // self._block_tokens))
-        started = -(-len(prompt) // self._block_tokens)
-        new = NewSequence(0, prompt, len(prompt), block_ids=blocks[:started], num_source_tokens=num_source)
-        self.step(Plan(1, new_sequences=[new], advances=Advances.of([0], [len(prompt)], [True])))
-        if self.model.pooler is None:
-            self.step(Plan(2, advances=Advances.of([0], [1], [True], [blocks[started:]])))
-        self.reset()
+        with naming_full_memory(self._parts.device, "the largest step and its KV cache", advice):
+            started = Start(self._parts, config).run()
+        self._ready, self._backing = started.runner, started.backing
+        return started.capacity
 
     def reset(self) -> None:
         """Forget every sequence: a new stream begins."""
@@ -392,7 +248,7 @@ class Engine:
     @property
     def is_asynchronous(self) -> bool:
         """Whether `launch` returns before the device has done the step."""
-        return self._device.type != "cpu"
+        return self._parts.device.type != "cpu"
 
     @property
     def _runner(self) -> Runner:

@@ -72,7 +72,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
 
     monkeypatch.setattr(StepGraphs, "forward", counted)
     if DEVICE.type == "cpu":
-        monkeypatch.setattr("penstock_server.engine.engine.CudaRecorder", lambda: record_eagerly)
+        monkeypatch.setattr("penstock_server.engine.start.CudaRecorder", lambda: record_eagerly)
         monkeypatch.setattr(triton_device, "unavailable_reason", lambda device: None)
         make_late(monkeypatch)
     return replayed
