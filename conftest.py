@@ -70,7 +70,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("native") is None:
         return
     import torch
-    from penstock_server.kernels.native_build import find_build
+    from penstock_server.device.native.build import find_build
 
     if find_build(torch.device("cpu"), torch.bfloat16) is None:
         pytest.skip("needs the native operators: penstock_kernels with kernels for this CPU")

@@ -23,11 +23,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(ROOT / "server"))
 
-from penstock_server.kernels.activation import ACTIVATIONS
-from penstock_server.kernels.native_build import find_build
-from penstock_server.kernels.native_ops import NativeOps
-from penstock_server.kernels.ops import PackedLinear
-from penstock_server.kernels.torch_ops import PlainLinear, TorchOps
+from penstock_server.device.activation import ACTIVATIONS
+from penstock_server.device.native.build import find_build
+from penstock_server.device.native.ops import NativeOps
+from penstock_server.device.ops import PackedLinear
+from penstock_server.device.reference.ops import PlainLinear, TorchOps
 
 NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 MAX_SAMPLED = 32

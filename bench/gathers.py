@@ -23,7 +23,7 @@ def gather_times() -> dict[str, float]:
 
 def _times_of_rank(rank: int, rendezvous: str) -> dict[str, float]:
     import torch
-    from penstock_server.kernels.native_build import find_build
+    from penstock_server.device.native.build import find_build
     from penstock_server.parallel import RankGroup, Split, split_evenly
 
     torch.set_num_threads(1)

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from penstock_server.kernels.native_build import find_build
-from penstock_server.kernels.native_ops import NativeLinear
+from penstock_server.device.native.build import find_build
+from penstock_server.device.native.ops import NativeLinear
 from result import machine
 
 MIN_READ_BYTES = 512 << 20

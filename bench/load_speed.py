@@ -116,8 +116,8 @@ def read_s(paths: list[Path]) -> float:
 def load_here(folder: str, is_checked: bool) -> dict[str, Any]:
     """Loads in this process: seconds, and the growth of resident memory."""
     import torch
+    from penstock_server.device.native.build import find_build
     from penstock_server.engine.device import choose_dtype
-    from penstock_server.kernels.native_build import find_build
     from penstock_server.models import load_model
     from penstock_server.models.interface import LoadOptions
     from penstock_server.parallel import RankGroup

@@ -26,9 +26,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(ROOT / "server"))
 
-from penstock_server.attention import choose_attention
-from penstock_server.attention.fp8 import FP8_DTYPES
-from penstock_server.attention.interface import Attention, AttentionShape, StepBatch
+from penstock_server.device.attention import choose_attention
+from penstock_server.device.attention.fp8 import FP8_DTYPES
+from penstock_server.device.attention.interface import Attention, AttentionShape, StepBatch
 
 CPU, DTYPE, BLOCK_TOKENS = torch.device("cpu"), torch.bfloat16, 16
 LAYERS = {"Llama 3 8B": (32, 8, 128), "SmolLM2 135M": (9, 3, 64)}  # heads, KV heads, elements of a head

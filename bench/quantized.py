@@ -77,8 +77,8 @@ def texts(folder: Path) -> list[list[int]]:
 def logits(path: Path, *, dequantize: bool = False, **options: Any) -> Iterator[Any]:
     """Logits [tokens, vocabulary] of a model for each text, float32. options: arguments of `LoadOptions`."""
     import torch
-    from penstock_server.attention import preferred_block_tokens
-    from penstock_server.attention.interface import StepBatch
+    from penstock_server.device.attention import preferred_block_tokens
+    from penstock_server.device.attention.interface import StepBatch
     from penstock_server.models import load_model
     from penstock_server.models.interface import LoadOptions
     from penstock_server.parallel import RankGroup

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from penstock_server.kernels.quantized import SUPER_GROUP, QuantFormat, QuantizedMatrix, QuantizedRows
+from penstock_server.device.quantized import SUPER_GROUP, QuantFormat, QuantizedMatrix, QuantizedRows
 from penstock_server.weights.loader import Loader
 from torch import Tensor
 

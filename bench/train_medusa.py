@@ -24,8 +24,8 @@ import peers
 import torch
 from load import prompt_of
 from penstock import LLM, SamplingParams
-from penstock_server.attention import preferred_block_tokens
-from penstock_server.attention.interface import StepBatch
+from penstock_server.device.attention import preferred_block_tokens
+from penstock_server.device.attention.interface import StepBatch
 from penstock_server.models import load_model
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup

@@ -9,8 +9,8 @@ import pytest
 import speculation
 import torch
 import train_medusa
-from penstock_server.attention import preferred_block_tokens
-from penstock_server.attention.interface import StepBatch
+from penstock_server.device.attention import preferred_block_tokens
+from penstock_server.device.attention.interface import StepBatch
 from safetensors.torch import load_file
 
 

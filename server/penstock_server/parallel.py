@@ -14,8 +14,8 @@ from torch import Tensor
 from penstock_server.collectives import Ranks, computes_alike
 from penstock_server.collectives.distributed import Distributed
 from penstock_server.collectives.interface import Collectives
+from penstock_server.device.native.build import NativeBuild
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.native_build import NativeBuild
 from penstock_server.protocol.config import Node
 
 

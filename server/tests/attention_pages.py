@@ -6,15 +6,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from penstock_server.attention import fp8
-from penstock_server.attention.fp8 import KvScales
-from penstock_server.attention.interface import AttentionShape, StepBatch
-from penstock_server.attention.reference import ReferenceAttention
+from penstock_server.device.attention import fp8
+from penstock_server.device.attention.fp8 import KvScales
+from penstock_server.device.attention.interface import AttentionShape, StepBatch
+from penstock_server.device.reference.attention import ReferenceAttention
 from tested_device import DEVICE
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from penstock_server.attention.triton.backend import TritonAttention
+    from penstock_server.device.triton.attention.backend import TritonAttention
 
 NAN_BITS = 0x7F  # in both fp8 dtypes
 Step = list[tuple[int, int, int]]  # (sequence, computed tokens, new tokens)

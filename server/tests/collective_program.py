@@ -11,7 +11,7 @@ from model_driver import ModelDriver, is_native
 from penstock_server.collectives import shared_memory
 from penstock_server.collectives.distributed import Distributed
 from penstock_server.collectives.shared_memory import SharedMemory
-from penstock_server.kernels.native_build import find_build
+from penstock_server.device.native.build import find_build
 from penstock_server.models import load_model
 from penstock_server.models.decoder import Decoder
 from penstock_server.models.interface import LoadOptions

@@ -19,8 +19,8 @@ import numpy.typing as npt
 import pytest
 import torch
 from late_device import LateEvent
+from penstock_server.device.triton import device as triton_device
 from penstock_server.engine import Engine, transfer
-from penstock_server.kernels import triton_device
 from penstock_server.protocol.config import LoadConfig, WarmUpConfig
 from penstock_server.protocol.plan import Plan
 from penstock_server.weights.safetensors_file import SafetensorsCheckpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import torch
-from penstock_server.attention.interface import StepAdapters, StepBatch
+from penstock_server.device.attention.interface import StepAdapters, StepBatch
 from penstock_server.models.interface import LoadOptions, ModelTraits
 from penstock_server.parallel import RankGroup
 from torch import Tensor

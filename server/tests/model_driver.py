@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from penstock_server.attention.interface import StepBatch
+from penstock_server.device.attention.interface import StepBatch
+from penstock_server.device.native.ops import NativeOps
 from penstock_server.engine.batch import prompt_ends, with_images
 from penstock_server.engine.host_batch import HostAdapters, HostBatch, split
-from penstock_server.kernels.native_ops import NativeOps
 from penstock_server.layers.executor import NativeExecutor
 from penstock_server.layers.interpreter import Interpreter
 from penstock_server.models.decoder import Decoder

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 
 import torch
-from penstock_server.kernels.native_build import NATIVE_PACKAGE, NativeBuild, find_build
-from penstock_server.kernels.native_ops import NativeOps
+from penstock_server.device.native.build import NATIVE_PACKAGE, NativeBuild, find_build
+from penstock_server.device.native.ops import NativeOps
 
 CPU = torch.device("cpu")
 BUILD = find_build(CPU, torch.bfloat16)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from penstock_server.kernels.quantized import FLOAT8, SUPER_GROUP, QuantFormat, QuantizedMatrix, QuantizedRows
+from penstock_server.device.quantized import FLOAT8, SUPER_GROUP, QuantFormat, QuantizedMatrix, QuantizedRows
 
 
 def random_matrix(format_: QuantFormat, num_rows: int, num_columns: int) -> QuantizedMatrix:

@@ -17,8 +17,8 @@ import torch
 from model_driver import ModelDriver, is_native
 from penstock_server.collectives.distributed import Distributed
 from penstock_server.collectives.shared_memory import SharedMemory
+from penstock_server.device.native.build import find_build
 from penstock_server.engine.device import choose_device, open_device
-from penstock_server.kernels.native_build import find_build
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock_server.attention import fp8
-from penstock_server.attention.fp8 import FP8_DTYPES, KvScales
-from penstock_server.attention.interface import Alibi, AttentionMask, AttentionShape, StepBatch
-from penstock_server.attention.reference import ReferenceAttention
+from penstock_server.device.attention import fp8
+from penstock_server.device.attention.fp8 import FP8_DTYPES, KvScales
+from penstock_server.device.attention.interface import Alibi, AttentionMask, AttentionShape, StepBatch
+from penstock_server.device.reference.attention import ReferenceAttention
 from torch import Tensor
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock_server.attention.interface import StepBatch
+from penstock_server.device.attention.interface import StepBatch
 from penstock_server.engine import batch, memory
 from penstock_server.engine.sequence import SequenceTable, TableLimits
 from penstock_server.protocol.plan import Grammar, NewSequence, Sampling

@@ -13,10 +13,10 @@ import torch
 from gguf_files import save_gguf
 from hub_server import SHA, Hub, running
 from huggingface_hub import constants
+from penstock_server.device.quantized import ALL_KEPT, Kept, QuantFormat, stays_quantized
 from penstock_server.errors import ConfigError
 from penstock_server.hub.download import download
 from penstock_server.inspection import catalog, check
-from penstock_server.kernels.quantized import ALL_KEPT, Kept, QuantFormat, stays_quantized
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.models.registry import ARCHITECTURES

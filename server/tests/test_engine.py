@@ -19,7 +19,7 @@ from fake_model import BLOCK_TOKENS, POISON, VOCAB, FakeModel, continuation, loa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paired_ranks import paired_engines
-from penstock_server.attention.reference import ReferenceAttention
+from penstock_server.device.reference.attention import ReferenceAttention
 from penstock_server.engine import Engine, memory, warmup
 from penstock_server.engine import device as device_module
 from penstock_server.engine.capacity import CapacityProbe

@@ -13,11 +13,11 @@ import pytest
 import torch
 from expert_models import CASES, HIDDEN, Case, expected, make_model, save
 from native_builds import native_ops
-from penstock_server.attention import ModelAttention
+from penstock_server.device.attention import ModelAttention
+from penstock_server.device.ops import Ops
+from penstock_server.device.reference.ops import TorchOps
+from penstock_server.device.triton import device as triton_device
 from penstock_server.errors import ConfigError
-from penstock_server.kernels import triton_device
-from penstock_server.kernels.ops import Ops
-from penstock_server.kernels.torch_ops import TorchOps
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.experts import MixtureOfExperts, MoeSpec, RoutingSpec
 from penstock_server.layers.experts.routing import choose_experts
@@ -104,7 +104,7 @@ def test_experts_are_those_of_transformers(name: str, folder: Path) -> None:
 def test_grouped_kernels_compute_the_experts_of_transformers(
     name: str, size: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from penstock_server.kernels.triton_ops import TritonOps
+    from penstock_server.device.triton.ops import TritonOps
 
     launch, one_at_a_time = triton_device.launch, threading.Lock()
 

@@ -18,8 +18,9 @@ import tiny_models
 import torch
 from attention_pages import Pages, random
 from fake_cuda import Recorder, fake_cuda, load
-from penstock_server.attention import choose_attention, flash, preferred_block_tokens
-from penstock_server.attention.interface import Alibi, AttentionMask, AttentionShape, Rotation, Transform
+from penstock_server.device import flash
+from penstock_server.device.attention import choose_attention, preferred_block_tokens
+from penstock_server.device.attention.interface import Alibi, AttentionMask, AttentionShape, Rotation, Transform
 from penstock_server.errors import ConfigError
 from penstock_server.layers.attention import AttentionSpec
 from penstock_server.layers.shard import Shard

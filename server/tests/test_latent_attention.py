@@ -10,12 +10,12 @@ import pytest
 import torch
 import transformers
 from native_builds import native_ops
-from penstock_server.attention import ModelAttention, choose_attention
-from penstock_server.attention.interface import Attention, StepBatch
+from penstock_server.device.attention import ModelAttention, choose_attention
+from penstock_server.device.attention.interface import Attention, StepBatch
+from penstock_server.device.ops import Ops
+from penstock_server.device.reference.ops import TorchOps
+from penstock_server.device.triton import device as triton_device
 from penstock_server.errors import ConfigError
-from penstock_server.kernels import triton_device
-from penstock_server.kernels.ops import Ops
-from penstock_server.kernels.torch_ops import TorchOps
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.interpreter import Interpreter
 from penstock_server.layers.latent_attention import LatentAttentionBlock, LatentAttentionSpec
@@ -239,7 +239,7 @@ def test_native_operators_compute_the_same(tmp_path: Path) -> None:
 @torch.inference_mode()
 def test_kernels_of_gpus_compute_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The latents' norms, rotation and KV write are one kernel, and queries are rotated as the attention reads them."""
-    from penstock_server.kernels.triton_ops import TritonOps
+    from penstock_server.device.triton.ops import TritonOps
 
     monkeypatch.setattr(triton_device, "unavailable_reason", lambda device: None)
     make_model(name, torch.float32).save_pretrained(tmp_path)

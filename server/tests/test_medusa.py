@@ -13,7 +13,8 @@ import pytest
 import torch
 from fake_model import BLOCK_TOKENS, VOCAB, FakeModel, continuation
 from paired_ranks import CPU, PairedGroup
-from penstock_server.attention.interface import StepAdapters
+from penstock_server.device.attention.interface import StepAdapters
+from penstock_server.device.native.build import find_build
 from penstock_server.engine import Engine
 from penstock_server.engine.drafting import medusa
 from penstock_server.engine.drafting.interface import SentDrafter
@@ -27,7 +28,6 @@ from penstock_server.engine.drafting.medusa import (
 )
 from penstock_server.engine.sequence import SequenceTable, TableLimits
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.native_build import find_build
 from penstock_server.parallel import RankGroup
 from penstock_server.protocol.plan import NewSequence
 from plans import Advance

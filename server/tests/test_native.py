@@ -15,14 +15,15 @@ import numpy as np
 import pytest
 import torch
 from native_builds import build, native_ops
-from penstock_server.attention import choose_attention, fp8, native
-from penstock_server.attention.fp8 import FP8_DTYPES, KvScales
-from penstock_server.attention.interface import Alibi, AttentionMask, AttentionShape, StepBatch
-from penstock_server.attention.reference import ReferenceAttention
-from penstock_server.kernels.activation import ACTIVATIONS
-from penstock_server.kernels.native_ops import NativeActivation, NativeLinear, NativeNorm, NativeOps
-from penstock_server.kernels.ops import NormVariant, PackedNorm
-from penstock_server.kernels.torch_ops import TorchOps
+from penstock_server.device.activation import ACTIVATIONS
+from penstock_server.device.attention import choose_attention, fp8
+from penstock_server.device.attention.fp8 import FP8_DTYPES, KvScales
+from penstock_server.device.attention.interface import Alibi, AttentionMask, AttentionShape, StepBatch
+from penstock_server.device.native import attention as native
+from penstock_server.device.native.ops import NativeActivation, NativeLinear, NativeNorm, NativeOps
+from penstock_server.device.ops import NormVariant, PackedNorm
+from penstock_server.device.reference.attention import ReferenceAttention
+from penstock_server.device.reference.ops import TorchOps
 from penstock_server.layers.executor import NativeExecutor
 from penstock_server.layers.operation import Add, Attend, Multiply, Norm, Program, Rotate, Select, Write
 from penstock_server.layers.step import StepContext
@@ -946,8 +947,8 @@ def test_a_stack_refuses_operations_that_do_not_fit(ops: NativeOps, name: str) -
 def test_checks_do_not_depend_on_assertions() -> None:
     program = """
 import torch
-from penstock_server.kernels.native_build import find_build
-from penstock_server.kernels.native_ops import NativeOps
+from penstock_server.device.native.build import find_build
+from penstock_server.device.native.ops import NativeOps
 build = find_build(torch.device("cpu"), torch.bfloat16)
 lookup = NativeOps(build).pack_tied(torch.zeros(4, 8, dtype=torch.bfloat16))[1]
 lookup(torch.tensor([4]))

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 from native_builds import CPU, all_builds, build
-from penstock_server.attention.interface import AttentionMask, AttentionShape, StepBatch
-from penstock_server.attention.native import NativeAttention
-from penstock_server.attention.reference import ReferenceAttention
+from penstock_server.device.activation import ACTIVATIONS, SoftCap, Xielu
+from penstock_server.device.attention.interface import AttentionMask, AttentionShape, StepBatch
+from penstock_server.device.native import build as native_build
+from penstock_server.device.native.attention import NativeAttention
+from penstock_server.device.native.build import NativeBuild, find_build
+from penstock_server.device.native.ops import NativeOps
+from penstock_server.device.ops import NormVariant
+from penstock_server.device.reference.attention import ReferenceAttention
+from penstock_server.device.reference.ops import TorchOps
 from penstock_server.errors import ConfigError
-from penstock_server.kernels import native_build
-from penstock_server.kernels.activation import ACTIVATIONS, SoftCap, Xielu
-from penstock_server.kernels.native_build import NativeBuild, find_build
-from penstock_server.kernels.native_ops import NativeOps
-from penstock_server.kernels.ops import NormVariant
-from penstock_server.kernels.torch_ops import TorchOps
 from torch import Tensor
 
 pytestmark = pytest.mark.native

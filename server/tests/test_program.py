@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import pytest
 import torch
-from penstock_server.attention.interface import Attention, AttentionShape, HeadNorms
-from penstock_server.kernels.ops import NormVariant
-from penstock_server.kernels.torch_ops import TorchOps
+from penstock_server.device.attention.interface import Attention, AttentionShape, HeadNorms
+from penstock_server.device.ops import NormVariant
+from penstock_server.device.reference.ops import TorchOps
 from penstock_server.layers.interpreter import AddAndNorm, TransformAndWrite, rewritten
 from penstock_server.layers.operation import (
     Add,

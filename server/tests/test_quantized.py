@@ -14,8 +14,8 @@ from gguf.quants import dequantize
 from gguf_files import finish, model_metadata, raw_writer, save_gguf
 from model_driver import ModelDriver
 from native_builds import native_ops
-from penstock_server.kernels.quantized import QuantFormat, QuantizedMatrix
-from penstock_server.kernels.torch_ops import TorchOps
+from penstock_server.device.quantized import QuantFormat, QuantizedMatrix
+from penstock_server.device.reference.ops import TorchOps
 from penstock_server.layers.linear import DenseWeights
 from penstock_server.layers.quantized import QuantizedWeights
 from penstock_server.models import load_model

@@ -12,13 +12,13 @@ import torch
 from gguf_files import save_gguf
 from model_driver import ModelDriver, interpret, is_native
 from native_builds import CPU, all_builds
-from penstock_server.attention.fp8 import FP8_DTYPES, KvScales
-from penstock_server.attention.interface import AttentionShape
-from penstock_server.attention.native import NativeAttention
-from penstock_server.attention.reference import ReferenceAttention
-from penstock_server.kernels.native_build import NativeBuild
-from penstock_server.kernels.native_ops import NativeOps
-from penstock_server.kernels.quantized import QuantFormat
+from penstock_server.device.attention.fp8 import FP8_DTYPES, KvScales
+from penstock_server.device.attention.interface import AttentionShape
+from penstock_server.device.native.attention import NativeAttention
+from penstock_server.device.native.build import NativeBuild
+from penstock_server.device.native.ops import NativeOps
+from penstock_server.device.quantized import QuantFormat
+from penstock_server.device.reference.attention import ReferenceAttention
 from penstock_server.layers.quantized import QuantizedWeights
 from penstock_server.models import load_model
 from penstock_server.models.decoder import Decoder

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from penstock_server.device.quantized import QuantizedMatrix
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.quantized import QuantizedMatrix
 from penstock_server.weights.gguf.block import FORMATS
 from penstock_server.weights.quantization.checkpoint import QuantizedCheckpoint
 from penstock_server.weights.safetensors_file import SafetensorsCheckpoint

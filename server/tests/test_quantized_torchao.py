@@ -12,8 +12,8 @@ import pytest
 import torch
 import transformers
 from native_builds import BUILD
+from penstock_server.device.quantized import QuantFormat
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.quantized import QuantFormat
 from penstock_server.parallel import RankGroup
 from penstock_server.weights.quantization.checkpoint import QuantizedCheckpoint
 from penstock_server.weights.quantization.stored import Affine

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from penstock_server.kernels.ops import NormVariant
-from penstock_server.kernels.torch_ops import TorchOps, _multiply_heads
+from penstock_server.device.ops import NormVariant
+from penstock_server.device.reference.ops import TorchOps, _multiply_heads
 from penstock_server.layers import rope as rope_module
 from penstock_server.layers.rope import RopeSpec, inverse_frequencies, limit_tables, rope_tables
 from penstock_server.models.config import Config

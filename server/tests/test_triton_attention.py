@@ -20,9 +20,9 @@ import torch
 from attention_pages import Pages, Step, random, stored_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock_server.attention import choose_attention, fp8, preferred_block_tokens
-from penstock_server.attention.fp8 import FP8_DTYPES, KvScales
-from penstock_server.attention.interface import (
+from penstock_server.device.attention import choose_attention, fp8, preferred_block_tokens
+from penstock_server.device.attention.fp8 import FP8_DTYPES, KvScales
+from penstock_server.device.attention.interface import (
     Alibi,
     AttentionMask,
     AttentionShape,
@@ -33,10 +33,10 @@ from penstock_server.attention.interface import (
     StepBatch,
     Transform,
 )
-from penstock_server.attention.reference import ReferenceAttention
-from penstock_server.kernels import triton_device
-from penstock_server.kernels.ops import NormVariant
-from penstock_server.kernels.torch_ops import TorchOps
+from penstock_server.device.ops import NormVariant
+from penstock_server.device.reference.attention import ReferenceAttention
+from penstock_server.device.reference.ops import TorchOps
+from penstock_server.device.triton import device as triton_device
 from tested_device import DEVICE, one_order_of_sums, triton_skip_reason
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -44,9 +44,9 @@ from torch._subclasses import FakeTensorMode
 if reason := triton_skip_reason():
     pytest.skip(reason, allow_module_level=True)
 
-from penstock_server.attention.triton import backend
-from penstock_server.attention.triton.backend import TritonAttention
-from penstock_server.attention.triton.tile import Tile, key_parts, padded_dim, query_tile
+from penstock_server.device.triton.attention import backend
+from penstock_server.device.triton.attention.backend import TritonAttention
+from penstock_server.device.triton.attention.tile import Tile, key_parts, padded_dim, query_tile
 
 pytestmark = pytest.mark.usefixtures("on_tested_device")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

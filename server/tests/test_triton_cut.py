@@ -20,7 +20,7 @@ from torch._subclasses import FakeTensorMode
 if reason := triton_skip_reason():
     pytest.skip(reason, allow_module_level=True)
 
-from penstock_server.engine import triton_greedy
+from penstock_server.device.triton import greedy as triton_greedy
 
 # numpy's, of the interpreter: a GPU computes with infinities as well, and says nothing.
 pytestmark = [

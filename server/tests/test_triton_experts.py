@@ -18,9 +18,9 @@ from torch import Tensor
 if reason := triton_skip_reason():
     pytest.skip(reason, allow_module_level=True)
 
-from penstock_server.kernels import triton_grouped
-from penstock_server.kernels.activation import ACTIVATIONS
-from penstock_server.kernels.triton_grouped import Assignment, Gate, GroupedLinear, Tile, weighted_sum
+from penstock_server.device.activation import ACTIVATIONS
+from penstock_server.device.triton import grouped as triton_grouped
+from penstock_server.device.triton.grouped import Assignment, Gate, GroupedLinear, Tile, weighted_sum
 from penstock_server.layers.experts.triton_experts import assign
 
 pytestmark = [

@@ -15,20 +15,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock_server.attention import choose_attention, flash, preferred_block_tokens
-from penstock_server.attention.interface import AttentionShape
+from penstock_server.device import choose_ops, flash
+from penstock_server.device.attention import choose_attention, preferred_block_tokens
+from penstock_server.device.attention.interface import AttentionShape
+from penstock_server.device.native import build as native_build
+from penstock_server.device.native.build import find_build
+from penstock_server.device.triton import device as triton_device
 from penstock_server.errors import ConfigError
 from penstock_server.inspection.check import check
-from penstock_server.kernels import choose_ops, native_build, triton_device
-from penstock_server.kernels.native_build import find_build
 from tested_device import DEVICE, one_order_of_sums, triton_skip_reason
 from torch import Tensor
 
 if reason := triton_skip_reason():
     pytest.skip(reason, allow_module_level=True)
 
-from penstock_server.kernels import triton_invariant
-from penstock_server.kernels.triton_invariant import InvariantOps, Product, Tile
+from penstock_server.device.triton import invariant as triton_invariant
+from penstock_server.device.triton.invariant import InvariantOps, Product, Tile
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SMALL = Tile(rows=16, columns=16, depth=16, num_warps=4, num_stages=1)

@@ -18,8 +18,8 @@ from torch import Tensor
 if reason := triton_skip_reason():
     pytest.skip(reason, allow_module_level=True)
 
-from penstock_server.kernels import triton_low_rank
-from penstock_server.kernels.triton_low_rank import DeviceAdapter, ExpertPairs, LowRankSum, PlainPart
+from penstock_server.device.triton import low_rank as triton_low_rank
+from penstock_server.device.triton.low_rank import DeviceAdapter, ExpertPairs, LowRankSum, PlainPart
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 5e-2}
 DTYPES = [dtype for dtype in TOLERANCE if DEVICE.type == "cuda" or dtype != torch.bfloat16]

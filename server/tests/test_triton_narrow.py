@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from penstock_server.kernels import triton_device
-from penstock_server.kernels.quantized import QuantFormat
+from penstock_server.device.quantized import QuantFormat
+from penstock_server.device.triton import device as triton_device
 from penstock_server.layers.quantized import quantized_to_float8
 from quantized_matrices import random_matrix
 from tested_device import DEVICE, triton_skip_reason
@@ -19,9 +19,9 @@ from torch._subclasses import FakeTensorMode
 if reason := triton_skip_reason():
     pytest.skip(reason, allow_module_level=True)
 
-from penstock_server.kernels.triton_narrow import NarrowSegment, quantize
-from penstock_server.kernels.triton_ops import TritonOps
-from penstock_server.kernels.triton_quantized import QuantizedLinear
+from penstock_server.device.triton.narrow import NarrowSegment, quantize
+from penstock_server.device.triton.ops import TritonOps
+from penstock_server.device.triton.quantized import QuantizedLinear
 
 pytestmark = pytest.mark.usefixtures("on_tested_device")
 INT8 = QuantFormat(8, 4096, offset=128, has_narrow_inputs=True)

@@ -9,17 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from penstock_server.kernels import choose_ops, triton_device
-from penstock_server.kernels.activation import ACTIVATIONS, Xielu
-from penstock_server.kernels.ops import NormVariant, Summand
-from penstock_server.kernels.torch_ops import TorchOps
+from penstock_server.device import choose_ops
+from penstock_server.device.activation import ACTIVATIONS, Xielu
+from penstock_server.device.ops import NormVariant, Summand
+from penstock_server.device.reference.ops import TorchOps
+from penstock_server.device.triton import device as triton_device
 from tested_device import DEVICE, triton_skip_reason
 from torch import Tensor
 
 if reason := triton_skip_reason():
     pytest.skip(reason, allow_module_level=True)
 
-from penstock_server.kernels.triton_ops import TritonOps
+from penstock_server.device.triton.ops import TritonOps
 
 # numpy's, of the interpreter: a GPU computes with infinities as well, and says nothing.
 pytestmark = [

@@ -14,9 +14,9 @@ import test_mxfp4
 import torch
 import torch.nn.functional as F
 import transformers
-from penstock_server import kernels
-from penstock_server.kernels import triton_device
-from penstock_server.kernels.quantized import QuantFormat, QuantizedMatrix
+from penstock_server import device as devices
+from penstock_server.device.quantized import QuantFormat, QuantizedMatrix
+from penstock_server.device.triton import device as triton_device
 from penstock_server.layers.quantized import QuantizedWeights
 from penstock_server.weights.gguf.block import IQ4, MXFP4
 from quantized_checkpoints import save_quantized
@@ -30,10 +30,10 @@ from torch._subclasses import FakeTensorMode
 if reason := triton_skip_reason():
     pytest.skip(reason, allow_module_level=True)
 
-from penstock_server.kernels import triton_quantized
-from penstock_server.kernels.triton_grouped import Assignment, Gate, GroupedLinear, GroupedQuantized
-from penstock_server.kernels.triton_ops import TritonOps
-from penstock_server.kernels.triton_quantized import QuantizedLinear, Tile
+from penstock_server.device.triton import quantized as triton_quantized
+from penstock_server.device.triton.grouped import Assignment, Gate, GroupedLinear, GroupedQuantized
+from penstock_server.device.triton.ops import TritonOps
+from penstock_server.device.triton.quantized import QuantizedLinear, Tile
 from penstock_server.layers.experts import triton_experts
 
 FLOATS = ["compressed fp8", "fp8", "fp8 in blocks", "fbgemm_fp8"]
@@ -229,7 +229,7 @@ def test_a_checkpoint_stays_quantized(name: str, tmp_path: Path, monkeypatch: py
     stored, dense = save_quantized(model, tmp_path, options, quantize)
     expected, dense_bytes = logits(dense, torch.float32, 3)
     ops = TritonOps(DEVICE, torch.float32)
-    monkeypatch.setattr(kernels, "choose_ops", lambda *_, **__: ops)
+    monkeypatch.setattr(devices, "choose_ops", lambda *_, **__: ops)
     found, num_bytes = logits(stored, torch.float32, 3)
     # The codebooks are rounded to tables of integers.
     assert (found - expected).norm() < (0.03 if name in TABLES else 1e-4) * expected.norm()
@@ -249,7 +249,7 @@ def test_experts_stay_quantized(name: str, tmp_path: Path, monkeypatch: pytest.M
     stored, dense = save_quantized(model, tmp_path, options, quantize)
     expected, dense_bytes = logits(dense, torch.float32, 3)
     ops, grouped = TritonOps(DEVICE, torch.float32), []
-    monkeypatch.setattr(kernels, "choose_ops", lambda *_, **__: ops)
+    monkeypatch.setattr(devices, "choose_ops", lambda *_, **__: ops)
     pack = triton_experts._grouped_quantized
     monkeypatch.setattr(triton_experts, "_grouped_quantized", lambda each: grouped.append(pack(each)) or grouped[-1])
     found, num_bytes = logits(stored, torch.float32, 3)
@@ -266,7 +266,7 @@ def test_the_experts_of_gpt_oss_stay_quantized(tmp_path: Path, monkeypatch: pyte
         expected = model(torch.tensor([text])).logits[0]
     _, dense_bytes = logits(folder, torch.float32, 3, dequantize=True)
     ops = TritonOps(DEVICE, torch.float32)
-    monkeypatch.setattr(kernels, "choose_ops", lambda *_, **__: ops)
+    monkeypatch.setattr(devices, "choose_ops", lambda *_, **__: ops)
     found, num_bytes = logits(folder, torch.float32, 23)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     assert num_bytes < dense_bytes * 0.8  # embedding, head and attention are not quantized
@@ -285,7 +285,7 @@ def test_inputs_are_quantized_if_the_checkpoint_says_so(
     stored, dense = save_quantized(make_model("qwen2", **SIZES), tmp_path, options, quantize)
     expected, _ = logits(dense, torch.float32, 3)
     ops = TritonOps(DEVICE, torch.float32)
-    monkeypatch.setattr(kernels, "choose_ops", lambda *_, **__: ops)
+    monkeypatch.setattr(devices, "choose_ops", lambda *_, **__: ops)
     found, _ = logits(stored, torch.float32, 3)
     error = (found - expected).norm() / expected.norm()
     assert 1e-3 < error < 0.05 if has_narrow_inputs else error < 1e-4

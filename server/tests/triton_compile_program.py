@@ -18,7 +18,8 @@ os.environ["TRITON_INTERPRET"] = "0"
 
 import torch
 import triton
-from penstock_server.attention.interface import (
+from penstock_server.device.activation import Xielu
+from penstock_server.device.attention.interface import (
     Alibi,
     AttentionMask,
     AttentionShape,
@@ -30,18 +31,18 @@ from penstock_server.attention.interface import (
     StepBatch,
     Transform,
 )
-from penstock_server.attention.triton import backend
-from penstock_server.engine import cut, triton_greedy
-from penstock_server.kernels import triton_device
-from penstock_server.kernels.activation import Xielu
-from penstock_server.kernels.ops import NormVariant, Summand
-from penstock_server.kernels.quantized import QuantFormat, QuantizedMatrix
-from penstock_server.kernels.triton_grouped import Gate, GroupedLinear, GroupedQuantized, weighted_sum
-from penstock_server.kernels.triton_invariant import InvariantOps
-from penstock_server.kernels.triton_low_rank import ExpertPairs, LowRankSum
-from penstock_server.kernels.triton_ops import TritonOps
-from penstock_server.kernels.triton_quantized import QuantizedLinear, Segment, can_gate
-from penstock_server.kernels.triton_routing_kernel import route_kernel
+from penstock_server.device.ops import NormVariant, Summand
+from penstock_server.device.quantized import QuantFormat, QuantizedMatrix
+from penstock_server.device.triton import device as triton_device
+from penstock_server.device.triton import greedy as triton_greedy
+from penstock_server.device.triton.attention import backend
+from penstock_server.device.triton.grouped import Gate, GroupedLinear, GroupedQuantized, weighted_sum
+from penstock_server.device.triton.invariant import InvariantOps
+from penstock_server.device.triton.low_rank import ExpertPairs, LowRankSum
+from penstock_server.device.triton.ops import TritonOps
+from penstock_server.device.triton.quantized import QuantizedLinear, Segment, can_gate
+from penstock_server.device.triton.routing_kernel import route_kernel
+from penstock_server.engine import cut
 from penstock_server.layers.experts.routing import Router
 from penstock_server.layers.experts.spec import CLAMPED_SWIGLU, RoutingSpec
 from penstock_server.layers.experts.triton_experts import assign

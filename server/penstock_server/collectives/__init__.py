@@ -18,7 +18,7 @@ from penstock_server.collectives.interface import Collectives
 from penstock_server.collectives.network import Network, meet, open_store
 
 if TYPE_CHECKING:
-    from penstock_server.kernels.native_build import NativeBuild
+    from penstock_server.device.native.build import NativeBuild
     from penstock_server.protocol.config import Node
 
 logger = logging.getLogger(__name__)

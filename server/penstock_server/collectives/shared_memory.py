@@ -15,7 +15,7 @@ from penstock_server.collectives.gathered import Gathered
 from penstock_server.collectives.interface import Collectives
 
 if TYPE_CHECKING:
-    from penstock_server.kernels.native_build import NativeBuild
+    from penstock_server.device.native.build import NativeBuild
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PROCESS_IDS = Path("/proc/self/ns/pid")

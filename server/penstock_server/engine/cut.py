@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock_server.kernels import triton_device
+from penstock_server.device.triton import device as triton_device
 
 ONE = 1 << 44  # the weight of probability 1; a probability below 1 / ONE has weight 0
 _SHIFT = 16
@@ -123,7 +123,7 @@ def keep(values: Tensor, keys: Tensor, cut: Cut, room: Room, *, all_equals: bool
 def cut_rows(probs: Tensor, keys: Tensor, mass: Tensor, is_asked: Tensor, is_count: bool, all_equals: bool) -> None:
     """`find_cut` and `keep` in one Triton kernel, for the rows that ask for it. probs [rows, width] in place, keys
     [rows, width], mass [rows] int64, is_asked [rows] bool. is_count: each probability weighs 1, not its own weight."""
-    from penstock_server.engine.triton_cut import cut_kernel
+    from penstock_server.device.triton.cut import cut_kernel
 
     triton_device.launch(
         cut_kernel,

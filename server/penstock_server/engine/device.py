@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 
-from penstock_server.attention.fp8 import FP8_DTYPES
+from penstock_server.device.attention.fp8 import FP8_DTYPES
+from penstock_server.device.native.build import find_build
 from penstock_server.engine.memory import mib
 from penstock_server.errors import ConfigError, FullMemoryError
 from penstock_server.host.background import use_device
 from penstock_server.host.nvidia import DRIVER as NVIDIA_DRIVER
-from penstock_server.kernels.native_build import find_build
 from penstock_server.protocol.config import LoadConfig, Node
 
 logger = logging.getLogger(__name__)

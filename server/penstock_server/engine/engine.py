@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from penstock_server.device.native.build import find_build
 from penstock_server.engine.device import (
     DTYPES,
     check_device_on_node,
@@ -35,7 +36,6 @@ from penstock_server.engine.watermark import Watermark
 from penstock_server.errors import ConfigError, GrammarError, ImageError
 from penstock_server.grammar.compiler import GrammarCompiler
 from penstock_server.host.background import run_in_background
-from penstock_server.kernels.native_build import find_build
 from penstock_server.models.interface import CausalModel
 from penstock_server.parallel import RankGroup
 from penstock_server.protocol.config import Capacity, Description, ImageInput, LoadConfig, Node, WarmUpConfig

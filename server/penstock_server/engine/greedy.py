@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from penstock_server.device.native.build import find_build
+from penstock_server.device.triton import device as triton_device
 from penstock_server.engine.constraint import Masks
-from penstock_server.kernels import triton_device
-from penstock_server.kernels.native_build import find_build
 
 BLOCK = 64  # rows are padded to a multiple of it
 
@@ -29,12 +29,12 @@ def fused_greedy(device: torch.device, dtype: torch.dtype, cpu_isa: str = "") ->
     PERF: 32 × 49,152 on one thread of an EPYC: 0.55 ms; by torch's operators 1.2 ms.
     """
     if device.type == "cuda" and triton_device.unavailable_reason(device) is None:
-        from penstock_server.engine import triton_greedy
+        from penstock_server.device.triton import greedy as triton_greedy
 
         return triton_greedy.choose
     if (build := find_build(device, dtype, cpu_isa)) is None:
         return None
-    from penstock_server.kernels.native_ops import NativeOps
+    from penstock_server.device.native.ops import NativeOps
 
     few, many = NativeOps(build, 1), NativeOps(build)
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock_server.attention.interface import CrossAttentionImages, StepAdapters, StepBatch, WrittenImage
+from penstock_server.device.attention.interface import CrossAttentionImages, StepAdapters, StepBatch, WrittenImage
 from penstock_server.engine.transfer import Put, Upload
 
 Rows = npt.NDArray[np.int64]

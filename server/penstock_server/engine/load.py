@@ -13,11 +13,11 @@ from typing import Protocol
 
 import torch
 
-from penstock_server.attention import preferred_block_tokens
+from penstock_server.device import ACTIVATION_BITS
+from penstock_server.device.attention import preferred_block_tokens
+from penstock_server.device.native.build import find_build
 from penstock_server.engine.device import choose_device, choose_dtype, choose_kv_dtype, choose_num_threads
 from penstock_server.host import nvidia
-from penstock_server.kernels import ACTIVATION_BITS
-from penstock_server.kernels.native_build import find_build
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
 from penstock_server.protocol.config import LoadConfig

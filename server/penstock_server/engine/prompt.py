@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock_server.attention.interface import StepAdapters
+from penstock_server.device.attention.interface import StepAdapters
 from penstock_server.engine.batch import PromptRows
 from penstock_server.engine.logprob import Alternatives, tops_of
 from penstock_server.engine.parameter import Asking, asking, slices

@@ -18,14 +18,7 @@ import numpy.typing as npt
 
 from penstock_server.engine.host_batch import HostAdapters
 from penstock_server.engine.restriction import Restriction
-from penstock_server.engine.sampling import (
-    SAMPLING_FIELDS,
-    Composition,
-    compose,
-    names_tokens,
-    record,
-    refusal,
-)
+from penstock_server.engine.sampling import SAMPLING_FIELDS, Composition, compose, names_tokens, record, refusal
 from penstock_server.errors import ConfigError, ImageError
 from penstock_server.models.adapter import Adapters
 from penstock_server.protocol.plan import Adapter, Failure, ImageSpan, NewSequence, Sampling

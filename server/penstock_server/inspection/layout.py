@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 
+from penstock_server.device import choose_ops
+from penstock_server.device.quantized import Kept
 from penstock_server.engine.device import choose_device, choose_dtype
 from penstock_server.engine.memory import Memory as DeviceMemory
 from penstock_server.engine.memory import MemoryMeter, Share, usable_bytes
 from penstock_server.errors import ConfigError
 from penstock_server.inspection.files import ModelFiles, StoredTensor
 from penstock_server.inspection.quantization import Quantized, quantized
-from penstock_server.kernels import choose_ops
-from penstock_server.kernels.quantized import Kept
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.shard import Shard
 from penstock_server.models import is_described

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
+from penstock_server.device.quantized import Kept, QuantFormat, QuantizedMatrix, stays_quantized
 from penstock_server.errors import ConfigError
 from penstock_server.inspection.files import ModelFiles, StoredTensor
-from penstock_server.kernels.quantized import Kept, QuantFormat, QuantizedMatrix, stays_quantized
 from penstock_server.weights.folder import find_weights
 from penstock_server.weights.format import quantization_config
 from penstock_server.weights.loader import Parameter

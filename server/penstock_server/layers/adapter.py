@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from penstock_server.attention.interface import StepAdapters
-from penstock_server.kernels.native_build import NativeBuild
-from penstock_server.kernels.native_ops import NativeOps
-from penstock_server.kernels.ops import Ops
+from penstock_server.device.attention.interface import StepAdapters
+from penstock_server.device.native.build import NativeBuild
+from penstock_server.device.native.ops import NativeOps
+from penstock_server.device.ops import Ops
 from penstock_server.layers.step import AddAdapters
 from penstock_server.weights.adapter import Change, Module, StoredWeight
 from penstock_server.weights.loader import Parameter
 from penstock_server.weights.location import EACH, Locator
 
 if TYPE_CHECKING:
-    from penstock_server.kernels.triton_low_rank import DeviceAdapter, LowRankSum
+    from penstock_server.device.triton.low_rank import DeviceAdapter, LowRankSum
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +241,7 @@ class AdapterSites:
 
     def _sum(self, site: int, columns: Sequence[range], expert_parts: int = 0) -> LowRankSum:
         """columns, expert_parts: as of `LowRankSum.of`."""
-        from penstock_server.kernels.triton_low_rank import LowRankSum
+        from penstock_server.device.triton.low_rank import LowRankSum
 
         first_part = sum(map(len, self._sites[:site]))
         max_loaded = self.max_loaded + (self.own is not None)
@@ -251,7 +251,7 @@ class AdapterSites:
         """The rank that an adapter of the highest rank takes in memory, and the bytes of the kernels' workspace."""
         if isinstance(self._ops, NativeOps):
             return self.max_rank, 0
-        from penstock_server.kernels.triton_low_rank import TILE_RANKS, WORKSPACE_BYTES
+        from penstock_server.device.triton.low_rank import TILE_RANKS, WORKSPACE_BYTES
 
         return -(-self.max_rank // TILE_RANKS) * TILE_RANKS, WORKSPACE_BYTES
 
@@ -259,7 +259,7 @@ class AdapterSites:
         """An adapter for the kernels. changes: by module, in this dtype, which is the model's."""
         if isinstance(self._ops, NativeOps):
             return self._pack_natively(changes, self._ops.build)
-        from penstock_server.kernels.triton_low_rank import DeviceAdapter, PlainPart
+        from penstock_server.device.triton.low_rank import DeviceAdapter, PlainPart
 
         def packed(part: SitePart) -> PlainPart | None:
             change = changes.get(part.module)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock_server.attention.fp8 import KvScales
-from penstock_server.attention.interface import Alibi, Attention, AttentionMask, AttentionShape, HeadNorms
+from penstock_server.device.attention.fp8 import KvScales
+from penstock_server.device.attention.interface import Alibi, Attention, AttentionMask, AttentionShape, HeadNorms
+from penstock_server.device.ops import PackedLinear
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.ops import PackedLinear
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.operation import (

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from penstock_server.attention import ModelAttention
-from penstock_server.attention.fp8 import KvScales
-from penstock_server.kernels.ops import Ops, PackedLinear
+from penstock_server.device.attention import ModelAttention
+from penstock_server.device.attention.fp8 import KvScales
+from penstock_server.device.ops import Ops, PackedLinear
 from penstock_server.layers.adapter import AdapterSites
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.linear import LinearWeights

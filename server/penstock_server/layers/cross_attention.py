@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from penstock_server.attention.interface import Attention, AttentionShape
-from penstock_server.kernels.ops import PackedLinear
+from penstock_server.device.attention.interface import Attention, AttentionShape
+from penstock_server.device.ops import PackedLinear
 from penstock_server.layers.attention import AttentionBlock, AttentionSpec
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.layout import WeightLayout

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from penstock_server.kernels.ops import Lookup, PackedLinear, PackedNorm
+from penstock_server.device.ops import Lookup, PackedLinear, PackedNorm
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.norm import NormSpec, load_norm, norm_parameters

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from penstock_server.attention.native import NativeAttention
-from penstock_server.kernels.native_ops import NativeOps
-from penstock_server.kernels.ops import Ops
+from penstock_server.device.native.attention import NativeAttention
+from penstock_server.device.native.ops import NativeOps
+from penstock_server.device.ops import Ops
 from penstock_server.layers.interpreter import Interpreter
 from penstock_server.layers.native_compiler import NotNativeError, compiled
 from penstock_server.layers.operation import AttendLatents, Copy, Operation, Program, Select, Visit, Write
 from penstock_server.layers.step import StepContext
 
 if TYPE_CHECKING:
-    from penstock_server.kernels.native_build import NativeBuild
+    from penstock_server.device.native.build import NativeBuild
 
 logger = logging.getLogger(__name__)
 

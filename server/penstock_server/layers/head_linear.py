@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock_server.kernels.ops import HeadProduct, PackedLinear
+from penstock_server.device.ops import HeadProduct, PackedLinear
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.linear import DenseWeights
 from penstock_server.layers.step import StepContext

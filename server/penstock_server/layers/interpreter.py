@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock_server.attention import interface
-from penstock_server.attention.interface import LatentQueries, Rotation, Transform
-from penstock_server.kernels.ops import Ops, PackedNorm, Summand
-from penstock_server.kernels.torch_ops import TorchNorm
+from penstock_server.device.attention import interface
+from penstock_server.device.attention.interface import LatentQueries, Rotation, Transform
+from penstock_server.device.ops import Ops, PackedNorm, Summand
+from penstock_server.device.reference.ops import TorchNorm
 from penstock_server.layers import operation as op
 from penstock_server.layers.operation import Operation, Program, Register
 from penstock_server.layers.step import StepContext

@@ -13,9 +13,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock_server.attention.interface import Attention, AttentionShape
+from penstock_server.device.attention.interface import Attention, AttentionShape
+from penstock_server.device.ops import PackedLinear
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.ops import PackedLinear
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.head_linear import HeadLinear
 from penstock_server.layers.layout import WeightLayout

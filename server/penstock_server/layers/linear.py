@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from penstock_server.kernels.ops import Lookup, Ops, PackedLinear, Weight, whole
+from penstock_server.device.ops import Lookup, Ops, PackedLinear, Weight, whole
 from penstock_server.weights.loader import Loader, Parameter
 
 

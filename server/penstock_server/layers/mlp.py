@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock_server.kernels.activation import ACTIVATIONS, Xielu
-from penstock_server.kernels.ops import Elementwise, PackedLinear
+from penstock_server.device.activation import ACTIVATIONS, Xielu
+from penstock_server.device.ops import Elementwise, PackedLinear
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.operation import Activate, Convert, Multiply, Program, Register

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from penstock_server.attention.interface import Attention
-from penstock_server.attention.native import NativeAttention
 from penstock_server.collectives.shared_memory import SharedMemory
-from penstock_server.kernels.native_ops import NativeActivation, NativeLinear, NativeNorm, NativeWideLinear
-from penstock_server.kernels.ops import Elementwise, PackedLinear, PackedNorm
+from penstock_server.device.attention.interface import Attention
+from penstock_server.device.native.attention import NativeAttention
+from penstock_server.device.native.ops import NativeActivation, NativeLinear, NativeNorm, NativeWideLinear
+from penstock_server.device.ops import Elementwise, PackedLinear, PackedNorm
 from penstock_server.layers import operation as op
 from penstock_server.layers.experts.layer import ListedExperts, MixtureOfExperts
 from penstock_server.layers.head_linear import HeadLinear
@@ -20,8 +20,8 @@ from penstock_server.layers.qk_norm import ProjectionNorm
 from penstock_server.parallel import RankGroup
 
 if TYPE_CHECKING:
-    from penstock_server.attention.fp8 import KvScales
-    from penstock_server.kernels.native_build import NativeBuild
+    from penstock_server.device.attention.fp8 import KvScales
+    from penstock_server.device.native.build import NativeBuild
 
 
 class NotNativeError(Exception):

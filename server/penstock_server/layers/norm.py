@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock_server.kernels.ops import NormKind, NormVariant, Ops, PackedNorm
+from penstock_server.device.ops import NormKind, NormVariant, Ops, PackedNorm
 from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.loader import Loader, Parameter
 

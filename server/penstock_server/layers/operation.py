@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from penstock_server.attention.fp8 import KvScales
-from penstock_server.attention.interface import Attention, HeadNorms
-from penstock_server.kernels.ops import Elementwise, PackedLinear, PackedNorm
+from penstock_server.device.attention.fp8 import KvScales
+from penstock_server.device.attention.interface import Attention, HeadNorms
+from penstock_server.device.ops import Elementwise, PackedLinear, PackedNorm
 from penstock_server.layers.head_linear import HeadLinear
 from penstock_server.layers.step import StepContext
 from penstock_server.parallel import RankGroup

@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from penstock_server.attention.interface import HeadNorms
-from penstock_server.kernels.ops import PackedNorm
-from penstock_server.kernels.torch_ops import TorchNorm
+from penstock_server.device.attention.interface import HeadNorms
+from penstock_server.device.ops import PackedNorm
+from penstock_server.device.reference.ops import TorchNorm
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.norm import NormSpec, load_norm, norm_parameters
 from penstock_server.layers.shard import HeadSplit, Shard

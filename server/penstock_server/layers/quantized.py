@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from penstock_server.kernels.ops import Lookup, Ops, PackedLinear, QuantizedPacker, pieces_of
-from penstock_server.kernels.quantized import Dequantized, QuantFormat, QuantizedMatrix, QuantizedRows, concatenated
+from penstock_server.device.ops import Lookup, Ops, PackedLinear, QuantizedPacker, pieces_of
+from penstock_server.device.quantized import Dequantized, QuantFormat, QuantizedMatrix, QuantizedRows, concatenated
 from penstock_server.layers.linear import (
     Arrange,
     Dense,

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from penstock_server.kernels.ops import PackedLinear
+from penstock_server.device.ops import PackedLinear
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.operation import Gather, Multiply, Program, Reduce, Register
 from penstock_server.layers.shard import Shard

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock_server.attention import ModelAttention
-from penstock_server.attention.interface import StepAdapters, StepBatch
+from penstock_server.device.attention import ModelAttention
+from penstock_server.device.attention.interface import StepAdapters, StepBatch
 
 AddAdapters = Callable[[Tensor, Tensor, StepAdapters], None]
 """Adds to y, a layer's product with x, what the rows' adapters add. x [rows, in_features], y [rows, columns]; with a

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock_server.attention.interface import StepAdapters
-from penstock_server.kernels.activation import SoftCap
-from penstock_server.kernels.native_ops import NativeLinear
-from penstock_server.kernels.ops import Elementwise, Lookup, Ops, PackedLinear
+from penstock_server.device.activation import SoftCap
+from penstock_server.device.attention.interface import StepAdapters
+from penstock_server.device.native.ops import NativeLinear
+from penstock_server.device.ops import Elementwise, Lookup, Ops, PackedLinear
 from penstock_server.layers.step import AddAdapters
 from penstock_server.parallel import RankGroup
 

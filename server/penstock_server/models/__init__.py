@@ -31,8 +31,8 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     exact: whether several ranks compute the results of one to the bit (`Shard.exact`); None: on a CPU, or if
     `options.deterministic`. Raises ConfigError if the folder's model cannot be served on this many ranks.
     """
-    from penstock_server.attention import ModelAttention
-    from penstock_server.kernels import choose_ops
+    from penstock_server.device import choose_ops
+    from penstock_server.device.attention import ModelAttention
     from penstock_server.layers.adapter import AdapterSites
     from penstock_server.layers.context import BuildContext
     from penstock_server.layers.layout import WeightLayout

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from penstock_server.device.native.ops import NativeOps
+from penstock_server.device.ops import Ops
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.native_ops import NativeOps
-from penstock_server.kernels.ops import Ops
 from penstock_server.layers.adapter import AdapterSites, OwnAdapter
 from penstock_server.layers.step import AddAdapters
 from penstock_server.models.spec import ModelSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock_server.attention.interface import Alibi
+from penstock_server.device.attention.interface import Alibi
 from penstock_server.models import llama
 from penstock_server.models.alibi import alibi_slopes
 from penstock_server.models.config import Config

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any, TypeVar
 
+from penstock_server.device.activation import ACTIVATIONS
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.activation import ACTIVATIONS
 from penstock_server.models.context import default_position_tokens, max_position_tokens
 
 T = TypeVar("T", int, float, bool, str)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from penstock_server.attention import ModelAttention
-from penstock_server.attention.interface import Attention, StepAdapters, StepBatch, window_tokens
+from penstock_server.device.attention import ModelAttention
+from penstock_server.device.attention.interface import Attention, StepAdapters, StepBatch, window_tokens
+from penstock_server.device.ops import Lookup, Ops, PackedLinear, PackedNorm
 from penstock_server.host.heap import return_free_pages
-from penstock_server.kernels.ops import Lookup, Ops, PackedLinear, PackedNorm
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.embedding import Embedding
 from penstock_server.layers.executor import executor_of

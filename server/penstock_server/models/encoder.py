@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from penstock_server.kernels.ops import Lookup
+from penstock_server.device.ops import Lookup
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.embedding import Embedding
 from penstock_server.layers.executor import executor_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock_server.attention.interface import Alibi
+from penstock_server.device.attention.interface import Alibi
 from penstock_server.layers.attention import AttentionSpec
 from penstock_server.layers.embedding import EmbeddingSpec
 from penstock_server.layers.mlp import MlpSpec

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock_server.attention.interface import StepAdapters, StepBatch, window_tokens
+from penstock_server.device.attention.interface import StepAdapters, StepBatch, window_tokens
 from penstock_server.errors import ConfigError
 from penstock_server.models import pager
 from penstock_server.models.adapter import Adapters
@@ -27,14 +27,7 @@ from penstock_server.models.foreign import FOREIGN_ERRORS, read_config, transfor
 from penstock_server.models.foreign_rope import take_batch_ropes
 from penstock_server.models.interface import LoadOptions, ModelTraits
 from penstock_server.models.pooler import Pooler
-from penstock_server.models.support import (
-    CODE_KEY,
-    FALLBACK,
-    NATIVE,
-    builtin_class,
-    refusal,
-    support_of,
-)
+from penstock_server.models.support import CODE_KEY, FALLBACK, NATIVE, builtin_class, refusal, support_of
 from penstock_server.parallel import RankGroup
 from penstock_server.vision.encoder import ImageEncoder
 from penstock_server.weights.format import quantization_config, transformers_renamings

@@ -12,7 +12,7 @@ from functools import partial
 
 from torch import Tensor
 
-from penstock_server.attention.interface import CrossAttentionImages
+from penstock_server.device.attention.interface import CrossAttentionImages
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.cross_attention import CrossAttentionBlock
 from penstock_server.layers.interpreter import Interpreter

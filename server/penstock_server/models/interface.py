@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock_server.attention.interface import StepAdapters, StepBatch
-from penstock_server.kernels import ACTIVATION_BITS
+from penstock_server.device import ACTIVATION_BITS
+from penstock_server.device.attention.interface import StepAdapters, StepBatch
 from penstock_server.models.adapter import Adapters
 from penstock_server.models.pooler import Pooler
 from penstock_server.vision.encoder import ImageEncoder

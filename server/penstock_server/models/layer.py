@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from penstock_server.attention.interface import Attention
-from penstock_server.kernels.ops import PackedNorm
+from penstock_server.device.attention.interface import Attention
+from penstock_server.device.ops import PackedNorm
 from penstock_server.layers.attention import AttentionBlock, AttentionSpec
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.cross_attention import CrossAttentionBlock

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock_server.attention.interface import AttentionMask
+from penstock_server.device.attention.interface import AttentionMask
 from penstock_server.layers.attention import TemperatureSpec
 from penstock_server.layers.experts import MoeSpec, RoutingSpec
 from penstock_server.layers.mlp import MlpSpec

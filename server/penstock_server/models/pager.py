@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock_server.attention import ModelAttention
-from penstock_server.attention.interface import Attention, AttentionMask, AttentionShape, StepBatch
+from penstock_server.device.attention import ModelAttention
+from penstock_server.device.attention.interface import Attention, AttentionMask, AttentionShape, StepBatch
 from penstock_server.errors import ConfigError
 from penstock_server.layers.step import StepContext
 

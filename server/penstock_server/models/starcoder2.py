@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock_server.attention.interface import AttentionMask
+from penstock_server.device.attention.interface import AttentionMask
 from penstock_server.layers.norm import NormSpec
 from penstock_server.models import llama
 from penstock_server.models.config import Config

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PACKAGES = ("attention", "engine", "grammar", "kernels", "layers", "models", "weights")
+_PACKAGES = ("device", "engine", "grammar", "layers", "models", "weights")
 _STDIN, _STDOUT, _STDERR = 0, 1, 2
 _READ_BYTES = 1 << 16
 _TASKS = Path("/proc/self/task")
@@ -281,7 +281,7 @@ def _import_all() -> tuple[Run, Callable[[bytes], LoadModel | None]]:
         sys.modules["cuda.bindings"] = None  # type: ignore[assignment]
     import torch
 
-    from penstock_server.kernels import native_build
+    from penstock_server.device.native import build as native_build
     from penstock_server.process import worker
 
     for package in _PACKAGES:

@@ -14,12 +14,7 @@ from penstock_server.tokenizer.byte_level import byte_level_json, with_prefix_sp
 from penstock_server.tokenizer.fairseq import FAIRSEQ_FILE, fairseq_json
 from penstock_server.tokenizer.pegasus import pegasus_json
 from penstock_server.tokenizer.sentencepiece_file import read_sentencepiece
-from penstock_server.tokenizer.sentencepiece_json import (
-    Vocabulary,
-    sentencepiece_json,
-    t5_json,
-    whole_tokens,
-)
+from penstock_server.tokenizer.sentencepiece_json import Vocabulary, sentencepiece_json, t5_json, whole_tokens
 from penstock_server.tokenizer.settings import PEGASUS, T5, Settings, read_object, read_text
 from penstock_server.tokenizer.tekken import TEKKEN_FILE, tekken_json
 from penstock_server.tokenizer.tiktoken import is_rank_file, tiktoken_json

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from penstock_server.attention.interface import WrittenImage
+from penstock_server.device.attention.interface import WrittenImage
 from penstock_server.errors import ImageError
 from penstock_server.vision.encoded import EncodedImage
 

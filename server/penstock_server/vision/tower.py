@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock_server.device.native.build import find_build
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.native_build import find_build
 from penstock_server.vision.family import Arrays, ImageFamily, image_token_id
 from penstock_server.weights.format import transformers_renamings
 from penstock_server.weights.loader import shortened

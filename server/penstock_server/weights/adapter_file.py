@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from penstock_server.device.quantized import QuantizedMatrix
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.quantized import QuantizedMatrix
 from penstock_server.weights.checkpoint import Checkpoint, Part
 from penstock_server.weights.folder import ADAPTER_PICKLE, ADAPTER_WEIGHTS
 from penstock_server.weights.safetensors_file import SafetensorsCheckpoint

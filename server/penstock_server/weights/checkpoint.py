@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from penstock_server.kernels.quantized import QuantizedMatrix
+from penstock_server.device.quantized import QuantizedMatrix
 
 
 @dataclass(frozen=True, slots=True)

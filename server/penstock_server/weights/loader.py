@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock_server.device.quantized import ALL_KEPT, Kept, QuantizedMatrix, stays_quantized
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.quantized import ALL_KEPT, Kept, QuantizedMatrix, stays_quantized
 from penstock_server.weights import kv_scale
 from penstock_server.weights.checkpoint import Checkpoint, Part
 from penstock_server.weights.location import Locator

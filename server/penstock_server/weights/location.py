@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock_server.kernels.quantized import QuantizedMatrix
+from penstock_server.device.quantized import QuantizedMatrix
 from penstock_server.weights.checkpoint import Checkpoint, Part, split_leading
 
 EACH = "{e}"

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from penstock_server.device.quantized import QuantizedMatrix
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.quantized import QuantizedMatrix
 from penstock_server.weights.checkpoint import Part, split_leading
 from penstock_server.weights.file import WeightFile
 from penstock_server.weights.finite import check_finite

@@ -15,9 +15,9 @@ import transformers
 from cases import CASES
 from fake_cuda import fake_cuda, launched, load
 from model_driver import ModelDriver
-from penstock_server import kernels
+from penstock_server import device as devices
+from penstock_server.device.triton import device as triton_device
 from penstock_server.errors import ConfigError
-from penstock_server.kernels import triton_device
 from penstock_server.models import load_model
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
@@ -31,7 +31,7 @@ from torch import Tensor
 if reason := triton_skip_reason():
     pytest.skip(reason, allow_module_level=True)
 
-from penstock_server.kernels.triton_invariant import InvariantOps
+from penstock_server.device.triton.invariant import InvariantOps
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy's, of the interpreter
 
@@ -64,7 +64,7 @@ def triton_everywhere() -> Iterator[None]:
     with one_order_of_sums(), pytest.MonkeyPatch.context() as patch:
         if DEVICE.type == "cpu":
             patch.setattr(triton_device, "unavailable_reason", lambda device: None)
-            patch.setattr(kernels, "choose_ops", lambda device, dtype, *_, **__: InvariantOps(device, dtype))
+            patch.setattr(devices, "choose_ops", lambda device, dtype, *_, **__: InvariantOps(device, dtype))
             patch.setattr(triton_device, "launch", one_at_a_time(triton_device.launch))
         yield
 

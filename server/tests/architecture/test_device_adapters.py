@@ -18,13 +18,13 @@ from fake_cuda import fake_cuda, launched, record_eagerly
 from fake_cuda import load as load_fake
 from late_device import make_late
 from model_driver import ModelDriver
-from penstock_server import kernels
-from penstock_server.attention.interface import StepBatch
+from penstock_server import device as devices
+from penstock_server.device.attention.interface import StepBatch
+from penstock_server.device.triton import device as triton_device
 from penstock_server.engine.graphs import Bucket, CudaRecorder, StepGraphs
 from penstock_server.engine.host_batch import HostBatch
 from penstock_server.engine.sequence import TableLimits
 from penstock_server.engine.transfer import Upload
-from penstock_server.kernels import triton_device
 from penstock_server.models import load_model
 from penstock_server.models.decoder import Decoder
 from penstock_server.models.interface import LoadOptions
@@ -39,8 +39,8 @@ from tiny_models import prompts
 if reason := triton_skip_reason():
     pytest.skip(reason, allow_module_level=True)
 
-from penstock_server.kernels.triton_invariant import InvariantOps
-from penstock_server.kernels.triton_ops import TritonOps
+from penstock_server.device.triton.invariant import InvariantOps
+from penstock_server.device.triton.ops import TritonOps
 
 # Fused and separate projections, interleaved heads, transposed weights, latent attention, a mixture with a shared MLP.
 NAMES = ("llama", "phi3", "gpt-neox", "gpt2", "deepseek-v2", "qwen2-moe")
@@ -53,7 +53,7 @@ def triton_everywhere(ops: type[TritonOps] = TritonOps) -> Iterator[None]:
     with one_order_of_sums() if ops is InvariantOps else nullcontext(), pytest.MonkeyPatch.context() as patch:
         if DEVICE.type == "cpu":
             patch.setattr(triton_device, "unavailable_reason", lambda device: None)
-            patch.setattr(kernels, "choose_ops", lambda device, dtype, *_, **__: ops(device, dtype))
+            patch.setattr(devices, "choose_ops", lambda device, dtype, *_, **__: ops(device, dtype))
             patch.setattr(triton_device, "launch", one_at_a_time(triton_device.launch))
         yield
 
@@ -243,7 +243,7 @@ def test_a_step_with_adapters_waits_for_nothing_and_two_launches_add_them_to_a_l
     """And a step without any launches none of their kernels."""
     folder = save(name, CASES[name], tmp_path / "base")
     adapter = Adapter(1, make_adapter(tmp_path / "one", folder, 1, **targets(name))[0])
-    monkeypatch.setattr("penstock_server.kernels.triton_low_rank.address_of", lambda tensor: 1 << 40)
+    monkeypatch.setattr("penstock_server.device.triton.low_rank.address_of", lambda tensor: 1 << 40)
     with fake_cuda() as launches:
         engine = load_fake(folder, max_adapters=2, max_adapter_rank=MAX_RANK)
         assert engine.model.adapters is not None

@@ -17,13 +17,13 @@ from eagle_checkpoint import random_head, save_head
 from fake_cuda import record_eagerly
 from late_device import make_late
 from mtp_checkpoint import Reference
+from penstock_server.device.triton import device as triton_device
 from penstock_server.engine import Engine
 from penstock_server.engine.drafting import medusa, ngram
 from penstock_server.engine.drafting.interface import Drafter
 from penstock_server.engine.drafting.load import load_drafter
 from penstock_server.engine.drafting.ngram import NgramDrafter
 from penstock_server.engine.graphs import Bucket, StepGraphs
-from penstock_server.kernels import triton_device
 from penstock_server.models import load_model
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup

@@ -13,8 +13,8 @@ import transformers
 from cases import CASES, VOCAB
 from engine_run import EngineRun
 from model_driver import ModelDriver
-from penstock_server.attention.interface import AttentionMask, AttentionShape, window_tokens
-from penstock_server.attention.reference import ReferenceAttention
+from penstock_server.device.attention.interface import AttentionMask, AttentionShape, window_tokens
+from penstock_server.device.reference.attention import ReferenceAttention
 from penstock_server.engine import Engine
 from penstock_server.errors import ConfigError
 from penstock_server.inspection import check

@@ -12,7 +12,7 @@ from engine_run import BLOCK_TOKENS, EngineRun
 from fake_cuda import fake_cuda
 from fake_cuda import load as load_fake
 from model_driver import ModelDriver
-from penstock_server.attention.fp8 import FP8_DTYPES, KvScales
+from penstock_server.device.attention.fp8 import FP8_DTYPES, KvScales
 from penstock_server.engine import Engine, memory
 from penstock_server.errors import ConfigError
 from penstock_server.models import load_model

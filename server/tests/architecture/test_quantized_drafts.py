@@ -11,7 +11,7 @@ import test_mxfp4
 import torch
 from cases import VOCAB
 from gguf_files import save_gguf
-from penstock_server.attention.fp8 import FP8_DTYPES
+from penstock_server.device.attention.fp8 import FP8_DTYPES
 from penstock_server.engine import Engine
 from penstock_server.engine.drafting import ngram
 from penstock_server.models import load_model

@@ -8,8 +8,8 @@ import pytest
 import torch
 from cases import CASES, VOCAB
 from model_driver import ModelDriver
-from penstock_server.attention.interface import StepBatch
-from penstock_server.attention.reference import ReferenceAttention, ReferenceMetadata
+from penstock_server.device.attention.interface import StepBatch
+from penstock_server.device.reference.attention import ReferenceAttention, ReferenceMetadata
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup

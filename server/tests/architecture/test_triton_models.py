@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import CASES, VOCAB
 from model_driver import ModelDriver
-from penstock_server.kernels import triton_device
+from penstock_server.device.triton import device as triton_device
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
@@ -19,7 +19,7 @@ from tiny_models import prompts
 if reason := triton_skip_reason():
     pytest.skip(reason, allow_module_level=True)
 
-from penstock_server.kernels.triton_ops import TritonOps
+from penstock_server.device.triton.ops import TritonOps
 
 # Each norm, activation and rotation that the kernels fuse.
 NAMES = [
@@ -32,7 +32,7 @@ NAMES = [
 @torch.inference_mode()
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_device, "unavailable_reason", lambda device: None)
-    monkeypatch.setattr("penstock_server.kernels.choose_ops", lambda device, dtype, *_, **__: TritonOps(device, dtype))
+    monkeypatch.setattr("penstock_server.device.choose_ops", lambda device, dtype, *_, **__: TritonOps(device, dtype))
     reference = make_model(name, CASES[name])
     options = LoadOptions(save_model(reference, tmp_path), torch.float32, DEVICE, 4, attention="triton")
     driver = ModelDriver(load_model(options, RankGroup(), exact=False))

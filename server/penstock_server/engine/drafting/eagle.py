@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
-from penstock_server.attention.interface import StepBatch
+from penstock_server.device.attention.interface import StepBatch
 from penstock_server.engine.drafting.pooled import NUM_PADDING_BLOCKS, Drafted
 from penstock_server.engine.host_batch import HostBatch
 from penstock_server.errors import ConfigError

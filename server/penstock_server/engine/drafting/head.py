@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock_server.attention.interface import StepBatch
+from penstock_server.device.attention.interface import StepBatch
 from penstock_server.engine.batch import text_batch
 from penstock_server.engine.drafting.pooled import Drafted, PooledDrafter, PooledModel
 from penstock_server.engine.host_batch import HostBatch, Rows

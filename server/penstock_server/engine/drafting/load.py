@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from penstock_server.device.native.build import find_build
 from penstock_server.engine.drafting.draft_model import DraftModel
 from penstock_server.engine.drafting.eagle import EagleHead, is_eagle_head
 from penstock_server.engine.drafting.head import HeadDrafter
@@ -16,7 +17,6 @@ from penstock_server.engine.drafting.mtp import MtpHead
 from penstock_server.engine.drafting.ngram import NgramDrafter
 from penstock_server.engine.drafting.vocabulary import check_vocabulary
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.native_build import find_build
 from penstock_server.models.config import Config
 from penstock_server.models.decoder import Decoder
 from penstock_server.models.interface import CausalModel, LoadOptions

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad, silu
 
+from penstock_server.device.native.build import NativeBuild
+from penstock_server.device.native.ops import NativeOps
 from penstock_server.engine.drafting.interface import Tokens
 from penstock_server.engine.host_batch import Rows
 from penstock_server.engine.sequence import SequenceTable
 from penstock_server.engine.transfer import upload
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.native_build import NativeBuild
-from penstock_server.kernels.native_ops import NativeOps
 from penstock_server.models.config import Config
 from penstock_server.models.interface import CausalModel
 from penstock_server.parallel import RankGroup

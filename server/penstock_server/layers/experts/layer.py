@@ -12,10 +12,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from penstock_server.kernels.activation import ACTIVATIONS
-from penstock_server.kernels.native_ops import NativeOps
-from penstock_server.kernels.ops import Elementwise, Ops, PackedLinear
-from penstock_server.kernels.torch_ops import widened
+from penstock_server.device.activation import ACTIVATIONS
+from penstock_server.device.native.ops import NativeOps
+from penstock_server.device.ops import Elementwise, Ops, PackedLinear
+from penstock_server.device.reference.ops import widened
 from penstock_server.layers import operation
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.experts.parameters import moe_parameters, read_experts

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock_server.kernels.native_ops import NativeOps, NativeRouting
-from penstock_server.kernels.ops import PackedLinear
-from penstock_server.kernels.torch_ops import widened
+from penstock_server.device.native.ops import NativeOps, NativeRouting
+from penstock_server.device.ops import PackedLinear
+from penstock_server.device.reference.ops import widened
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.experts.spec import RoutingSpec
 from penstock_server.layers.step import StepContext

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock_server.device.activation import ACTIVATIONS
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.activation import ACTIVATIONS
 from penstock_server.layers.mlp import MlpSpec
 
 SCORINGS = ("softmax", "softmax-chosen", "sigmoid", "sparsemixer")

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from penstock_server.kernels import triton_device
-from penstock_server.kernels.activation import ACTIVATIONS
-from penstock_server.kernels.ops import Elementwise
-from penstock_server.kernels.triton_grouped import Assignment, Gate, GroupedLinear, GroupedQuantized, weighted_sum
-from penstock_server.kernels.triton_low_rank import ExpertPairs, LowRankSum
-from penstock_server.kernels.triton_ops import KERNEL_ACTIVATIONS, power_of_two
-from penstock_server.kernels.triton_quantized import Segment
-from penstock_server.kernels.triton_routing_kernel import route_kernel
+from penstock_server.device.activation import ACTIVATIONS
+from penstock_server.device.ops import Elementwise
+from penstock_server.device.triton import device as triton_device
+from penstock_server.device.triton.grouped import Assignment, Gate, GroupedLinear, GroupedQuantized, weighted_sum
+from penstock_server.device.triton.low_rank import ExpertPairs, LowRankSum
+from penstock_server.device.triton.ops import KERNEL_ACTIVATIONS, power_of_two
+from penstock_server.device.triton.quantized import Segment
+from penstock_server.device.triton.routing_kernel import route_kernel
 from penstock_server.layers.experts.routing import Router
 from penstock_server.layers.experts.shard import ExpertShard
 from penstock_server.layers.experts.spec import CLAMPED_SWIGLU, MoeSpec

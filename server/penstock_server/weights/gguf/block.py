@@ -13,7 +13,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Type
 from torch import Tensor
 
-from penstock_server.kernels.quantized import QuantFormat, QuantizedRows
+from penstock_server.device.quantized import QuantFormat, QuantizedRows
 
 LEGACY, SUPER = 32, 256
 # Values of the codes, for types with tables.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from penstock_server.kernels.quantized import QuantizedMatrix
+from penstock_server.device.quantized import QuantizedMatrix
 from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.file import WeightFile
 from penstock_server.weights.finite import check_finite

@@ -12,8 +12,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
+from penstock_server.device.quantized import SUPER_GROUP, QuantizedMatrix, QuantizedRows
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.quantized import SUPER_GROUP, QuantizedMatrix, QuantizedRows
 from penstock_server.weights.checkpoint import Part, split_leading
 from penstock_server.weights.file import WeightFile
 from penstock_server.weights.finite import check_finite

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock_server.kernels.quantized import QuantFormat, QuantizedRows
+from penstock_server.device.quantized import QuantFormat, QuantizedRows
 from penstock_server.weights.quantization.stored import (
     FLOATS,
     Affine,

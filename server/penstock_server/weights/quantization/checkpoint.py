@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from penstock_server.device.quantized import FLOAT8, QuantizedMatrix, QuantizedRows
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.quantized import FLOAT8, QuantizedMatrix, QuantizedRows
 from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.finite import check_finite
 from penstock_server.weights.quantization.method import quantized_weights

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock_server.device.quantized import QuantizedRows
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.quantized import QuantizedRows
 from penstock_server.weights.quantization.fp4 import NV_GROUP, fp4_weight
 from penstock_server.weights.quantization.fp8 import block_size, find_scaled
 from penstock_server.weights.quantization.mxfp4 import GROUP

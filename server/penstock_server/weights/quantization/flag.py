@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock_server.device.quantized import QuantFormat
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.quantized import QuantFormat
 from penstock_server.weights.folder import find_weights
 from penstock_server.weights.format import quantization_config
 from penstock_server.weights.gguf.header import read_header

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock_server.kernels.quantized import QuantFormat, QuantizedRows
+from penstock_server.device.quantized import QuantFormat, QuantizedRows
 from penstock_server.weights.gguf.block import half_powers
 from penstock_server.weights.quantization.mxfp4 import FORMAT, GROUP
 from penstock_server.weights.quantization.stored import (

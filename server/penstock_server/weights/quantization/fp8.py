@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import torch
 
+from penstock_server.device.quantized import QuantFormat, QuantizedRows
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.quantized import QuantFormat, QuantizedRows
 from penstock_server.weights.gguf.block import half_powers
 from penstock_server.weights.quantization.fp4 import EXPONENTS
 from penstock_server.weights.quantization.stored import (

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
+from penstock_server.device.quantized import QuantizedRows
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.quantized import QuantizedRows
 from penstock_server.weights.quantization.stored import (
     FLOATS,
     INSTEAD,

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from penstock_server.device.quantized import QuantizedRows
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.quantized import QuantizedRows
 from penstock_server.weights.quantization.stored import (
     INSTEAD,
     Affine,

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock_server.device.quantized import QuantizedRows
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.quantized import QuantizedRows
 from penstock_server.weights.quantization.compressed_tensors import GroupOptions, find_integers
 from penstock_server.weights.quantization.fp4 import EXPONENTS, fp4_weight
 from penstock_server.weights.quantization.fp8 import MX_BLOCK, Block, block_size, find_scaled

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock_server.kernels.quantized import QuantFormat, QuantizedRows
+from penstock_server.device.quantized import QuantFormat, QuantizedRows
 from penstock_server.weights.gguf.block import MXFP4, half_powers
 from penstock_server.weights.quantization.stored import (
     Affine,

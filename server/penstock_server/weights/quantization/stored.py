@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from penstock_server.device.quantized import Number, QuantFormat, QuantizedRows
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.quantized import Number, QuantFormat, QuantizedRows
 
 CODE_BITS = (2, 3, 4, 5, 6, 8)
 # The names of `QuantFormat` for the types of scales.

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from penstock_server.device.quantized import Number, QuantFormat, QuantizedRows
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.quantized import Number, QuantFormat, QuantizedRows
 from penstock_server.weights.quantization.fp8 import CODES, ScaledWeight, block_size
 from penstock_server.weights.quantization.stored import (
     FLOATS,

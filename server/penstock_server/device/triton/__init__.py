@@ -1,0 +1,1 @@
+"""A GPU's kernels, written in Triton, and their launches."""
