@@ -33,8 +33,7 @@ DEFAULT_TOKENS = {
         32768: "internlm3 qwen2 qwen2_moe qwen3 qwen3_moe smollm3",
         65536: "apertus",
         131072: (
-            "cwm ernie4_5 gemma3_text glm glm4 gpt_oss llama4_text ministral mistral mixtral mllama_text_model "
-            "phimoe"
+            "cwm ernie4_5 gemma3_text glm glm4 gpt_oss llama4_text ministral mistral mixtral mllama_text_model phimoe"
         ),
         524288: "seed_oss",
     }.items()
