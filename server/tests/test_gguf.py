@@ -26,7 +26,9 @@ from gguf_files import (
 )
 from gguf_tensors import gguf_tensors
 from penstock_server.errors import ConfigError
+from penstock_server.layers.rope import inverse_frequencies
 from penstock_server.models.config import Config
+from penstock_server.models.rope_config import read_rope
 from penstock_server.tokenizer.byte_level import byte_spelling
 from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.gguf.checkpoint import GgufCheckpoint
@@ -174,10 +176,6 @@ def test_llama3_rope_is_recognised_by_its_table(factor: float, tmp_path: Path) -
     table = (plain / scaled).numpy()
     path = rope_file(tmp_path, table)
     assert model_config(Metadata(read_header(path), path))["rope_parameters"] == published
-    table[20] *= 1.5
-    path = rope_file(tmp_path, table)
-    with pytest.raises(ConfigError, match="is not the table of Llama 3's rope scaling"):
-        model_config(Metadata(read_header(path), path))
 
 
 @pytest.mark.parametrize(
@@ -189,6 +187,9 @@ def test_llama3_rope_is_recognised_by_its_table(factor: float, tmp_path: Path) -
         # As in llama.cpp, the context length of a file is the long one.
         ({"type": "linear", "factor": 4.0}, 256),
         ({"type": "linear", "factor": 4.0, "original_context_length": 256}, 1024),
+        # A factor without a type is linear.
+        ({"factor": 4.0, "original_context_length": 256}, 1024),
+        ({"factor": 0.0, "original_context_length": 256}, 256),
     ],
     ids=str,
 )
@@ -217,6 +218,8 @@ def rope_file(folder: Path, table: np.ndarray) -> Path:
     ("changes", "message"),
     [
         ({"llama.expert_count": 8}, "lacks the metadata llama.expert_used_count"),
+        ({"llama.rope.scaling.type": "longrope"}, "'longrope' needs the tensors rope_factors_long.weight"),
+        ({"llama.context_length": 256.5}, "context_length is 256.5, must be an integer"),
         ({"llama.rope.scaling.type": "ntk"}, "rope scaling 'ntk' is not supported"),
         ({"llama.block_count": None}, "lacks the metadata llama.block_count"),
         ({"tokenizer.ggml.model": "bert"}, "tokenizer 'bert' is not supported"),
@@ -364,6 +367,23 @@ def test_sampling_defaults_are_those_of_the_metadata(tmp_path: Path) -> None:
     assert "temperature" not in json.loads((gguf_folder(path) / "config.json").read_text())
 
 
+def test_a_template_for_tools_is_kept_beside_the_default(tmp_path: Path) -> None:
+    path = save_gguf(make_model("llama"), tmp_path / "a.gguf", **{"tokenizer.chat_template.tool_use": "{{ tools }}"})
+    config = json.loads((gguf_folder(path) / "tokenizer_config.json").read_text())
+    default = {"name": "default", "template": "{{ messages[0].content }}"}
+    assert config["chat_template"] == [default, {"name": "tool_use", "template": "{{ tools }}"}]
+
+
+def test_another_table_of_divisors_divides_the_frequencies(tmp_path: Path) -> None:
+    table = np.linspace(1, 9, 64, dtype=np.float32)
+    path = rope_file(tmp_path, table)
+    config = Config(model_config(Metadata(read_header(path), path)), path)
+    spec = read_rope(config, 128)
+    plain = 500000.0 ** -(torch.arange(0, 128, 2, dtype=torch.float64) / 128)
+    torch.testing.assert_close(inverse_frequencies(spec, 256).double(), plain / torch.from_numpy(table))
+    assert config.max_position_tokens == 256
+
+
 def test_the_tokenizer_configuration_has_special_tokens_and_template(tmp_path: Path) -> None:
     path = save_gguf(make_model("llama"), tmp_path / "tiny.gguf")
     config = tokenizer_config(Metadata(read_header(path), path))
@@ -378,6 +398,23 @@ def gguf_metadata(tokens: dict[str, int], **roles: int) -> Metadata:
     content |= {f"tokenizer.ggml.{role}_token_id": id_ for role, id_ in roles.items()}
     header = SimpleNamespace(metadata={"general.architecture": "llama", **content})
     return Metadata(cast(GgufHeader, header), Path("tiny.gguf"))
+
+
+def test_files_that_name_no_special_tokens_have_those_of_llama_cpp(tmp_path: Path) -> None:
+    control, unknown = 3, 2
+    tokens = {"<unk>": unknown, "<s>": control, "</s>": control, "a": 1, "": 1}
+    metadata = gguf_metadata(tokens, padding=5, unknown=0xFFFFFFFF, eot=0xFFFFFFFF)
+    metadata.header.metadata |= {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.scores": [0.0] * 5,
+        "llama.context_length": 8,
+    }
+    assert generation_config(metadata) == {"eos_token_id": 2, "bos_token_id": 1}
+    config = tokenizer_config(metadata)
+    assert (config["bos_token"], config["eos_token"], "pad_token" in config) == ("<s>", "</s>", False)
+    assert Tokenizer.from_str(json.dumps(tokenizer_json(metadata))).encode("a").ids[0] == 1
+    with pytest.raises(ConfigError, match="eot_token_id is 5, but the vocabulary has 5 tokens"):
+        generation_config(gguf_metadata(tokens, eot=5))
 
 
 def test_known_marks_of_turns_end_a_text_beside_eos() -> None:

@@ -128,6 +128,15 @@ def test_old_and_new_spelling_of_rope_are_equivalent(tmp_path: Path) -> None:
     assert torch.equal(logits[0], logits[1])
 
 
+@torch.inference_mode()
+def test_an_activation_without_a_kernel_gives_the_logits_of_transformers(tmp_path: Path) -> None:
+    model = make_model("llama", hidden_act="mish")
+    (text,) = prompts(5, [9], 131)
+    driver = ModelDriver(load(save_model(model, tmp_path)))
+    found = driver.step([(driver.sequence(text), len(text))], every_row=True)
+    torch.testing.assert_close(found.cpu(), model(torch.tensor([text])).logits[0], atol=1e-4, rtol=1e-4)
+
+
 def test_a_sharded_checkpoint_is_the_same_model(tmp_path: Path) -> None:
     reference = make_model("llama")
     text = prompts(7, [12], 131)[0]

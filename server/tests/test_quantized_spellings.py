@@ -4,6 +4,7 @@ they are published."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from quantized_checkpoints import (
     compressed,
     compressed_fp4,
     float8,
+    gemv,
     gptq,
     modelopt_w4a16,
     nvfp4,
@@ -127,6 +129,18 @@ LAYERS: dict[str, tuple[dict[str, Any], Quantize]] = {
     "auto-round awq by its kernels": (
         {"quant_method": "auto_round", "bits": 4, "group_size": 32, "backend": "auto_round:awq:gemm"},
         awq(32),
+    ),
+    "gptqmodel's names": (
+        {"method": "gptq", "format": "gptq_v2", "bits": 4, "group_size": 32, "sym": False},
+        gptq(4, 32, symmetric=False, version=2),
+    ),
+    "awq by gptqmodel": (
+        {"quant_method": "awq", "format": "gemv", "bits": 4, "group_size": 64, "modules_to_not_convert": "visual"},
+        gemv(64, fast=False),
+    ),
+    "gptq without groups": (
+        {"quant_method": "QuantizationMethod.GPTQ", "bits": 4, "group_size": None, "desc_act": True},
+        gptq(4, -1, symmetric=True, in_order=False),
     ),
     "fp8, exponents of blocks": (
         BLOCKS | {"weight_block_size": [1, 32], "scale_fmt": "ue8m0"},
@@ -242,6 +256,38 @@ def test_scales_of_keys_in_4_bits_are_not_those_of_fp8(options: dict[str, Any]) 
         check_scales(options)
     for fp8 in ({"kv_cache_quant_algo": "FP8"}, {"kv_cache_scheme": {"num_bits": 8}}, {"kv_cache_scheme": "FP8"}, None):
         check_scales(fp8)
+
+
+@pytest.mark.parametrize("place", [("compression_config",), ("text_config", "quantization_config")])
+def test_the_options_may_have_another_place(place: tuple[str, ...], tmp_path: Path) -> None:
+    config: dict[str, Any] = {"quant_method": "sparseml", "config_groups": {}}
+    for key in reversed(place):
+        config = {key: config}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = quantization_config(tmp_path)
+    assert quantization_method(options) == "compressed-tensors"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config.format is 'sparse-24-bitmask'"),
+        (
+            {"transform_config": {"config_groups": {"R4": {"apply": [{"location": "input"}]}}}},
+            "transform_config has R4 at input, which is not supported",
+        ),
+        ({"sparsity_config": {"format": "dense"}}, ""),
+        ({"transform_config": {"config_groups": {"R1": {"apply": [{"location": "weight_output"}]}}}}, ""),
+    ],
+)
+def test_rotated_inputs_and_sparse_weights_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    given, quantize = compressed(4, "group", 32, symmetric=True)
+    if not message:
+        tensors, exact = quantize("layer", weight())
+        assert torch.equal(read(tensors, given | options, tmp_path), exact)
+        return
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        read(quantize("layer", weight())[0], given | options, tmp_path)
 
 
 def test_a_file_of_modelopt_that_quantizes_no_weights_says_nothing(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from penstock_server.errors import ConfigError
 from penstock_server.layers.rope import inverse_frequencies
 from penstock_server.models import load_model
 from penstock_server.models.config import Config
+from penstock_server.models.context import DEFAULT_TOKENS
 from penstock_server.models.interface import LoadOptions
 from penstock_server.models.registry import ARCHITECTURES, ENCODERS, read_spec
 from penstock_server.models.rope_config import read_rope
@@ -167,6 +168,29 @@ def test_a_factor_lengthens_the_context_unless_the_model_states_the_longer_one(
     (tmp_path / "config.json").write_text(json.dumps(values))
     spec, _ = read_spec(tmp_path)
     assert spec.max_position_tokens == longest
+
+
+def test_a_file_without_a_length_has_the_default_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = write(tmp_path, "llama")
+    del config.values["max_position_embeddings"]
+    assert ARCHITECTURES["llama"](config)[0].max_position_tokens == 2048
+    monkeypatch.setattr("penstock_server.models.context.DEFAULT_TOKENS", {})
+    for model_type in sorted({*ARCHITECTURES, *ENCODERS} & set(CONFIG_MAPPING)):
+        values = CONFIG_MAPPING[model_type]().to_dict()
+        longest = values.pop("max_position_embeddings", None)
+        if longest is not None and "lacks max_position" in _refusal(values, model_type):
+            assert DEFAULT_TOKENS[model_type] == longest, model_type
+
+
+def _refusal(values: dict[str, Any], model_type: str) -> str:
+    """Why the builder of the type refuses these values; empty if it does not."""
+    try:
+        (ARCHITECTURES.get(model_type) or ENCODERS[model_type])(Config(values, Path("config.json")))
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def test_windows_are_compared_with_the_lengthened_context(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from penstock_server.device.activation import ACTIVATIONS
 from penstock_server.device.ops import NormVariant
 from penstock_server.device.reference.ops import TorchOps, _multiply_heads
 from penstock_server.layers import rope as rope_module
@@ -14,6 +15,7 @@ from penstock_server.layers.rope import RopeSpec, inverse_frequencies, limit_tab
 from penstock_server.models.config import Config
 from penstock_server.models.rope_config import read_rope
 from transformers import LlamaConfig
+from transformers.activations import ACT2CLS, ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
@@ -128,3 +130,10 @@ def test_the_product_of_heads_writes_to_its_place() -> None:
     _multiply_heads(weight, x[..., 2:10], wide[..., :5])
     torch.testing.assert_close(wide[..., :5], torch.einsum("rhi,hio->rho", x[..., 2:10], weight))
     assert not wide[..., 5:].any()
+
+
+@pytest.mark.parametrize("name", sorted(set(ACT2CLS) - {"prelu", "xielu"}))
+def test_activations_are_those_of_transformers(name: str) -> None:
+    """Two of them have learned parameters."""
+    x = torch.linspace(-14, 14, 401)
+    torch.testing.assert_close(ACTIVATIONS[name](x), ACT2FN[name](x), atol=1e-3, rtol=1e-3)

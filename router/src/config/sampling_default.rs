@@ -41,7 +41,7 @@ pub struct BadDefault {
 
 /// Entries that change what transformers generates and have no effect here, each with the number that has none there either.
 /// Null, false, 0 and empty values never have an effect.
-const NOT_APPLIED: [(&str, f64); 32] = [
+const NOT_APPLIED: [(&str, f64); 36] = [
     ("num_beams", 1.0),
     ("num_beam_groups", 1.0),
     ("num_return_sequences", 1.0),
@@ -70,8 +70,13 @@ const NOT_APPLIED: [(&str, f64); 32] = [
     ("constraints", 0.0),
     ("sequence_bias", 0.0),
     ("forced_decoder_ids", 0.0),
+    ("forced_eos_token_id", 0.0),
+    ("token_healing", 0.0),
     ("watermarking_config", 0.0),
     ("dola_layers", 0.0),
+    // Unknown to transformers; some authors write them.
+    ("presence_penalty", 0.0),
+    ("frequency_penalty", 0.0),
     // Known from GGUF files only.
     ("xtc_probability", 0.0),
     ("mirostat", 0.0),
@@ -260,6 +265,7 @@ mod tests {
             "do_sample": false, "num_beams": 4, "length_penalty": 0.8, "early_stopping": "never", "suppress_tokens": (0..90).collect::<Vec<_>>(),
             "num_beam_groups": 1, "diversity_penalty": 0.0, "bad_words_ids": [], "no_repeat_ngram_size": 0,
             "encoder_repetition_penalty": 1.0, "min_length": null, "renormalize_logits": false, "pad_token_id": 0,
+            "forced_eos_token_id": 2, "presence_penalty": 1.5, "frequency_penalty": 0,
         });
         assert_eq!(
             SamplingDefaults::not_applied(config.as_object().unwrap()),
@@ -269,6 +275,8 @@ mod tests {
                 "length_penalty 0.8",
                 "early_stopping \"never\"",
                 "suppress_tokens [0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,1…",
+                "forced_eos_token_id 2",
+                "presence_penalty 1.5",
             ]
         );
     }

@@ -8,9 +8,9 @@ use super::error::GenerationError;
 use super::image::ImageSource;
 use super::parameter::Checked;
 use super::validation::ValidationError;
-use crate::sequence::ImageInput;
+use crate::sequence::{Grammar, ImageInput};
 use crate::text::{
-    AnswerFormat, AnswerParser, CallIds, ChatInputs, ChatStyle, ReasoningState, TextModel, ThoughtMarkers, Tool,
+    AnswerFormat, AnswerParser, CallIds, ChatInputs, ChatStyle, Fault, ReasoningState, TextModel, ThoughtMarkers, Tool,
     ToolChoice, ToolError,
 };
 
@@ -189,14 +189,24 @@ impl ChatAnswer {
         self.format().thought_markers(self.thinking, may_call)
     }
 
-    /// In a chat with tools an invalid grammar comes from their schemas, or from the client's `response_format`.
-    pub(super) fn grammar_error(&self, error: GenerationError) -> GenerationError {
-        match error {
-            GenerationError::Validation(ValidationError::Grammar(reason)) if self.tools.is_some() => {
+    /// An invalid grammar comes from the schema of a tool, or from the client's `response_format`.
+    pub(super) fn grammar_error(&self, error: GenerationError, grammar: &Grammar) -> GenerationError {
+        let GenerationError::Validation(ValidationError::Grammar(reason)) = &error else { return error };
+        let tool = |index| {
+            let set = self.tools.as_ref()?;
+            set.callable().ok()?.into_iter().filter(|tool| set.choice.allows(tool)).nth(index)
+        };
+        match Fault::find(grammar, reason) {
+            Some((Fault::Content, problem)) => ValidationError::Grammar(problem.to_owned()).into(),
+            Some((Fault::Tool(index), problem)) if let Some(tool) = tool(index) => GenerationError::Tool(format!(
+                "the parameters of the function {:?} cannot be used: {problem}",
+                tool.name
+            )),
+            _ if self.tools.is_some() => {
                 let message = "the tools' parameters, or `response_format`, are not schemas that can be used";
                 GenerationError::Tool(format!("{message}: {reason}"))
             }
-            error => error,
+            _ => error,
         }
     }
 

@@ -172,7 +172,7 @@ impl Preparation<'_> {
         let compiled = self.context.generator.compile_grammar(grammar);
         let compiled = self.in_time(async { Ok(compiled.await?) }).await;
         compiled.map_err(|error| match answer {
-            Some(answer) => answer.grammar_error(error),
+            Some(answer) => answer.grammar_error(error, grammar),
             None => error,
         })
     }

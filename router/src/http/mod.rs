@@ -120,6 +120,7 @@ fn routes(serves_embeddings: bool) -> (Router<Service>, OpenApi) {
         .routes(routes!(responses::compact))
         .routes(routes!(responses::response, responses::delete))
         .routes(routes!(responses::input_items))
+        .routes(routes!(responses::cancel))
         .routes(routes!(messages::messages))
         .routes(routes!(messages::count_tokens))
         .routes(routes!(adapter::load))

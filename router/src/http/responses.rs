@@ -221,6 +221,26 @@ pub(super) async fn input_items(
     page.of(stored.input.clone()).map(Json).map_err(|(field, problem)| invalid(field, problem))
 }
 
+/// Refuse to cancel a response: none is generated in the background.
+#[utoipa::path(
+    post,
+    path = "/v1/responses/{id}/cancel",
+    tag = "OpenAI",
+    params(("id" = String, Path, description = "The response's id.")),
+    responses(StoredFailures)
+)]
+pub(super) async fn cancel(
+    State(service): State<Service>,
+    owner: KeyHash,
+    id: Result<Path<String>, PathRejection>,
+) -> Result<Json<Response>, OpenAiError> {
+    let Path(id) = id.map_err(invalid_id)?;
+    stored(service.responses(), owner, &id)?;
+    let why = "only responses with `background` true can be cancelled, and this server generates none; close the \
+               connection to end a response that is being generated";
+    Err(invalid("id", why.to_owned()))
+}
+
 /// The conversation that ends with the response that a request continues, and its items.
 fn earlier(
     store: &ResponseStore,

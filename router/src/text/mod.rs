@@ -19,7 +19,7 @@ pub use model::{LoadError, TextModel};
 pub use template::{RENDERER_ARGUMENT, run_chat_renderer};
 
 pub(crate) use answer::{
-    AnswerFormat, AnswerParser, CallIds, Part, ReasoningState, ThoughtMarkers, Tool, ToolChoice, ToolError,
+    AnswerFormat, AnswerParser, CallIds, Fault, Part, ReasoningState, ThoughtMarkers, Tool, ToolChoice, ToolError,
 };
 pub(crate) use chat_style::ChatStyle;
 pub(crate) use detokenizer::{Detokenizer, Piece};

@@ -70,25 +70,26 @@ enum EosTokenId {
     Many(Vec<TokenId>),
 }
 
-/// An id, which some tools write as `2.0`.
+/// An id, which some tools write as `2.0`. `None`: no token, which they write as -1 or null.
 #[derive(Deserialize)]
-#[serde(try_from = "f64")]
-struct TokenId(u32);
+#[serde(try_from = "Option<f64>")]
+struct TokenId(Option<u32>);
 
-impl TryFrom<f64> for TokenId {
+impl TryFrom<Option<f64>> for TokenId {
     type Error = String;
 
-    fn try_from(number: f64) -> Result<Self, Self::Error> {
+    fn try_from(number: Option<f64>) -> Result<Self, Self::Error> {
+        let Some(number) = number.filter(|&number| number != -1.0) else { return Ok(Self(None)) };
         let is_id = number.fract() == 0.0 && (0.0..=f64::from(u32::MAX)).contains(&number);
-        is_id.then_some(Self(number as u32)).ok_or_else(|| format!("{number} is not a token id"))
+        is_id.then_some(Self(Some(number as u32))).ok_or_else(|| format!("{number} is not a token id"))
     }
 }
 
 impl EosTokenId {
     fn into_vec(self) -> Vec<u32> {
         match self {
-            Self::One(id) => vec![id.0],
-            Self::Many(ids) => ids.into_iter().map(|id| id.0).collect(),
+            Self::One(id) => id.0.into_iter().collect(),
+            Self::Many(ids) => ids.into_iter().filter_map(|id| id.0).collect(),
         }
     }
 }

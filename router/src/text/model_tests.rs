@@ -42,6 +42,8 @@ fn eos_tokens_are_collected_from_all_files() {
     assert_eq!(with(&[tokenizer]), [3]);
     assert_eq!(with(&[("config.json", r#"{"eos_token_id": 2}"#), tokenizer]), [2, 3]);
     assert_eq!(with(&[("config.json", r#"{"eos_token_id": [2.0, 1e1]}"#)]), [2, 10]);
+    let nothing = ("generation_config.json", r#"{"eos_token_id": -1}"#);
+    assert_eq!(with(&[nothing, ("config.json", r#"{"eos_token_id": [null, 2, -1]}"#)]), [2]);
     let generation = ("generation_config.json", r#"{"eos_token_id": [1, 3]}"#);
     assert_eq!(with(&[generation, ("config.json", r#"{"eos_token_id": 2}"#), tokenizer]), [1, 3]);
     assert_eq!(

@@ -325,6 +325,11 @@ async fn a_stored_response_belongs_to_the_key_that_made_it() {
     for body in [json!({"previous_response_id": first["id"]}), reference] {
         assert_eq!(post(&server, hello(body), "two").await.status, StatusCode::BAD_REQUEST);
     }
+    let cancel = format!("{path}/cancel");
+    assert_eq!(ask(&server, "POST", &cancel, "two").await.status, StatusCode::NOT_FOUND);
+    let refused = ask(&server, "POST", &cancel, "one").await;
+    assert_eq!(refused.status, StatusCode::BAD_REQUEST);
+    assert!(refused.body.contains("only responses with `background` true can be cancelled"), "{}", refused.body);
     let deleted = ask(&server, "DELETE", &path, "one").await.json();
     assert_eq!(deleted, json!({"id": first["id"], "object": "response", "deleted": true}));
     for method in ["GET", "DELETE"] {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -23,6 +24,18 @@ def _relu2(x: Tensor) -> Tensor:
 
 def _identity(x: Tensor) -> Tensor:
     return x
+
+
+def _clipped_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x).clamp(-10, 10)
+
+
+def _laplace(x: Tensor) -> Tensor:
+    return 0.5 * (1 + torch.erf((x - 0.707107) / (0.282095 * math.sqrt(2))))
+
+
+def _sqrt_softplus(x: Tensor) -> Tensor:
+    return F.softplus(x).sqrt()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,6 +86,15 @@ ACTIVATIONS: dict[str, Elementwise] = {
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,
     "linear": _identity,
+    # Without kernels of their own.
+    "gelu_10": _clipped_gelu,
+    "gelu_accurate": _gelu_tanh,
+    "hardswish": F.hardswish,
+    "laplace": _laplace,
+    "leaky_relu": F.leaky_relu,
+    "mish": F.mish,
+    "relu6": F.relu6,
+    "sqrtsoftplus": _sqrt_softplus,
 }
 
 _NATIVE_NAMES: dict[Elementwise, str] = {

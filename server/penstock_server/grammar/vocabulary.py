@@ -137,7 +137,9 @@ def _eos_ids(folder: Path) -> list[int]:
     for source in (_read(folder / "generation_config.json"), config, config.get("text_config")):
         named = source.get("eos_token_id") if isinstance(source, dict) else None
         listed = named if isinstance(named, list) else [named]
-        if found := [token_id for token_id in listed if isinstance(token_id, int) and token_id >= 0]:
+        # Some tools write an id as 2.0.
+        numbers = [number for number in listed if isinstance(number, int | float) and number >= 0]
+        if found := [int(number) for number in numbers if number == int(number)]:
             return list(dict.fromkeys(found))
     return []
 

@@ -55,8 +55,13 @@ _NOT_APPLIED = {
     "constraints": 0,
     "sequence_bias": 0,
     "forced_decoder_ids": 0,
+    "forced_eos_token_id": 0,
+    "token_healing": 0,
     "watermarking_config": 0,
     "dola_layers": 0,
+    # Unknown to transformers; some authors write them.
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
     # Known from GGUF files only.
     "xtc_probability": 0,
     "mirostat": 0,

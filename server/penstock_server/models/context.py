@@ -19,6 +19,26 @@ LENGTHENED = "lengthened"
 _LENGTHENING = ("dynamic", "linear", "yarn")
 # COMPAT: its max_position_embeddings is the long one with linear scaling, too.
 _ALREADY_LONG = ("gemma3_text",)
+# transformers' `max_position_embeddings` of files without the key.
+DEFAULT_TOKENS = {
+    model_type: tokens
+    for tokens, model_types in {
+        2048: (
+            "deepseek_v2 exaone4 gpt_neo gpt_neox granite granitemoe granitemoeshared hunyuan_v1_dense llama olmo "
+            "olmo2 olmo3 opt phi"
+        ),
+        4096: "arcee deepseek_v3 helium nemotron olmoe phi3 stablelm starcoder2",
+        8192: "cohere cohere2 gemma gemma2 jais2",
+        16384: "persimmon",
+        32768: "internlm3 qwen2 qwen2_moe qwen3 qwen3_moe smollm3",
+        65536: "apertus",
+        131072: (
+            "cwm ernie4_5 gemma3_text glm glm4 gpt_oss llama4_text ministral mistral mixtral mllama_text_model phimoe"
+        ),
+        524288: "seed_oss",
+    }.items()
+    for model_type in model_types.split()
+}
 # In models with a rope for each type of layer, `rope_scaling` concerns only this type, except for ModernBERT.
 _SCALED_TYPE = "full_attention"
 
@@ -68,6 +88,13 @@ def warn_of_losses(config: Config, rope: Config, theta: float) -> None:
         )
 
 
+def stated_tokens(config: Config) -> int:
+    """`max_position_embeddings`, or transformers' default for models of the type."""
+    default = DEFAULT_TOKENS.get(str(config.values.get("model_type")))
+    key = "max_position_embeddings"
+    return config.require(key, int) if default is None else config.get(key, default)
+
+
 def rope_kind(parameters: dict[str, Any]) -> Any:
     """The kind of scaling: the current spelling `rope_type`, or `type`."""
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
@@ -83,13 +110,13 @@ def scalings(config: Config) -> set[Any]:
 
 def original_tokens(config: Config, rope: Config) -> int:
     """The length that the model was trained for, before its rope was scaled."""
-    return _given_original(config, rope) or config.require("max_position_embeddings", int)
+    return _given_original(config, rope) or stated_tokens(config)
 
 
 def max_position_tokens(config: Config) -> int:
     """The longest sequence that the model can compute: `max_position_embeddings`, or the original length times the
     factor of YaRN, linear and dynamic scaling where that is longer, as in vLLM."""
-    stated = longest = config.require("max_position_embeddings", int)
+    stated = longest = stated_tokens(config)
     for rope in _ropes(config):
         if rope_kind(rope.values) not in _LENGTHENING:
             continue
@@ -107,7 +134,7 @@ def default_position_tokens(config: Config) -> int:
     changes_all = any(
         rope_kind(rope.values) == "dynamic" and not rope.get(LENGTHENED, False) for rope in _ropes(config)
     )
-    return config.require("max_position_embeddings", int) if changes_all else max_position_tokens(config)
+    return stated_tokens(config) if changes_all else max_position_tokens(config)
 
 
 def _ropes(config: Config) -> list[Config]:

@@ -303,8 +303,10 @@ def _load_head(spec: HeadSpec, context: BuildContext, *, embeds: bool) -> tuple[
     """The output head, and the token embedding if this rank `embeds`, which may share its weight."""
     ops, shard = context.ops, context.shard
     lookup: Lookup | None = None
+    logits_bias = context.loader.read("head.logits_bias")[0] if spec.logits_bias else None
     if spec.tied:
         linear, lookup = context.weights("embedding").pack_tied(ops)
+        logits_bias = context.loader.read("head.bias") if spec.bias else logits_bias
     else:
         weights = context.weights("head")
         if spec.is_normalized:
@@ -314,7 +316,6 @@ def _load_head(spec: HeadSpec, context: BuildContext, *, embeds: bool) -> tuple[
         if embeds:
             lookup = context.weights("embedding").lookup(ops)
     cap = None if spec.soft_cap is None else soft_cap(ops, spec.soft_cap)
-    logits_bias = context.loader.read("head.logits_bias")[0] if spec.logits_bias else None
     sites, site = context.adapter_sites, None
     if sites is not None and not spec.is_normalized:
         site = sites.add_head("embedding" if spec.tied else "head")

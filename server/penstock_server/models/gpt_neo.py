@@ -10,6 +10,7 @@ from penstock_server.layers.embedding import EmbeddingSpec
 from penstock_server.layers.mlp import MlpSpec
 from penstock_server.layers.norm import NormSpec
 from penstock_server.models.config import Config
+from penstock_server.models.context import stated_tokens
 from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec, NameMap
 
 LAYER = "transformer.h.{i}"
@@ -37,7 +38,7 @@ NAMES = NameMap(
 def gpt_neo(config: Config) -> tuple[ModelSpec, NameMap]:
     num_heads, head_dim = config.heads("num_heads")
     hidden_size = config.require("hidden_size", int)
-    num_positions = config.require("max_position_embeddings", int)
+    num_positions = stated_tokens(config)
     activation = config.activation("activation_function", "gelu_new")
     inner = config.get("intermediate_size", 4 * hidden_size)
     mlp = MlpSpec(inner, activation, gated=False, bias=True, down_bias=True)

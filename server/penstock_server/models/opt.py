@@ -7,6 +7,7 @@ from penstock_server.layers.embedding import EmbeddingSpec
 from penstock_server.layers.mlp import MlpSpec
 from penstock_server.layers.norm import NormSpec
 from penstock_server.models.config import Config
+from penstock_server.models.context import stated_tokens
 from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec, NameMap, NormPlacement
 
 POSITION_OFFSET = 2
@@ -15,7 +16,7 @@ LAYER = "model.decoder.layers.{i}"
 
 def opt(config: Config) -> tuple[ModelSpec, NameMap]:
     num_heads, head_dim = config.heads()
-    hidden_size, max_tokens = config.require("hidden_size", int), config.require("max_position_embeddings", int)
+    hidden_size, max_tokens = config.require("hidden_size", int), stated_tokens(config)
     bias, has_weights = config.get("enable_bias", True), config.get("layer_norm_elementwise_affine", True)
     attention = AttentionSpec(num_heads, num_heads, head_dim, head_dim**-0.5, qkv_bias=bias, output_bias=bias)
     activation = config.activation("activation_function", "relu")

@@ -17,7 +17,7 @@ from penstock_server.weights.loader import Parameter
 
 
 def parameters(spec: ModelSpec, layout: WeightLayout) -> dict[str, Parameter]:
-    """By our names, which `NameMap` translates to the checkpoint's. A tied head has no parameter of its own."""
+    """By our names, which `NameMap` translates to the checkpoint's. A tied head has no weight of its own."""
     vocab, hidden_size = Part(0, layout.shard.vocab.mine), layout.shard.hidden_size
     table = Embedding.parameters(spec.embedding, layout)
     if spec.classifier is not None:
@@ -26,6 +26,8 @@ def parameters(spec: ModelSpec, layout: WeightLayout) -> dict[str, Parameter]:
         in_features = spec.embedding.size or hidden_size
         shape, is_dense = (spec.vocab_size, in_features), spec.head.is_normalized
         table |= layout.linear("head", shape, bias=spec.head.bias, part=vocab, is_dense=is_dense)
+    elif spec.pooling is None and spec.head.bias:
+        table["head.bias"] = Parameter((spec.vocab_size,), vocab)
     if spec.pooling is None and spec.head.logits_bias:
         table["head.logits_bias"] = Parameter((1, spec.vocab_size), Part(1, vocab.range))
     table |= _stack_parameters(spec.layers, spec.final_norm, "", layout)

@@ -6,7 +6,7 @@ import math
 
 from penstock_server.layers.rope import RopeSpec, yarn_magnitude
 from penstock_server.models.config import Config
-from penstock_server.models.context import original_tokens, rope_kind, rope_parameters, warn_of_losses
+from penstock_server.models.context import original_tokens, rope_kind, rope_parameters, stated_tokens, warn_of_losses
 
 KINDS = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
 
@@ -72,13 +72,13 @@ def _dynamic(config: Config, rope: Config, theta: float, rotary_dim: int, interl
     """
     if rotary_dim < 4:
         raise config.refuse(f"dynamic rope scaling needs at least 4 rotated elements of a head, not {rotary_dim}")
-    longest = config.require("max_position_embeddings", int)
+    longest = stated_tokens(config)
     factor = _factor(rope)
     return RopeSpec("dynamic", theta, rotary_dim, factor=factor, original_max_tokens=longest, interleaved=interleaved)
 
 
 def _yarn(config: Config, rope: Config, theta: float, rotary_dim: int, interleaved: bool) -> RopeSpec:
-    original, longest = original_tokens(config, rope), config.require("max_position_embeddings", int)
+    original, longest = original_tokens(config, rope), stated_tokens(config)
     # Without a factor, it is the ratio of the lengths that are given.
     factor = longest / original if rope.values.get("factor") is None and longest > original else _factor(rope)
     mscale, mscale_all_dim = rope.get("mscale", 0.0), rope.get("mscale_all_dim", 0.0)
@@ -107,7 +107,7 @@ def _longrope(config: Config, rope: Config, theta: float, rotary_dim: int, inter
     as in the publisher's code, while transformers 5 selects the magnitude by the text's length and always the short
     factors.
     """
-    original, longest = original_tokens(config, rope), config.require("max_position_embeddings", int)
+    original, longest = original_tokens(config, rope), stated_tokens(config)
     factor = rope.get("factor", longest / original)
     magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     magnitude = rope.get("attention_factor", magnitude)

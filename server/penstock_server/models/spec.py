@@ -201,8 +201,6 @@ class ModelSpec:
         there is a layer `mtp`, which is kept if it drafts. Its head is tied only if it is so in the checkpoint. Raises
         ConfigError for a tied head that is not supported."""
         head = self.head
-        if head.tied and head.bias:
-            raise ConfigError("config.json: a head that is tied to the embedding and has a bias is not supported")
         if head.tied and head.is_normalized:
             raise ConfigError("config.json: a head that is tied to the embedding and normalized is not supported")
         has_bias = head.logits_bias and locator.locate("head.logits_bias").name in stored

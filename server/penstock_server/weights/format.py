@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 _DESCRIPTIONS = (("quantize_config.json", "gptq"), ("quant_config.json", "awq"))
 # ModelOpt's description, which counts before them.
 _MODELOPT = "hf_quant_config.json"
+# The key of llm-compressor's first versions.
+_COMPRESSION = "compression_config"
 # AWQ's names of options that `quantization_config` names otherwise.
 _SPELLINGS = {"w_bit": "bits", "q_group_size": "group_size"}
 _OF_AWQ = {"w_bit", "q_group_size", "zero_point", "version"}
@@ -73,7 +75,10 @@ def quantization_config(folder: Path) -> object:
 
 def _of_config(path: Path) -> object:
     try:
-        return _with_integers(json.loads(path.read_text(encoding="utf-8")).get("quantization_config"))
+        config = json.loads(path.read_text(encoding="utf-8"))
+        parts = (config, config.get("text_config") or {})
+        given = (part.get(key) for part in parts for key in ("quantization_config", _COMPRESSION))
+        return _with_integers(next((options for options in given if options), None))
     except (OSError, ValueError, AttributeError):
         return None  # the model's reader reports it
 

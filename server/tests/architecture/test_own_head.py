@@ -139,6 +139,19 @@ def test_a_table_that_is_stored_under_another_name_is_the_embedding(name: str, t
         torch.testing.assert_close(expected, expected_logits(name, folder), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["gptj", "codegen", "phi", "phimoe"])
+def test_a_tied_head_may_have_a_bias(name: str, tmp_path: Path) -> None:
+    case = replace(CASES[name], values={**CASES[name].values, "tie_word_embeddings": True})
+    folder = save_model(make_model(name, case), tmp_path)
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    expected, model = expected_logits(name, folder), load(folder)
+    assert model.spec.head.tied
+    torch.testing.assert_close(logits(name, model), expected, atol=1e-4, rtol=1e-4)
+    if DEVICE.type == "cpu":
+        for found in run_native_ranks(2, lambda group: logits(name, load(folder, group))):
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", COPIES)
 def test_different_tables_of_encoder_and_decoder_are_refused(name: str, tmp_path: Path) -> None:
     copy = COPIES[name][0]

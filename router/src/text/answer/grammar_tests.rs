@@ -581,6 +581,25 @@ fn unusable_tools_are_refused_by_name() {
 }
 
 #[test]
+fn an_error_of_the_engine_belongs_to_the_tool_whose_rule_it_points_at() {
+    let tokens = marker_tokens(false);
+    let grammar = AnswerGrammar { channels: None, reasoning_state: ReasoningState::Off, reply: None, tokens: &tokens };
+    let content = Grammar::JsonSchema("{}".to_owned());
+    for format in ["hermes", "glm", "gemma"].map(|name| Format::named(name).unwrap()) {
+        let grammar = grammar.tools(format, &tools(), &ToolChoice::Auto, true, Some(&content)).unwrap().unwrap();
+        let Grammar::Lark(text) = &grammar else { panic!("{grammar:?}") };
+        for (rule, fault) in [("arguments_0", Fault::Tool(0)), ("content", Fault::Content)] {
+            let line = text.lines().position(|line| line.starts_with(rule)).unwrap() + 1;
+            let error =
+                format!("the Lark grammar cannot be used: at {line}(14): failed to compile JSON schema: too big");
+            assert_eq!(Fault::find(&grammar, &error), Some((fault, "too big")), "{text}");
+        }
+        assert_eq!(Fault::find(&grammar, "the Lark grammar cannot be used: at 1(1): too big"), None);
+        assert_eq!(Fault::find(&grammar, "the Lark grammar has 9 bytes, at most 8 are allowed"), None);
+    }
+}
+
+#[test]
 fn undeclared_arguments_are_excluded_unless_the_schema_allows_them() {
     let schema = |parameters| -> Value {
         let tool = Tool { name: "a".to_owned(), parameters: Some(parameters) };

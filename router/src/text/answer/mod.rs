@@ -30,6 +30,7 @@ mod value_kind;
 pub(crate) use answer_format::AnswerFormat;
 pub(super) use detect::WrittenCall;
 pub(crate) use format::{CallIds, Format};
+pub(crate) use grammar::Fault;
 pub(crate) use parser::AnswerParser;
 pub(crate) use part::Part;
 pub(super) use reasoning::Frame;

@@ -35,7 +35,7 @@ impl ToolChoice {
     }
 
     /// Whether an answer may call this tool.
-    pub(super) fn allows(&self, tool: &Tool) -> bool {
+    pub(crate) fn allows(&self, tool: &Tool) -> bool {
         match self {
             Self::Named(name) => tool.name == *name,
             _ => true,

@@ -77,7 +77,28 @@ impl Compiled {
         let convert = |message| self.shapes.convert(message, image_text);
         inputs.messages = self.roles.convert(inputs.messages).into_iter().map(convert).collect();
         self.shapes.tools.convert(&mut inputs);
+        self.check_written(&inputs)?;
         self.render(inputs)
+    }
+
+    /// Refuses a message that the template would drop because of its role.
+    fn check_written(&self, inputs: &ChatInputs) -> Result<(), TemplateError> {
+        let mut messages = inputs.messages.clone();
+        let marked = self.roles.mark_doubtful(&mut messages);
+        if marked.is_empty() {
+            return Ok(());
+        }
+        let ends = ChatInputs { add_generation_prompt: Some(false), continue_final_message: None, ..inputs.clone() };
+        let trial = ChatInputs { messages, ..ends };
+        // A template that refuses the trial refuses the conversation.
+        let Ok(text) = self.render(trial) else { return Ok(()) };
+        match marked.into_iter().find(|(_, mark)| !text.contains(mark)) {
+            Some((role, _)) => {
+                let known = Probe(|inputs| self.render(inputs).ok()).written_roles(self.shapes);
+                Err(TemplateError::Role { role, known: known.join(", ") })
+            }
+            None => Ok(()),
+        }
     }
 
     /// Renders messages unconverted, exactly as transformers renders these inputs.

@@ -25,6 +25,8 @@ pub(crate) enum TemplateError {
     TooLong,
     #[error("the process that renders chat templates failed: {0}")]
     Renderer(String),
+    #[error("the model's chat template writes no messages of the role {role:?}; it writes {known}")]
+    Role { role: String, known: String },
     /// The rendered prompt does not contain the text of the last message.
     #[error("the last message cannot be continued: the template does not write the assistant's text unchanged")]
     NotContinuable,

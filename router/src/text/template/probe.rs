@@ -5,7 +5,7 @@ use serde_json::{Map, Value, json};
 
 use super::after_answer::AfterAnswer;
 use super::input::ChatInputs;
-use super::role::SupportedRoles;
+use super::role::{KNOWN, SupportedRoles, needle};
 use super::shape::{ContentShape, SupportedShapes, ToolPlace};
 use crate::text::answer::{Format, Frame, WrittenCall};
 
@@ -105,7 +105,26 @@ impl<R: Fn(ChatInputs) -> Option<String>> Probe<R> {
             several: { pairs }.all(|pair| writes(&pair)),
             late_system: writes_late("system"),
             late_developer: developer && writes_late("developer"),
+            tool: shapes.tool.string || shapes.tool.parts,
+            function: writes(&["user", "assistant", "function"]),
         }
+    }
+
+    /// The roles whose messages the template writes.
+    pub(super) fn written_roles(&self, shapes: SupportedShapes) -> Vec<&'static str> {
+        let writes = |before: &[Value], role: &str| {
+            let message = shapes.convert(json!({"role": role, "content": NEEDLE}), None);
+            let text = self.messages([before, &[message]].concat());
+            text.is_some_and(|text| text.contains(NEEDLE))
+        };
+        let (question, reply) = (user("?".into()), json!({"role": "assistant", "content": "!"}));
+        let is_written = |role: &&'static str| match *role {
+            "tool" => shapes.tool.string || shapes.tool.parts,
+            role => [&[][..], &[question.clone()], &[question.clone(), reply.clone()]]
+                .iter()
+                .any(|before| writes(before, role)),
+        };
+        KNOWN.into_iter().filter(is_written).collect()
     }
 
     fn messages(&self, messages: Vec<Value>) -> Option<String> {
@@ -222,11 +241,6 @@ impl<R: Fn(ChatInputs) -> Option<String>> Probe<R> {
             parts: parts.contains(NEEDLE) && parts.contains(OTHER_NEEDLE) && !is_leaked,
         }
     }
-}
-
-/// The text of a message of the trial of roles.
-fn needle(index: usize) -> String {
-    format!("penstock{index}needle")
 }
 
 fn user(content: Value) -> Value {

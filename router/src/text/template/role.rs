@@ -1,14 +1,23 @@
 //! Puts instructions where a template writes them. Every message of the roles `system` and `developer` is written, whatever the template
 //! knows: `developer` becomes `system` where it is no role of its own, and what the template would drop or refuse becomes a part of a
-//! neighbouring message.
+//! neighbouring message. Calls of OpenAI's former API (`function_call` and `function`) become those of its present one. Messages of other
+//! roles are marked, to find out whether the template writes them.
 
 use serde_json::{Value, json};
 
 const DEVELOPER: &str = "developer";
 const SYSTEM: &str = "system";
 const USER: &str = "user";
+const ASSISTANT: &str = "assistant";
+const TOOL: &str = "tool";
+const FUNCTION: &str = "function";
+/// The id of a call that has none, as in OpenAI's former API. Some templates require nine letters and digits.
+const CALL_ID: &str = "call00000";
 
-/// The roles in which a template writes instructions.
+/// The roles that a template may know.
+pub(super) const KNOWN: [&str; 6] = [SYSTEM, DEVELOPER, USER, ASSISTANT, TOOL, FUNCTION];
+
+/// The roles in which a template writes instructions and the results of calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct SupportedRoles {
     /// Whether `developer` is a role that it tells from unknown ones.
@@ -21,12 +30,24 @@ pub(super) struct SupportedRoles {
     pub(super) late_system: bool,
     /// The same of `developer`.
     pub(super) late_developer: bool,
+    /// Whether it surely writes the results of calls.
+    pub(super) tool: bool,
+    /// Whether it writes messages of this role.
+    pub(super) function: bool,
 }
 
 impl Default for SupportedRoles {
     /// Leaves the conversation as it is.
     fn default() -> Self {
-        Self { developer: true, system: true, several: true, late_system: true, late_developer: true }
+        Self {
+            developer: true,
+            system: true,
+            several: true,
+            late_system: true,
+            late_developer: true,
+            tool: false,
+            function: true,
+        }
     }
 }
 
@@ -43,6 +64,12 @@ impl SupportedRoles {
         for mut message in messages {
             if !self.developer && is(&message, DEVELOPER) {
                 message["role"] = SYSTEM.into();
+            }
+            if is(&message, ASSISTANT) {
+                use_tool_calls(&mut message);
+            } else if is(&message, FUNCTION) && self.tool && !self.function {
+                message["role"] = TOOL.into();
+                message["tool_call_id"] = CALL_ID.into();
             }
             let is_instruction = is(&message, SYSTEM) || is(&message, DEVELOPER);
             let is_written = if is(&message, SYSTEM) { self.late_system } else { self.late_developer };
@@ -63,6 +90,53 @@ impl SupportedRoles {
             None => drop(messages.splice(..0, leading)),
         }
         messages
+    }
+
+    /// Whether the template may drop a message because of its role.
+    fn is_doubtful(self, message: &Value) -> bool {
+        match message["role"].as_str() {
+            Some(SYSTEM | DEVELOPER | USER | ASSISTANT) => false,
+            Some(TOOL) => !self.tool,
+            _ => true,
+        }
+    }
+
+    /// Replaces the text of each converted message that the template may drop. Returns the message's role and its new text.
+    pub(super) fn mark_doubtful(self, messages: &mut [Value]) -> Vec<(String, String)> {
+        let mut marked = Vec::new();
+        for (index, message) in messages.iter_mut().enumerate() {
+            if !self.is_doubtful(message) || text(&message["content"]).trim().is_empty() {
+                continue;
+            }
+            let mark = needle(index);
+            match &mut message["content"] {
+                Value::Array(parts) => parts.retain_mut(|part| {
+                    let is_text = part["text"].is_string();
+                    if is_text {
+                        part["text"] = mark.clone().into();
+                    }
+                    is_text
+                }),
+                content => *content = mark.clone().into(),
+            }
+            marked.push((message["role"].as_str().unwrap_or_default().to_owned(), mark));
+        }
+        marked
+    }
+}
+
+/// A text that no template writes by itself.
+pub(super) fn needle(index: usize) -> String {
+    format!("penstock{index}needle")
+}
+
+/// Moves a call of OpenAI's former API to where templates read calls.
+fn use_tool_calls(message: &mut Value) {
+    if message["tool_calls"].is_null()
+        && let Some(call) = message.as_object_mut().and_then(|fields| fields.shift_remove("function_call"))
+        && call.is_object()
+    {
+        message["tool_calls"] = json!([{"id": CALL_ID, "type": "function", "function": call}]);
     }
 }
 
@@ -93,7 +167,7 @@ impl Turns {
     }
 
     fn push(&mut self, mut message: Value) {
-        if is(&message, "tool") {
+        if is(&message, TOOL) {
             return self.messages.push(message);
         }
         if is(&message, USER) {

@@ -73,6 +73,38 @@ fn a_reminder_follows_the_results_of_calls() {
 }
 
 #[test]
+fn results_of_functions_are_those_of_tools_where_the_template_writes_no_functions() {
+    let call = json!({"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": "{}"}});
+    let result = json!({"role": "function", "name": "f", "content": "3"});
+    let messages = vec![json!({"role": "user", "content": "1"}), call, result];
+    const CALLS: &str = "{% for m in messages %}{% if m.role in ['user', 'assistant', 'tool'] %}<{{ m.role }}>{% for call in m.tool_calls or [] %}\
+        {{ call.id }} {{ call.function.name }}{% endfor %}{{ m.tool_call_id }}{{ m.content }}{% endif %}{% endfor %}";
+    assert_eq!(render(CALLS, messages.clone()), "<user>1<assistant>call00000 f<tool>call000003");
+    assert_eq!(render(GENERIC, messages), "<user>1<assistant><function>3");
+}
+
+#[test]
+fn a_message_that_the_template_drops_because_of_its_role_is_refused() {
+    const NO_TOOL: &str =
+        "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}{{ m.content }}{% endif %}{% endfor %}";
+    let refused = |template, role| {
+        let template = Compiled::new(template, Map::new(), jiff::Zoned::now).unwrap();
+        let last = json!({"role": role, "content": [{"type": "text", "text": "2"}], "tool_call_id": "call00000"});
+        let messages = vec![json!({"role": "user", "content": "1"}), last];
+        let inputs = ChatInputs { messages, ..ChatInputs::default() };
+        template.render_adapted(inputs).unwrap_err().to_string()
+    };
+    let writes = "the model's chat template writes no messages of the role";
+    assert_eq!(refused(ANYWHERE, "bot"), format!("{writes} \"bot\"; it writes system, user, assistant, tool"));
+    for role in ["tool", "function", "human"] {
+        assert_eq!(refused(NO_TOOL, role), format!("{writes} {role:?}; it writes user, assistant"));
+    }
+    let messages = [("user", "1"), ("bot", "2")];
+    assert_eq!(rendered(GENERIC, &messages), "<user>1<bot>2");
+    assert_eq!(rendered(ANYWHERE, &[("user", "1"), ("bot", " ")]), "<user>1");
+}
+
+#[test]
 fn merged_contents_keep_their_parts() {
     let message = |role, parts: &[&str]| {
         let parts: Vec<_> = parts.iter().map(|text| json!({"type": "text", "text": text})).collect();

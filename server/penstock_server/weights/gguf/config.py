@@ -13,7 +13,7 @@ from typing import Any
 from penstock_server.errors import ConfigError
 from penstock_server.weights.gguf import experts, layer_norm, llama, t5
 from penstock_server.weights.gguf.metadata import Metadata, shortest_float32
-from penstock_server.weights.gguf.tokenizer import end_token_ids
+from penstock_server.weights.gguf.tokenizer import end_token_ids, special_token_id
 
 # The name in `generation_config.json` → llama.cpp's, after `general.sampling.`.
 SAMPLING = {
@@ -78,9 +78,9 @@ def _special_tokens(metadata: Metadata) -> dict[str, Any]:
     config: dict[str, Any] = {}
     if eos_ids:
         config["eos_token_id"] = eos_ids if len(eos_ids) > 1 else eos_ids[0]
-    for name, key in (("bos_token_id", "bos_token_id"), ("pad_token_id", "padding_token_id")):
-        if metadata.get(f"tokenizer.ggml.{key}") is not None:
-            config[name] = int(metadata.get(f"tokenizer.ggml.{key}"))
+    for name, role in (("bos_token_id", "bos"), ("pad_token_id", "padding")):
+        if (token_id := special_token_id(metadata, role)) is not None:
+            config[name] = token_id
     return config
 
 

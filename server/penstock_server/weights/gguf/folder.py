@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from penstock_server.weights.gguf.metadata import Metadata
 
 # Part of every folder's key. Increment it when the files written here change, so that old folders are not reused.
-LAYOUT_VERSION = 6
+LAYOUT_VERSION = 7
 
 
 def gguf_folder(path: Path) -> Path:

@@ -49,7 +49,7 @@ class Metadata:
             if len(set(value)) != 1:
                 raise self.error(f"{self.architecture}.{key} differs between layers, which is not supported")
             value = value[0]
-        if not isinstance(value, int):
+        if not isinstance(value, int) and not (isinstance(value, float) and value.is_integer()):
             raise self.error(f"{self.architecture}.{key} is {value!r}, must be an integer")
         return int(value)
 

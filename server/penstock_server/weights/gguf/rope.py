@@ -22,14 +22,20 @@ def rope_parameters(metadata: Metadata, head_dim: int) -> dict[str, Any]:
         return {**common, **_longrope(metadata, rotary_dim)}
     if metadata.has("rope_freqs.weight"):
         return {**common, **_llama3(metadata, rotary_dim, theta)}
-    kind = metadata.model("rope.scaling.type", "none")
-    # Files older than `rope.scaling` store a linear factor under this key.
-    old_factor = metadata.model("rope.scale_linear", 1.0)
-    if kind == "linear" or (kind == "none" and old_factor not in (0.0, 1.0)):
-        return {**common, **_linear(metadata, metadata.number("rope.scaling.factor", old_factor))}
+    # COMPAT: as in llama.cpp, a factor without a kind is linear, and 0 is none.
+    kind = metadata.model("rope.scaling.type", "linear")
+    if kind == "linear":
+        # Files older than `rope.scaling` store the factor under another key.
+        old_factor = metadata.number("rope.scale_linear", 0.0)
+        factor = metadata.number("rope.scaling.factor", old_factor)
+        return {**common, **(_linear(metadata, factor) if factor not in (0.0, 1.0) else {"rope_type": "default"})}
     if kind == "yarn":
         return {**common, **_yarn(metadata)}
     if kind != "none":
+        if kind == "longrope":
+            raise metadata.error(
+                "rope scaling 'longrope' needs the tensors rope_factors_long.weight and rope_factors_short.weight"
+            )
         raise metadata.error(f"rope scaling {kind!r} is not supported; supported: none, linear, llama3, longrope, yarn")
     return {**common, "rope_type": "default"}
 
@@ -86,12 +92,20 @@ def _longrope(metadata: Metadata, rotary_dim: int) -> dict[str, Any]:
 
 
 def _llama3(metadata: Metadata, rotary_dim: int, theta: float) -> dict[str, Any]:
-    """Recovers the parameters from the table of divisors. Raises ConfigError for a table with other constants."""
+    """Recovers the parameters from the table of divisors. A table with other constants is used as it is."""
     table = metadata.floats("rope_freqs.weight", rotary_dim // 2)
     factor = shortest_float32(max(table))
     expected = _llama3_divisors(rotary_dim, theta, factor)
     if any(not math.isclose(a, b, rel_tol=1e-3) for a, b in zip(table, expected, strict=True)):
-        raise metadata.error("rope_freqs.weight is not the table of Llama 3's rope scaling, and no other is supported")
+        divisors = [shortest_float32(value) for value in table]
+        length = metadata.integer("context_length")
+        names = ("short_factor", "long_factor")
+        return {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": length,
+            "attention_factor": 1.0,
+            **dict.fromkeys(names, divisors),
+        }
     return {
         "rope_type": "llama3",
         "factor": factor,

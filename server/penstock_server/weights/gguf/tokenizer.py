@@ -33,7 +33,7 @@ def tokenizer_json(metadata: Metadata) -> dict[str, Any]:
             f"GGUF tokenizer {kind!r} is not supported; supported: gpt2 (byte-level BPE), llama (SentencePiece), "
             "t5 (unigrams)"
         )
-    tokens: list[str] = metadata.require("tokenizer.ggml.tokens")
+    tokens = _tokens(metadata)
     types = _types(metadata, tokens)
     if not tokens:
         raise metadata.error("the tokenizer's vocabulary is empty")
@@ -52,8 +52,7 @@ def tokenizer_json(metadata: Metadata) -> dict[str, Any]:
 
 def end_token_ids(metadata: Metadata) -> list[int]:
     """The tokens that end a text: those that the metadata name, and control tokens with known texts."""
-    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-    ids = {int(metadata.get(key)) for key in keys if metadata.get(key) is not None}
+    ids = {id_ for role in ("eos", "eot", "eom") if (id_ := special_token_id(metadata, role)) is not None}
     tokens: list[str] = metadata.get("tokenizer.ggml.tokens", [])
     known = {
         token: id_
@@ -64,6 +63,29 @@ def end_token_ids(metadata: Metadata) -> list[int]:
     if known.keys() >= {"<|return|>", "<|call|>"}:
         known.pop("<|end|>", None)
     return sorted(ids | set(known.values()))
+
+
+def special_token_id(metadata: Metadata, role: str) -> int | None:
+    """The id of a special token. Without it, tokenizers of SentencePiece have llama.cpp's defaults."""
+    key = f"tokenizer.ggml.{role}_token_id"
+    # The header may have been read without the vocabulary.
+    num_tokens = len(metadata.get("tokenizer.ggml.tokens", range(0xFFFFFFFF)))
+    token_id = metadata.get(key)
+    if token_id is None:
+        default = DEFAULT_IDS.get(metadata.get("tokenizer.ggml.model"), {}).get(role)
+        return default if default is not None and default < num_tokens else None
+    # COMPAT: converters of models without a token wrote -1, or the next id, which are none in llama.cpp, too.
+    if token_id in (-1, 0xFFFFFFFF) or (role in ("unknown", "padding") and token_id >= num_tokens):
+        return None
+    if not isinstance(token_id, int) or not 0 <= token_id < num_tokens:
+        raise metadata.error(f"{key} is {token_id}, but the vocabulary has {num_tokens} tokens")
+    return token_id
+
+
+def _tokens(metadata: Metadata) -> list[str]:
+    """The texts of all tokens. As in llama.cpp, one without a text has a made-up text."""
+    tokens: list[str] = metadata.require("tokenizer.ggml.tokens")
+    return [token or f"[EMPTY_{token_id}]" for token_id, token in enumerate(tokens)] if "" in tokens else tokens
 
 
 def _types(metadata: Metadata, tokens: list[str]) -> list[int]:
@@ -82,7 +104,7 @@ def _automatic(metadata: Metadata, tokens: list[str], role: str) -> list[AddedTo
 
 def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
     """`tokenizer_config.json`: the special tokens by role and the chat template."""
-    tokens: list[str] = metadata.require("tokenizer.ggml.tokens")
+    tokens = _tokens(metadata)
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_bos_token": _adds(metadata, "bos"),
@@ -94,10 +116,18 @@ def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
         token = _token(metadata, tokens, key)
         if token is not None:
             config[f"{role}_token"] = token.content
-    template = metadata.get("tokenizer.chat_template")
-    if template is not None:
-        config["chat_template"] = template
+    if templates := _chat_templates(metadata):
+        named = [{"name": name, "template": template} for name, template in templates.items()]
+        config["chat_template"] = templates["default"] if templates.keys() == {"default"} else named
     return config
+
+
+def _chat_templates(metadata: Metadata) -> dict[str, str]:
+    """By name, among them `tool_use`, for conversations with tools."""
+    key = "tokenizer.chat_template"
+    keys = [key, *(each for each in metadata.header.metadata if each.startswith(f"{key}."))]
+    given = {each.removeprefix(key).removeprefix(".") or "default": metadata.get(each) for each in keys}
+    return {name: template for name, template in given.items() if template}
 
 
 def _byte_level(metadata: Metadata, tokens: list[str], _types: list[int]) -> dict[str, Any]:
@@ -145,12 +175,14 @@ def _pieces(metadata: Metadata, tokens: list[str], types: list[int]) -> list[Pie
     if len(scores) != len(tokens):
         raise metadata.error(f"the tokenizer has {len(tokens)} tokens but {len(scores)} scores")
     pieces = [Piece(*entry) for entry in zip(tokens, scores, types, strict=True)]
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id")
-    if unknown is not None and _token(metadata, tokens, "unknown"):
+    unknown = special_token_id(metadata, "unknown")
+    if unknown is not None:
         pieces[unknown] = Piece(tokens[unknown], scores[unknown], UNKNOWN)
     return pieces
 
 
+# tokenizer.ggml.model → role → the id of files that do not name it
+DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}, "t5": {"eos": 1, "unknown": 2, "padding": 0}}
 # tokenizer.ggml.model → builder of the parts of tokenizer.json
 KINDS = {"gpt2": _byte_level, "llama": _sentencepiece, "t5": _unigrams}
 # Tokens that end a turn whatever their type, ...
@@ -188,10 +220,5 @@ def _adds(metadata: Metadata, role: str) -> bool:
 
 
 def _token(metadata: Metadata, tokens: list[str], role: str) -> AddedToken | None:
-    key = f"tokenizer.ggml.{role}_token_id"
-    token_id = metadata.get(key)
-    if token_id is None:
-        return None
-    if not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
-        raise metadata.error(f"{key} is {token_id}, but the vocabulary has {len(tokens)} tokens")
-    return AddedToken(token_id, tokens[token_id], special=True)
+    token_id = special_token_id(metadata, role)
+    return None if token_id is None else AddedToken(token_id, tokens[token_id], special=True)

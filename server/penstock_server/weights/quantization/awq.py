@@ -32,6 +32,7 @@ from penstock_server.weights.quantization.stored import (
     expect,
     group_size,
     integer_zeros,
+    layout_of,
     matrix_shape,
     unpack_bits,
 )
@@ -104,7 +105,7 @@ class Awq:
 
     @classmethod
     def read(cls, options: Mapping[str, Any]) -> Awq:
-        bits, layout = options.get("bits", options.get("w_bit", BITS)), str(options.get("version", "gemm")).lower()
+        bits, layout = options.get("bits", options.get("w_bit", BITS)), layout_of(options, "gemm", "version")
         if bits != BITS or layout not in LAYOUTS:
             raise ConfigError(
                 f"AWQ weights of {bits} bits in the layout {layout!r} are not supported; supported are 4 bits in "

@@ -64,6 +64,10 @@ KINDS = (
 )
 
 
+# Places of transforms that the published weights contain.
+_MERGED_TRANSFORMS = {"weight_input", "weight_output"}
+
+
 @dataclass(frozen=True, slots=True)
 class CompressedWeight(Affine):
     """Implements `StoredWeight`."""
@@ -162,6 +166,7 @@ class CompressedTensors:
 
     @classmethod
     def read(cls, options: Mapping[str, Any], read: Read) -> CompressedTensors:
+        _refuse_transforms(options)
         groups = options.get("config_groups") or {}
         if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
             raise ConfigError(f"quantization_config.config_groups is {groups!r}, must be an object of objects")
@@ -224,6 +229,23 @@ class CompressedTensors:
     def _float_options(self, name: str) -> tuple[tuple[int, int] | None, bool]:
         options = self.options_of(name)
         return options.block, options.has_narrow_inputs
+
+
+def _refuse_transforms(options: Mapping[str, Any]) -> None:
+    """Raises ConfigError for weights that are sparse, or made for inputs that are rotated while the model runs."""
+    sparsity, transforms = (options.get(key) or {} for key in ("sparsity_config", "transform_config"))
+    layout = sparsity.get("format") or "dense"
+    if layout != "dense":
+        raise ConfigError(
+            f"quantization_config.sparsity_config.format is {layout!r}, which is not supported; {INSTEAD}"
+        )
+    for name, scheme in (transforms.get("config_groups") or {}).items():
+        places = {each.get("location") for each in scheme.get("apply") or ()} - _MERGED_TRANSFORMS
+        if places:
+            raise ConfigError(
+                f"quantization_config.transform_config has {name} at {', '.join(sorted(map(str, places)))}, which is "
+                f"not supported: only transforms that are merged into weights are; {INSTEAD}"
+            )
 
 
 def find_integers(headers: Headers, options_of: Callable[[str], GroupOptions]) -> dict[str, StoredWeight]:

@@ -21,7 +21,7 @@ def check_exclusions(options: Mapping[str, Any], weights: Collection[str]) -> No
     """weights: the names of those that are quantized. Raises ConfigError if the options exclude one of them."""
     for option, read in _OPTIONS.items():
         entries = options.get(option) or []
-        if option == "llm_int8_skip_modules" and isinstance(entries, str):
+        if isinstance(entries, str):
             # COMPAT: tools write what they were given as text.
             entries = [] if entries.strip().lower() in ("", "null", "none") else [entries]
         if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):

@@ -30,6 +30,7 @@ from penstock_server.weights.quantization.stored import (
     feature_order,
     group_size,
     integer_zeros,
+    layout_of,
     matrix_shape,
     pattern,
     unpack_bits,
@@ -99,7 +100,7 @@ class Gptq:
 
     @classmethod
     def read(cls, options: Mapping[str, Any]) -> Gptq:
-        layout = options.get("checkpoint_format") or "gptq"
+        layout = layout_of(options, "gptq")
         if layout not in ("gptq", "gptq_v2"):
             raise ConfigError(
                 f"GPTQ weights in the layout {layout!r} are not supported; supported are gptq, gptq_v2 and marlin; "

@@ -24,6 +24,7 @@ from penstock_server.weights.quantization.stored import (
     complete,
     expect,
     group_size,
+    layout_of,
     matrix_shape,
     unpack_bits,
 )
@@ -58,8 +59,7 @@ class MarlinWeight(Affine):
 
 def is_marlin(options: Mapping[str, Any]) -> bool:
     """options: `quantization_config` of GPTQ or AWQ."""
-    layouts = (options.get("checkpoint_format"), str(options.get("version")).lower())
-    return bool(options.get("is_marlin_format")) or "marlin" in layouts
+    return bool(options.get("is_marlin_format")) or layout_of(options, "", "version") == "marlin"
 
 
 @dataclass(frozen=True, slots=True)

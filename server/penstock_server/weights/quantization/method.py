@@ -56,6 +56,9 @@ _METHODS: Mapping[str, Callable[[Mapping[str, Any], Read, ReadMetadata], Method]
 _ALIASES = {
     "autoawq": "awq",
     "awq-marlin": "awq",
+    "bits-and-bytes": "bitsandbytes",
+    "bitsandbytes-4bit": "bitsandbytes",
+    "bitsandbytes-8bit": "bitsandbytes",
     "bnb": "bitsandbytes",
     "fbgemm-fp8": "fbgemm_fp8",
     "finegrained-fp8": "fp8",
@@ -68,6 +71,8 @@ _ALIASES = {
     "modelopt-fp8": "modelopt",
     "modelopt-mixed": "modelopt",
     "modelopt-mxfp8": "modelopt",
+    "ptpc-fp8": "fp8",
+    "sparseml": "compressed-tensors",
 }
 KINDS = (
     *gptq.KINDS,
@@ -92,8 +97,9 @@ def quantization_method(options: object) -> str | None:
         return None
     if not isinstance(options, dict):
         raise ConfigError(f"quantization_config is {options!r}, must be an object")
-    name = str(options.get("quant_method") or _implied(options))
-    plain = name.lower().replace("_", "-")
+    # `method` is GPTQModel's other name. An enum of Python may have been written with its class.
+    name = str(options.get("quant_method") or options.get("method") or _implied(options))
+    plain = name.lower().removeprefix("quantizationmethod.").replace("_", "-")
     return _ALIASES.get(plain, plain if plain in _METHODS else name)
 
 

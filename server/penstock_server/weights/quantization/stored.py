@@ -187,8 +187,16 @@ def affine_format(
     return QuantFormat(bits, group, 1 << (bits - 1), zeros is not None, number, zeros)
 
 
+def layout_of(options: Mapping[str, object], default: str, *keys: str) -> str:
+    """The layout of GPTQ or AWQ weights, in lower case. keys: of the method's own tool; GPTQModel has two others."""
+    given = (options.get(key) for key in (*keys, "checkpoint_format", "format"))
+    return str(next((value for value in given if value), default)).lower()
+
+
 def group_size(value: object) -> int:
-    """A method's `group_size`: -1, or a number of input features. Raises ConfigError for anything else."""
+    """A method's `group_size`: -1 or None, or a number of input features. Raises ConfigError for anything else."""
+    if value is None:
+        return -1
     if type(value) is not int or value < -1 or value == 0:
         raise ConfigError(f"quantization_config.group_size is {value!r}, must be -1 or at least 1")
     return value

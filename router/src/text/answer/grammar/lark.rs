@@ -83,6 +83,38 @@ pub(super) fn sequence(pieces: &[Piece]) -> String {
     texts.join(" ")
 }
 
+/// What an error of the grammar engine points at.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Fault {
+    /// The arguments of the tool with this index among those of the grammar.
+    Tool(usize),
+    /// The client's own grammar.
+    Content,
+}
+
+impl Fault {
+    /// The rule that an error of the grammar engine points at, and the error without the place, which the client cannot see.
+    pub(crate) fn find<'a>(grammar: &Grammar, error: &'a str) -> Option<(Self, &'a str)> {
+        let text = match grammar {
+            Grammar::Lark(text) => text,
+            Grammar::Thoughts(limited) => {
+                return limited.grammar.as_ref().and_then(|grammar| Self::find(grammar, error));
+            }
+            Grammar::JsonSchema(_) | Grammar::Regex(_) => return None,
+        };
+        let (place, problem) = error.split_once("at ")?.1.split_once("): ")?;
+        let line: usize = place.split_once('(')?.0.parse().ok()?;
+        let rule = text.lines().nth(line.checked_sub(1)?)?.split_once(':')?.0;
+        let mut parts = rule.split('_');
+        let fault = match parts.next()? {
+            "content" => Self::Content,
+            "arguments" => Self::Tool(parts.next()?.parse().ok()?),
+            _ => return None,
+        };
+        Some((fault, problem.trim_start_matches("failed to compile JSON schema: ")))
+    }
+}
+
 /// A sequence of items with whitespace before each. Adjacent texts become one terminal, which keeps the grammar small.
 pub(super) struct Phrase {
     name: String,

@@ -5,6 +5,7 @@ mod channel;
 mod element;
 mod lark;
 
+pub(crate) use lark::Fault;
 use lark::{Lark, Phrase, literal, nested, regex_literal};
 
 use super::call_item::{Item, is_plain};
