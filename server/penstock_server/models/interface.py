@@ -43,6 +43,10 @@ class States(Protocol):
     `chunk_tokens`, to continue there."""
 
     chunk_tokens: int
+    # A slot can save the state at a position until more than this many tokens behind it have been computed, those of
+    # wrong drafts too. At least chunk_tokens; a ring of 2 * chunk_tokens rows allows 2 * chunk_tokens - (width of a
+    # convolution - 1).
+    reach_tokens: int
     bytes_per_slot: int
     bytes_per_snapshot: int
     tensors: list[Tensor]  # of slots and snapshots; their memory pages may not have been touched
@@ -52,7 +56,8 @@ class States(Protocol):
         ...
 
     def save(self, slot: int, position: int, snapshot: int) -> None:
-        """Copies the state at `position` from a slot to a snapshot. The last step of the slot's sequence ended there."""
+        """Copies the state at `position` from a slot to a snapshot. The slot's sequence has computed the tokens before
+        the position, and at most `reach_tokens` behind it."""
         ...
 
     def restore(self, snapshot: int, slot: int, position: int) -> None:
