@@ -5,7 +5,7 @@ use super::Scheduler;
 use super::plan_builder::PlanBuilder;
 use crate::cache::{BlockTable, PrefixHit};
 use crate::plan::{BlockId, SequenceId};
-use crate::prefix::NodeId;
+use crate::prefix::{NodeId, PendingPrefix};
 
 /// Blocks that are looked up for one step, apart from the last lookup. Bounds the time that planning takes when many
 /// queued sequences wait for each other's prefixes.
@@ -87,6 +87,9 @@ impl Scheduler {
         let num_hit_tokens = num_hit_blocks as u32 * layout.block_tokens;
         let num_places = (num_available - num_of_hit) as u64 * u64::from(layout.block_tokens);
         let max_tokens = num_places.min(u64::from(num_known_tokens - num_hit_tokens)) as u32;
+        let wanted = sequence.wanted_snapshots(&hit).filter(|_| self.limits.num_snapshots > 0);
+        let reach_tokens = self.limits.snapshot_reach_tokens;
+        let max_tokens = sequence.saved_advance_tokens(wanted, num_hit_tokens, max_tokens, reach_tokens);
         let num_tokens = self.chunk_tokens(builder, id, num_hit_tokens, max_tokens);
         if num_tokens == 0 {
             // A source that does not fit into the rest of the step. Running prompts may use the rest, unless they have
@@ -100,6 +103,9 @@ impl Scheduler {
         admission.reserve_excess(layout.num_blocks(num_hit_tokens + num_tokens) - num_hit_blocks, num_missing);
         let unwritten_blocks = self.start(builder, id, hit);
         self.advance_prompt(builder, id, num_tokens, unwritten_blocks);
+        if let (Some(advance), Some(start)) = (builder.in_flight.last_mut(), builder.plan.new_sequences.last()) {
+            advance.snapshot = start.snapshot;
+        }
     }
 
     /// Whether there is no room for its images, or a sequence of higher precedence waits for such room: otherwise sequences
@@ -135,6 +141,19 @@ impl Scheduler {
         if let Some(pending) = self.cache.pending(node) {
             let until_tokens = num_pending_blocks as u32 * self.limits.block_tokens;
             self.sequence_mut(pending.producer).borrow_budget(overtaking_budget, until_tokens);
+            self.want_snapshot(pending, num_pending_blocks);
+        }
+    }
+
+    /// Asks a producer for a snapshot, if it can still save one.
+    fn want_snapshot(&mut self, pending: PendingPrefix, num_blocks: usize) {
+        let end = num_blocks as u32 * self.limits.block_tokens;
+        let sequence = self.sequences.get_mut(&pending.producer).expect("invariant: a producer is resident");
+        if self.limits.num_snapshots > 0 && sequence.can_save(num_blocks) {
+            let (table, _, num_written_tokens) = sequence.states();
+            if num_written_tokens <= end + self.limits.snapshot_reach_tokens {
+                self.cache.want_snapshot(table, num_blocks, pending);
+            }
         }
     }
 
@@ -144,10 +163,14 @@ impl Scheduler {
         if let Some(content) = sequence.lookup_key() {
             self.cache.record_lookup(content.token_ids.len(), &hit);
         }
-        let table = match sequence.content() {
+        let wanted: Vec<_> = sequence.wanted_snapshots(&hit).filter(|_| self.limits.num_snapshots > 0).collect();
+        let mut table = match sequence.content() {
             Some(content) => self.cache.open(content, hit, sequence.pending_prefix(), builder.plan.step),
             None => BlockTable::default(),
         };
+        for num_blocks in wanted {
+            self.cache.want_snapshot(&mut table, num_blocks, sequence.pending_prefix());
+        }
         let is_unwritten = |block_id: &BlockId| !self.cache.pool().is_written(*block_id);
         let unwritten_blocks = table.held().iter().copied().filter(is_unwritten).collect();
         let precedence = sequence.precedence();

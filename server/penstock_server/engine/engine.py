@@ -157,6 +157,12 @@ class Engine:
 
         drafter = run_in_background(read_drafter, device) if config.background else read_drafter()
         draft_kv_bytes = drafter.kv_bytes_per_block if isinstance(drafter, PooledDrafter) else 0
+        states = model.states
+        if states is not None and block_tokens % states.chunk_tokens:
+            raise ConfigError(
+                f"KV blocks have {block_tokens} tokens, and the states of this model are saved every "
+                f"{states.chunk_tokens} tokens; --block-tokens must be a multiple of {states.chunk_tokens}"
+            )
         description = Description(
             architecture=model.architecture,
             dtype=next(name for name, value in DTYPES.items() if value == dtype),
@@ -179,6 +185,9 @@ class Engine:
             can_draft=not drafting_refusal(model, group),
             drafts_with_model=not drafter.is_lookup,
             drafts_extend_lookup=drafter.extends_lookup,
+            state_bytes_per_sequence=0 if states is None else states.bytes_per_slot,
+            snapshot_bytes=0 if states is None else states.bytes_per_snapshot,
+            snapshot_reach_tokens=0 if states is None else states.reach_tokens,
             image_input=_image_input(
                 model.images, has_adapter=model.adapters is not None and model.adapters.own_is_of_images
             ),
@@ -249,6 +258,10 @@ class Engine:
             self._drafter.num_bytes,
         )
         probe.check_limits(config)
+        num_state_slots = probe.agree_on_state_slots(config)
+        num_snapshots = (config.num_snapshots or 0) if config.proven else 0
+        probe = replace(probe, num_state_slots=num_state_slots)
+        probe.allocate_states(num_state_slots, num_snapshots)
         longest = probe.longest_sequence(config)
         sampler = Sampler(
             self.model.vocab_size, self._device, config.max_step_sequences, self._watermark, self._cpu_isa
@@ -264,6 +277,8 @@ class Engine:
                 num_blocks=num_blocks,
                 max_sequence_tokens=longest,
                 num_rows=config.max_step_sequences,
+                num_state_slots=num_state_slots,
+                num_snapshots=num_snapshots,
                 max_source_tokens=self.model.max_source_tokens,
                 has_answers=not is_encoder(self.model),
                 has_whole_prompts=self.model.images is not None and self.model.images.family.is_prompt_whole,
@@ -319,14 +334,16 @@ class Engine:
             with clock.phase("measure graphs"):
                 return needed_bytes(*new_graphs(num_blocks=1), partial(memory.free_bytes, self._device))
 
-        measured = Measured(config.num_blocks, 0.0, 0)
+        measured = Measured(config.num_blocks, num_snapshots, 0.0, 0)
         if config.proven:
             probe.check_room(config, config.num_blocks)
         else:
             later_bytes = 0 if self._compiler is None else self._compiler.later_bytes
             measured = probe.measure(config, run, later_bytes, graph_bytes, clock)
-        num_blocks = measured.num_blocks
+        num_blocks, num_snapshots = measured.num_blocks, measured.num_snapshots
         with clock.phase("allocate KV pool"):
+            if not config.proven:
+                probe.allocate_states(num_state_slots, num_snapshots)
             probe.allocate_cache(num_blocks)
             # The memory is there: it was measured. Requests wait for their first token, not for the last page.
             slots = []
@@ -335,7 +352,7 @@ class Engine:
                 blocks = pool_blocks(probe.caches)
                 self._offload = Offload(blocks, config.num_memory_slots, config.num_disk_slots, config.offload_folder)
                 slots = self._offload.pages
-            self._backing = memory.touch_pages_in_background([*probe.caches, *slots])
+            self._backing = memory.touch_pages_in_background([*probe.caches, *probe.state_tensors, *slots])
             return_free_pages()
         longest = probe.longest_in(num_blocks, config)
         probe.serve_up_to(longest)
@@ -354,7 +371,8 @@ class Engine:
         # Few requests need them. They were in use when the pool was measured, so there is room for them later.
         sampler.release()
         return_free_pages()
-        return Capacity(num_blocks, tuple(clock.phases), measured.worst_step_s, room)
+        phases = tuple(clock.phases)
+        return Capacity(num_blocks, phases, measured.worst_step_s, room, num_state_slots, num_snapshots)
 
     def _rehearse(self) -> None:
         """Run a prompt and a decode, if there is any, so that no request is the first to use any part."""

@@ -44,6 +44,7 @@ class TableLimits:
     # States of sequences that the model holds: the most sequences at a time, each with its row as its slot. 0: the
     # model keeps no state.
     num_state_slots: int = 0
+    num_snapshots: int = 0  # of such states
     max_source_tokens: int = 0  # 0: no part of a sequence is read by an encoder
     has_answers: bool = True  # something follows a source; otherwise all of a sequence is source
     has_token_types: bool = False  # tokens of a second text are told apart
@@ -331,6 +332,10 @@ class SequenceTable:
             return f"has {new.num_computed_tokens} computed tokens, but only {known} are known"
         if new.num_computed_tokens > len(new.block_ids) * limits.block_tokens:
             return f"has {new.num_computed_tokens} computed tokens in {len(new.block_ids)} blocks"
+        if limits.num_state_slots and new.num_computed_tokens and new.snapshot is None:
+            return f"has {new.num_computed_tokens} computed tokens, but no snapshot of its states"
+        if new.snapshot is not None and new.snapshot >= limits.num_snapshots:
+            return f"starts with snapshot {new.snapshot}, but there are {limits.num_snapshots} snapshots"
         if new.adapter is not None and self.adapters is None:
             return "has an adapter, but the model was loaded without adapters"
         if max(new.token_ids) >= limits.vocab_size or min(new.token_ids) < 0:

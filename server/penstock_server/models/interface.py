@@ -52,7 +52,7 @@ class States(Protocol):
     tensors: list[Tensor]  # of slots and snapshots; their memory pages may not have been touched
 
     def allocate(self, num_slots: int, num_snapshots: int) -> None:
-        """Allocates slots and snapshots, and replaces earlier ones."""
+        """Allocates slots and snapshots, and replaces earlier ones. Called before `CausalModel.allocate_cache`."""
         ...
 
     def save(self, slot: int, position: int, snapshot: int) -> None:
