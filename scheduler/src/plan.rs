@@ -378,7 +378,11 @@ pub struct Stats {
     pub num_full_memory_slots: usize,
     /// Slots on disk that have the content of a block.
     pub num_full_disk_slots: usize,
-    /// Snapshots of states that are in use.
+    /// Slots for the states of running sequences; 0: the model keeps none.
+    pub num_state_slots: usize,
+    /// Snapshots of states.
+    pub num_snapshots: usize,
+    /// Snapshots that are in use.
     pub num_full_snapshots: usize,
     /// Tokens looked up in the prefix cache by all admissions so far.
     pub num_queried_tokens: u64,
@@ -405,6 +409,8 @@ impl Sum for Stats {
             num_cached_blocks: sum.num_cached_blocks + one.num_cached_blocks,
             num_full_memory_slots: sum.num_full_memory_slots + one.num_full_memory_slots,
             num_full_disk_slots: sum.num_full_disk_slots + one.num_full_disk_slots,
+            num_state_slots: sum.num_state_slots + one.num_state_slots,
+            num_snapshots: sum.num_snapshots + one.num_snapshots,
             num_full_snapshots: sum.num_full_snapshots + one.num_full_snapshots,
             num_queried_tokens: sum.num_queried_tokens + one.num_queried_tokens,
             num_hit_tokens: sum.num_hit_tokens + one.num_hit_tokens,

@@ -47,6 +47,12 @@ pub(crate) struct BlockContent<'a> {
 }
 
 impl<'a> Content<'a> {
+    /// The full blocks at the beginning that are the same in `other`.
+    pub(crate) fn num_common_blocks(self, other: Content<'_>, block_tokens: u32) -> usize {
+        let pairs = self.blocks(block_tokens).zip(other.blocks(block_tokens)).filter(|_| self.root == other.root);
+        pairs.take_while(|(block, other)| block == other).count()
+    }
+
     /// The full blocks.
     pub(crate) fn blocks(self, block_tokens: u32) -> impl Iterator<Item = BlockContent<'a>> {
         let blocks = self.token_ids.chunks_exact(block_tokens as usize);

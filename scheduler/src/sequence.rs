@@ -23,6 +23,10 @@ use crate::prefix::{Content, PendingPrefix, Root};
 use crate::resident::Residency;
 use crate::speculation::{Acceptance, Drafting};
 
+/// The states where sequences part are saved if that saves as many blocks from being computed: a prompt that stops there
+/// needs a step more.
+pub(crate) const MIN_BRANCH_BLOCKS: usize = 4;
+
 #[derive(Debug)]
 pub(crate) struct Sequence {
     id: SequenceId,
@@ -279,12 +283,18 @@ impl Sequence {
     }
 
     /// Numbers of leading blocks after which a sequence that starts with `hit` is to save its states: the last one that
-    /// another sequence with the same tokens could continue at, and where its prompt leaves what is known.
-    pub(crate) fn wanted_snapshots(&self, hit: &PrefixHit) -> impl Iterator<Item = usize> {
-        let last = (self.token_ids.len() - 1) / self.layout.block_tokens as usize;
-        let is_ahead = |num_blocks: &usize| self.is_shared() && *num_blocks > hit.block_ids.len();
-        let [known, last] = [hit.num_known_blocks, last].map(|it| Some(it).filter(is_ahead).filter(|it| self.can_save(*it)));
-        known.into_iter().chain(last)
+    /// another sequence with the same tokens could continue at, and those where others part from it: where its prompt leaves what
+    /// is known, and where it leaves the `others`.
+    pub(crate) fn wanted_snapshots<'a>(&self, hit: &PrefixHit, others: impl Iterator<Item = &'a Self>) -> Vec<usize> {
+        let Some(content) = self.content() else { return Vec::new() };
+        let block_tokens = self.layout.block_tokens;
+        let last = (self.token_ids.len() - 1) / block_tokens as usize;
+        let others = others.filter_map(Self::lookup_key).map(|other| content.num_common_blocks(other, block_tokens));
+        let is_worthwhile = |num_blocks: &usize| *num_blocks >= hit.block_ids.len() + MIN_BRANCH_BLOCKS;
+        let branches =
+            others.chain([hit.num_known_blocks]).filter(is_worthwhile).map(|num_blocks| num_blocks.min(last));
+        let ahead = branches.chain([last]).filter(|num_blocks| *num_blocks > hit.block_ids.len());
+        ahead.filter(|num_blocks| self.can_save(*num_blocks)).collect()
     }
 
     /// Whether an advance may end after `num_blocks` blocks.

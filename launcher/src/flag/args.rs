@@ -303,6 +303,10 @@ pub(crate) struct Args {
     #[arg(long, env, value_name = "FOLDER")]
     pub(crate) kv_offload_folder: Option<PathBuf>,
 
+    /// Snapshots of the states that some models keep between tokens, per replica. Prefixes are reused where there is one
+    #[arg(long, env, value_name = "SNAPSHOTS")]
+    pub(crate) state_snapshots: Option<u32>,
+
     /// Refuse requests that have a grammar, a schema or tools
     #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]
     pub(crate) disable_grammar_support: bool,

@@ -47,6 +47,8 @@ pub struct Scheduler {
     /// All known sequences.
     sequences: FxHashMap<SequenceId, Sequence>,
     queue: Queue,
+    /// With snapshots: sequences that were submitted since the last plan.
+    arrivals: Vec<SequenceId>,
     residents: Residents,
     in_flight: InFlightSteps,
     cache: Cache,
@@ -85,6 +87,7 @@ impl Scheduler {
             limits,
             sequences: FxHashMap::default(),
             queue: Queue::default(),
+            arrivals: Vec::new(),
             residents: Residents::default(),
             in_flight: InFlightSteps::default(),
             cache: Cache::new(&limits, layout, hash),
@@ -112,6 +115,9 @@ impl Scheduler {
         self.num_submissions += 1;
         let (root, layout) = (self.root(&submission), self.layout(&submission));
         self.queue.insert(precedence, id);
+        if self.limits.num_snapshots > 0 {
+            self.arrivals.push(id);
+        }
         self.sequences.insert(id, Sequence::new(submission, precedence, root, layout, arrived_at));
         Ok(())
     }
@@ -212,6 +218,8 @@ impl Scheduler {
             num_cached_blocks: pool.num_cached(),
             num_full_memory_slots,
             num_full_disk_slots,
+            num_state_slots: self.limits.num_state_slots as usize,
+            num_snapshots: self.limits.num_snapshots as usize,
             num_full_snapshots: self.cache.num_full_snapshots(),
             num_queried_tokens,
             num_hit_tokens,

@@ -23,7 +23,7 @@ use crate::plan::{BlockId, SequenceId};
 use crate::precedence::{Precedence, PrefillOrder};
 
 /// Ready sequences at the front of the queue that are considered for admission. Bounds the time that planning takes.
-const MAX_CANDIDATES: usize = 8;
+pub(super) const MAX_CANDIDATES: usize = 8;
 
 /// Prompt tokens planned in a step, in the order of planning.
 #[derive(Default)]
@@ -41,6 +41,7 @@ impl Scheduler {
     /// Advances running prompts and admits queued ones, as far as the step and the pool have room. `prefills`: the
     /// running sequences that do not decode.
     pub(super) fn advance_prefills(&mut self, builder: &mut PlanBuilder, prefills: Vec<SequenceId>) {
+        self.note_arrivals();
         let mut admission = Admission::new(self.num_unreserved_blocks(&prefills), builder.max_restored_blocks);
         // `make_room` has made sure that there are blocks for the first running sequence.
         let mut reserved_for = self.residents.running().next().filter(|first| prefills.contains(first));

@@ -6,8 +6,8 @@ mod queue;
 use std::collections::{HashMap, HashSet, VecDeque};
 
 use penstock_scheduler::{
-    Advance, BlockId, Limits, NewSequence, Plan, Save, SequenceId, SlotId, SnapshotId, Stats, StepResult,
-    TokenId, Transfer,
+    Advance, BlockId, Limits, NewSequence, Plan, Save, SequenceId, SlotId, SnapshotId, Stats, StepResult, TokenId,
+    Transfer,
 };
 
 use crate::model::Images;
@@ -346,7 +346,7 @@ impl Ledger {
             num_tokens < known.len()
                 && snapshot.scope == submitted.scope
                 && snapshot.token_ids == known[..num_tokens]
-                && snapshot.images == submitted.traits.images.within(num_tokens)
+                && snapshot.images.salts() == submitted.traits.images.within(num_tokens).salts()
         };
         let prefixes = self.snapshots.values().filter(|_| submitted.may_look_up()).filter(is_prefix);
         prefixes.map(|snapshot| snapshot.token_ids.len() as u32).max().unwrap_or(0)
@@ -356,7 +356,10 @@ impl Ledger {
     /// content was lost. `expected`: the tokens of the longest.
     fn check_states(&mut self, plan: &Plan, expected: &[u32]) {
         assert!(self.entries.len() <= self.limits.num_state_slots as usize, "a sequence has no state slot");
-        self.tally.add("steps with all state slots in use", u64::from(self.entries.len() == self.limits.num_state_slots as usize));
+        self.tally.add(
+            "steps with all state slots in use",
+            u64::from(self.entries.len() == self.limits.num_state_slots as usize),
+        );
         let is_kept = self.limits.prefix_caching && self.limits.window_tokens.is_none();
         for (start, expected) in plan.new_sequences.iter().zip(expected) {
             let hit = start.num_computed_tokens;

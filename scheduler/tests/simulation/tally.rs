@@ -61,11 +61,11 @@ const REQUIRED: [(&str, u64); 57] = [
     ("steps of disjoint decodes", 5_000),
     ("drafts with a window", 2_000),
     ("forced drafts", 1_000),
-    ("steps with all state slots in use", 1),
-    ("snapshots saved", 1),
-    ("snapshots saved in the place of others", 1),
-    ("snapshots restored", 1),
-    ("longest snapshots continued", 1),
+    ("steps with all state slots in use", 15_000),
+    ("snapshots saved", 3_500),
+    ("snapshots saved in the place of others", 2_500),
+    ("snapshots restored", 700),
+    ("longest snapshots continued", 25),
     ("results that show that a last step is in flight", 100),
 ];
 

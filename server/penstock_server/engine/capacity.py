@@ -15,7 +15,7 @@ from penstock_server.engine import memory, warmup
 from penstock_server.engine.drafting.pooled import PooledDrafter
 from penstock_server.errors import ConfigError
 from penstock_server.models.adapter import NEUTRAL
-from penstock_server.models.interface import CausalModel, States, is_encoder
+from penstock_server.models.interface import CausalModel, is_encoder
 from penstock_server.parallel import RankGroup
 from penstock_server.protocol.config import WarmUpConfig
 from penstock_server.protocol.phase import PhaseClock
@@ -93,6 +93,7 @@ class CapacityProbe:
             is_pooled=self.model.pooler is not None,
             has_grammars=self.has_grammars,
             adapter=None if self.model.adapters is None else NEUTRAL,
+            has_states=self.num_state_slots > 0,
         )
         self.allocate_cache(worst.num_blocks())
         memory.touch_pages([*self.caches, *self.state_tensors])
@@ -128,37 +129,36 @@ class CapacityProbe:
         usable = memory.usable_bytes(left, share)
         num_snapshots = self.agree_on_snapshots(config, usable, memory.left_bytes(left, share))
         if num_snapshots:
-            usable = min(usable, memory.left_bytes(left, share) - num_snapshots * self.states.bytes_per_snapshot)
+            usable = min(usable, memory.left_bytes(left, share) - num_snapshots * self.snapshot_bytes)
         num_blocks = self.agree_on_blocks(config, usable // per_block, left)
         return Measured(num_blocks, num_snapshots, max(seconds), step_bytes)
 
     def agree_on_state_slots(self, config: WarmUpConfig) -> int:
         """The number of slots of every rank: one for each sequence of a step, as far as they take half of the memory
-        that is left. Raises the same ConfigError on all ranks when too few fit."""
-        if self.model.states is None:
-            return 0
+        that is left. 0: the model keeps no states. Raises the same ConfigError on all ranks when too few fit."""
         if config.proven:
             return config.num_state_slots
-        on_cpu, per_slot = self.device.type == "cpu", self.states.bytes_per_slot
-        share = memory.Share(config.memory_fraction, self.num_sharing(config) if on_cpu else 1)
-        left = memory.left_bytes(memory.MemoryMeter(self.device).measure(), share)
-        fitting = self.group.minimum_of_all(max(0, left) // 2 // per_slot)
+        if not self.group.minimum_of_all(-self.slot_bytes):
+            return 0  # on any rank
+        share = memory.Share(config.memory_fraction, self.num_sharing(config) if self.device.type == "cpu" else 1)
+        left = max(0, memory.left_bytes(memory.MemoryMeter(self.device).measure(), share))
+        fitting = self.group.minimum_of_all(left // 2 // max(1, self.slot_bytes))
         wanted = config.num_state_slots or min(config.max_step_sequences, max(1, fitting))
         if wanted > fitting:
+            fewer = "lower --replicas, " if config.num_groups > 1 else ""
             raise ConfigError(
-                f"the model keeps states of {memory.mib(per_slot)} for each sequence, and {wanted} "
-                f"{'sequence needs' if wanted == 1 else 'sequences need'} {memory.mib(wanted * per_slot)}, but half of "
-                f"the {memory.mib(max(0, left))} that are left after loading the model hold {fitting}; "
-                f"{'lower --replicas, ' if config.num_groups > 1 else ''}raise --cuda-memory-fraction, or free memory"
+                f"{fitting} state slots fit, but {wanted} {'is' if wanted == 1 else 'are'} needed: the model keeps "
+                f"{memory.mib(self.slot_bytes)} for each sequence between tokens, and {memory.mib(left)} are free after "
+                f"loading the model, half of them for states; {fewer}raise --cuda-memory-fraction, or free memory"
             )
         return wanted
 
     def agree_on_snapshots(self, config: WarmUpConfig, pool_bytes: int, left: int) -> int:
         """The number of snapshots of every rank: as many as take the memory of the pool, of at most `pool_bytes`, and at
         most half of what is left. Raises the same ConfigError on all ranks if fewer fit than were asked for."""
-        if self.model.states is None:
+        per_snapshot = max(1, self.snapshot_bytes)
+        if not self.num_state_slots:
             return 0
-        per_snapshot = self.states.bytes_per_snapshot
         if config.num_snapshots is None:
             pool = config.num_blocks * self.kv_bytes_per_block or min(pool_bytes, left // 2)
             return self.group.minimum_of_all(max(0, min(pool, left - pool)) // per_snapshot)
@@ -173,9 +173,13 @@ class CapacityProbe:
         return config.num_snapshots
 
     @property
-    def states(self) -> States:
-        assert self.model.states is not None, "the model keeps none"
-        return self.model.states
+    def slot_bytes(self) -> int:
+        """Of a sequence's states on this rank."""
+        return 0 if self.model.states is None else self.model.states.bytes_per_slot
+
+    @property
+    def snapshot_bytes(self) -> int:
+        return 0 if self.model.states is None else self.model.states.bytes_per_snapshot
 
     @property
     def state_tensors(self) -> list[Tensor]:

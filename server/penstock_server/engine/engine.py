@@ -160,8 +160,8 @@ class Engine:
         states = model.states
         if states is not None and block_tokens % states.chunk_tokens:
             raise ConfigError(
-                f"KV blocks have {block_tokens} tokens, and the states of this model are saved every "
-                f"{states.chunk_tokens} tokens; --block-tokens must be a multiple of {states.chunk_tokens}"
+                f"KV blocks of {block_tokens} tokens cannot end with the states of this model, which are saved every "
+                f"{states.chunk_tokens} tokens: {block_tokens} is no multiple of {states.chunk_tokens}"
             )
         description = Description(
             architecture=model.architecture,
@@ -259,7 +259,7 @@ class Engine:
         )
         probe.check_limits(config)
         num_state_slots = probe.agree_on_state_slots(config)
-        num_snapshots = (config.num_snapshots or 0) if config.proven else 0
+        num_snapshots = (config.num_snapshots or 0) if config.proven else 1  # the steps that are measured start with it
         probe = replace(probe, num_state_slots=num_state_slots)
         probe.allocate_states(num_state_slots, num_snapshots)
         longest = probe.longest_sequence(config)

@@ -25,14 +25,14 @@ class Runner(Protocol):
 
 def apply_changes(table: SequenceTable, plan: Plan, offload: Offload | None, states: States | None = None) -> None:
     """Save the snapshots, forget the freed sequences, make the transfers, then add the new sequences with their states.
-    Raises PlanError for a snapshot or a transfer that cannot be made. states: None: the model keeps none."""
+    Raises PlanError for a snapshot or a transfer that cannot be made. states: None: no layer of this rank keeps any."""
     for save in plan.saves:
-        if states is None or save.snapshot >= table.limits.num_snapshots:
+        if save.snapshot >= table.limits.num_snapshots:
             raise PlanError(
                 f"the plan saves snapshot {save.snapshot}, but there are {table.limits.num_snapshots} snapshots"
             )
         row = int(table.rows([save.sequence_id])[0])
-        if row >= 0:
+        if states is not None and row >= 0:
             states.save(row, save.num_tokens, save.snapshot)
     for sequence_id in plan.freed_sequence_ids:
         if not table.free(sequence_id):
