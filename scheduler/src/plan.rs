@@ -216,7 +216,7 @@ pub struct Save {
     pub id: SequenceId,
     /// Tokens before the position whose states are saved: whole blocks.
     pub num_tokens: u32,
-    /// Where they are saved.
+    /// The place of the snapshot.
     pub snapshot: SnapshotId,
 }
 

@@ -266,7 +266,7 @@ impl PrefixTree {
         self.node(id).pending_snapshot
     }
 
-    /// As `set_pending`, for the snapshot.
+    /// Sets the sequence that saves the snapshot, unless there is already one of higher precedence.
     pub(crate) fn set_pending_snapshot(&mut self, id: NodeId, pending: PendingPrefix) {
         let node = self.node_mut(id);
         if node.pending_snapshot.is_none_or(|other| pending.precedence < other.precedence) {
@@ -274,7 +274,7 @@ impl PrefixTree {
         }
     }
 
-    /// As `clear_pending`, for the snapshot.
+    /// Returns whether `producer` was going to save the snapshot.
     pub(crate) fn clear_pending_snapshot(&mut self, id: NodeId, producer: SequenceId) -> bool {
         self.node_mut(id).pending_snapshot.take_if(|pending| pending.producer == producer).is_some()
     }

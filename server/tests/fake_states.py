@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import torch
-from fake_model import BLOCK_TOKENS, VOCAB, FakeModel, next_token
+from fake_model import BLOCK_TOKENS, START, FakeModel, extended, token_of
 from penstock_server.attention.interface import StepBatch
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
 from torch import Tensor
 
 CHUNK_TOKENS = BLOCK_TOKENS
-_FIRST, _RING = 7, 2 * CHUNK_TOKENS
-
-
-def _fold(state: int, token: int) -> int:
-    return (state * 31 + token + 1) % 1_000_003
+_RING = 2 * CHUNK_TOKENS
 
 
 class FakeStates:
-    """A slot has the states at the start of this chunk of tokens and of the one before or after it, and the tokens of two
-    chunks."""
+    """A slot has the states at the starts of two chunks of tokens, this one and the one before or after it, and the
+    tokens of both."""
 
     chunk_tokens = CHUNK_TOKENS
     reach_tokens = 2 * CHUNK_TOKENS - 1
@@ -45,11 +41,11 @@ class FakeStates:
         """Computes a token. Returns the state behind it."""
         row, chunk = self.slots[slot], position // CHUNK_TOKENS
         if position == 0:
-            row[0] = _FIRST
+            row[0] = START
         row[2 + position % _RING] = token
         state = int(row[chunk % 2])
         for place in range(chunk * CHUNK_TOKENS, position + 1):
-            state = _fold(state, int(row[2 + place % _RING]))
+            state = extended(state, int(row[2 + place % _RING]))
         if (position + 1) % CHUNK_TOKENS == 0:
             row[(chunk + 1) % 2] = state
         return state
@@ -74,7 +70,8 @@ class FakeStateModel(FakeModel):
         found = torch.zeros(len(batch.token_ids), dtype=torch.int64)
         for sequence, slot in enumerate(batch.state_slots.tolist()):
             for row in range(*batch.query_starts[sequence : sequence + 2].tolist()):
-                found[row] = self.states.step(slot, int(batch.positions[row]), int(batch.token_ids[row])) % VOCAB
+                state = self.states.step(slot, int(batch.positions[row]), int(batch.token_ids[row]))
+                found[row] = token_of(state)
         return found[batch.sample_rows][:, None]
 
 

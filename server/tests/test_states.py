@@ -270,7 +270,7 @@ GIB = 1 << 30
 
 
 def probe(monkeypatch: pytest.MonkeyPatch, free_gib: int) -> CapacityProbe:
-    """Of a machine with 100 GiB. Blocks have 16 MiB, slots 1 GiB, snapshots 256 MiB."""
+    """Probe of a machine with 100 GiB. Blocks have 16 MiB, slots 1 GiB, snapshots 256 MiB."""
     meter = type("Meter", (), {"measure": lambda self, releasing=0: memory.Memory(100 * GIB, free_gib * GIB, 0)})
     monkeypatch.setattr(memory, "MemoryMeter", lambda device: meter())
     monkeypatch.setattr(memory, "free_bytes", lambda device: free_gib * GIB)

@@ -303,7 +303,8 @@ pub(crate) struct Args {
     #[arg(long, env, value_name = "FOLDER")]
     pub(crate) kv_offload_folder: Option<PathBuf>,
 
-    /// Snapshots of the states that some models keep between tokens, per replica. Prefixes are reused where there is one
+    /// Snapshots of states, for models that keep states between tokens, per replica. Such a model reuses a prefix only
+    /// where there is a snapshot [default: as many as take the memory of the KV cache]
     #[arg(long, env, value_name = "SNAPSHOTS")]
     pub(crate) state_snapshots: Option<u32>,
 

@@ -59,7 +59,7 @@ class CapacityProbe:
     has_grammars: bool  # whether grammars can be used already
     pooled_drafter: PooledDrafter | None = None  # with as many blocks as the model
     drafter_bytes: int = 0  # bytes of the drafter's weights
-    num_state_slots: int = 0  # which have been allocated; 0: the model keeps no states
+    num_state_slots: int = 0  # slots that were allocated; 0: the model keeps no states
 
     def measure(
         self, config: WarmUpConfig, run: Run, later_bytes: int, graph_bytes: Callable[[], int], clock: PhaseClock
@@ -148,14 +148,14 @@ class CapacityProbe:
             fewer = "lower --replicas, " if config.num_groups > 1 else ""
             raise ConfigError(
                 f"{fitting} state slots fit, but {wanted} {'is' if wanted == 1 else 'are'} needed: the model keeps "
-                f"{memory.mib(self.slot_bytes)} for each sequence between tokens, and {memory.mib(left)} are free after "
-                f"loading the model, half of them for states; {fewer}raise --cuda-memory-fraction, or free memory"
+                f"{memory.mib(self.slot_bytes)} for each sequence between tokens, and {memory.mib(left)} are free "
+                f"after loading the model, half of them for states; {fewer}raise --cuda-memory-fraction, or free memory"
             )
         return wanted
 
     def agree_on_snapshots(self, config: WarmUpConfig, pool_bytes: int, left: int) -> int:
-        """The number of snapshots of every rank: as many as take the memory of the pool, of at most `pool_bytes`, and at
-        most half of what is left. Raises the same ConfigError on all ranks if fewer fit than were asked for."""
+        """The number of snapshots of every rank: as many as take the memory of the pool, of at most `pool_bytes`, and
+        at most half of what is left. Raises the same ConfigError on all ranks if fewer fit than were asked for."""
         per_snapshot = max(1, self.snapshot_bytes)
         if not self.num_state_slots:
             return 0
@@ -174,7 +174,7 @@ class CapacityProbe:
 
     @property
     def slot_bytes(self) -> int:
-        """Of a sequence's states on this rank."""
+        """Bytes of a sequence's states on this rank."""
         return 0 if self.model.states is None else self.model.states.bytes_per_slot
 
     @property

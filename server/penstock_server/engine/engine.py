@@ -342,8 +342,7 @@ class Engine:
             measured = probe.measure(config, run, later_bytes, graph_bytes, clock)
         num_blocks, num_snapshots = measured.num_blocks, measured.num_snapshots
         with clock.phase("allocate KV pool"):
-            if not config.proven:
-                probe.allocate_states(num_state_slots, num_snapshots)
+            probe.allocate_states(num_state_slots, num_snapshots)
             probe.allocate_cache(num_blocks)
             # The memory is there: it was measured. Requests wait for their first token, not for the last page.
             slots = []

@@ -150,8 +150,8 @@ class WarmUpConfig:
     num_disk_slots: int = 0  # in a file, for what has no room in memory
     offload_folder: Path | None = None  # folder of that file
     num_groups: int = 1  # on this machine, with this one, that divide its host memory; all have loaded the model
-    num_state_slots: int = 0  # for the states of sequences
-    num_snapshots: int | None = None  # of such states; None: as many as take the memory of the KV pool, if they fit
+    num_state_slots: int = 0  # slots for the states of sequences
+    num_snapshots: int | None = None  # snapshots of such states; None: as many as take the memory of the KV pool
 
     @property
     def records_graphs(self) -> bool:

@@ -165,8 +165,8 @@ class Save:
     """A snapshot of a sequence's states, as the plans before have left them."""
 
     sequence_id: int
-    num_tokens: int  # before the position whose states are saved
-    snapshot: int  # where they are saved
+    num_tokens: int  # tokens before the position whose states are saved
+    snapshot: int  # its place
 
 
 @dataclass(frozen=True, slots=True)

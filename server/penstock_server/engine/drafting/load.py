@@ -98,8 +98,8 @@ def load_drafter(
         )
     if drafting.states is not None:
         raise ConfigError(
-            f"--speculative-model {folder} is a {drafting.architecture}, which keeps a state between tokens; use a draft "
-            "model of attention layers alone, or `--speculative-model ngram`"
+            f"--speculative-model {folder} is a {drafting.architecture}, which keeps a state between tokens; use a "
+            "draft model of attention layers alone, or `--speculative-model ngram`"
         )
     return DraftModel(drafting, model.vocab_size, options.device)
 
