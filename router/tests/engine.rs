@@ -365,6 +365,8 @@ async fn loading_and_warming_up_reach_every_rank_and_add_up_their_sizes() {
         num_disk_slots: 0,
         offload_folder: None,
         num_groups: 3,
+        num_state_slots: None,
+        num_snapshots: None,
     };
     assert_eq!(connected.warm_up(&options).await.unwrap().num_blocks, 77);
     for rank in &group.ranks {
@@ -433,6 +435,8 @@ async fn ranks_that_disagree_are_refused() {
         num_disk_slots: 0,
         offload_folder: None,
         num_groups: 3,
+        num_state_slots: None,
+        num_snapshots: None,
     };
     let error = connected.warm_up(&options).await.unwrap_err();
     assert_eq!(error.to_string(), "the ranks do not agree on the number of KV blocks: [10, 11]");

@@ -7,20 +7,26 @@
 //! sequence that is planned later can read the block although it may not be written yet: the worker executes plans
 //! strictly in order. When the step that writes the block fails, `scheduler/failure.rs` preempts its readers.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap, HashSet};
 
 use crate::layout::BlockLayout;
 use crate::offload::Offload;
-use crate::plan::{BlockHash, BlockId, Limits, SequenceId, Transfer};
+use crate::plan::{BlockHash, BlockId, Limits, Save, SequenceId, SnapshotId, Transfer};
 use crate::pool::BlockPool;
 use crate::precedence::Precedence;
 use crate::prefix::{Content, NodeId, Parent, PendingPrefix, PrefixTree};
+use crate::resident::Residency;
+use crate::snapshot::{PendingSave, Snapshots};
 
 #[derive(Debug)]
 pub(crate) struct Cache {
     pool: BlockPool,
     tree: PrefixTree,
     offload: Offload,
+    snapshots: Snapshots,
+    /// Whether the model keeps states, so that a hit ends at a snapshot.
+    has_states: bool,
+    snapshot_reach_tokens: u32,
     layout: BlockLayout,
     num_queried_tokens: u64,
     num_hit_tokens: u64,
@@ -36,11 +42,16 @@ pub(crate) struct PrefixHit {
     pub(crate) block_ids: Vec<BlockId>,
     nodes: Vec<NodeId>,
     num_released: usize,
+    /// The snapshot at the end of the hit.
+    snapshot: Option<SnapshotId>,
+    /// Blocks that are computed. With states more than those of the hit, which ends at a snapshot.
+    pub(crate) num_known_blocks: usize,
     /// Evictable blocks among those to hold: sharing them makes as many blocks unallocatable.
     pub(crate) num_evictable_blocks: usize,
     /// Blocks among those to hold whose content has to come back into a block.
     pub(crate) num_offloaded_blocks: usize,
-    /// The last of the nodes after the hit that one sequence of higher precedence is computing.
+    /// The last of the nodes after the hit that one sequence of higher precedence is computing, or where it is going to save
+    /// a snapshot.
     pub(crate) pending_node: Option<NodeId>,
     /// Blocks up to and including that of `pending_node`.
     pub(crate) num_pending_blocks: usize,
@@ -65,9 +76,18 @@ pub(crate) struct BlockTable {
     nodes: Vec<NodeId>,
     /// Leading nodes that have been registered or were found.
     num_registered: usize,
+    /// Numbers of leading blocks after which a snapshot is to be saved.
+    wanted: BTreeSet<usize>,
+    /// The snapshot that the sequence starts with.
+    pub(crate) snapshot: Option<SnapshotId>,
 }
 
 impl BlockTable {
+    /// Numbers of leading blocks after which a snapshot is to be saved.
+    pub(crate) fn wanted(&self) -> &BTreeSet<usize> {
+        &self.wanted
+    }
+
     /// The blocks that the sequence holds.
     pub(crate) fn held(&self) -> &[BlockId] {
         &self.block_ids[self.num_released..]
@@ -77,6 +97,12 @@ impl BlockTable {
     pub(crate) fn has_full_block(&self, num_token_ids: usize, num_computed_tokens: usize, block_tokens: u32) -> bool {
         num_token_ids >= (self.nodes.len() + 1) * block_tokens as usize
             || num_computed_tokens >= (self.num_registered + 1) * block_tokens as usize
+    }
+
+    /// Whether the sequence is going to compute the node, or to save its snapshot.
+    pub(crate) fn computes_or_saves(&self, node: NodeId) -> bool {
+        let mut unsaved = self.wanted.iter().map(|num_blocks| self.nodes[num_blocks - 1]);
+        self.unregistered_nodes().contains(&node) || unsaved.any(|it| it == node)
     }
 
     /// Nodes that the sequence has yet to compute.
@@ -91,6 +117,9 @@ impl Cache {
             pool: BlockPool::new(limits.num_blocks),
             tree: PrefixTree::new(hash),
             offload: Offload::new(limits.num_memory_slots, limits.num_disk_slots),
+            snapshots: Snapshots::new(limits.num_snapshots),
+            has_states: limits.num_state_slots > 0,
+            snapshot_reach_tokens: limits.snapshot_reach_tokens,
             layout,
             num_queried_tokens: 0,
             num_hit_tokens: 0,
@@ -102,6 +131,16 @@ impl Cache {
         self.pool = BlockPool::new(self.pool.num_blocks());
         self.tree.clear();
         self.offload.clear();
+        self.snapshots.clear();
+    }
+
+    pub(crate) fn num_full_snapshots(&self) -> usize {
+        self.snapshots.num_full()
+    }
+
+    /// What the next plan has to save.
+    pub(crate) fn take_saves(&mut self) -> Vec<PendingSave> {
+        self.snapshots.take_saves()
     }
 
     /// Slots with content: in memory, and on disk.
@@ -146,7 +185,10 @@ impl Cache {
                     num_consecutive += 1;
                     let num_blocks = hit.block_ids.len();
                     if num_blocks - self.num_blocks_before_window(num_blocks) <= num_consecutive {
-                        num_found = num_blocks;
+                        hit.num_known_blocks = num_blocks;
+                        if !self.has_states || self.tree.snapshot(node).is_some() {
+                            num_found = num_blocks;
+                        }
                     }
                 }
                 (None, None, Some(pending)) if pending.precedence < precedence => {
@@ -167,13 +209,26 @@ impl Cache {
                 hit.num_pending_blocks = hit.num_visited_nodes;
             }
         }
+        if producer.is_none() {
+            let unsaved = (num_found..hit.num_known_blocks).rev();
+            let is_pending = |index: &usize| self.pending_snapshot(hit.nodes[*index], precedence);
+            if let Some(index) = unsaved.filter(|_| self.has_states).find(is_pending) {
+                (hit.pending_node, hit.num_pending_blocks) = (Some(hit.nodes[index]), index + 1);
+            }
+        }
         hit.block_ids.truncate(num_found);
         hit.nodes.truncate(num_found);
+        hit.snapshot = hit.nodes.last().and_then(|node| self.tree.snapshot(*node));
         hit.num_released = self.num_blocks_before_window(num_found);
         let is_evictable = |block_id: &BlockId| !self.pool.is_held(*block_id) && self.pool.is_written(*block_id);
         hit.num_evictable_blocks = self.blocks_of(&hit).flatten().filter(is_evictable).count();
         hit.num_offloaded_blocks = self.blocks_of(&hit).filter(Option::is_none).count();
         hit
+    }
+
+    /// Whether a sequence of higher precedence is going to save a snapshot of the node.
+    fn pending_snapshot(&self, node: NodeId, precedence: Precedence) -> bool {
+        self.tree.pending_snapshot(node).is_some_and(|pending| pending.precedence < precedence)
     }
 
     /// Leading blocks that are outside the attention window of a sequence resuming at `num_blocks`.
@@ -197,8 +252,12 @@ impl Cache {
         step: u64,
     ) -> BlockTable {
         self.hold(&mut hit, usize::MAX, step);
-        let PrefixHit { block_ids, nodes, num_released, .. } = hit;
-        let mut table = BlockTable { block_ids, num_released, nodes: Vec::new(), num_registered: nodes.len() };
+        let PrefixHit { block_ids, nodes, num_released, snapshot, .. } = hit;
+        let num_registered = nodes.len();
+        if let Some(snapshot) = snapshot {
+            self.snapshots.touch(snapshot, num_registered as u32 * self.layout.block_tokens);
+        }
+        let mut table = BlockTable { block_ids, num_released, num_registered, snapshot, ..BlockTable::default() };
         self.extend_nodes(&mut table.nodes, content);
         debug_assert!(table.nodes.starts_with(&nodes));
         for node in table.unregistered_nodes() {
@@ -252,7 +311,9 @@ impl Cache {
     pub(crate) fn allocate(&mut self) -> Option<BlockId> {
         let (block_id, evicted) = self.pool.allocate()?;
         if let Some(node) = evicted {
-            self.offload.store(block_id, node, |node, slot| self.tree.move_out(node, slot));
+            self.offload.store(block_id, node, |node, slot| {
+                self.tree.move_out(node, slot).into_iter().for_each(|snapshot| self.snapshots.give_up(snapshot));
+            });
         }
         Some(block_id)
     }
@@ -322,7 +383,79 @@ impl Cache {
     pub(crate) fn forget(&mut self, block_id: BlockId) {
         if let Some(node) = self.pool.node(block_id) {
             self.pool.set_node(block_id, None);
-            self.tree.clear_block_id(node);
+            self.tree.clear_block_id(node).into_iter().for_each(|snapshot| self.snapshots.give_up(snapshot));
+        }
+    }
+
+    /// Asks the sequence of `table` for a snapshot after its first `num_blocks` blocks, which it has yet to compute.
+    pub(crate) fn want_snapshot(&mut self, table: &mut BlockTable, num_blocks: usize, pending: PendingPrefix) {
+        if let Some(node) = num_blocks.checked_sub(1).and_then(|index| table.nodes.get(index))
+            && self.tree.snapshot(*node).is_none()
+        {
+            self.tree.set_pending_snapshot(*node, pending);
+            table.wanted.insert(num_blocks);
+        }
+    }
+
+    /// Saves the wanted snapshots that the sequence has reached: it has computed the first `num_computed_tokens`, and may have
+    /// computed the first `num_written_tokens`. Returns the nodes that it is not going to save any more.
+    pub(crate) fn save_reached(
+        &mut self,
+        saver: (SequenceId, Residency),
+        table: &mut BlockTable,
+        num_computed_tokens: u32,
+        num_written_tokens: u32,
+    ) -> Vec<NodeId> {
+        let mut settled = Vec::new();
+        let num_full_blocks = (num_computed_tokens / self.layout.block_tokens) as usize;
+        while let Some(num_blocks) = table.wanted.first().copied().filter(|num_blocks| *num_blocks <= num_full_blocks) {
+            table.wanted.pop_first();
+            self.save(saver, table, num_blocks, num_written_tokens);
+            let node = table.nodes[num_blocks - 1];
+            self.tree.clear_pending_snapshot(node, saver.0);
+            settled.push(node);
+        }
+        settled
+    }
+
+    /// Saves the states at the end of what the sequence has registered, if they are still there.
+    pub(crate) fn save_end(&mut self, saver: (SequenceId, Residency), table: &BlockTable, num_written_tokens: u32) {
+        // Only what is kept when the sequence is gone.
+        if table.nodes.last().is_some_and(|node| self.tree.is_kept(*node)) {
+            self.save(saver, table, table.num_registered, num_written_tokens);
+        }
+    }
+
+    fn save(
+        &mut self,
+        (id, residency): (SequenceId, Residency),
+        table: &BlockTable,
+        num_blocks: usize,
+        num_written_tokens: u32,
+    ) {
+        let num_tokens = num_blocks as u32 * self.layout.block_tokens;
+        let node = num_blocks.checked_sub(1).filter(|_| num_blocks <= table.num_registered);
+        let node = node.map(|index| table.nodes[index]).filter(|node| self.tree.has_content(*node));
+        let Some(node) = node.filter(|_| self.has_states) else { return };
+        if let Some(snapshot) = self.tree.snapshot(node) {
+            self.snapshots.touch(snapshot, num_tokens);
+        } else if num_written_tokens <= num_tokens + self.snapshot_reach_tokens
+            && let Some((snapshot, lost)) = self.snapshots.take(node, num_tokens)
+        {
+            lost.into_iter().for_each(|node| self.tree.set_snapshot(node, None));
+            self.tree.set_snapshot(node, Some(snapshot));
+            self.snapshots.add_save(PendingSave { residency, save: Save { id, num_tokens, snapshot } });
+        }
+    }
+
+    /// Gives up snapshots, and those that are yet to be saved of `residencies`, so that no sequence continues at them.
+    pub(crate) fn forget_snapshots(&mut self, snapshots: HashSet<SnapshotId>, residencies: &HashSet<Residency>) {
+        let pending: Vec<_> = self.snapshots.to_be_saved(residencies).collect();
+        for snapshot in snapshots.into_iter().chain(pending) {
+            if let Some(node) = self.snapshots.node(snapshot) {
+                self.tree.set_snapshot(node, None);
+                self.snapshots.give_up(snapshot);
+            }
         }
     }
 
@@ -345,6 +478,8 @@ impl Cache {
     pub(crate) fn release(&mut self, table: &BlockTable, producer: SequenceId, is_finishing: bool) -> Vec<NodeId> {
         let mut settled = table.unregistered_nodes().to_vec();
         settled.retain(|node| self.tree.clear_pending(*node, producer));
+        let unsaved = table.wanted.iter().map(|num_blocks| table.nodes[num_blocks - 1]);
+        settled.extend(unsaved.filter(|node| self.tree.clear_pending_snapshot(*node, producer)));
         for index in (table.num_released..table.block_ids.len()).rev() {
             let block_id = table.block_ids[index];
             if index < table.num_registered && self.use_node(table.nodes[index], block_id) {
@@ -383,9 +518,10 @@ impl Cache {
         }
     }
 
-    /// The sequence that is going to compute `node`, which has no block yet.
+    /// The sequence that is going to compute `node`, which has no block yet, or to save its snapshot.
     pub(crate) fn pending(&self, node: NodeId) -> Option<PendingPrefix> {
-        self.tree.pending(node).filter(|_| self.tree.block_id(node).is_none())
+        let pending = self.tree.pending(node).filter(|_| self.tree.block_id(node).is_none());
+        pending.or(self.tree.pending_snapshot(node))
     }
 
     /// Panics unless all counts and links are right. `tables`: those of all sequences on the worker, and whether each
@@ -406,5 +542,6 @@ impl Cache {
         self.pool.audit(&block_refs);
         self.tree.audit(&node_refs, |block_id| self.pool.node(block_id));
         self.offload.audit(self.tree.num_with_slot(), |node| self.tree.slot(node));
+        self.snapshots.audit(self.tree.num_with_snapshot(), |node| self.tree.snapshot(node));
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use crate::cost::Estimate;
-use crate::plan::{BlockId, SequenceId};
+use crate::plan::{BlockId, SequenceId, SnapshotId};
 use crate::resident::Residency;
 use crate::speculation::Drafting;
 
@@ -15,8 +15,10 @@ pub(crate) struct InFlightStep {
     pub(crate) advances: Vec<InFlightAdvance>,
     pub(crate) estimate: Estimate,
     pub(crate) drafting: Drafting,
-    /// Whether the worker also moves blocks to or from slots in this step.
+    /// Whether the worker also moves blocks to or from slots in this step, or states to or from snapshots.
     pub(crate) has_transfers: bool,
+    /// Snapshots that are saved before the advances, each with the residency whose states they are.
+    pub(crate) saved: Vec<(Residency, SnapshotId)>,
 }
 
 #[derive(Clone, Debug)]
@@ -30,6 +32,8 @@ pub(crate) struct InFlightAdvance {
     pub(crate) filled_blocks: Vec<BlockId>,
     /// Shared blocks that the sequence started with although the step that fills them was still in flight.
     pub(crate) unwritten_blocks: Vec<BlockId>,
+    /// The snapshot that the sequence starts with in this step.
+    pub(crate) snapshot: Option<SnapshotId>,
 }
 
 /// The steps in flight.
@@ -56,9 +60,10 @@ impl InFlightSteps {
         estimate: Estimate,
         drafting: Drafting,
         has_transfers: bool,
+        saved: Vec<(Residency, SnapshotId)>,
     ) {
         self.last_step += 1;
-        self.steps.push_back(InFlightStep { step: self.last_step, advances, estimate, drafting, has_transfers });
+        self.steps.push_back(InFlightStep { step: self.last_step, advances, estimate, drafting, has_transfers, saved });
     }
 
     pub(crate) fn oldest(&self) -> Option<&InFlightStep> {
@@ -71,6 +76,11 @@ impl InFlightSteps {
 
     pub(crate) fn get(&self, step: u64) -> Option<&InFlightStep> {
         self.steps.iter().find(|in_flight| in_flight.step == step)
+    }
+
+    /// All steps, oldest first.
+    pub(crate) fn steps(&self) -> impl Iterator<Item = &InFlightStep> {
+        self.steps.iter()
     }
 
     /// Advances of all steps, oldest step first.

@@ -22,12 +22,13 @@ mod queue;
 mod resident;
 mod scheduler;
 mod sequence;
+mod snapshot;
 mod speculation;
 
 pub use error::{ApplyError, SubmitError};
 pub use layout::BlockLayout;
 pub use plan::{
     Advance, BlockHash, BlockId, ContentSalt, Drafted, Event, FinishReason, Forecast, ImageGroup, Limits, NewSequence,
-    Plan, SequenceId, SequenceOutput, SlotId, Stats, StepResult, Submission, TokenId, Transfer,
+    Plan, Save, SequenceId, SequenceOutput, SlotId, SnapshotId, Stats, StepResult, Submission, TokenId, Transfer,
 };
 pub use scheduler::Scheduler;

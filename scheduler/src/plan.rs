@@ -19,6 +19,9 @@ pub type BlockId = u32;
 /// A place for the content of one block beside the KV pool: `0..num_memory_slots` are in host memory, the next `num_disk_slots` on a disk.
 pub type SlotId = u32;
 
+/// A place for a snapshot of a sequence's states.
+pub type SnapshotId = u32;
+
 /// Hashes a full block of token ids together with the hash of the prefix before it. Must be deterministic. Collisions
 /// only reduce sharing: every hit is verified token by token.
 pub type BlockHash = fn(prefix_hash: u64, token_ids: &[TokenId]) -> u64;
@@ -70,6 +73,12 @@ pub struct Limits {
     pub drafts_only_forced: bool,
     /// Bytes that the images of the sequences that the worker knows may take.
     pub max_image_bytes: u64,
+    /// For models that keep states between tokens: the most sequences that the worker knows at a time. 0: the model keeps none.
+    pub num_state_slots: u32,
+    /// Snapshots of a sequence's states. A sequence with states continues a cached prefix only at a snapshot, so 0 ends all sharing.
+    pub num_snapshots: u32,
+    /// Tokens behind a position that may have been computed before a snapshot of that position is saved; at least 1.
+    pub snapshot_reach_tokens: u32,
     /// Stages of the worker's pipeline, at least 1. With several, the steps in flight decode disjoint sequences, so that
     /// every stage has a step, and one more step for each stage after the first may be in flight.
     pub num_stages: u32,
@@ -98,6 +107,9 @@ impl Limits {
         drafts_extend_lookup: false,
         drafts_only_forced: false,
         max_image_bytes: 0,
+        num_state_slots: 0,
+        num_snapshots: 0,
+        snapshot_reach_tokens: 1,
         num_stages: 1,
     };
 
@@ -181,6 +193,8 @@ pub struct ContentSalt {
 pub struct Plan {
     /// Step number: 1, 2, 3, …
     pub step: u64,
+    /// Snapshots that the worker saves first, of sequences that it knows, each to another place.
+    pub saves: Vec<Save>,
     /// Sequences that the worker forgets before this step.
     pub freed_sequence_ids: Vec<SequenceId>,
     /// What moves between the pool and the slots, and from slot to slot, before the advances. The order counts.
@@ -193,6 +207,17 @@ pub struct Plan {
     pub drafts_by_lookup: bool,
     /// Whether drafts are only tokens that grammars force.
     pub drafts_only_forced: bool,
+}
+
+/// A snapshot to save. The states are those of the steps before the plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Save {
+    /// The sequence whose states are saved.
+    pub id: SequenceId,
+    /// Tokens before the position whose states are saved: whole blocks.
+    pub num_tokens: u32,
+    /// The place of the snapshot.
+    pub snapshot: SnapshotId,
 }
 
 /// The content of one block that moves.
@@ -237,6 +262,8 @@ pub struct NewSequence {
     pub num_computed_tokens: u32,
     /// Shared blocks that the sequence starts with.
     pub block_ids: Vec<BlockId>,
+    /// The snapshot of its states after `num_computed_tokens`. `None`: it starts without a state.
+    pub snapshot: Option<SnapshotId>,
 }
 
 /// One sequence's share of a step.
@@ -351,6 +378,12 @@ pub struct Stats {
     pub num_full_memory_slots: usize,
     /// Slots on disk that have the content of a block.
     pub num_full_disk_slots: usize,
+    /// Slots for the states of running sequences; 0: the model keeps none.
+    pub num_state_slots: usize,
+    /// Snapshots of states.
+    pub num_snapshots: usize,
+    /// Snapshots that are in use.
+    pub num_full_snapshots: usize,
     /// Tokens looked up in the prefix cache by all admissions so far.
     pub num_queried_tokens: u64,
     /// Looked-up tokens that were found in the prefix cache.
@@ -376,6 +409,9 @@ impl Sum for Stats {
             num_cached_blocks: sum.num_cached_blocks + one.num_cached_blocks,
             num_full_memory_slots: sum.num_full_memory_slots + one.num_full_memory_slots,
             num_full_disk_slots: sum.num_full_disk_slots + one.num_full_disk_slots,
+            num_state_slots: sum.num_state_slots + one.num_state_slots,
+            num_snapshots: sum.num_snapshots + one.num_snapshots,
+            num_full_snapshots: sum.num_full_snapshots + one.num_full_snapshots,
             num_queried_tokens: sum.num_queried_tokens + one.num_queried_tokens,
             num_hit_tokens: sum.num_hit_tokens + one.num_hit_tokens,
             num_preemptions: sum.num_preemptions + one.num_preemptions,

@@ -22,6 +22,8 @@ pub(crate) struct Residents {
     /// Evicted since the last plan: the next one tells the worker to forget them.
     freed: Vec<SequenceId>,
     num_residencies: u64,
+    /// Running and finishing sequences.
+    num_residents: usize,
     /// Tokens that all residents can grow to together.
     max_tokens: u64,
 }
@@ -31,6 +33,7 @@ impl Residents {
     pub(crate) fn start(&mut self, precedence: Precedence, id: SequenceId, max_tokens: u32) -> Residency {
         self.running.insert(precedence, id);
         self.max_tokens += u64::from(max_tokens);
+        self.num_residents += 1;
         self.num_residencies += 1;
         Residency(self.num_residencies)
     }
@@ -44,6 +47,7 @@ impl Residents {
     pub(crate) fn evict(&mut self, precedence: Precedence, id: SequenceId, max_tokens: u32) {
         self.running.remove(&precedence);
         self.max_tokens -= u64::from(max_tokens);
+        self.num_residents -= 1;
         self.freed.push(id);
     }
 
@@ -55,6 +59,11 @@ impl Residents {
     /// The running sequences, highest precedence first.
     pub(crate) fn running(&self) -> Copied<Values<'_, Precedence, SequenceId>> {
         self.running.values().copied()
+    }
+
+    /// Running and finishing sequences.
+    pub(crate) fn len(&self) -> usize {
+        self.num_residents
     }
 
     pub(crate) fn max_tokens(&self) -> u64 {

@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::cache::BlockTable;
+use crate::cache::{BlockTable, PrefixHit};
 use crate::layout::BlockLayout;
 use crate::plan::{
     Advance, BlockId, ContentSalt, FinishReason, ImageGroup, Limits, NewSequence, SequenceId, SequenceOutput,
@@ -22,6 +22,10 @@ use crate::precedence::{Precedence, PrefillOrder};
 use crate::prefix::{Content, PendingPrefix, Root};
 use crate::resident::Residency;
 use crate::speculation::{Acceptance, Drafting};
+
+/// The states where sequences part are saved if that saves as many blocks from being computed: a prompt that stops there
+/// needs a step more.
+pub(crate) const MIN_BRANCH_BLOCKS: usize = 4;
 
 #[derive(Debug)]
 pub(crate) struct Sequence {
@@ -50,6 +54,8 @@ pub(crate) struct Sequence {
     /// Draft tokens of steps in flight.
     num_in_flight_drafts: u32,
     num_computed_tokens: u32,
+    /// The most tokens that were computed in this residency at any time, with all drafts.
+    num_written_tokens: u32,
     table: BlockTable,
     /// Allocatable blocks that the last failed admission lacked some of; 0: no admission failed since the last change.
     num_blocks_to_admit: usize,
@@ -100,6 +106,7 @@ impl Sequence {
             num_in_flight_tokens: 0,
             num_in_flight_drafts: 0,
             num_computed_tokens: 0,
+            num_written_tokens: 0,
             table: BlockTable::default(),
             num_blocks_to_admit: 0,
             served_at: arrived_at,
@@ -275,6 +282,41 @@ impl Sequence {
         span.filter(|span| span.start > num_computed_tokens).map_or(num_tokens, |span| span.start - num_computed_tokens)
     }
 
+    /// Numbers of leading blocks after which a sequence that starts with `hit` is to save its states: the last one that
+    /// another sequence with the same tokens could continue at, and those where others part from it: where its prompt leaves what
+    /// is known, and where it leaves the `others`.
+    pub(crate) fn wanted_snapshots<'a>(&self, hit: &PrefixHit, others: impl Iterator<Item = &'a Self>) -> Vec<usize> {
+        let Some(content) = self.content() else { return Vec::new() };
+        let block_tokens = self.layout.block_tokens;
+        let last = (self.token_ids.len() - 1) / block_tokens as usize;
+        let others = others.filter_map(Self::lookup_key).map(|other| content.num_common_blocks(other, block_tokens));
+        let is_worthwhile = |num_blocks: &usize| *num_blocks >= hit.block_ids.len() + MIN_BRANCH_BLOCKS;
+        let branches =
+            others.chain([hit.num_known_blocks]).filter(is_worthwhile).map(|num_blocks| num_blocks.min(last));
+        let ahead = branches.chain([last]).filter(|num_blocks| *num_blocks > hit.block_ids.len());
+        ahead.filter(|num_blocks| self.can_save(*num_blocks)).collect()
+    }
+
+    /// Whether an advance may end after `num_blocks` blocks.
+    pub(crate) fn can_save(&self, num_blocks: usize) -> bool {
+        let end = num_blocks as u32 * self.layout.block_tokens;
+        self.whole_span_of(end).is_none_or(|span| span.start == end)
+    }
+
+    /// The most tokens, of at most `max_tokens`, that it can advance by after `num_computed_tokens` without losing the states at one
+    /// of the `wanted` numbers of blocks. They are there until `reach_tokens` behind them are computed.
+    pub(crate) fn saved_advance_tokens(
+        &self,
+        wanted: impl Iterator<Item = usize>,
+        num_computed_tokens: u32,
+        max_tokens: u32,
+        reach_tokens: u32,
+    ) -> u32 {
+        let ends = wanted.map(|num_blocks| num_blocks as u32 * self.layout.block_tokens);
+        let lost = ends.filter(|end| num_computed_tokens + max_tokens > end + reach_tokens);
+        lost.map(|end| end - num_computed_tokens).filter(|num_tokens| *num_tokens > 0).min().unwrap_or(max_tokens)
+    }
+
     fn whole_span_of(&self, token: u32) -> Option<&Range<u32>> {
         self.whole_spans.iter().find(|span| span.contains(&token))
     }
@@ -315,6 +357,7 @@ impl Sequence {
             num_source_tokens: self.num_source_tokens,
             num_computed_tokens: self.num_computed_tokens,
             block_ids: self.table.block_ids.clone(),
+            snapshot: self.table.snapshot,
         }
     }
 
@@ -329,6 +372,7 @@ impl Sequence {
         let sample = num_tokens == self.num_pending_tokens();
         self.served_at = now;
         self.num_computed_tokens += num_tokens + num_draft_tokens;
+        self.num_written_tokens = self.num_written_tokens.max(self.num_computed_tokens);
         self.num_in_flight_tokens += u32::from(sample) + num_draft_tokens;
         self.num_in_flight_drafts += num_draft_tokens;
         self.table.block_ids.extend_from_slice(&new_block_ids);
@@ -352,9 +396,16 @@ impl Sequence {
         self.num_in_flight_tokens = 0;
         self.num_in_flight_drafts = 0;
         self.num_computed_tokens = 0;
+        self.num_written_tokens = 0;
         self.num_blocks_to_admit = 0;
         self.borrowed_budget = None;
         std::mem::take(&mut self.table)
+    }
+
+    /// The block table, for snapshots, with the fewest tokens that are computed, and the most that may be.
+    pub(crate) fn states(&mut self) -> (&mut BlockTable, u32, u32) {
+        let num_computed_tokens = self.min_computed_tokens();
+        (&mut self.table, num_computed_tokens, self.num_written_tokens)
     }
 
     pub(crate) fn table(&self) -> &BlockTable {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import torch
@@ -16,13 +17,23 @@ POISON = 13  # a sequence whose last token is this gets NaN
 CRASH = 14  # a step with this token raises
 
 
-def next_token(context: list[int]) -> int:
+START = 7  # digest of the empty context
+
+
+def extended(digest: int, token: int) -> int:
+    """The digest of a context to which a token is added."""
+    return (digest * 31 + token + 1) % 1_000_003
+
+
+def token_of(digest: int) -> int:
     """The model's greedy token after a context; never POISON or CRASH."""
-    state = 7
-    for token in context:
-        state = (state * 31 + token + 1) % 1_000_003
-    token = state % VOCAB
+    token = digest % VOCAB
     return token + 10 if token in (POISON, CRASH) else token
+
+
+def next_token(context: list[int]) -> int:
+    """The same, from the tokens of the context."""
+    return token_of(functools.reduce(extended, context, START))
 
 
 def continuation(prompt: list[int], num_tokens: int) -> list[int]:
@@ -53,6 +64,7 @@ class FakeModel:
     pooler = None
     adapters = None
     images = None
+    states = None
     weight_bytes = 1
     kv_bytes_per_block = 8 * BLOCK_TOKENS
 

@@ -303,6 +303,11 @@ pub(crate) struct Args {
     #[arg(long, env, value_name = "FOLDER")]
     pub(crate) kv_offload_folder: Option<PathBuf>,
 
+    /// Snapshots of states, for models that keep states between tokens, per replica. Such a model reuses a prefix only
+    /// where there is a snapshot [default: as many as take the memory of the KV cache]
+    #[arg(long, env, value_name = "SNAPSHOTS")]
+    pub(crate) state_snapshots: Option<u32>,
+
     /// Refuse requests that have a grammar, a schema or tools
     #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]
     pub(crate) disable_grammar_support: bool,

@@ -77,6 +77,7 @@ const OF_MODELS: [&str; 34] = [
     "speculate_recent_tokens",
     "speculative_model",
     "standby",
+    "state_snapshots",
     "step_timeout",
     "unencrypted_gpus",
 ];

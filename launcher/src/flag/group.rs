@@ -120,6 +120,7 @@ pub(crate) const GROUPS: &[FlagGroup] = &[
             "kv_offload_gib",
             "kv_offload_disk_gib",
             "kv_offload_folder",
+            "state_snapshots",
         ],
     ),
     group("Speculative decoding", &["speculate", "speculative_model", "speculate_recent_tokens"]),

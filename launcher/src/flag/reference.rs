@@ -78,6 +78,7 @@ const OURS: &[&str] = &[
     "queue-timeout",
     "served-model-name",
     "standby",
+    "state-snapshots",
     "step-timeout",
     "speculate-recent-tokens",
     "speculative-model",

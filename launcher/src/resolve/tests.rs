@@ -42,6 +42,9 @@ pub(crate) fn model(device: &str) -> Description {
         drafts_extend_lookup: false,
         weight_bytes: 0,
         kv_bytes_per_block: 0,
+        state_bytes_per_sequence: 0,
+        snapshot_bytes: 0,
+        snapshot_reach_tokens: 0,
         phases: Vec::new(),
     }
 }

@@ -50,6 +50,7 @@ impl Measured {
         let (num_blocks, block_tokens) = (u64::from(pool.num_blocks), u64::from(model.block_tokens));
         let (num_tokens, size) = (num_blocks * block_tokens, Size(num_blocks * model.kv_bytes_per_block));
         tracing::info!("the KV cache holds {num_tokens} tokens in {num_blocks} blocks ({size})");
+        log_states(model, &pool);
         let (args, step_tokens) = (setup.args(), warm_up.max_step_tokens);
         let limits = SequenceLimits::resolve(args, setup.settings, model, step_tokens, pool.num_blocks)?;
         limits.choices.iter().for_each(Choice::log);
@@ -62,10 +63,23 @@ impl Measured {
         Ok(Self { pool, limits, options, warm_up })
     }
 
-    /// Options of the warm-up of every later group: as many blocks as the first one has.
+    /// Options of the warm-up of every later group: as many blocks, state slots and snapshots as the first one has.
     pub(super) fn warm_up(&self) -> WarmUpOptions {
         let num_blocks = Some(u64::from(self.pool.num_blocks));
-        WarmUpOptions { num_blocks, proven: true, ..self.warm_up.clone() }
+        let (num_state_slots, num_snapshots) = (Some(self.pool.num_state_slots), Some(self.pool.num_snapshots));
+        WarmUpOptions { num_blocks, num_state_slots, num_snapshots, proven: true, ..self.warm_up.clone() }
+    }
+}
+
+fn log_states(model: &Description, pool: &Pool) {
+    let Pool { num_state_slots, num_snapshots, .. } = *pool;
+    if num_state_slots > 0 {
+        let states = Size(u64::from(num_state_slots) * model.state_bytes_per_sequence);
+        let snapshots = Size(u64::from(num_snapshots) * model.snapshot_bytes);
+        tracing::info!(
+            "the states of {num_state_slots} sequences ({states}) and {num_snapshots} snapshots of states ({snapshots}) \
+             are kept"
+        );
     }
 }
 
@@ -94,6 +108,8 @@ fn warm_up_options(setup: Setup<'_>, model: &Description) -> Result<WarmUpOption
         num_disk_slots,
         offload_folder: args.kv_offload_folder.as_ref().map(absolute),
         num_groups: u32::try_from(args.replicas).unwrap_or(u32::MAX),
+        num_state_slots: None,
+        num_snapshots: args.state_snapshots,
     })
 }
 
@@ -128,6 +144,9 @@ fn scheduler_limits(
         drafts_extend_lookup: model.drafts_extend_lookup,
         drafts_only_forced: args.speculate == 0,
         max_image_bytes: model.max_image_bytes(),
+        num_state_slots: pool.num_state_slots,
+        num_snapshots: pool.num_snapshots,
+        snapshot_reach_tokens: model.snapshot_reach_tokens,
         num_stages: args.pipeline_parallel_size,
     };
     let (max_draft_tokens, choice) = Settings::speculation(model, &limits);

@@ -184,6 +184,9 @@ pub(crate) fn load(stats: &Stats, queued_tokens: u64) {
     KV_CACHED_BLOCKS.set(stats.num_cached_blocks as f64);
     KV_OFFLOADED_BLOCKS.with("memory").set(stats.num_full_memory_slots as f64);
     KV_OFFLOADED_BLOCKS.with("disk").set(stats.num_full_disk_slots as f64);
+    STATE_SLOTS.set(stats.num_state_slots as f64);
+    STATE_SNAPSHOTS.set(stats.num_snapshots as f64);
+    STATE_FULL_SNAPSHOTS.set(stats.num_full_snapshots as f64);
     VLLM_WAITING.set(stats.num_queued as f64);
     VLLM_RUNNING.set(stats.num_running as f64);
     let num_held = stats.num_blocks - stats.num_allocatable_blocks;

@@ -108,6 +108,10 @@ metrics! {
     KV_OFFLOADED_BLOCKS = Metric::gauge("penstock_kv_offloaded_blocks",
         "Evicted blocks that are kept beside the KV pool (`--kv-offload-gib`, `--kv-offload-disk-gib`)").by(("tier", &["memory", "disk"]));
     KV_CACHED_BLOCKS = Metric::gauge("penstock_kv_cached_blocks", "Blocks of the KV pool in the prefix cache");
+    STATE_SLOTS = Metric::gauge("penstock_state_slots",
+        "Sequences whose states between tokens have room; 0 for models that keep none");
+    STATE_SNAPSHOTS = Metric::gauge("penstock_state_snapshots", "Snapshots of states, at which prefixes are reused");
+    STATE_FULL_SNAPSHOTS = Metric::gauge("penstock_state_full_snapshots", "Snapshots of states that are in use");
     PREFIX_QUERIED = Metric::counter("penstock_prefix_queried_tokens", "Tokens looked up in the prefix cache");
     PREFIX_HIT = Metric::counter("penstock_prefix_hit_tokens", "Tokens found in the prefix cache");
     DRAFT_TOKENS = Metric::counter("penstock_draft_tokens", "Draft tokens verified by steps: of `--speculate`, or forced by grammars");

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use penstock_proto as proto;
-use penstock_scheduler::{Advance, NewSequence, Plan, SequenceId, Transfer};
+use penstock_scheduler::{Advance, NewSequence, Plan, Save, SequenceId, Transfer};
 
 use super::report::{Fault, Output, OutputError, StepReport, WorkerTiming};
 use super::{Description, Phase, WorkerError};
@@ -21,6 +21,15 @@ pub(super) fn plan<'a>(plan: Plan, constants: impl Fn(SequenceId) -> &'a Constan
         drafts_by_lookup: plan.drafts_by_lookup,
         drafts_only_forced: plan.drafts_only_forced,
         transfers: (!plan.transfers.is_empty()).then(|| transfers(&plan.transfers)),
+        saves: (!plan.saves.is_empty()).then(|| saves(&plan.saves)),
+    }
+}
+
+fn saves(saves: &[Save]) -> proto::Saves {
+    proto::Saves {
+        sequence_ids: saves.iter().flat_map(|save| save.id.0.to_le_bytes()).collect(),
+        num_tokens: saves.iter().flat_map(|save| save.num_tokens.to_le_bytes()).collect(),
+        snapshots: saves.iter().flat_map(|save| save.snapshot.to_le_bytes()).collect(),
     }
 }
 
@@ -53,6 +62,7 @@ fn new_sequence(constants: &Constants, new: NewSequence) -> proto::NewSequence {
         adapter: constants.adapter.as_ref().map(adapter),
         images: constants.images.iter().map(image_span).collect(),
         cache_salt: constants.cache_salt,
+        snapshot: new.snapshot,
     }
 }
 
@@ -165,6 +175,9 @@ pub(crate) fn description(answer: proto::LoadResponse) -> Description {
         drafts_extend_lookup: answer.drafts_extend_lookup,
         weight_bytes: answer.weight_bytes,
         kv_bytes_per_block: answer.kv_bytes_per_block,
+        state_bytes_per_sequence: answer.state_bytes_per_sequence,
+        snapshot_bytes: answer.snapshot_bytes,
+        snapshot_reach_tokens: answer.snapshot_reach_tokens,
         phases: phases(answer.phases),
         image_input: answer.image_input.map(image_input),
         pooling: answer.pooling.map(|it| pooling(&it, answer.max_source_tokens > 0)),

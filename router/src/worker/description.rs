@@ -44,6 +44,12 @@ pub struct Description {
     pub weight_bytes: u64,
     /// Size of one KV block on all ranks together.
     pub kv_bytes_per_block: u64,
+    /// What states between tokens take for each sequence, on all ranks together. 0: the model keeps none.
+    pub state_bytes_per_sequence: u64,
+    /// Size of a snapshot of such states on all ranks together.
+    pub snapshot_bytes: u64,
+    /// Tokens behind a snapshot's position that may have been computed before it is saved.
+    pub snapshot_reach_tokens: u32,
     /// Phases of loading on rank 0, in order.
     pub phases: Vec<Phase>,
     /// What the model makes of a sequence; `None`: it generates tokens.

@@ -44,11 +44,22 @@ impl Group {
         agree("the decoder's prefix", answers.iter().map(|answer| &answer.decoder_prefix))?;
         let weight_bytes = answers.iter().map(|answer| answer.weight_bytes).sum();
         let kv_bytes_per_block = answers.iter().map(|answer| answer.kv_bytes_per_block).sum();
+        let state_bytes_per_sequence = answers.iter().map(|answer| answer.state_bytes_per_sequence).sum();
+        let snapshot_bytes = answers.iter().map(|answer| answer.snapshot_bytes).sum();
+        // A stage may have no layer with states.
+        let snapshot_reach_tokens = answers.iter().map(|answer| answer.snapshot_reach_tokens).max().unwrap_or(0);
         let first = first_rank(answers);
         if first.block_tokens == 0 {
             return Err(WorkerError::Garbled { rank: 0, reason: "KV blocks of 0 tokens".to_owned() });
         }
-        Ok(Description { weight_bytes, kv_bytes_per_block, ..convert::description(first) })
+        Ok(Description {
+            weight_bytes,
+            kv_bytes_per_block,
+            state_bytes_per_sequence,
+            snapshot_bytes,
+            snapshot_reach_tokens,
+            ..convert::description(first)
+        })
     }
 
     /// Runs the largest steps within the limits on all ranks, and allocates the KV pool.
@@ -56,6 +67,8 @@ impl Group {
         let request = options.request();
         let answers = try_join_all(self.ranks.iter_mut().map(|rank| rank.warm_up(request.clone()))).await?;
         agree("the number of KV blocks", answers.iter().map(|answer| answer.num_blocks))?;
+        agree("the number of state slots", answers.iter().map(|answer| answer.num_state_slots))?;
+        agree("the number of snapshots", answers.iter().map(|answer| answer.num_snapshots))?;
         let worst_step_seconds = answers.iter().map(|answer| answer.worst_step_seconds).fold(0.0, f64::max);
         let worst_step = Duration::try_from_secs_f64(worst_step_seconds).unwrap_or_default();
         let standby_room_bytes = answers.iter().filter_map(|answer| answer.standby_room_bytes).min();
@@ -64,7 +77,9 @@ impl Group {
             rank: 0,
             reason: format!("{} KV blocks, at most {} are supported", first.num_blocks, u32::MAX),
         })?;
-        Ok(Pool { num_blocks, worst_step, phases: convert::phases(first.phases), standby_room_bytes })
+        let (num_state_slots, num_snapshots) = (first.num_state_slots, first.num_snapshots);
+        let phases = convert::phases(first.phases);
+        Ok(Pool { num_blocks, num_state_slots, num_snapshots, worst_step, phases, standby_room_bytes })
     }
 
     /// Health checks, which the ranks answer while steps are running.

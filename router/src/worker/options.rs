@@ -124,6 +124,10 @@ pub struct WarmUpOptions {
     pub offload_folder: Option<PathBuf>,
     /// Groups on the same machine, with this one, that divide its host memory. All have loaded the model.
     pub num_groups: u32,
+    /// Slots for the states of sequences; `None`: the workers choose.
+    pub num_state_slots: Option<u32>,
+    /// Snapshots of such states; `None`: the workers choose.
+    pub num_snapshots: Option<u32>,
 }
 
 impl WarmUpOptions {
@@ -141,6 +145,8 @@ impl WarmUpOptions {
             num_disk_slots: self.num_disk_slots,
             offload_folder: text_of(self.offload_folder.as_deref()),
             num_groups: self.num_groups,
+            num_state_slots: self.num_state_slots.unwrap_or(0),
+            num_snapshots: self.num_snapshots,
         }
     }
 }
@@ -150,6 +156,10 @@ impl WarmUpOptions {
 pub struct Pool {
     /// KV blocks on each rank.
     pub num_blocks: u32,
+    /// Sequences that the worker can know at a time, because their states have slots; 0: the model keeps no states.
+    pub num_state_slots: u32,
+    /// Snapshots of such states.
+    pub num_snapshots: u32,
     /// Duration of the slowest warm-up step on the slowest rank; zero with `WarmUpOptions::proven`.
     pub worst_step: Duration,
     /// Phases of the warm-up on rank 0, in order.

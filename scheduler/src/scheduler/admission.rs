@@ -3,9 +3,11 @@
 
 use super::Scheduler;
 use super::plan_builder::PlanBuilder;
+use super::prefill::MAX_CANDIDATES;
 use crate::cache::{BlockTable, PrefixHit};
 use crate::plan::{BlockId, SequenceId};
-use crate::prefix::NodeId;
+use crate::prefix::{NodeId, PendingPrefix};
+use crate::sequence::MIN_BRANCH_BLOCKS;
 
 /// Blocks that are looked up for one step, apart from the last lookup. Bounds the time that planning takes when many
 /// queued sequences wait for each other's prefixes.
@@ -65,7 +67,7 @@ impl Scheduler {
         admission.num_looked_up_blocks += 1 + hit.num_visited_nodes;
         admission.is_closed = admission.num_looked_up_blocks >= MAX_LOOKED_UP_BLOCKS;
         if let Some(node) = hit.pending_node {
-            return self.await_prefix(builder, id, node, hit.num_pending_blocks);
+            return self.await_prefix(builder, id, node, &hit);
         }
         let (sequence, num_hit_blocks) = (self.sequence(id), hit.block_ids.len());
         let num_known_tokens = sequence.num_pending_tokens();
@@ -87,6 +89,10 @@ impl Scheduler {
         let num_hit_tokens = num_hit_blocks as u32 * layout.block_tokens;
         let num_places = (num_available - num_of_hit) as u64 * u64::from(layout.block_tokens);
         let max_tokens = num_places.min(u64::from(num_known_tokens - num_hit_tokens)) as u32;
+        let wanted = self.wanted_snapshots(id, &hit);
+        let reach_tokens = self.limits.snapshot_reach_tokens;
+        let max_tokens =
+            sequence.saved_advance_tokens(wanted.iter().copied(), num_hit_tokens, max_tokens, reach_tokens);
         let num_tokens = self.chunk_tokens(builder, id, num_hit_tokens, max_tokens);
         if num_tokens == 0 {
             // A source that does not fit into the rest of the step. Running prompts may use the rest, unless they have
@@ -98,8 +104,11 @@ impl Scheduler {
         admission.num_unreserved_blocks -= num_to_admit as isize;
         admission.num_restorable_blocks -= hit.num_offloaded_blocks;
         admission.reserve_excess(layout.num_blocks(num_hit_tokens + num_tokens) - num_hit_blocks, num_missing);
-        let unwritten_blocks = self.start(builder, id, hit);
+        let unwritten_blocks = self.start(builder, id, hit, wanted);
         self.advance_prompt(builder, id, num_tokens, unwritten_blocks);
+        if let (Some(advance), Some(start)) = (builder.in_flight.last_mut(), builder.plan.new_sequences.last()) {
+            advance.snapshot = start.snapshot;
+        }
     }
 
     /// Whether there is no room for its images, or a sequence of higher precedence waits for such room: otherwise sequences
@@ -126,28 +135,67 @@ impl Scheduler {
     ///
     /// Sequences cannot wait in a circle: the producer is running, so it waits for none, and it has the higher
     /// precedence.
-    fn await_prefix(&mut self, builder: &PlanBuilder, id: SequenceId, node: NodeId, num_pending_blocks: usize) {
+    fn await_prefix(&mut self, builder: &PlanBuilder, id: SequenceId, node: NodeId, hit: &PrefixHit) {
         self.sequence_mut(id).set_num_blocks_to_admit(0);
         let sequence = self.sequence(id);
         let overtaking_budget = sequence.prefill_order(builder.now, &self.limits).overtaking_budget;
         self.queue.block(sequence.precedence(), id, node);
         self.wake_for_images();
         if let Some(pending) = self.cache.pending(node) {
-            let until_tokens = num_pending_blocks as u32 * self.limits.block_tokens;
+            let until_tokens = hit.num_pending_blocks as u32 * self.limits.block_tokens;
             self.sequence_mut(pending.producer).borrow_budget(overtaking_budget, until_tokens);
+            self.want_snapshot(pending, hit);
+        }
+    }
+
+    /// The snapshots that a sequence is to save when it starts with `hit`.
+    fn wanted_snapshots(&self, id: SequenceId, hit: &PrefixHit) -> Vec<usize> {
+        if self.limits.num_snapshots == 0 {
+            return Vec::new();
+        }
+        let others = self.queue.ready().take(MAX_CANDIDATES).filter(|other| *other != id);
+        self.sequence(id).wanted_snapshots(hit, others.map(|other| self.sequence(other)))
+    }
+
+    /// Asks the running sequences for the snapshots that new ones could continue at. Call it before prompts advance.
+    pub(super) fn note_arrivals(&mut self) {
+        for id in std::mem::take(&mut self.arrivals) {
+            if self.sequences.get(&id).is_some_and(|sequence| sequence.residency().is_none()) {
+                let hit = self.look_up(id);
+                if let Some(pending) = hit.pending_node.and_then(|node| self.cache.pending(node)) {
+                    self.want_snapshot(pending, &hit);
+                }
+            }
+        }
+    }
+
+    /// Asks a producer for the snapshot that a sequence with `hit` waits for, if it can still save it, and saves enough.
+    fn want_snapshot(&mut self, pending: PendingPrefix, hit: &PrefixHit) {
+        let num_blocks = hit.num_pending_blocks;
+        let end = num_blocks as u32 * self.limits.block_tokens;
+        let sequence = self.sequences.get_mut(&pending.producer).expect("invariant: a producer is resident");
+        let is_worthwhile = num_blocks >= hit.block_ids.len() + MIN_BRANCH_BLOCKS;
+        if self.limits.num_snapshots > 0 && is_worthwhile && sequence.can_save(num_blocks) {
+            let (table, _, num_written_tokens) = sequence.states();
+            if num_written_tokens <= end + self.limits.snapshot_reach_tokens {
+                self.cache.want_snapshot(table, num_blocks, pending);
+            }
         }
     }
 
     /// Moves a ready sequence to the worker. Returns the shared blocks that steps in flight have yet to write.
-    fn start(&mut self, builder: &mut PlanBuilder, id: SequenceId, hit: PrefixHit) -> Vec<BlockId> {
+    fn start(&mut self, builder: &mut PlanBuilder, id: SequenceId, hit: PrefixHit, wanted: Vec<usize>) -> Vec<BlockId> {
         let sequence = self.sequences.get_mut(&id).expect("invariant: a queued sequence is known");
         if let Some(content) = sequence.lookup_key() {
             self.cache.record_lookup(content.token_ids.len(), &hit);
         }
-        let table = match sequence.content() {
+        let mut table = match sequence.content() {
             Some(content) => self.cache.open(content, hit, sequence.pending_prefix(), builder.plan.step),
             None => BlockTable::default(),
         };
+        for num_blocks in wanted {
+            self.cache.want_snapshot(&mut table, num_blocks, sequence.pending_prefix());
+        }
         let is_unwritten = |block_id: &BlockId| !self.cache.pool().is_written(*block_id);
         let unwritten_blocks = table.held().iter().copied().filter(is_unwritten).collect();
         let precedence = sequence.precedence();

@@ -86,7 +86,7 @@ impl Scheduler {
     ) -> Event {
         let output = &result.outputs[output_index];
         let Some(token_ids) = &output.token_ids else {
-            self.end(id);
+            self.end(id, false);
             return Event::Failed { id, output_index };
         };
         let extends = self.limits.drafts_extend_lookup;
@@ -102,7 +102,7 @@ impl Scheduler {
         }
         self.register_blocks(id);
         if finish_reason.is_some() {
-            self.end(id);
+            self.end(id, true);
         }
         Event::Advanced { id, output_index, num_tokens, finish_reason }
     }

@@ -13,7 +13,7 @@ impl Scheduler {
             let pending = self.cache.pending(node).expect("an awaited node is pending");
             assert!(pending.precedence < sequence.precedence());
             let producer = self.sequence(pending.producer).table();
-            assert!(producer.unregistered_nodes().contains(&node), "{:?} waits in vain", sequence.id());
+            assert!(producer.computes_or_saves(node), "{:?} waits in vain", sequence.id());
         }
         let running = || resident.iter().filter(|sequence| !sequence.is_finishing());
         let max_tokens = resident.iter().map(|sequence| u64::from(sequence.max_tokens())).sum();

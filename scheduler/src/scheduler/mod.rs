@@ -47,6 +47,8 @@ pub struct Scheduler {
     /// All known sequences.
     sequences: FxHashMap<SequenceId, Sequence>,
     queue: Queue,
+    /// With snapshots: sequences that were submitted since the last plan.
+    arrivals: Vec<SequenceId>,
     residents: Residents,
     in_flight: InFlightSteps,
     cache: Cache,
@@ -76,6 +78,7 @@ impl Scheduler {
             max_steps_in_flight: limits.max_steps_in_flight.max(1),
             num_stages: limits.num_stages.max(1),
             window_tokens: limits.window_tokens.map(|window| window.max(1)),
+            snapshot_reach_tokens: limits.snapshot_reach_tokens.max(1),
             max_draft_tokens: if limits.has_room_for_drafts() { limits.max_draft_tokens } else { 0 },
             ..limits
         };
@@ -84,6 +87,7 @@ impl Scheduler {
             limits,
             sequences: FxHashMap::default(),
             queue: Queue::default(),
+            arrivals: Vec::new(),
             residents: Residents::default(),
             in_flight: InFlightSteps::default(),
             cache: Cache::new(&limits, layout, hash),
@@ -111,6 +115,9 @@ impl Scheduler {
         self.num_submissions += 1;
         let (root, layout) = (self.root(&submission), self.layout(&submission));
         self.queue.insert(precedence, id);
+        if self.limits.num_snapshots > 0 {
+            self.arrivals.push(id);
+        }
         self.sequences.insert(id, Sequence::new(submission, precedence, root, layout, arrived_at));
         Ok(())
     }
@@ -122,8 +129,9 @@ impl Scheduler {
     }
 
     fn root(&self, submission: &Submission) -> Option<Root> {
-        if submission.num_source_tokens > 0 {
-            // The content of the source's blocks is not a function of the ids before them.
+        let has_states = self.limits.num_state_slots > 0;
+        if submission.num_source_tokens > 0 || has_states && self.limits.num_snapshots == 0 {
+            // The content of the source's blocks is not a function of the ids before them. States are not in blocks.
             None
         } else if self.limits.prefix_caching {
             Some(Root::Cache { salt: submission.cache_salt })
@@ -187,13 +195,13 @@ impl Scheduler {
     /// Ends a sequence without an event. Returns false if the sequence is not known: it was never submitted, or has
     /// ended.
     pub fn abort(&mut self, id: SequenceId) -> bool {
-        self.end(id).is_some()
+        self.end(id, true).is_some()
     }
 
     /// Ends a sequence without an event, so that another scheduler can continue it. Returns its tokens: the prompt, and the
     /// generated ones that have come back. `None`: the sequence is not known.
     pub fn withdraw(&mut self, id: SequenceId) -> Option<Vec<TokenId>> {
-        self.end(id).map(Sequence::into_token_ids)
+        self.end(id, true).map(Sequence::into_token_ids)
     }
 
     /// The current load.
@@ -210,6 +218,9 @@ impl Scheduler {
             num_cached_blocks: pool.num_cached(),
             num_full_memory_slots,
             num_full_disk_slots,
+            num_state_slots: self.limits.num_state_slots as usize,
+            num_snapshots: self.limits.num_snapshots as usize,
+            num_full_snapshots: self.cache.num_full_snapshots(),
             num_queried_tokens,
             num_hit_tokens,
             num_preemptions: self.num_preemptions,
@@ -219,12 +230,12 @@ impl Scheduler {
         }
     }
 
-    /// Forgets a sequence in any state. `None`: it is not known.
-    fn end(&mut self, id: SequenceId) -> Option<Sequence> {
+    /// Forgets a sequence in any state. `None`: it is not known. `is_sound`: whether others may continue its states.
+    fn end(&mut self, id: SequenceId, is_sound: bool) -> Option<Sequence> {
         let mut sequence = self.sequences.remove(&id)?;
         self.quarantined = self.quarantined.filter(|quarantined| *quarantined != id);
         if sequence.residency().is_some() {
-            self.evict(&mut sequence);
+            self.evict(&mut sequence, is_sound);
         } else {
             self.queue.remove(sequence.precedence(), id);
             self.wake_for_images();
@@ -233,19 +244,23 @@ impl Scheduler {
     }
 
     /// Moves a sequence from the worker back to the queue. When it is admitted again, all tokens known by then are
-    /// computed again.
-    fn preempt(&mut self, id: SequenceId) {
+    /// computed again, except what is cached. `is_sound`: whether its states may be continued.
+    fn preempt(&mut self, id: SequenceId, is_sound: bool) {
         if let Some(mut sequence) = self.sequences.remove(&id) {
             self.num_preemptions += 1;
-            self.evict(&mut sequence);
+            self.evict(&mut sequence, is_sound);
             self.queue.insert(sequence.precedence(), id);
             self.sequences.insert(id, sequence);
         }
     }
 
-    /// Ends a sequence's residency on the worker.
-    fn evict(&mut self, sequence: &mut Sequence) {
+    /// Ends a sequence's residency on the worker, and saves its states if they are sound.
+    fn evict(&mut self, sequence: &mut Sequence, is_sound: bool) {
         let (id, is_finishing) = (sequence.id(), sequence.is_finishing());
+        if let Some(residency) = sequence.residency().filter(|_| is_sound) {
+            let (table, _, num_written_tokens) = sequence.states();
+            self.cache.save_end((id, residency), table, num_written_tokens);
+        }
         let table = sequence.end_residency();
         for node in self.cache.release(&table, id, is_finishing) {
             self.queue.unblock(node);

@@ -23,7 +23,7 @@ use crate::plan::{BlockId, SequenceId};
 use crate::precedence::{Precedence, PrefillOrder};
 
 /// Ready sequences at the front of the queue that are considered for admission. Bounds the time that planning takes.
-const MAX_CANDIDATES: usize = 8;
+pub(super) const MAX_CANDIDATES: usize = 8;
 
 /// Prompt tokens planned in a step, in the order of planning.
 #[derive(Default)]
@@ -41,6 +41,7 @@ impl Scheduler {
     /// Advances running prompts and admits queued ones, as far as the step and the pool have room. `prefills`: the
     /// running sequences that do not decode.
     pub(super) fn advance_prefills(&mut self, builder: &mut PlanBuilder, prefills: Vec<SequenceId>) {
+        self.note_arrivals();
         let mut admission = Admission::new(self.num_unreserved_blocks(&prefills), builder.max_restored_blocks);
         // `make_room` has made sure that there are blocks for the first running sequence.
         let mut reserved_for = self.residents.running().next().filter(|first| prefills.contains(first));
@@ -99,8 +100,12 @@ impl Scheduler {
         let num_reserved = reserved_for.map_or(0, |id| self.sequence(id).num_next_blocks());
         let num_allocatable = self.cache.pool().num_allocatable().saturating_sub(num_reserved);
         let sequence = self.sequence(id);
+        let num_computed_tokens = sequence.num_computed_tokens();
+        let wanted = sequence.table().wanted().iter().copied();
         let max_tokens = sequence.max_advance_tokens(num_allocatable);
-        let num_tokens = self.chunk_tokens(builder, id, sequence.num_computed_tokens(), max_tokens);
+        let reach_tokens = self.limits.snapshot_reach_tokens;
+        let max_tokens = sequence.saved_advance_tokens(wanted, num_computed_tokens, max_tokens, reach_tokens);
+        let num_tokens = self.chunk_tokens(builder, id, num_computed_tokens, max_tokens);
         admission.reserve_excess(sequence.num_new_blocks(num_tokens), sequence.num_missing_blocks());
         if num_tokens == 0 && sequence.min_advance_tokens(sequence.num_computed_tokens()) > builder.num_tokens_left {
             // A span that does not fit into the rest of the step, as a source in `admit`.
@@ -129,7 +134,8 @@ impl Scheduler {
         let limits = &self.limits;
         // Each running sequence needs a token in every step once it decodes.
         let max_running = limits.max_step_sequences.min(limits.max_step_tokens) as usize;
-        if admission.is_closed || self.residents.running().len() >= max_running {
+        let has_state_slot = limits.num_state_slots == 0 || self.residents.len() < limits.num_state_slots as usize;
+        if admission.is_closed || self.residents.running().len() >= max_running || !has_state_slot {
             return None;
         }
         let first = self.first_in_queue()?;

@@ -41,7 +41,7 @@ impl Scheduler {
             let running = self.residents.running();
             let others: Vec<_> = running.filter(|id| Some(*id) != self.quarantined).collect();
             for id in others.into_iter().rev() {
-                self.preempt(id);
+                self.preempt(id, true);
             }
         }
     }

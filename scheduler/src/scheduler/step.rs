@@ -42,9 +42,12 @@ impl Scheduler {
         if builder.plan.advances.is_empty() && !self.residents.has_freed() && !self.cache.has_transfers() {
             return None;
         }
-        // Only now: within a step, no sequence may read what another one writes, or write what another one reads.
+        let saves = self.cache.take_saves();
+        // Only now: within a step, no sequence may read what another one writes, or write what another one reads. What is
+        // saved of this step's states, the next plan saves.
         for in_flight in &builder.in_flight {
             self.register_blocks(in_flight.id);
+            self.save_reached(in_flight);
             if self.limits.window_tokens.is_some() {
                 self.release_before_window(in_flight.id);
             }
@@ -54,7 +57,11 @@ impl Scheduler {
         builder.plan.freed_sequence_ids = self.residents.take_freed();
         builder.plan.transfers = self.cache.take_transfers();
         let estimate = Estimate { seconds: self.cost.seconds(&builder.estimate.work), ..builder.estimate };
-        self.in_flight.push(builder.in_flight, estimate, drafting, !builder.plan.transfers.is_empty());
+        let restores = builder.plan.new_sequences.iter().any(|new| new.snapshot.is_some());
+        let has_transfers = !builder.plan.transfers.is_empty() || !saves.is_empty() || restores;
+        let saved = saves.iter().map(|pending| (pending.residency, pending.save.snapshot)).collect();
+        builder.plan.saves = saves.into_iter().map(|pending| pending.save).collect();
+        self.in_flight.push(builder.in_flight, estimate, drafting, has_transfers, saved);
         Some(builder.plan)
     }
 
@@ -74,7 +81,7 @@ impl Scheduler {
                 return false; // If its drafts in flight are right, it ends and returns its blocks.
             }
             num_required -= self.num_blocks_to_advance(last, first);
-            self.preempt(last);
+            self.preempt(last, true);
         }
         num_required <= self.cache.pool().num_allocatable()
     }
@@ -122,6 +129,7 @@ impl Scheduler {
             num_draft_tokens,
             filled_blocks,
             unwritten_blocks,
+            snapshot: None,
         });
         builder.plan.advances.push(Advance { last_token_id, ..advance });
     }
@@ -140,6 +148,16 @@ impl Scheduler {
             for node in self.cache.register(id, table, content, num_computed_tokens) {
                 self.queue.unblock(node);
             }
+        }
+    }
+
+    /// Saves the states that a sequence was asked for and has reached, and unblocks the queued sequences that wait for them.
+    fn save_reached(&mut self, in_flight: &InFlightAdvance) {
+        let sequence = self.sequences.get_mut(&in_flight.id).expect("invariant: a resident sequence is known");
+        let saver = (in_flight.id, in_flight.residency);
+        let (table, num_computed_tokens, num_written_tokens) = sequence.states();
+        for node in self.cache.save_reached(saver, table, num_computed_tokens, num_written_tokens) {
+            self.queue.unblock(node);
         }
     }
 

@@ -6,7 +6,8 @@ mod queue;
 use std::collections::{HashMap, HashSet, VecDeque};
 
 use penstock_scheduler::{
-    Advance, BlockId, Limits, NewSequence, Plan, SequenceId, SlotId, Stats, StepResult, Transfer,
+    Advance, BlockId, Limits, NewSequence, Plan, Save, SequenceId, SlotId, SnapshotId, Stats, StepResult, TokenId,
+    Transfer,
 };
 
 use crate::model::Images;
@@ -25,6 +26,13 @@ pub struct Ledger {
     scopes: HashMap<BlockId, Scope>,
     /// For each slot with content, the scope of the block that it came from.
     slot_scopes: HashMap<SlotId, Scope>,
+    /// What each snapshot that was saved is of.
+    snapshots: HashMap<SnapshotId, Snapshot>,
+    /// Blocks that were filled. While none of them is allocated again, no cached content is lost.
+    filled: HashSet<BlockId>,
+    /// Whether every snapshot can still be continued.
+    keeps_content: bool,
+    has_poor_hash: bool,
     /// Blocks that each step in flight writes, oldest step first.
     written: VecDeque<HashSet<BlockId>>,
     num_steps: u64,
@@ -40,9 +48,21 @@ pub struct Ledger {
     pub tally: Tally,
 }
 
+/// The prefix that a snapshot is of.
+#[derive(Debug)]
+struct Snapshot {
+    scope: Scope,
+    token_ids: Vec<TokenId>,
+    images: Images,
+}
+
 /// What the worker will know of a sequence when the steps in flight are executed.
 struct Entry {
     submission: usize,
+    scope: Scope,
+    /// The prompt and the answer that it has at the end.
+    text: Vec<TokenId>,
+    images: Images,
     start_step: u64,
     order: Order,
     num_known_tokens: u32,
@@ -85,7 +105,8 @@ impl Entry {
 }
 
 impl Ledger {
-    pub fn new(limits: Limits, is_in_order: bool) -> Self {
+    /// `has_poor_hash`: not every block can be cached.
+    pub fn new(limits: Limits, is_in_order: bool, has_poor_hash: bool) -> Self {
         Self {
             limits,
             is_in_order,
@@ -93,6 +114,10 @@ impl Ledger {
             num_owners: HashMap::new(),
             scopes: HashMap::new(),
             slot_scopes: HashMap::new(),
+            snapshots: HashMap::new(),
+            filled: HashSet::new(),
+            keeps_content: !has_poor_hash,
+            has_poor_hash,
             written: VecDeque::new(),
             num_steps: 0,
             quarantined: None,
@@ -115,6 +140,9 @@ impl Ledger {
         self.num_owners.clear();
         self.scopes.clear();
         self.slot_scopes.clear();
+        self.snapshots.clear();
+        self.filled.clear();
+        self.keeps_content = !self.has_poor_hash;
         self.written.clear();
         self.num_steps = 0;
         self.quarantined = None;
@@ -139,6 +167,7 @@ impl Ledger {
         self.written.pop_front().expect("a step in flight");
         if failed {
             self.failed_step.get_or_insert(result.step);
+            self.keeps_content = false;
         }
         for (id, entry) in &mut self.entries {
             entry.sampling_step = entry.sampling_step.filter(|step| *step != result.step);
@@ -168,6 +197,11 @@ impl Ledger {
             "step {} frees no sequence, advances none and moves nothing",
             plan.step
         );
+        let saved: HashSet<_> = plan.saves.iter().map(|save| save.snapshot).collect();
+        assert_eq!(saved.len(), plan.saves.len(), "two saves to one snapshot");
+        for save in &plan.saves {
+            self.save(*save);
+        }
         self.free(plan, live);
         self.failed_step = None;
         let decodes = self.decodes();
@@ -175,6 +209,7 @@ impl Ledger {
         for transfer in &plan.transfers {
             self.transfer(*transfer);
         }
+        let expected: Vec<_> = plan.new_sequences.iter().map(|start| self.longest_hit(&live[&start.id])).collect();
         for start in &plan.new_sequences {
             self.start(start, live);
         }
@@ -196,6 +231,9 @@ impl Ledger {
             self.advance(advance, live);
         }
         self.check_budget(plan);
+        if self.limits.num_state_slots > 0 {
+            self.check_states(plan, &expected);
+        }
         self.tally_sources(plan, live);
         for advance in &plan.advances {
             self.release_before_window(advance.id);
@@ -281,6 +319,59 @@ impl Ledger {
                 let scope = self.slot_scopes.remove(&from).expect("a slot with content");
                 self.slot_scopes.insert(to, scope);
                 self.tally.add("blocks moved from memory to disk", 1);
+            }
+        }
+    }
+
+    /// Notes what a snapshot is of. The worker checks that the states are still there.
+    fn save(&mut self, save: Save) {
+        assert!(save.snapshot < self.limits.num_snapshots);
+        assert_eq!(save.num_tokens % self.limits.block_tokens, 0);
+        let entry = self.entries.get(&save.id).expect("only a known sequence is saved");
+        let num_tokens = save.num_tokens as usize;
+        assert!(0 < num_tokens && save.num_tokens <= entry.num_computed_tokens);
+        let token_ids = entry.text.iter().take(num_tokens).copied().collect();
+        let snapshot = Snapshot { scope: entry.scope, token_ids, images: entry.images.within(num_tokens) };
+        let before = self.snapshots.insert(save.snapshot, snapshot);
+        self.tally.add("snapshots saved", 1);
+        self.tally.add("snapshots saved in the place of others", u64::from(before.is_some()));
+    }
+
+    /// The most tokens that a sequence can have computed when it starts, while no content is lost: those of the longest snapshot of
+    /// its prefix.
+    fn longest_hit(&self, submitted: &Submitted) -> u32 {
+        let known = submitted.known();
+        let is_prefix = |snapshot: &&Snapshot| {
+            let num_tokens = snapshot.token_ids.len();
+            num_tokens < known.len()
+                && snapshot.scope == submitted.scope
+                && snapshot.token_ids == known[..num_tokens]
+                && snapshot.images.salts() == submitted.traits.images.within(num_tokens).salts()
+        };
+        let prefixes = self.snapshots.values().filter(|_| submitted.may_look_up()).filter(is_prefix);
+        prefixes.map(|snapshot| snapshot.token_ids.len() as u32).max().unwrap_or(0)
+    }
+
+    /// State slots are enough for the sequences, and each sequence starts with a snapshot of its prefix: with the longest, unless
+    /// content was lost. `expected`: the tokens of the longest.
+    fn check_states(&mut self, plan: &Plan, expected: &[u32]) {
+        assert!(self.entries.len() <= self.limits.num_state_slots as usize, "a sequence has no state slot");
+        self.tally.add(
+            "steps with all state slots in use",
+            u64::from(self.entries.len() == self.limits.num_state_slots as usize),
+        );
+        let is_kept = self.limits.prefix_caching && self.limits.window_tokens.is_none();
+        for (start, expected) in plan.new_sequences.iter().zip(expected) {
+            let hit = start.num_computed_tokens;
+            assert_eq!(start.snapshot.is_some(), hit > 0, "{:?} starts without the states of its tokens", start.id);
+            assert!(hit <= *expected);
+            if let Some(snapshot) = start.snapshot {
+                assert_eq!(self.snapshots[&snapshot].token_ids, start.token_ids[..hit as usize]);
+                self.tally.add("snapshots restored", 1);
+            }
+            if is_kept && self.keeps_content {
+                assert_eq!(hit, *expected, "{:?} does not continue the longest snapshot", start.id);
+                self.tally.add("longest snapshots continued", u64::from(hit > 0));
             }
         }
     }
@@ -371,6 +462,9 @@ impl Ledger {
         }
         let entry = Entry {
             submission: submitted.submission,
+            scope: submitted.scope,
+            text: [&submitted.prompt[..], &submitted.expected.0].concat(),
+            images: submitted.traits.images,
             start_step: self.num_steps,
             order: submitted.order,
             num_known_tokens: start.token_ids.len() as u32,
@@ -437,6 +531,7 @@ impl Ledger {
             assert_eq!(self.num_owners.insert(*block_id, 1), None, "block {block_id} is allocated while it is held");
             let in_flight = self.written.iter().any(|written| written.contains(block_id));
             assert!(!in_flight, "block {block_id} is allocated while a step in flight writes it");
+            self.keeps_content &= !self.filled.contains(block_id);
             self.scopes.insert(*block_id, live[&id].scope);
         }
         let entry = self.entries.get_mut(&id).unwrap_or_else(|| panic!("{id:?} advances but is unknown to the worker"));
@@ -478,6 +573,7 @@ impl Ledger {
             assert_eq!(self.num_owners[block_id], 1, "{id:?} writes the shared block {block_id}");
         }
         self.written.back_mut().expect("this step").extend(written.iter().copied());
+        self.filled.extend(&entry.block_ids[..(entry.num_computed_tokens / block_tokens) as usize]);
     }
 
     fn check_budget(&self, plan: &Plan) {

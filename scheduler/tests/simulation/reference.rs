@@ -204,7 +204,10 @@ impl Reference {
                 sequence.images.is_empty() || !is_image_room_full
             };
             // A prompt that ends in this step makes room for another sequence.
-            let may_start = !is_closed && self.running().len() < max_running;
+            let num_residents = self.sequences.iter().filter(|sequence| sequence.residency.is_some()).count();
+            let num_slots = self.limits.num_state_slots as usize;
+            let has_state_slot = num_slots == 0 || num_residents < num_slots;
+            let may_start = !is_closed && self.running().len() < max_running && has_state_slot;
             let queued = self.sequences.iter().position(next).filter(|_| may_start);
             match (queued, prefills.front().copied()) {
                 (Some(index), running) if running.is_none_or(|running| index < running) => {

@@ -111,7 +111,8 @@ fn limits() -> impl Strategy<Value = Limits> {
     let turns = (prop_oneof![Just(0), 1..6u32], weighted(0.3, 0..20u64), weighted(0.35, 1..40u32));
     let slots = || prop_oneof![Just(0), 1..6u32, 6..40u32];
     let drafts_and_slots = (prop_oneof![Just(0), 1..6u32], slots(), slots());
-    let stages_and_images = (prop_oneof![3 => Just(1), 1 => 2..4u32], 4..8u64);
+    let states = prop_oneof![1 => Just((0, 0, 1)), 1 => (1..8u32, prop_oneof![1 => Just(0), 3 => 1..9u32], 1..20u32)];
+    let stages_and_images = (prop_oneof![3 => Just(1), 1 => 2..4u32], 4..8u64, states);
     (sizes, 0..5u32, weighted(0.5, 0..60u64), turns, drafts_and_slots, stages_and_images).prop_map(
         |(
             sizes,
@@ -119,7 +120,7 @@ fn limits() -> impl Strategy<Value = Limits> {
             ageing_ticks,
             turns,
             (drafts, num_memory_slots, num_disk_slots),
-            (num_stages, max_image_bytes),
+            (num_stages, max_image_bytes, (num_state_slots, num_snapshots, snapshot_reach_tokens)),
         )| {
             let drafts = if num_stages == 1 { drafts } else { 0 };
             let (
@@ -150,6 +151,9 @@ fn limits() -> impl Strategy<Value = Limits> {
                 drafts_extend_lookup: drafts == 3,
                 drafts_only_forced: drafts == 4,
                 max_image_bytes,
+                num_state_slots,
+                num_snapshots,
+                snapshot_reach_tokens,
                 num_stages,
             }
         },

@@ -98,6 +98,7 @@ pub fn order(limits: &Limits, priority: i32, tick: u64, submission: usize) -> Or
 pub fn scope(limits: &Limits, submission: &Submission, number: usize) -> Scope {
     match submission.group {
         _ if submission.num_source_tokens > 0 => Scope::Alone(number),
+        _ if limits.num_state_slots > 0 && limits.num_snapshots == 0 => Scope::Alone(number),
         _ if limits.prefix_caching => Scope::All,
         Some(group) => Scope::Group(group),
         None => Scope::Alone(number),

@@ -9,7 +9,7 @@ pub const FULL_STEPS: u64 = 1_000_000;
 
 /// The hard cases, and how often each must happen in `FULL_STEPS`: at most a tenth of what is usual. A simulation that
 /// does not reach these states proves little.
-const REQUIRED: [(&str, u64); 52] = [
+const REQUIRED: [(&str, u64); 57] = [
     ("sequences", 20_000),
     ("sequences of one token", 1_000),
     ("all of a sequence is source", 500),
@@ -61,6 +61,11 @@ const REQUIRED: [(&str, u64); 52] = [
     ("steps of disjoint decodes", 5_000),
     ("drafts with a window", 2_000),
     ("forced drafts", 1_000),
+    ("steps with all state slots in use", 15_000),
+    ("snapshots saved", 3_500),
+    ("snapshots saved in the place of others", 2_500),
+    ("snapshots restored", 700),
+    ("longest snapshots continued", 25),
     ("results that show that a last step is in flight", 100),
 ];
 

@@ -8,7 +8,8 @@
 use std::collections::{HashMap, HashSet};
 
 use penstock_scheduler::{
-    Advance, BlockId, Limits, NewSequence, Plan, SequenceId, SequenceOutput, StepResult, TokenId, Transfer,
+    Advance, BlockId, Limits, NewSequence, Plan, Save, SequenceId, SequenceOutput, SnapshotId, StepResult, TokenId,
+    Transfer,
 };
 
 use crate::model::{self, Images};
@@ -20,6 +21,11 @@ pub struct Worker {
     /// The contents of the slots beside the pool.
     offloaded: Vec<Vec<Slot>>,
     sequences: HashMap<SequenceId, WorkerSequence>,
+    /// The states of each snapshot: of the prefix that they are after.
+    snapshots: Vec<Slot>,
+    /// The most sequences at a time; 0: any number, without states.
+    num_state_slots: usize,
+    snapshot_reach_tokens: usize,
     max_image_bytes: u64,
     /// Whether a failed sequence also fails in the later steps that are already planned.
     repeats_failures: bool,
@@ -52,6 +58,10 @@ struct WorkerSequence {
     num_source_tokens: usize,
     num_computed_tokens: usize,
     block_ids: Vec<BlockId>,
+    /// The states after each number of tokens, since the snapshot that it started with.
+    states: Vec<Slot>,
+    /// The most tokens that were computed at any time.
+    num_written_tokens: usize,
     has_failed: bool,
     poisoned: bool,
 }
@@ -71,6 +81,9 @@ impl Worker {
             kv: vec![Slot::Empty; (num_blocks * block_tokens) as usize],
             offloaded: vec![vec![Slot::Empty; block_tokens as usize]; num_slots as usize],
             sequences: HashMap::new(),
+            snapshots: vec![Slot::Empty; limits.num_snapshots as usize],
+            num_state_slots: limits.num_state_slots as usize,
+            snapshot_reach_tokens: limits.snapshot_reach_tokens as usize,
             max_image_bytes: limits.max_image_bytes,
             repeats_failures,
             poisoned: HashSet::new(),
@@ -81,6 +94,9 @@ impl Worker {
     /// Returns the result, and the sequences whose outputs are poisoned. `traits` has one entry for each new sequence.
     pub fn execute(&mut self, plan: &Plan, traits: &[Traits]) -> (StepResult, HashSet<SequenceId>) {
         self.last_step = plan.step;
+        for save in &plan.saves {
+            self.save(*save);
+        }
         for id in &plan.freed_sequence_ids {
             self.sequences.remove(id).expect("only a known sequence is freed");
         }
@@ -90,6 +106,7 @@ impl Worker {
         for (start, traits) in plan.new_sequences.iter().zip(traits) {
             self.start(plan.step, start, *traits);
         }
+        assert!(self.num_state_slots == 0 || self.sequences.len() <= self.num_state_slots, "no state slot is free");
         let images = self.sequences.values().flat_map(|sequence| sequence.traits.images.groups());
         assert!(model::num_image_bytes(images) <= self.max_image_bytes, "the images do not fit");
         // Checks the reads before and after all writes: within a step, no sequence may read what another one writes.
@@ -104,6 +121,19 @@ impl Worker {
         }
         let poisoned = outputs.iter().map(|output| output.id).filter(|id| self.sequences[id].poisoned).collect();
         (StepResult { step: plan.step, outputs }, poisoned)
+    }
+
+    fn save(&mut self, save: Save) {
+        let sequence = self.sequences.get(&save.id).expect("only a known sequence is saved");
+        let num_tokens = save.num_tokens as usize;
+        assert!(sequence.num_written_tokens <= num_tokens + self.snapshot_reach_tokens, "the states are gone");
+        let state = sequence.states[num_tokens];
+        assert_ne!(state, Slot::Empty, "{:?} never had these states", save.id);
+        self.snapshots[save.snapshot as usize] = if sequence.has_failed { Slot::Poison } else { state };
+    }
+
+    fn restored(&self, snapshot: Option<SnapshotId>) -> Slot {
+        snapshot.map_or(Slot::Digest(model::ROOT), |snapshot| self.snapshots[snapshot as usize])
     }
 
     fn transfer(&mut self, transfer: Transfer) {
@@ -127,6 +157,10 @@ impl Worker {
             "{:?} starts after a part of its source",
             start.id
         );
+        let mut states = vec![Slot::Empty; start.num_computed_tokens as usize];
+        if self.num_state_slots > 0 {
+            states.push(self.restored(start.snapshot));
+        }
         let known = WorkerSequence {
             start_step: step,
             traits,
@@ -134,6 +168,8 @@ impl Worker {
             num_source_tokens: num_source_tokens as usize,
             num_computed_tokens: start.num_computed_tokens as usize,
             block_ids: start.block_ids.clone(),
+            states,
+            num_written_tokens: 0,
             has_failed: false,
             poisoned: false,
         };
@@ -160,6 +196,12 @@ impl Worker {
                 }
             }
         }
+        if self.num_state_slots > 0 && !sequence.has_failed && !sequence.poisoned {
+            match sequence.states[num_computed_tokens] {
+                Slot::Poison => sequence.poisoned = true,
+                state => assert_eq!(state, Slot::Digest(digest), "{id:?} does not continue its own states"),
+            }
+        }
         if sequence.poisoned {
             self.poisoned.insert((id, sequence.start_step));
         }
@@ -172,12 +214,17 @@ impl Worker {
         let to = from + advance.num_tokens as usize;
         assert!(from > 0 || to >= sequence.num_source_tokens, "{:?}: its source is split at {to}", advance.id);
         sequence.num_computed_tokens = to;
+        sequence.num_written_tokens = sequence.num_written_tokens.max(to);
+        if self.num_state_slots > 0 {
+            sequence.states.resize(to.max(sequence.states.len() - 1) + 1, Slot::Empty);
+        }
         let fails = sequence.traits.fail_position.is_some_and(|position| (position as usize) < to);
         if sequence.has_failed || fails {
             let is_reported = !sequence.has_failed || self.repeats_failures;
             sequence.has_failed = true;
             for position in from..to {
                 self.kv[sequence.slot(position, self.block_tokens)] = Slot::Poison;
+                sequence.states.get_mut(position + 1).into_iter().for_each(|state| *state = Slot::Poison);
             }
             return is_reported.then_some(SequenceOutput {
                 id: advance.id,
@@ -192,6 +239,7 @@ impl Worker {
             if position >= from {
                 let slot = if sequence.poisoned { Slot::Poison } else { Slot::Digest(digest) };
                 self.kv[sequence.slot(position, self.block_tokens)] = slot;
+                sequence.states.get_mut(position + 1).into_iter().for_each(|state| *state = slot);
             }
         }
         if !advance.sample {
@@ -225,6 +273,11 @@ impl Worker {
             written = model::extend(written, model::sample(written) + offset + wrong_by);
             let slot = if sequence.poisoned { Slot::Poison } else { Slot::Digest(written) };
             self.kv[sequence.slot(position, self.block_tokens)] = slot;
+            sequence.num_written_tokens = sequence.num_written_tokens.max(position + 1);
+            if self.num_state_slots > 0 {
+                sequence.states.resize(sequence.states.len().max(position + 2), Slot::Empty);
+                sequence.states[position + 1] = slot;
+            }
             // The failure of a draft token's row is that of a later step.
             is_right &= wrong_by == 0 && sequence.traits.fail_position.is_none_or(|fails| position < fails as usize);
             if is_right {

@@ -64,7 +64,7 @@ impl World {
                 Scheduler::new(limits)
             },
             worker: Worker::new(&limits, scenario.repeats_failures),
-            ledger: Ledger::new(limits, scenario.is_in_order()),
+            ledger: Ledger::new(limits, scenario.is_in_order(), scenario.has_poor_hash),
             reference: scenario.is_predictable().then(|| Reference::new(limits)),
             live: HashMap::new(),
             texts: Vec::new(),
@@ -103,6 +103,7 @@ impl World {
         assert!(self.ledger.is_empty(), "a sequence has ended and was not freed");
         let stats = self.scheduler.stats();
         assert_eq!(stats.num_allocatable_blocks, stats.num_blocks, "a block leaked");
+        assert!(stats.num_full_snapshots <= self.scenario.limits.num_snapshots as usize);
         assert_eq!((stats.num_queued, stats.num_running, stats.max_running_tokens), (0, 0, 0));
         self.check_voided();
         self.tally += &self.ledger.tally;

@@ -40,6 +40,7 @@ class Measured:
     """What the most expensive steps took."""
 
     num_blocks: int
+    num_snapshots: int
     worst_step_s: float  # estimated from the layers that ran
     step_bytes: int  # the most memory that a step needs temporarily
 
@@ -58,6 +59,7 @@ class CapacityProbe:
     has_grammars: bool  # whether grammars can be used already
     pooled_drafter: PooledDrafter | None = None  # with as many blocks as the model
     drafter_bytes: int = 0  # bytes of the drafter's weights
+    num_state_slots: int = 0  # slots that were allocated; 0: the model keeps no states
 
     def measure(
         self, config: WarmUpConfig, run: Run, later_bytes: int, graph_bytes: Callable[[], int], clock: PhaseClock
@@ -82,7 +84,7 @@ class CapacityProbe:
         self.serve_up_to(self.longest_in(hoped_blocks, config))  # first, so that what it writes counts
         worst = warmup.WorstStep(
             config.max_step_tokens,
-            config.max_step_sequences,
+            min(config.max_step_sequences, self.num_state_slots or config.max_step_sequences),
             longest,
             self.contexts_in(hoped_blocks, longest),
             self.block_tokens,
@@ -91,9 +93,10 @@ class CapacityProbe:
             is_pooled=self.model.pooler is not None,
             has_grammars=self.has_grammars,
             adapter=None if self.model.adapters is None else NEUTRAL,
+            has_states=self.num_state_slots > 0,
         )
         self.allocate_cache(worst.num_blocks())
-        memory.touch_pages(self.caches)
+        memory.touch_pages([*self.caches, *self.state_tensors])
         with clock.phase("first step"):
             # Memory that is allocated once, or touched for the first time, is not part of a step.
             run(self.model, warmup.plan(worst, warmup.first(worst)), worst.num_blocks())
@@ -123,8 +126,69 @@ class CapacityProbe:
             available=left.available - reserved_bytes * share.num_ranks,
             transient=step_bytes + recorded_bytes + unseen,
         )
-        num_blocks = self.agree_on_blocks(config, memory.usable_bytes(left, share) // per_block, left)
-        return Measured(num_blocks, max(seconds), step_bytes)
+        usable = memory.usable_bytes(left, share)
+        num_snapshots = self.agree_on_snapshots(config, usable, memory.left_bytes(left, share))
+        if num_snapshots:
+            usable = min(usable, memory.left_bytes(left, share) - num_snapshots * self.snapshot_bytes)
+        num_blocks = self.agree_on_blocks(config, usable // per_block, left)
+        return Measured(num_blocks, num_snapshots, max(seconds), step_bytes)
+
+    def agree_on_state_slots(self, config: WarmUpConfig) -> int:
+        """The number of slots of every rank: one for each sequence of a step, as far as they take half of the memory
+        that is left. 0: the model keeps no states. Raises the same ConfigError on all ranks when too few fit."""
+        if config.proven:
+            return config.num_state_slots
+        if not self.group.minimum_of_all(-self.slot_bytes):
+            return 0  # on any rank
+        share = memory.Share(config.memory_fraction, self.num_sharing(config) if self.device.type == "cpu" else 1)
+        left = max(0, memory.left_bytes(memory.MemoryMeter(self.device).measure(), share))
+        fitting = self.group.minimum_of_all(left // 2 // max(1, self.slot_bytes))
+        wanted = config.num_state_slots or min(config.max_step_sequences, max(1, fitting))
+        if wanted > fitting:
+            fewer = "lower --replicas, " if config.num_groups > 1 else ""
+            raise ConfigError(
+                f"{fitting} state slots fit, but {wanted} {'is' if wanted == 1 else 'are'} needed: the model keeps "
+                f"{memory.mib(self.slot_bytes)} for each sequence between tokens, and {memory.mib(left)} are free "
+                f"after loading the model, half of them for states; {fewer}raise --cuda-memory-fraction, or free memory"
+            )
+        return wanted
+
+    def agree_on_snapshots(self, config: WarmUpConfig, pool_bytes: int, left: int) -> int:
+        """The number of snapshots of every rank: as many as take the memory of the pool, of at most `pool_bytes`, and
+        at most half of what is left. Raises the same ConfigError on all ranks if fewer fit than were asked for."""
+        per_snapshot = max(1, self.snapshot_bytes)
+        if not self.num_state_slots:
+            return 0
+        if config.num_snapshots is None:
+            pool = config.num_blocks * self.kv_bytes_per_block or min(pool_bytes, left // 2)
+            return self.group.minimum_of_all(max(0, min(pool, left - pool)) // per_snapshot)
+        fitting = self.group.minimum_of_all(max(0, left) // per_snapshot)
+        if config.num_snapshots > fitting:
+            raise ConfigError(
+                f"{config.num_snapshots} snapshots of states were asked for "
+                f"({memory.mib(config.num_snapshots * per_snapshot)}), but only {fitting} "
+                f"({memory.mib(fitting * per_snapshot)}) fit next to the model and the largest step; "
+                "lower --state-snapshots"
+            )
+        return config.num_snapshots
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a sequence's states on this rank."""
+        return 0 if self.model.states is None else self.model.states.bytes_per_slot
+
+    @property
+    def snapshot_bytes(self) -> int:
+        return 0 if self.model.states is None else self.model.states.bytes_per_snapshot
+
+    @property
+    def state_tensors(self) -> list[Tensor]:
+        return [] if self.model.states is None else self.model.states.tensors
+
+    def allocate_states(self, num_slots: int, num_snapshots: int) -> None:
+        """Allocates the states, if the model keeps any, before the pools."""
+        if self.model.states is not None:
+            self.model.states.allocate(num_slots, num_snapshots)
 
     @property
     def kv_bytes_per_block(self) -> int:
@@ -143,8 +207,10 @@ class CapacityProbe:
 
     @property
     def caches(self) -> list[Tensor]:
-        """The tensors of both pools."""
-        return self.model.caches + ([] if self.pooled_drafter is None else self.pooled_drafter.model.caches)
+        """The tensors of both pools, without states."""
+        of_states = {id(tensor) for tensor in self.state_tensors}
+        own = [cache for cache in self.model.caches if id(cache) not in of_states]
+        return own + ([] if self.pooled_drafter is None else self.pooled_drafter.model.caches)
 
     def allocate_cache(self, num_blocks: int) -> None:
         """Allocates both pools."""

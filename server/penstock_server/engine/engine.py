@@ -144,6 +144,12 @@ class Engine:
 
         drafter = run_in_background(read_drafter, device) if config.background else read_drafter()
         draft_kv_bytes = drafter.kv_bytes_per_block if isinstance(drafter, PooledDrafter) else 0
+        states = model.states
+        if states is not None and block_tokens % states.chunk_tokens:
+            raise ConfigError(
+                f"KV blocks of {block_tokens} tokens cannot end with the states of this model, which are saved every "
+                f"{states.chunk_tokens} tokens: {block_tokens} is no multiple of {states.chunk_tokens}"
+            )
         description = Description(
             architecture=model.traits.architecture,
             dtype=next(name for name, value in DTYPES.items() if value == dtype),
@@ -166,6 +172,9 @@ class Engine:
             can_draft=not drafting_refusal(model, group),
             drafts_with_model=not drafter.is_lookup,
             drafts_extend_lookup=drafter.extends_lookup,
+            state_bytes_per_sequence=0 if states is None else states.bytes_per_slot,
+            snapshot_bytes=0 if states is None else states.bytes_per_snapshot,
+            snapshot_reach_tokens=0 if states is None else states.reach_tokens,
             image_input=_image_input(
                 model.images, has_adapter=model.adapters is not None and model.adapters.own_is_of_images
             ),

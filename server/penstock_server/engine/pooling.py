@@ -90,7 +90,7 @@ class PoolingRunner:
         self._last_step = plan.step
         for sequence_id in plan.freed_sequence_ids:
             self._sums.pop(sequence_id, None)
-        apply_changes(self._table, plan, self._offload)
+        apply_changes(self._table, plan, self._offload, self._model.states)
         chosen = batch.select(self._table, plan.advances)
         pending = PendingVectors(plan.step, chosen.sequence_ids[chosen.samples], chosen.failures)
         self._in_flight.append(pending)

@@ -57,7 +57,7 @@ class RelayRunner:
         idle_s = started - self._ended
         check_plan(plan, self._last_step, self._limits, can_draft=False)
         self._last_step = plan.step
-        apply_changes(self._table, plan, self._offload)
+        apply_changes(self._table, plan, self._offload, self._model.states)
         chosen = batch.select(self._table, plan.advances)
         timing = self._run(chosen, started) if len(chosen.rows) else StepTiming(time.perf_counter() - started)
         self._ended = time.perf_counter()

@@ -34,6 +34,10 @@ class TableLimits:
     num_blocks: int
     max_sequence_tokens: int
     num_rows: int  # sequences expected at a time; the table grows by copying when there are more
+    # States of sequences that the model holds: the most sequences at a time, each with its row as its slot. 0: the
+    # model keeps no state.
+    num_state_slots: int = 0
+    num_snapshots: int = 0  # snapshots of such states
     max_source_tokens: int = 0  # 0: no part of a sequence is read by an encoder
     has_answers: bool = True  # something follows a source; otherwise all of a sequence is source
     has_token_types: bool = False  # tokens of a second text are told apart
@@ -59,23 +63,24 @@ class SequenceTable:
         self._restrictions: dict[int, Restriction] = {}  # by row
         self._row_of: dict[int, int] = {}
         self._failures: dict[int, Failure] = {}
-        self._free_rows = list(range(limits.num_rows - 1, -1, -1))
+        num_rows = limits.num_state_slots or limits.num_rows
+        self._free_rows = list(range(num_rows - 1, -1, -1))
         # One more, because the last token of a sequence at full length is known but never computed.
         width = limits.max_sequence_tokens + 1
-        self.token_ids = _untouched_zeros((limits.num_rows, width))
-        self.block_ids = _untouched_zeros((limits.num_rows, -(-width // limits.block_tokens)))
-        self.known = np.zeros(limits.num_rows, np.int64)
-        self.prompt = np.zeros(limits.num_rows, np.int64)  # leading known tokens that are the prompt
-        self.source = np.zeros(limits.num_rows, np.int64)  # leading prompt tokens that the encoder reads
-        self.first_text = np.zeros(limits.num_rows, np.int64)  # leading known tokens of token type 0
-        self.computed = np.zeros(limits.num_rows, np.int64)
-        self.num_blocks = np.zeros(limits.num_rows, np.int64)
-        self.adapter = np.zeros(limits.num_rows, np.int64)  # its id; 0: none
-        self.images_end = np.zeros(limits.num_rows, np.int64)  # tokens up to the end of its last image; 0: it has none
-        self.shift = np.zeros(limits.num_rows, np.int64)  # what positions behind its images are smaller by than in text
-        self.sampling = np.zeros(limits.num_rows, SAMPLING_FIELDS)
+        self.token_ids = _untouched_zeros((num_rows, width))
+        self.block_ids = _untouched_zeros((num_rows, -(-width // limits.block_tokens)))
+        self.known = np.zeros(num_rows, np.int64)
+        self.prompt = np.zeros(num_rows, np.int64)  # leading known tokens that are the prompt
+        self.source = np.zeros(num_rows, np.int64)  # leading prompt tokens that the encoder reads
+        self.first_text = np.zeros(num_rows, np.int64)  # leading known tokens of token type 0
+        self.computed = np.zeros(num_rows, np.int64)
+        self.num_blocks = np.zeros(num_rows, np.int64)
+        self.adapter = np.zeros(num_rows, np.int64)  # its id; 0: none
+        self.images_end = np.zeros(num_rows, np.int64)  # tokens up to the end of its last image; 0: it has none
+        self.shift = np.zeros(num_rows, np.int64)  # what positions behind its images are smaller by than in text
+        self.sampling = np.zeros(num_rows, SAMPLING_FIELDS)
         # A number that no other residency (from `add` until the row is released) ever has; 0: the row is free.
-        self.residency = np.zeros(limits.num_rows, np.int64)
+        self.residency = np.zeros(num_rows, np.int64)
         self._num_residencies = 0
         self._scoring_prompts: set[int] = set()  # rows
 
@@ -141,6 +146,8 @@ class SequenceTable:
                 loaded = self.adapters.get(adapter)
             except ConfigError as error:  # an earlier worker has loaded it, but its folder has changed since
                 reason = f"its adapter cannot be loaded: {error}"
+        if not reason and self.limits.num_state_slots and not self._free_rows:
+            reason = f"finds none of the {self.limits.num_state_slots} state slots free"
         if reason:
             self._failures[sequence_id] = Failure(sequence_id, reason)
             return
@@ -318,6 +325,10 @@ class SequenceTable:
             return f"has {new.num_computed_tokens} computed tokens, but only {known} are known"
         if new.num_computed_tokens > len(new.block_ids) * limits.block_tokens:
             return f"has {new.num_computed_tokens} computed tokens in {len(new.block_ids)} blocks"
+        if limits.num_state_slots and new.num_computed_tokens and new.snapshot is None:
+            return f"has {new.num_computed_tokens} computed tokens, but no snapshot of its states"
+        if new.snapshot is not None and new.snapshot >= limits.num_snapshots:
+            return f"starts with snapshot {new.snapshot}, but there are {limits.num_snapshots} snapshots"
         if new.adapter is not None and self.adapters is None:
             return "has an adapter, but the model was loaded without adapters"
         if max(new.token_ids) >= limits.vocab_size or min(new.token_ids) < 0:

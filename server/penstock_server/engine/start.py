@@ -81,9 +81,13 @@ class Start:
         has_grammars = compiler is not None and compiler.rehearse(warmup.ANY_TEXT)
         has_grammars = group.minimum_of_all(-has_grammars) < 0  # the first rank alone has a compiler
         own = parts.pooled_drafter, parts.drafter.num_bytes
-        self._probe = CapacityProbe(model, group, parts.device, parts.block_tokens, has_grammars, *own)
-        self._probe.check_limits(config)
-        self._longest = self._probe.longest_sequence(config)
+        probe = CapacityProbe(model, group, parts.device, parts.block_tokens, has_grammars, *own)
+        probe.check_limits(config)
+        self._probe = probe = replace(probe, num_state_slots=probe.agree_on_state_slots(config))
+        # The steps that are measured start with a snapshot.
+        self._num_snapshots = (config.num_snapshots or 0) if config.proven else 1
+        probe.allocate_states(probe.num_state_slots, self._num_snapshots)
+        self._longest = probe.longest_sequence(config)
         sampled = config.max_step_sequences, parts.watermark, parts.cpu_isa
         self._sampler = Sampler(model.traits.vocab_size, parts.device, *sampled)
         self._grammars = None
@@ -95,6 +99,7 @@ class Start:
         parts, config, clock, probe = self._parts, self._config, self._clock, self._probe
         has_graphs = parts.model.traits.is_recordable and parts.model.pooler is None and config.records_graphs
         measured = self._measured(has_graphs=has_graphs)
+        self._num_snapshots = measured.num_snapshots
         with clock.phase("allocate KV pool"):
             backing = self._allocate(measured.num_blocks)
         self._longest = probe.longest_in(measured.num_blocks, config)
@@ -114,29 +119,31 @@ class Start:
         # Few requests need them. They were in use when the pool was measured, so there is room for them later.
         self._sampler.release()
         return_free_pages()
-        capacity = Capacity(measured.num_blocks, tuple(clock.phases), measured.worst_step_s, room)
+        phases, slots = tuple(clock.phases), (probe.num_state_slots, measured.num_snapshots)
+        capacity = Capacity(measured.num_blocks, phases, measured.worst_step_s, room, *slots)
         return Started(runner, backing, capacity)
 
     def _measured(self, *, has_graphs: bool) -> Measured:
         config, compiler = self._config, self._parts.compiler
         if config.proven:
             self._probe.check_room(config, config.num_blocks)
-            return Measured(config.num_blocks, 0.0, 0)
+            return Measured(config.num_blocks, self._num_snapshots, 0.0, 0)
         later_bytes = 0 if compiler is None else compiler.later_bytes
         graph_bytes = self._graph_bytes if has_graphs else lambda: 0
         return self._probe.measure(config, self._time, later_bytes, graph_bytes, self._clock)
 
     def _allocate(self, num_blocks: int) -> threading.Thread | None:
-        """Allocates the pool, and touches its pages in the background: the memory is there, because it was measured.
-        Requests wait for their first token, not for the last page."""
+        """Allocates states and pool, and touches their pages in the background: the memory is there, because it was
+        measured. Requests wait for their first token, not for the last page."""
         config, probe, slots = self._config, self._probe, list[torch.Tensor]()
+        probe.allocate_states(probe.num_state_slots, self._num_snapshots)
         probe.allocate_cache(num_blocks)
         if config.num_memory_slots or config.num_disk_slots:
             probe.check_offload(replace(config, num_blocks=num_blocks))
             blocks, sizes = pool_blocks(probe.caches), (config.num_memory_slots, config.num_disk_slots)
             self._offload = Offload(blocks, *sizes, config.offload_folder)
             slots = self._offload.pages
-        backing = memory.touch_pages_in_background([*probe.caches, *slots])
+        backing = memory.touch_pages_in_background([*probe.caches, *probe.state_tensors, *slots])
         return_free_pages()
         return backing
 
@@ -148,6 +155,8 @@ class Start:
             num_blocks=num_blocks,
             max_sequence_tokens=self._longest,
             num_rows=self._config.max_step_sequences,
+            num_state_slots=self._probe.num_state_slots,
+            num_snapshots=self._num_snapshots,
             max_source_tokens=model.traits.max_source_tokens,
             has_answers=not model.traits.is_encoder,
             has_whole_prompts=model.images is not None and model.images.family.is_prompt_whole,

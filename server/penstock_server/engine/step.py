@@ -155,7 +155,7 @@ class StepRunner:
                 waits_from = waits_from or self._timed_event()
                 self._settle_first(steps[-1] + 1)
             self._recent.end(table, plan.freed_sequence_ids)
-        apply_changes(table, plan, self._offload)
+        apply_changes(table, plan, self._offload, self._model.states)
         if self._grammars is not None:
             self._grammars.apply(plan)
         chosen = batch.select(table, plan.advances)

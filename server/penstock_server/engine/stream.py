@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from penstock_server.engine.offload import Offload
 from penstock_server.engine.sequence import SequenceTable
 from penstock_server.errors import PlanError
+from penstock_server.models.interface import States
 from penstock_server.protocol.config import WarmUpConfig
 from penstock_server.protocol.plan import Plan, StepResult
 
@@ -22,9 +23,17 @@ class Runner(Protocol):
     def reset(self) -> None: ...
 
 
-def apply_changes(table: SequenceTable, plan: Plan, offload: Offload | None) -> None:
-    """Forget the freed sequences, make the transfers, then add the new sequences. Raises PlanError for a transfer that
-    cannot be made."""
+def apply_changes(table: SequenceTable, plan: Plan, offload: Offload | None, states: States | None = None) -> None:
+    """Save the snapshots, forget the freed sequences, make the transfers, then add the new sequences with their states.
+    Raises PlanError for a snapshot or a transfer that cannot be made. states: None: no layer of this rank keeps any."""
+    for save in plan.saves:
+        if save.snapshot >= table.limits.num_snapshots:
+            raise PlanError(
+                f"the plan saves snapshot {save.snapshot}, but there are {table.limits.num_snapshots} snapshots"
+            )
+        row = int(table.rows([save.sequence_id])[0])
+        if states is not None and row >= 0:
+            states.save(row, save.num_tokens, save.snapshot)
     for sequence_id in plan.freed_sequence_ids:
         if not table.free(sequence_id):
             logger.warning("step %d frees sequence %d, which is unknown", plan.step, sequence_id)
@@ -34,6 +43,9 @@ def apply_changes(table: SequenceTable, plan: Plan, offload: Offload | None) -> 
         offload.move(plan.transfers)
     for new in plan.new_sequences:
         table.add(new)
+        row = int(table.rows([new.sequence_id])[0])
+        if states is not None and row >= 0 and new.snapshot is not None:
+            states.restore(new.snapshot, row, new.num_computed_tokens)
 
 
 def check_plan(plan: Plan, last_step: int, limits: WarmUpConfig, *, can_draft: bool) -> None:

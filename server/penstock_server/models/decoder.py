@@ -29,7 +29,7 @@ from penstock_server.layers.vocabulary import VocabularyHead, soft_cap
 from penstock_server.models.adapter import Adapters
 from penstock_server.models.encoder import Encoder
 from penstock_server.models.image_layer import ImageLayers
-from penstock_server.models.interface import ModelTraits
+from penstock_server.models.interface import ModelTraits, States
 from penstock_server.models.layer import Layer
 from penstock_server.models.mtp import MtpLayer
 from penstock_server.models.pooler import Pooler
@@ -99,6 +99,7 @@ class Decoder:
         stage = group.stage
         self.spec = spec
         self.caches: list[Tensor] = []
+        self.states: States | None = None
         self.runtime = Runtime(context.ops, context.attention, group, loader.device, loader.dtype, context.ropes)
 
         # The largest tensors first: the memory that is freed after packing them is reused for the smaller ones.

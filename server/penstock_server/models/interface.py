@@ -37,6 +37,34 @@ class LoadOptions:
     drafts_with_mtp: bool = False  # the checkpoint's multi-token prediction layer is loaded, if it has one
 
 
+class States(Protocol):
+    """The states that the layers of a model keep between tokens, on one rank. A sequence has a slot with all of them,
+    see `StepBatch.state_slots`. A snapshot is a copy of what a sequence needs of them at a position, a multiple of
+    `chunk_tokens`, to continue there."""
+
+    chunk_tokens: int
+    # A slot can save the state at a position until more than this many tokens behind it have been computed, those of
+    # wrong drafts too. At least chunk_tokens; a ring of 2 * chunk_tokens rows allows 2 * chunk_tokens - (width of a
+    # convolution - 1).
+    reach_tokens: int
+    bytes_per_slot: int
+    bytes_per_snapshot: int
+    tensors: list[Tensor]  # slots and snapshots; their memory pages may not have been touched
+
+    def allocate(self, num_slots: int, num_snapshots: int) -> None:
+        """Allocates slots and snapshots, and replaces earlier ones. Called before `CausalModel.allocate_cache`."""
+        ...
+
+    def save(self, slot: int, position: int, snapshot: int) -> None:
+        """Copies the state at `position` from a slot to a snapshot. The slot's sequence has computed the tokens before
+        the position, and at most `reach_tokens` behind it."""
+        ...
+
+    def restore(self, snapshot: int, slot: int, position: int) -> None:
+        """Copies a snapshot of `position` to a slot, whose sequence's next token has this position."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ModelTraits:
     """What is known of a loaded model."""
@@ -68,7 +96,9 @@ class CausalModel(Protocol):
     traits: ModelTraits
     adapters: Adapters | None  # None: sequences have none
     images: ImageEncoder | None  # None: it reads none
-    caches: list[Tensor]  # the KV pool, a tensor per layer; its memory pages may not have been touched
+    # The KV pool, and the slots of states: a tensor per layer. Their memory pages may not have been touched.
+    caches: list[Tensor]
+    states: States | None  # None: it keeps no state between tokens
 
     @property
     def pooler(self) -> Pooler | None:

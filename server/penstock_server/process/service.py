@@ -133,6 +133,9 @@ class Worker(rpc.WorkerServicer):
             image_input=image_input_message(description.image_input),
             device_name=description.device_name,
             libraries=description.libraries,
+            state_bytes_per_sequence=description.state_bytes_per_sequence,
+            snapshot_bytes=description.snapshot_bytes,
+            snapshot_reach_tokens=description.snapshot_reach_tokens,
         )
 
     def WarmUp(self, request: pb.WarmUpRequest, context: grpc.ServicerContext) -> pb.WarmUpResponse:  # noqa: N802
@@ -149,6 +152,8 @@ class Worker(rpc.WorkerServicer):
             num_disk_slots=request.num_disk_slots,
             offload_folder=Path(request.offload_folder) if request.offload_folder else None,
             num_groups=request.num_groups or 1,
+            num_state_slots=request.num_state_slots,
+            num_snapshots=request.num_snapshots if request.HasField("num_snapshots") else None,
         )
         engine = self._engine
         if engine is None:
@@ -167,6 +172,8 @@ class Worker(rpc.WorkerServicer):
             phases=phases_message(capacity.phases),
             worst_step_seconds=capacity.worst_step_s,
             standby_room_bytes=capacity.standby_room_bytes,
+            num_state_slots=capacity.num_state_slots,
+            num_snapshots=capacity.num_snapshots,
         )
 
     def CompileGrammar(  # noqa: N802

@@ -128,6 +128,10 @@ class Description:
     image_input: ImageInput | None = None  # None: the model reads no images
     device_name: str = ""  # the GPU's model; empty: the model runs on CPUs
     libraries: str = ""  # versions of what computes
+    # What states between tokens take for each sequence, and for a snapshot of them; 0: the model keeps none.
+    state_bytes_per_sequence: int = 0
+    snapshot_bytes: int = 0
+    snapshot_reach_tokens: int = 0  # see `States.reach_tokens`
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +150,8 @@ class WarmUpConfig:
     num_disk_slots: int = 0  # in a file, for what has no room in memory
     offload_folder: Path | None = None  # folder of that file
     num_groups: int = 1  # on this machine, with this one, that divide its host memory; all have loaded the model
+    num_state_slots: int = 0  # slots for the states of sequences
+    num_snapshots: int | None = None  # snapshots of such states; None: as many as take the memory of the KV pool
 
     @property
     def records_graphs(self) -> bool:
@@ -163,3 +169,5 @@ class Capacity:
     # GPU only: usable memory that is left beside the pool, the largest step and a second copy of the weights;
     # negative: what is missing. None: not a GPU, or nothing was measured.
     standby_room_bytes: int | None = None
+    num_state_slots: int = 0  # 0: the model keeps no states
+    num_snapshots: int = 0

@@ -24,6 +24,7 @@ from penstock_server.protocol.plan import (
     NewSequence,
     Plan,
     Sampling,
+    Save,
     StepResult,
     ThoughtLimit,
     Tokens,
@@ -112,7 +113,19 @@ def plan_of(message: pb.Plan) -> Plan:
         drafts_by_lookup=message.drafts_by_lookup,
         drafts_only_forced=message.drafts_only_forced,
         transfers=_transfers(message.transfers),
+        saves=_saves(message.saves),
     )
+
+
+def _saves(message: pb.Saves) -> Sequence[Save]:
+    columns = (
+        _column(message.sequence_ids, "<u8"),
+        _column(message.num_tokens, "<u4"),
+        _column(message.snapshots, "<u4"),
+    )
+    if len({len(column) for column in columns}) > 1:
+        raise PlanError("the columns of the saves do not have the same length")
+    return [Save(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
 def _transfers(message: pb.Transfers) -> Sequence[Transfer]:
@@ -158,6 +171,7 @@ def _new_sequence(message: pb.NewSequence) -> NewSequence:
         adapter=adapter_of(message.adapter),
         images=tuple(ImageSpan(Image(span.hash, span.data), span.offset) for span in message.images),
         cache_salt=message.cache_salt if message.HasField("cache_salt") else None,
+        snapshot=message.snapshot if message.HasField("snapshot") else None,
     )
 
 

@@ -97,6 +97,7 @@ class NewSequence:
     adapter: Adapter | None = None
     images: Sequence[ImageSpan] = ()  # in the order of their offsets
     cache_salt: int | None = None  # recent answers are looked up only in sequences with the same one
+    snapshot: int | None = None  # its states behind num_computed_tokens; None: no token is computed, or it has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +161,15 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
+class Save:
+    """A snapshot of a sequence's states, as the plans before have left them."""
+
+    sequence_id: int
+    num_tokens: int  # tokens before the position whose states are saved
+    snapshot: int  # its place
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """One step: changes to what the worker knows, applied in the order of the fields."""
 
@@ -170,6 +180,7 @@ class Plan:
     drafts_by_lookup: bool = False  # drafts come from the sequences' texts and grammars alone
     drafts_only_forced: bool = False  # drafts are only tokens that grammars force
     transfers: Sequence[Transfer] = ()  # before the new sequences
+    saves: Sequence[Save] = ()  # before all others
 
 
 Top = Sequence[tuple[int, float]]  # alternatives to a token and their logprobs, best first

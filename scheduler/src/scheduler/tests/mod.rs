@@ -9,6 +9,7 @@ mod restart;
 mod sharing;
 mod source;
 mod speculation;
+mod state;
 mod step;
 mod submission;
 mod whole;

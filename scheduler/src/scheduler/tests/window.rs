@@ -110,7 +110,7 @@ fn a_preempted_sequence_reuses_its_window() {
     for _ in 0..30 {
         step(&mut scheduler);
     }
-    scheduler.preempt(SequenceId(1));
+    scheduler.preempt(SequenceId(1), true);
     let (plan, _) = step(&mut scheduler);
     assert_eq!((plan.new_sequences[0].token_ids.len(), plan.new_sequences[0].num_computed_tokens), (33, 32));
     assert_eq!(advances(&plan), [(1, 1)]);

@@ -43,6 +43,7 @@ impl World {
             "a block is still in use"
         );
         assert_eq!((stats.num_full_memory_slots, stats.num_full_disk_slots), (0, 0), "a slot is still in use");
+        assert_eq!(stats.num_full_snapshots, 0, "a snapshot is still in use");
         assert_eq!((stats.num_queued, stats.num_running), (self.live.len(), 0), "a sequence was lost");
         self.in_flight.clear();
         self.ledger.restart();

@@ -96,6 +96,11 @@ def load_drafter(
         raise ConfigError(
             f"--speculative-model {folder} is a {drafting.traits.architecture}, must be a decoder that generates text"
         )
+    if drafting.states is not None:
+        raise ConfigError(
+            f"--speculative-model {folder} is a {drafting.traits.architecture}, which keeps a state between tokens; "
+            "use a draft model of attention layers alone, or `--speculative-model ngram`"
+        )
     return DraftModel(drafting, model.traits.vocab_size, options.device)
 
 
