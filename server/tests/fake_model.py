@@ -48,6 +48,7 @@ class FakeModel:
     pooler = None
     adapters = None
     images = None
+    states = None
     window_tokens = 0
     is_recordable = False
     is_row_independent = True

@@ -61,6 +61,10 @@ class StepBatch:
     # the token's position, at most the length of its context, and ascends within a sequence. None: no later tokens.
     ends: Tensor | None = None
     seen: CrossAttentionImages | None = None  # for models that attend to images; None: no token sees an image
+    # For models that keep a state between tokens: [sequences] int64, each sequence's slot, which no other one has. A
+    # sequence whose tokens start at position 0 must not read what its slot holds. -1: padding. None: the model keeps no
+    # state.
+    state_slots: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,6 +208,7 @@ def text_batch(table: SequenceTable, rows: Rows, computed: Rows, counts: Rows) -
         sample_rows=query_starts[1:].astype(np.int64) - 1,
         max_query_tokens=max_query,
         max_context_tokens=max_context,
+        state_slots=rows if table.limits.num_state_slots else None,
     )
     return batch, token_rows
 

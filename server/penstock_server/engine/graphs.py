@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
@@ -114,7 +114,7 @@ class StepGraphs:
     def add(self, buckets: Iterable[Bucket]) -> None:
         """Records these, which must be smaller than earlier ones, so that they find the memory of those."""
         for bucket in buckets:
-            batch = bucket.pad(_empty(has_sources=self._limits.max_source_tokens > 0), self._limits.block_tokens)
+            batch = bucket.pad(_empty(self._limits), self._limits.block_tokens)
             upload = Upload(self._device, self._memory)
             inputs = batch.put(upload.add)
             upload.start()
@@ -157,7 +157,8 @@ def needed_bytes(graphs: StepGraphs, buckets: Sequence[Bucket], free_bytes: Call
     return max(0, start - after_first) + math.ceil(per_graph * (len(buckets) - 1))
 
 
-def _empty(*, has_sources: bool) -> HostBatch:
+def _empty(limits: TableLimits) -> HostBatch:
     longs, ints = np.zeros(0, np.int64), np.zeros(0, np.int32)
-    sources = ints if has_sources else None
-    return HostBatch(longs, longs, longs, ints, ints, np.zeros((0, 0), np.int32), longs, 1, 0, sources)
+    batch = HostBatch(longs, longs, longs, ints, ints, np.zeros((0, 0), np.int32), longs, 1, 0)
+    sources = ints if limits.max_source_tokens else None
+    return replace(batch, source_lens=sources, state_slots=longs if limits.num_state_slots else None)

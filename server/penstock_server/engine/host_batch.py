@@ -79,6 +79,7 @@ class HostBatch:
     image_positions: Rows | None = None
     ends: Lengths | None = None
     seen: HostCrossAttentionImages | None = None
+    state_slots: Rows | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -91,10 +92,13 @@ class HostBatch:
     @property
     def is_decode(self) -> bool:
         """Whether each token gives an output, and attends to those before it: decodes, with or without draft tokens,
-        and chunks of prompts whose logprobs are asked for."""
+        and chunks of prompts whose logprobs are asked for. With states, the tokens of a sequence cannot be computed as
+        sequences of their own."""
         has_images = self.image_places is not None or self.ends is not None
+        is_split = self.state_slots is not None and self.num_tokens > self.num_sequences
         return (
             not has_images
+            and not is_split
             and self.sources is None
             and self.seen is None
             and self.num_tokens == len(self.sample_rows) > 0
@@ -151,6 +155,7 @@ class HostBatch:
             max_context_tokens=max_context_tokens,
             source_lens=None if self.source_lens is None else _filled(self.source_lens, shape[:1]),
             adapters=adapters,
+            state_slots=None if self.state_slots is None else _filled(self.state_slots, shape[:1], -1),
         )
 
 

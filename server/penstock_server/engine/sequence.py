@@ -41,6 +41,9 @@ class TableLimits:
     num_blocks: int
     max_sequence_tokens: int
     num_rows: int  # sequences expected at a time; the table grows by copying when there are more
+    # States of sequences that the model holds: the most sequences at a time, each with its row as its slot. 0: the
+    # model keeps no state.
+    num_state_slots: int = 0
     max_source_tokens: int = 0  # 0: no part of a sequence is read by an encoder
     has_answers: bool = True  # something follows a source; otherwise all of a sequence is source
     has_token_types: bool = False  # tokens of a second text are told apart
@@ -66,23 +69,24 @@ class SequenceTable:
         self._restrictions: dict[int, Restriction] = {}  # by row
         self._row_of: dict[int, int] = {}
         self._failures: dict[int, Failure] = {}
-        self._free_rows = list(range(limits.num_rows - 1, -1, -1))
+        num_rows = limits.num_state_slots or limits.num_rows
+        self._free_rows = list(range(num_rows - 1, -1, -1))
         # One more, because the last token of a sequence at full length is known but never computed.
         width = limits.max_sequence_tokens + 1
-        self.token_ids = _untouched_zeros((limits.num_rows, width))
-        self.block_ids = _untouched_zeros((limits.num_rows, -(-width // limits.block_tokens)))
-        self.known = np.zeros(limits.num_rows, np.int64)
-        self.prompt = np.zeros(limits.num_rows, np.int64)  # leading known tokens that are the prompt
-        self.source = np.zeros(limits.num_rows, np.int64)  # leading prompt tokens that the encoder reads
-        self.first_text = np.zeros(limits.num_rows, np.int64)  # leading known tokens of token type 0
-        self.computed = np.zeros(limits.num_rows, np.int64)
-        self.num_blocks = np.zeros(limits.num_rows, np.int64)
-        self.adapter = np.zeros(limits.num_rows, np.int64)  # its id; 0: none
-        self.images_end = np.zeros(limits.num_rows, np.int64)  # tokens up to the end of its last image; 0: it has none
-        self.shift = np.zeros(limits.num_rows, np.int64)  # what positions behind its images are smaller by than in text
-        self.sampling = np.zeros(limits.num_rows, SAMPLING_FIELDS)
+        self.token_ids = _untouched_zeros((num_rows, width))
+        self.block_ids = _untouched_zeros((num_rows, -(-width // limits.block_tokens)))
+        self.known = np.zeros(num_rows, np.int64)
+        self.prompt = np.zeros(num_rows, np.int64)  # leading known tokens that are the prompt
+        self.source = np.zeros(num_rows, np.int64)  # leading prompt tokens that the encoder reads
+        self.first_text = np.zeros(num_rows, np.int64)  # leading known tokens of token type 0
+        self.computed = np.zeros(num_rows, np.int64)
+        self.num_blocks = np.zeros(num_rows, np.int64)
+        self.adapter = np.zeros(num_rows, np.int64)  # its id; 0: none
+        self.images_end = np.zeros(num_rows, np.int64)  # tokens up to the end of its last image; 0: it has none
+        self.shift = np.zeros(num_rows, np.int64)  # what positions behind its images are smaller by than in text
+        self.sampling = np.zeros(num_rows, SAMPLING_FIELDS)
         # A number that no other residency (from `add` until the row is released) ever has; 0: the row is free.
-        self.residency = np.zeros(limits.num_rows, np.int64)
+        self.residency = np.zeros(num_rows, np.int64)
         self._num_residencies = 0
         self._scoring_prompts: set[int] = set()  # rows
 
@@ -148,6 +152,8 @@ class SequenceTable:
                 loaded = self.adapters.get(adapter)
             except ConfigError as error:  # an earlier worker has loaded it, but its folder has changed since
                 reason = f"its adapter cannot be loaded: {error}"
+        if not reason and self.limits.num_state_slots and not self._free_rows:
+            reason = f"finds none of the {self.limits.num_state_slots} state slots free"
         if reason:
             self._failures[sequence_id] = Failure(sequence_id, reason)
             return

@@ -31,6 +31,7 @@ from penstock_server.layers.vocabulary import VocabularyHead, soft_cap
 from penstock_server.models.adapter import Adapters, refusal
 from penstock_server.models.encoder import Encoder
 from penstock_server.models.image_layer import ImageLayer
+from penstock_server.models.interface import States
 from penstock_server.models.layer import Layer
 from penstock_server.models.mtp import MtpLayer
 from penstock_server.models.pooler import Pooler
@@ -72,6 +73,7 @@ class Decoder:
         self.decoder_prefix = () if spec.encoder is None else spec.encoder.decoder_prefix
         self.load_phases: list[tuple[str, float]] = []
         self.caches: list[Tensor] = []
+        self.states: States | None = None
 
         # The largest tensors first: the memory that is freed after packing them is reused for the smaller ones.
         self.head: VocabularyHead | None = None

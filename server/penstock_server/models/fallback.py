@@ -26,7 +26,7 @@ from penstock_server.models.config import Config
 from penstock_server.models.fallback_check import check_logits
 from penstock_server.models.foreign import FOREIGN_ERRORS, read_config, transformers
 from penstock_server.models.foreign_rope import take_batch_ropes
-from penstock_server.models.interface import LoadOptions
+from penstock_server.models.interface import LoadOptions, States
 from penstock_server.models.pooler import Pooler
 from penstock_server.models.support import (
     CODE_KEY,
@@ -62,6 +62,7 @@ class Fallback:
         self.pooler: Pooler | None = None
         self.adapters: Adapters | None = None
         self.images: ImageEncoder | None = None
+        self.states: States | None = None
         self._pager = pager.Pager(
             options.device, options.dtype, options.block_tokens, options.attention, options.cpu_isa
         )

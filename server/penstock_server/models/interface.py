@@ -37,6 +37,29 @@ class LoadOptions:
     drafts_with_mtp: bool = False  # the checkpoint's multi-token prediction layer is loaded, if it has one
 
 
+class States(Protocol):
+    """The states that the layers of a model keep between tokens, on one rank. A sequence has a slot with all of them,
+    see `StepBatch.state_slots`. A snapshot is a copy of what a sequence needs of them at a position, a multiple of
+    `chunk_tokens`, to continue there."""
+
+    chunk_tokens: int
+    bytes_per_slot: int
+    bytes_per_snapshot: int
+    tensors: list[Tensor]  # of slots and snapshots; their memory pages may not have been touched
+
+    def allocate(self, num_slots: int, num_snapshots: int) -> None:
+        """Allocates slots and snapshots, and replaces earlier ones."""
+        ...
+
+    def save(self, slot: int, position: int, snapshot: int) -> None:
+        """Copies the state at `position` from a slot to a snapshot. The last step of the slot's sequence ended there."""
+        ...
+
+    def restore(self, snapshot: int, slot: int, position: int) -> None:
+        """Copies a snapshot of `position` to a slot, whose sequence's next token has this position."""
+        ...
+
+
 class CausalModel(Protocol):
     """A decoder on one rank, with or without an encoder, or an encoder alone. `load_model(options, group)` in
     `penstock_server.models` makes one."""
@@ -61,7 +84,9 @@ class CausalModel(Protocol):
     is_recordable: bool
     # Whether a row has the same bits in every batch, and however a sequence is cut into chunks. False: unknown.
     is_row_independent: bool
-    caches: list[Tensor]  # the KV pool, a tensor per layer; its memory pages may not have been touched
+    # The KV pool, and the slots of states: a tensor per layer. Their memory pages may not have been touched.
+    caches: list[Tensor]
+    states: States | None  # None: it keeps no state between tokens
 
     def allocate_cache(self, num_blocks: int) -> None:
         """Allocates the paged KV pool and replaces an earlier one."""
