@@ -12,11 +12,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from penstock_server.kernels.gated_delta import GatedDelta, TorchGatedDelta
 from penstock_server.kernels.ops import (
     Elementwise,
     HeadProduct,
     Lookup,
     NormVariant,
+    PackedGatedDelta,
     PackedLinear,
     PackedNorm,
     QuantizedPacker,
@@ -191,6 +193,9 @@ class TorchOps:
 
     def gated(self, activation: Elementwise) -> Elementwise:
         return partial(_gated, activation)
+
+    def pack_gated_delta(self, net: GatedDelta) -> PackedGatedDelta:
+        return TorchGatedDelta(net)
 
 
 def widened(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -88,6 +88,7 @@ class LatentAttentionSpec:
 class LatentAttentionBlock:
     """Implements `AttentionPart`."""
 
+    state: ClassVar[None] = None
     spec: LatentAttentionSpec
     # From hidden to what all heads share: the latent of the queries if there is one, the latent, the rotated key part.
     down: Linear

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock_server.attention import ModelAttention
 from penstock_server.attention.interface import StepAdapters, StepBatch
+from penstock_server.kernels.state import StateRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,12 @@ class StepContext:
     rows: Tensor | None = None  # [rows of the input] int64 rows of the batch; None: all of them in order
     adapters: StepAdapters | None = None  # adapters of the rows of the input; None: no row has one
     seen: StepContext | None = None  # step of the rows that attend to images, see `CrossAttentionImages.batch`
+
+    @property
+    def states(self) -> StateRows:
+        """The sequences of the step and their slots. The model keeps a state between tokens."""
+        assert self.batch.state_slots is not None, "a step of such a model has slots"
+        return StateRows(self.batch.query_starts, self.batch.context_lens, self.batch.state_slots)
 
     @classmethod
     def of(cls, batch: StepBatch, attention: ModelAttention) -> StepContext:

@@ -31,11 +31,11 @@ from penstock_server.layers.vocabulary import VocabularyHead, soft_cap
 from penstock_server.models.adapter import Adapters, refusal
 from penstock_server.models.encoder import Encoder
 from penstock_server.models.image_layer import ImageLayer
-from penstock_server.models.interface import States
 from penstock_server.models.layer import Layer
 from penstock_server.models.mtp import MtpLayer
 from penstock_server.models.pooler import Pooler
 from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec
+from penstock_server.models.states import DecoderStates
 from penstock_server.parallel import RankGroup
 from penstock_server.vision.encoder import ImageEncoder
 from penstock_server.vision.states import ImageKvPool
@@ -72,8 +72,6 @@ class Decoder:
         self.max_source_tokens = spec.max_source_tokens
         self.decoder_prefix = () if spec.encoder is None else spec.encoder.decoder_prefix
         self.load_phases: list[tuple[str, float]] = []
-        self.caches: list[Tensor] = []
-        self.states: States | None = None
 
         # The largest tensors first: the memory that is freed after packing them is reused for the smaller ones.
         self.head: VocabularyHead | None = None
@@ -117,12 +115,16 @@ class Decoder:
         self.mtp = None if spec.mtp is None else MtpLayer(spec.mtp, spec.mtp_prefix, context)
         self.output_pool: Tensor | None = None  # [slots, hidden] gets the outputs of all tokens
         context.loader.finish()
-        attentions = [layer.attention.attention for layer in self.layers]
-        self.attentions = attentions
-        self.window_tokens = 0 if spec.is_encoder else _widest(window_tokens(attentions), context.shard.group)
+        self.caches: list[Tensor] = [torch.empty(0)] * self.num_layers
+        parts = [layer.attention for layer in self.layers]
+        layouts = {index: part.state for index, part in enumerate(parts) if part.state is not None}
+        self.states = DecoderStates(layouts, self.caches, context.loader.device) if layouts else None
+        self.attentions = [part.attention for part in parts if part.attention is not None]
+        self.window_tokens = 0 if spec.is_encoder else _widest(window_tokens(self.attentions), context.shard.group)
         self.attention_name = context.attention.name
         self.is_row_independent = context.ops.name == "native" and self.attention_name == "native"
         self.is_recordable = context.attention.is_recordable and context.ops.name == "triton" and stage.size == 1
+        self.is_recordable = self.is_recordable and self.states is None
         self.kv_bytes_per_block = sum(attention.bytes_per_block() for attention in self._cached)
         self.weight_bytes = context.loader.loaded_bytes
         self.attention = context.attention
@@ -179,9 +181,12 @@ class Decoder:
                 self.weight_bytes += images.pool.num_bytes  # so that there is room for a standby group's
 
     def allocate_cache(self, num_blocks: int) -> None:
-        self.caches = []  # first: the old and the new pool may not fit together
+        places = [index for index, layer in enumerate(self.layers) if layer.attention.state is None]
+        for index in places:  # first: the old and the new pool may not fit together
+            self.caches[index] = torch.empty(0)
         caches = [attention.allocate(num_blocks) for attention in self._cached]
-        self.caches = caches * self.num_layers if self.spec.is_encoder else caches
+        for index, cache in zip(places, caches * len(places) if self.spec.is_encoder else caches, strict=False):
+            self.caches[index] = cache
 
     @property
     def _cached(self) -> list[Attention]:
