@@ -2,7 +2,7 @@
 positions, and what the rows since then have left behind. Imports no torch.
 
 A slot holds, in float32, two states and a ring of rows. The state at the start of chunk c is in half c % 2; the row of
-position p is row p % (2 * CHUNK_TOKENS) of the ring. A state is computed when the last row of the chunk before it is, into
+position p is row p % (2 * CHUNK_TOKENS) of the ring. The last row of a chunk also computes the next chunk's state, into
 the half that it does not read. So a sequence may go back by up to CHUNK_TOKENS positions, as it does after rejected
 drafts: what it reads there is still in the slot.
 

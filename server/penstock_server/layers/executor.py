@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from penstock_server.attention.native import NativeAttention
+from penstock_server.attention.native import NativeAttention, native_batch
 from penstock_server.kernels.native_ops import NativeOps
 from penstock_server.kernels.ops import Ops
 from penstock_server.layers.interpreter import Interpreter
@@ -105,11 +105,14 @@ class NativeStack:
     ) -> None:
         """The parameters and errors are as of `compiled`."""
         self.num_caches = sum(isinstance(operation, Write | AttendLatents | Advance) for operation in operations)
+        self._build = build
         self._run = compiled(operations, hidden_size, build, adapts=adapts)
 
     def run(self, residual: Tensor, caches: Sequence[Tensor], step: StepContext) -> Tensor:
         """Implements `Executor.run`."""
-        batch, metadata = step.batch, step.metadata[NativeAttention.name]
+        # A stage of a pipeline may have no attention.
+        batch = step.batch
+        metadata = step.metadata.get(NativeAttention.name) or native_batch(self._build, batch)
         output = residual.new_empty((batch.sample_rows.shape[0], residual.shape[1]))
         adapters = step.adapters
         adapted = None if adapters is None else ([each.packed for each in adapters.loaded], adapters.of_tokens)

@@ -175,8 +175,7 @@ class Run:
                 attended = attention.attend(queries, self._cache, metadata, sinks, bias, scales)
                 registers[target] = attended.reshape(len(source), -1)
             case op.AdvanceGatedDelta(net=net):
-                self._next_cache()
-                registers[target] = net(source, registers["rates"], self._cache, step.states)
+                registers[target] = net(source, registers["rates"], self._next_cache(), step.states)
             case op.Pick(pieces=pieces):
                 registers[target] = torch.cat([_picked(source, each) for each in pieces], 1)
             case op.Gate(function=function):
@@ -217,8 +216,9 @@ class Run:
         summand = Summand(self.registers[add.source], add.norm, add.factor, other)
         return self._ops.add(self.registers[add.target], summand, norm)
 
-    def _next_cache(self) -> None:
+    def _next_cache(self) -> Tensor:
         self._cache = next(self._unwritten)
+        return self._cache
 
     def _transform_and_write(self, operation: TransformAndWrite) -> None:
         write, norms, rotate = operation.write, operation.norms, operation.rotate
