@@ -24,6 +24,7 @@ from published import (
     MIXFORMER,
     MLLAMA_TEXT,
     PHI_FIRST,
+    QWEN3_5,
     REFINED_WEB,
     REFINED_WEB_MODEL,
     Published,
@@ -327,6 +328,7 @@ CASES: dict[str, Case] = {
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         },
     ),
+    "qwen3-5-images": Case("Qwen3_5TextConfig", DELTA, published=QWEN3_5),
     "qwen3-5": Case("Qwen3_5TextConfig", {**DELTA, "tie_word_embeddings": True}),
     "gpt-neo": Case(
         "GPTNeoConfig",
