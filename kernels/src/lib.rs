@@ -14,6 +14,7 @@ mod collective;
 mod cpu;
 #[allow(dead_code, unused_imports, unused_macros, reason = "builds use different operations")]
 mod element;
+mod gated_delta;
 mod linear;
 mod low_rank;
 mod memory;

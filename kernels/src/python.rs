@@ -6,6 +6,7 @@ mod adapter;
 mod attention;
 mod collective;
 mod dlpack;
+mod gated_delta;
 mod linear;
 mod norm;
 mod quantized;
@@ -25,6 +26,7 @@ use activation::Activation;
 use adapter::{AdaptedRows, Adapter};
 use attention::{AttentionShape, Batch, PagedAttention};
 use collective::Collective;
+use gated_delta::{GatedDeltaParts, PackedGatedDelta};
 use linear::{PackedLinear, Packing, WideLinear};
 use norm::PackedNorm;
 use pyo3::exceptions::PyValueError;
@@ -197,6 +199,11 @@ impl Kernels {
         Ok(())
     }
 
+    /// The part of a gated delta network between its projections. Its parameters are copied.
+    fn gated_delta(&self, parts: GatedDeltaParts<'_>) -> PyResult<PackedGatedDelta> {
+        PackedGatedDelta::new(self.pool, &parts)
+    }
+
     /// Whether dense layers use AMX.
     #[getter]
     fn uses_amx(&self) -> bool {
@@ -252,6 +259,7 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Batch>()?;
     module.add_class::<Collective>()?;
     module.add_class::<Kernels>()?;
+    module.add_class::<PackedGatedDelta>()?;
     module.add_class::<PackedLinear>()?;
     module.add_class::<PackedNorm>()?;
     module.add_class::<PagedAttention>()?;

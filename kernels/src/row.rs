@@ -25,6 +25,15 @@ pub(crate) unsafe fn add(x: *const Element, sum: *mut Element, dim: usize) {
     unsafe { change(sum, dim, |sum, first, count| sum + Element::load_first(x.add(first), count)) };
 }
 
+/// product *= x
+///
+/// # Safety
+/// As for `add`.
+pub(crate) unsafe fn multiply(x: *const Element, product: *mut Element, dim: usize) {
+    // SAFETY: guaranteed by the caller.
+    unsafe { change(product, dim, |product, first, count| product * Element::load_first(x.add(first), count)) };
+}
+
 /// x *= factor
 ///
 /// # Safety

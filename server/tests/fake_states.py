@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from fake_model import BLOCK_TOKENS, START, FakeModel, extended, token_of
-from penstock_server.attention.interface import StepBatch
+from penstock_server.device.attention.interface import StepBatch
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
 from torch import Tensor

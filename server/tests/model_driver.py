@@ -42,6 +42,7 @@ class DrivenSequence:
     adapter: Any = None  # a result of `Adapters.load`
     images: Sequence[PlacedImage] = ()
     num_whole: int = 0  # leading tokens that attend to each other
+    slot: int = -1  # of its state; -1: the model keeps none
 
 
 @dataclass
@@ -51,18 +52,29 @@ class ModelDriver:
     model: CausalModel
     block_tokens: int = 4
     num_blocks: int = 64
+    num_slots: int = 8
     device: torch.device = DEVICE
 
     def __post_init__(self) -> None:
         self.model.allocate_cache(self.num_blocks)
         self.free_blocks = list(range(self.num_blocks))
+        self.free_slots: list[int] = []
+        if self.model.states is not None:
+            self.model.states.allocate(self.num_slots, num_snapshots=2)
+            for tensor in self.model.states.tensors:
+                tensor.fill_(float("nan"))  # what an earlier sequence has left is not read
+            self.free_slots = list(range(self.num_slots))
 
     def sequence(self, token_ids: list[int], num_source: int = 0, adapter: Any = None) -> DrivenSequence:
-        return DrivenSequence(list(token_ids), [], num_source=num_source, adapter=adapter)
+        slot = self.free_slots.pop() if self.free_slots else -1
+        return DrivenSequence(list(token_ids), [], num_source=num_source, adapter=adapter, slot=slot)
 
     def free(self, sequence: DrivenSequence) -> None:
         self.free_blocks.extend(sequence.blocks)
         sequence.blocks = []
+        if sequence.slot >= 0:
+            self.free_slots.append(sequence.slot)
+            sequence.slot = -1
 
     @torch.inference_mode()
     def step(self, advances: list[tuple[DrivenSequence, int]], every_row: bool = False) -> Tensor:
@@ -100,6 +112,7 @@ class ModelDriver:
             max_query_tokens=max(num_tokens for _, num_tokens in advances),
             max_context_tokens=max(context_lens),
             adapters=_adapters(advances),
+            state_slots=None if self.model.states is None else np.array([sequence.slot for sequence, _ in advances]),
         )
         if any(sequence.images for sequence, _ in advances):
             batch = with_images(batch, [sequence.images for sequence, _ in advances], computed)

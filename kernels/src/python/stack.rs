@@ -4,17 +4,18 @@ use super::activation::Activation;
 use super::adapter::{AdaptedRows, adapters_of};
 use super::attention::{Batch, PagedAttention, cache_of};
 use super::collective::{Collective, error_of};
+use super::gated_delta::{PackedGatedDelta, slots_of, slots_of_sequences};
 use super::linear::{PackedLinear, WideLinear};
 use super::norm::PackedNorm;
 use super::routing::Routing;
 use super::view::{Rows, View};
-use super::{pairs, require};
+use super::{Kernels, pairs, require};
 use crate::attention::{BLOCK, KvScales};
 use crate::element::Element;
 use crate::linear::Combine;
 use crate::low_rank;
-use crate::pool::Pool;
-use crate::stack::{self, Exchange, Expert, Experts, Register, Rotation, Shared, Step, StepAdapters};
+use crate::pool::{Pool, Source, Target};
+use crate::stack::{self, Cache, Exchange, Expert, Experts, Register, Rotation, Shared, Step, StepAdapters};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use std::sync::Arc;
@@ -28,6 +29,10 @@ impl<'py> FromPyObject<'_, 'py> for Register {
             "normed" => Register::Normed,
             "qkv" => Register::Qkv,
             "attended" => Register::Attended,
+            "gated_qkv" => Register::GatedQkv,
+            "gates" => Register::Gates,
+            "mixed" => Register::Mixed,
+            "rates" => Register::Rates,
             "latents" => Register::Latents,
             "query_latent" => Register::QueryLatent,
             "queries" => Register::Queries,
@@ -226,6 +231,16 @@ impl Program {
         self.append(|program| program.attend(address))
     }
 
+    /// attended = what a gated delta network makes of mixed and rates, with the states in the step's next cache.
+    fn advance_gated_delta(&mut self, net: PyRef<'_, PackedGatedDelta>) -> PyResult<()> {
+        self.append(|program| program.advance_gated_delta(&net.net))
+    }
+
+    /// target *= activation(source), which overwrites source.
+    fn gate(&mut self, activation: PyRef<'_, Activation>, source: Register, target: Register) -> PyResult<()> {
+        self.append(|program| program.gate(activation.activation, source, target))
+    }
+
     /// target = the columns of source on all ranks side by side; widths: the columns of each rank.
     fn gather(
         &mut self,
@@ -294,11 +309,11 @@ impl Program {
         self.append(|program| program.select(&registers))
     }
 
-    /// The stack, which runs on the threads of this attention.
-    fn finish(&mut self, attention: PyRef<'_, PagedAttention>) -> PyResult<Stack> {
+    /// The stack, which runs on the threads of these kernels.
+    fn finish(&mut self, kernels: PyRef<'_, Kernels>) -> PyResult<Stack> {
         let program = self.program.take().ok_or_else(|| PyValueError::new_err("the stack is finished"))?;
         let stack = program.finish().map_err(PyValueError::new_err)?;
-        Ok(Stack { pool: attention.pool, stack, _tensors: std::mem::take(&mut self.tensors) })
+        Ok(Stack { pool: kernels.pool, stack, _tensors: std::mem::take(&mut self.tensors) })
     }
 }
 
@@ -315,8 +330,8 @@ pub(super) struct Stack {
 impl Stack {
     /// Runs the step's embeddings, residual [tokens, hidden], which are overwritten, and writes the normed output of the sampled rows
     /// to output [samples, hidden]. positions, slots [tokens]; sample_rows [samples]; a cache for each layer. adapted: adapters, and for
-    /// each token [tokens] the index of its adapter among them, or -1. Raises RuntimeError if another rank's process has ended.
-    #[pyo3(signature = (residual, positions, slots, batch, caches, sample_rows, output, adapted=None))]
+    /// each token [tokens] the index of its adapter among them, or -1. state_slots [sequences]: of their states, if layers keep any. Raises RuntimeError if another rank's process has ended.
+    #[pyo3(signature = (residual, positions, slots, batch, caches, sample_rows, output, adapted=None, state_slots=None))]
     #[expect(clippy::too_many_arguments, reason = "the tensors of a step")]
     fn run(
         &self,
@@ -329,18 +344,33 @@ impl Stack {
         sample_rows: View<'_, i64, 1>,
         output: View<'_, Element, 2>,
         adapted: Option<AdaptedRows<'_>>,
+        state_slots: Option<View<'_, i64, 1>>,
     ) -> PyResult<()> {
         let (num_tokens, [num_samples], hidden) = (batch.num_tokens, sample_rows.shape(), self.stack.hidden());
-        let attentions = self.stack.cache_attentions();
-        require(caches.len() == attentions.len(), || {
-            format!("{} caches for {} layers", caches.len(), attentions.len())
-        })?;
+        let kinds = self.stack.caches();
+        require(caches.len() == kinds.len(), || format!("{} caches for {} layers", caches.len(), kinds.len()))?;
         require(num_samples <= num_tokens, || format!("sample_rows has {num_samples} rows of {num_tokens}"))?;
-        let caches = attentions.zip(&caches).map(|(attention, cache)| cache_of(attention, cache));
-        let caches: Vec<_> = caches.collect::<PyResult<_>>()?;
-        let num_blocks = caches.iter().map(|&(_, num_blocks)| num_blocks).min().unwrap_or(0);
+        // Without layers that have any, neither bounds what a step may name.
+        let (mut num_blocks, mut num_slots) = (usize::MAX / BLOCK, None);
+        let addresses = kinds.iter().zip(&caches).map(|(kind, cache)| match kind {
+            Cache::Kv { attention, .. } => {
+                let (address, count) = cache_of(self.stack.attention(*attention), cache)?;
+                num_blocks = num_blocks.min(count);
+                Ok(address)
+            }
+            Cache::States(net) => {
+                let (address, count) = slots_of(net, cache)?;
+                num_slots = Some(num_slots.map_or(count, |least: usize| least.min(count)));
+                Ok(Target::new(address.at(0).cast()))
+            }
+        });
+        let caches: Vec<_> = addresses.collect::<PyResult<_>>()?;
         batch.expect_blocks(num_blocks)?;
-        let caches: Vec<_> = caches.into_iter().map(|(address, _)| address).collect();
+        let state_slots_of = match (num_slots, &state_slots) {
+            (None, _) => Source::new(std::ptr::null()),
+            (Some(count), Some(slots)) => slots_of_sequences(slots, batch.as_kernel().num_sequences, count)?,
+            (Some(_), None) => return Err(PyValueError::new_err("state_slots is None, must have a slot per sequence")),
+        };
         let adapted = adapted.as_ref().map(|adapted| adapters_of(adapted, num_tokens)).transpose()?;
         let (adapters, of_tokens) = adapted.unwrap_or_default();
         require(adapters.iter().all(|adapter| self.stack.takes(adapter)), || {
@@ -361,6 +391,7 @@ impl Stack {
             slots: slots.expect("slots", [num_tokens])?.indices("slots", num_blocks * BLOCK, "slots")?,
             batch: batch.as_kernel(),
             caches: &caches,
+            state_slots: state_slots_of,
             sample_rows: sample_rows_of,
             num_samples,
             output: output.expect("output", [num_samples, hidden])?.target("output")?,

@@ -19,6 +19,7 @@ pub(crate) use register::Register;
 use crate::attention::{Attention, Batch, KvScales, Operands, Work};
 use crate::collective::{Collective, Failure, Part};
 use crate::element::Element;
+use crate::gated_delta::{self, GatedDelta, Sequences};
 use crate::linear::{Combine, Linear, Output, Rows};
 use crate::low_rank::{self, Adapted, Adapter, Product, Run};
 use crate::pool::{Executor, Pool, Source, Target, Walker};
@@ -33,9 +34,9 @@ pub(crate) struct Stack {
     operations: Vec<Operation>,
     /// The largest width of each register.
     widths: PerRegister<usize>,
-    /// The different attentions, and which of them each cache belongs to, with its scales.
+    /// The different attentions.
     attentions: Vec<Arc<Attention>>,
-    cache_attentions: Vec<(usize, KvScales)>,
+    caches: Vec<Cache>,
     /// The most experts of a row, the most logits of a row in float32, and the number of experts in all layers.
     max_top_k: usize,
     max_wide_logits: usize,
@@ -49,6 +50,14 @@ pub(crate) struct Stack {
     buffers: Mutex<Buffers>,
 }
 
+/// What a cache holds.
+pub(crate) enum Cache {
+    /// Keys and values of an attention, which is one of `Stack::attentions`.
+    Kv { attention: usize, scales: KvScales },
+    /// States of sequences.
+    States(Arc<GatedDelta>),
+}
+
 /// One step: its tokens, their sequences, and the rows to output.
 pub(crate) struct Step<'a> {
     /// [tokens, hidden]: the embeddings; overwritten.
@@ -59,6 +68,8 @@ pub(crate) struct Step<'a> {
     pub(crate) batch: Batch,
     /// One per layer.
     pub(crate) caches: &'a [Target<u8>],
+    /// The slot of each sequence's states, if there are any.
+    pub(crate) state_slots: Source<i64>,
     pub(crate) sample_rows: Source<i64>,
     pub(crate) num_samples: usize,
     /// [samples, hidden]: the normalized output of the last layer.
@@ -155,9 +166,14 @@ impl Stack {
         self.widths[Register::Residual as usize]
     }
 
-    /// The attention that each of the step's caches belongs to.
-    pub(crate) fn cache_attentions(&self) -> impl ExactSizeIterator<Item = &Attention> {
-        self.cache_attentions.iter().map(|&(index, _)| &*self.attentions[index])
+    /// What each of the step's caches holds.
+    pub(crate) fn caches(&self) -> &[Cache] {
+        &self.caches
+    }
+
+    /// An attention that a cache belongs to.
+    pub(crate) fn attention(&self, index: usize) -> &Attention {
+        &self.attentions[index]
     }
 
     /// Whether the adapter was made for the stack's sites.
@@ -249,8 +265,8 @@ impl Stack {
                         let context = TokenContext { step, registers: &registers };
                         run_rows(walker, of_row, num_rows, &context);
                     }
-                    Operation::Attend { cache, stride, sinks } => {
-                        let (attention, scales) = self.cache_attentions[*cache];
+                    Operation::Attend { cache, stride, sinks, attention, scales } => {
+                        let (attention, scales) = (*attention, *scales);
                         let operands = Operands {
                             queries: registers[Register::Qkv as usize].source(),
                             stride: *stride,
@@ -262,6 +278,18 @@ impl Stack {
                         };
                         let (work, states) = (&works[attention], places.states);
                         self.attentions[attention].attend(walker, work, &step.batch, &operands, states);
+                    }
+                    Operation::AdvanceGatedDelta { net, cache } => {
+                        let Batch { query_starts, context_lens, num_sequences, .. } = step.batch;
+                        let sequences =
+                            Sequences { query_starts, context_lens, slots: step.state_slots, num_sequences };
+                        let operands = gated_delta::Operands {
+                            mixed: registers[Register::Mixed as usize].source(),
+                            rates: registers[Register::Rates as usize].source(),
+                            slots: Target::new(step.caches[*cache].at(0).cast()),
+                            output: registers[Register::Attended as usize],
+                        };
+                        net.run(walker, &sequences, &operands);
                     }
                     Operation::Gather { collective, widths, from, to } => {
                         let (from, to) = (registers[*from as usize], registers[*to as usize]);

@@ -7,6 +7,7 @@ use crate::activation::Activation;
 use crate::attention::{KvScales, Layout, NewTokens};
 use crate::collective::Collective;
 use crate::element::Element;
+use crate::gated_delta::GatedDelta;
 use crate::linear::{Combine, Linear};
 use crate::low_rank::Adapted;
 use crate::norm::Norm;
@@ -42,9 +43,17 @@ pub(super) enum Operation {
     /// Attention of the queries in `Qkv`, whose rows have `stride` elements, over a cache, to `Attended`.
     Attend {
         cache: usize,
+        /// Its number in the stack, and the scales of the cache.
+        attention: usize,
+        scales: KvScales,
         stride: usize,
         /// A logit for each head.
         sinks: Option<Source<Element>>,
+    },
+    /// Advances the states of the sequences in a cache by `Mixed` and `Rates`, to `Attended`.
+    AdvanceGatedDelta {
+        net: Arc<GatedDelta>,
+        cache: usize,
     },
     /// Joins the ranks' columns of `from` in `to`. `widths`: bytes of a row on each rank.
     Gather {
@@ -75,7 +84,11 @@ impl Operation {
             // Inputs may be quantized first; segments of a context may have to be merged.
             Operation::Linear { .. } | Operation::Attend { .. } => 2,
             Operation::Adapt { sites, .. } => Adapted::NUM_PHASES * sites.len() + 1,
-            Operation::Rows(_) | Operation::Gather { .. } | Operation::Heads { .. } | Operation::Select(_) => 1,
+            Operation::AdvanceGatedDelta { .. }
+            | Operation::Rows(_)
+            | Operation::Gather { .. }
+            | Operation::Heads { .. }
+            | Operation::Select(_) => 1,
         }
     }
 
@@ -92,6 +105,7 @@ impl Operation {
     pub(super) fn writes(&self) -> bool {
         let of_row = match self {
             Operation::Rows(of_row) | Operation::Adapt { then: of_row, .. } => of_row,
+            Operation::AdvanceGatedDelta { .. } => return true,
             _ => return false,
         };
         of_row.iter().any(|each| matches!(each, RowOperation::Write { .. }))
@@ -138,6 +152,13 @@ pub(super) enum RowOperation {
         width: usize,
     },
     Add {
+        from: Register,
+        to: Register,
+        width: usize,
+    },
+    /// to *= activation(from)
+    Gate {
+        activation: Activation,
         from: Register,
         to: Register,
         width: usize,
@@ -212,6 +233,7 @@ impl RowOperation {
             RowOperation::Norm { norm, .. } => norm.dim(),
             RowOperation::NormHeads { norm, num_groups, .. } => num_groups * norm.dim(),
             RowOperation::Activate { width, .. }
+            | RowOperation::Gate { width, .. }
             | RowOperation::Scale { width, .. }
             | RowOperation::ScaleQueries { width, .. }
             | RowOperation::Clamp { width, .. }
@@ -253,6 +275,10 @@ impl RowOperation {
                 }
                 RowOperation::Clamp { register, bound, width } => row::clamp(at(register, width), bound, width),
                 RowOperation::Add { from, to, width } => row::add(at(from, width), at(to, width), width),
+                RowOperation::Gate { activation, from, to, width } => {
+                    activation.apply_row(at(from, width), at(from, width), width);
+                    row::multiply(at(from, width), at(to, width), width);
+                }
                 RowOperation::Copy { from, to, count, width } => {
                     let place = |of: Pieces, index: usize| at(of.register, of.stride).add(of.first + index * of.step);
                     for index in 0..count {

@@ -3,11 +3,12 @@
 use super::experts::{Exchange, Expert, Experts, Shared};
 use super::operation::{Operation, Pieces, RowOperation, Tables};
 use super::register::{PerRegister, Register};
-use super::{Buffers, Stack};
+use super::{Buffers, Cache, Stack};
 use crate::activation::Activation;
 use crate::attention::{Attention, KvScales, Layout};
 use crate::collective::Collective;
 use crate::element::Element;
+use crate::gated_delta::GatedDelta;
 use crate::linear::{Combine, Linear};
 use crate::norm::Norm;
 use crate::pool::Source;
@@ -39,7 +40,7 @@ impl Program {
             operations: Vec::new(),
             widths: PerRegister::default(),
             attentions: Vec::new(),
-            cache_attentions: Vec::new(),
+            caches: Vec::new(),
             max_top_k: 0,
             max_wide_logits: 0,
             num_experts: 0,
@@ -306,15 +307,16 @@ impl Program {
             attentions.push(Arc::clone(attention));
             attentions.len() - 1
         });
-        let cache = self.stack.cache_attentions.len();
-        self.stack.cache_attentions.push((index, scales));
+        let cache = self.stack.caches.len();
+        self.stack.caches.push(Cache::Kv { attention: index, scales });
         self.push_row(RowOperation::Write { layout, cache, stride, scales });
         Ok(())
     }
 
     /// Attention of the queries over the cache that was written last. `sinks`: as many as its heads.
     pub(crate) fn attend(&mut self, sinks: Option<(Source<Element>, usize)>) -> Result<(), String> {
-        let Some((cache, &(index, _))) = self.stack.cache_attentions.iter().enumerate().next_back() else {
+        let Some((cache, &Cache::Kv { attention: index, scales })) = self.stack.caches.iter().enumerate().next_back()
+        else {
             return Err("attention needs a cache that was written".to_owned());
         };
         let attention = Arc::clone(&self.stack.attentions[index]);
@@ -324,7 +326,31 @@ impl Program {
         }
         let sinks = sinks.map(|(address, _)| address);
         self.assign(Register::Attended, attention.layout.num_heads * attention.layout.value_dim)?;
-        self.stack.operations.push(Operation::Attend { cache, stride, sinks });
+        self.stack.operations.push(Operation::Attend { cache, attention: index, scales, stride, sinks });
+        Ok(())
+    }
+
+    /// Advances the states in the next cache by `Mixed` and `Rates`, to `Attended`.
+    pub(crate) fn advance_gated_delta(&mut self, net: &Arc<GatedDelta>) -> Result<(), String> {
+        self.expect_tokens()?;
+        self.expect(Register::Mixed, net.mixed_width(), "queries, keys, values and gates")?;
+        self.expect(Register::Rates, net.rates_width(), "two numbers for each head")?;
+        self.assign(Register::Attended, net.value_width())?;
+        let (net, cache) = (Arc::clone(net), self.stack.caches.len());
+        self.stack.caches.push(Cache::States(Arc::clone(&net)));
+        self.stack.operations.push(Operation::AdvanceGatedDelta { net, cache });
+        Ok(())
+    }
+
+    /// to *= activation(from), which overwrites `from`.
+    pub(crate) fn gate(&mut self, activation: Activation, from: Register, to: Register) -> Result<(), String> {
+        let width = self.width(from)?;
+        expect_different(from, to)?;
+        self.expect(to, width, "what is gated")?;
+        if activation.is_gate {
+            return Err("an activation with a gate of its own cannot be one".to_owned());
+        }
+        self.push_row(RowOperation::Gate { activation, from, to, width });
         Ok(())
     }
 

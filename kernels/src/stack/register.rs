@@ -10,6 +10,14 @@ pub(crate) enum Register {
     /// Queries, keys and values.
     Qkv,
     Attended,
+    /// Queries, keys and values, and a gate for each element of `Attended`.
+    GatedQkv,
+    /// These gates.
+    Gates,
+    /// The input of a layer that keeps a state.
+    Mixed,
+    /// Its numbers for each head.
+    Rates,
     /// What all heads of latent attention share, before it is normed and rotated: the latent of the queries if there is
     /// one, the latent of keys and values, and the rotated part of the keys.
     Latents,

@@ -90,6 +90,7 @@ fn run_adapted(stack: &Stack, pool: &Pool, adapters: &[&Adapter], of_rows: &[Opt
             num_sequences: 1,
         },
         caches: &[],
+        state_slots: Source::new(std::ptr::null()),
         sample_rows: Source::new(indices.as_ptr()),
         num_samples: NUM_ROWS,
         output: Target::new(output.as_mut_ptr()),

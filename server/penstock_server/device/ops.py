@@ -12,7 +12,9 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from penstock_server.device.gated_delta import GatedDelta
 from penstock_server.device.quantized import Kept, QuantizedMatrix
+from penstock_server.device.state import StateRows
 
 
 class PackedLinear(Protocol):
@@ -131,6 +133,18 @@ class QuantizedPacker(Protocol):
         ...
 
 
+class PackedGatedDelta(Protocol):
+    """The part of a gated delta network between its projections."""
+
+    @property
+    def net(self) -> GatedDelta: ...
+
+    def __call__(self, mixed: Tensor, rates: Tensor, slots: Tensor, of: StateRows) -> Tensor:
+        """mixed [rows, queries + keys + values + gates], rates [rows, 2 * heads], slots [slots, `StateLayout.slot`]
+        float32, which change → [rows, heads * value_dim]"""
+        ...
+
+
 HeadProduct = Callable[[Tensor, Tensor], None]
 """x [rows, heads, in] → out [rows, heads, out], by a matrix per head. The features of both are contiguous."""
 
@@ -198,3 +212,5 @@ class Ops(Protocol):
     def gated(self, activation: Elementwise) -> Elementwise:
         """[rows, 2 * dim], gate first → activation(gate) * up [rows, dim]."""
         ...
+
+    def pack_gated_delta(self, net: GatedDelta) -> PackedGatedDelta: ...

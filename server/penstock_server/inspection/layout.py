@@ -18,6 +18,7 @@ from penstock_server.engine.memory import MemoryMeter, Share, usable_bytes
 from penstock_server.errors import ConfigError
 from penstock_server.inspection.files import ModelFiles, StoredTensor
 from penstock_server.inspection.quantization import Quantized, quantized
+from penstock_server.layers.gated_delta import GatedDeltaSpec
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.shard import Shard
 from penstock_server.models import is_described
@@ -285,6 +286,7 @@ def _share(
     attention = [spec.layers[index].attention for index in layers]
     attention = attention[:1] if spec.is_encoder else attention  # the layers of an encoder take turns in one cache
     kv_numbers = sum(ATTENTION_PARTS[type(each)].kv_elements_per_token(each, shard) for each in attention)
-    heads = shard.heads(attention[0].num_heads, attention[0].num_kv_heads)
+    first = next((each for each in attention if not isinstance(each, GatedDeltaSpec)), attention[0])
+    heads = shard.heads(first.num_heads, first.num_kv_heads)
     kv_bytes = kv_numbers * dtype.itemsize
     return RankShare(len(heads.mine), len(heads.my_kv), layers.start, len(layers), weights, kv_bytes)

@@ -4,21 +4,25 @@ projection. Sharded by heads."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from penstock_server.device.attention.fp8 import KvScales
 from penstock_server.device.attention.interface import Alibi, Attention, AttentionMask, AttentionShape, HeadNorms
-from penstock_server.device.ops import PackedLinear
+from penstock_server.device.ops import Elementwise, PackedLinear
 from penstock_server.errors import ConfigError
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.operation import (
     Attend,
     Clamp,
+    Gate,
     Multiply,
     NormHeads,
+    Pick,
+    Pieces,
     Program,
     Register,
     Rotate,
@@ -69,6 +73,9 @@ class AttentionSpec:
     sinks: bool = False
     relative_bias: RelativeBiasSpec | None = None
     temperature: TemperatureSpec | None = None  # for layers without rope and norms of queries (Llama 4)
+    # What is attended to is multiplied by the sigmoid of a gate for each element. Each head of the projection of
+    # queries has its query and then its gates (Qwen3-Next).
+    has_gates: bool = False
 
     def heads(self, shard: Shard) -> HeadSplit:
         return shard.heads(self.num_heads, self.num_kv_heads)
@@ -97,13 +104,19 @@ class AttentionSpec:
     def widths(self) -> dict[str, int]:
         """Output features of q, k and v, for checkpoints that store them as one tensor."""
         kv_width = self.num_kv_heads * self.head_dim
-        return {"q": self.num_heads * self.head_dim, "k": kv_width, "v": kv_width}
+        return {"q": self.num_heads * self.query_width, "k": kv_width, "v": kv_width}
+
+    @property
+    def query_width(self) -> int:
+        """Output features of a head of q."""
+        return 2 * self.head_dim if self.has_gates else self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlock:
     """Implements `AttentionPart`."""
 
+    state: ClassVar[None] = None
     spec: AttentionSpec
     qkv: PackedLinear
     output: RowParallelLinear
@@ -115,6 +128,7 @@ class AttentionBlock:
     sinks: Tensor | None  # [heads on this rank]
     bias: Tensor | None  # [heads on this rank, distances]
     scales: KvScales | None
+    gate: Elementwise | None  # of the gates, if there are any
     factors: Tensor | None  # factors of queries by their positions; see `TemperatureSpec.factors`
     site: int | None  # adapter site of `qkv`
 
@@ -124,8 +138,8 @@ class AttentionBlock:
         heads = spec.heads(shard)
         table: dict[str, Parameter] = {}
         for name, width in spec.widths.items():
-            mine = heads.mine if name == "q" else heads.my_kv
-            part = Part(0, range(mine.start * dim, mine.stop * dim))
+            mine, head = (heads.mine, spec.query_width) if name == "q" else (heads.my_kv, dim)
+            part = Part(0, range(mine.start * head, mine.stop * head))
             shape, layer = (width, shard.hidden_size), f"{prefix}.qkv"
             table |= layout.linear(f"{prefix}.{name}", shape, bias=spec.qkv_bias, part=part, layer=layer)
         columns = range(heads.mine.start * dim, heads.mine.stop * dim)
@@ -166,6 +180,7 @@ class AttentionBlock:
             sinks=loader.read(f"{prefix}.sinks") if spec.sinks else None,
             bias=None if spec.relative_bias is None else context.relative_bias(spec.relative_bias),
             scales=context.kv_scales(f"{prefix}.k", f"{prefix}.v"),
+            gate=context.ops.elementwise(torch.sigmoid) if spec.has_gates else None,
             factors=None
             if spec.temperature is None
             else spec.temperature.factors(context.max_position_tokens, loader.device),
@@ -175,7 +190,12 @@ class AttentionBlock:
     def append_to(self, program: Program, source: Register) -> Register:
         """Appends all that comes before the output projection, given the block's input. Returns where the result is."""
         attention, spec = self.attention, self.spec
-        program.append(Multiply(source, "qkv", self.qkv, self.site))
+        program.append(Multiply(source, "qkv" if self.gate is None else "gated_qkv", self.qkv, self.site))
+        if self.gate is not None:
+            num_heads, num_kv_heads, dim = attention.shape.num_heads, attention.shape.num_kv_heads, spec.head_dim
+            keys_and_values = Pieces(num_heads * 2 * dim, dim, 2 * num_kv_heads, dim)
+            program.append(Pick("gated_qkv", "qkv", [Pieces(0, 2 * dim, num_heads, dim), keys_and_values]))
+            program.append(Pick("gated_qkv", "gates", [Pieces(dim, 2 * dim, num_heads, dim)]))
         if self.clip is not None:
             program.append(Clamp("qkv", "qkv", self.clip))
         if self.norms is not None and not self.norms_follow_rope:
@@ -188,6 +208,8 @@ class AttentionBlock:
             program.append(ScaleQueries("qkv", "qkv", attention, self.factors, spec.temperature.period))
         program.append(Write("qkv", "qkv", attention, self.scales))
         program.append(Attend("qkv", "attended", attention, self.sinks, self.bias, self.scales))
+        if self.gate is not None:
+            program.append(Gate("gates", "attended", self.gate))
         return "attended"
 
     def _norm_heads(self, norms: tuple[QkNorm, QkNorm]) -> NormHeads:

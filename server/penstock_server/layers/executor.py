@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from penstock_server.device.native.attention import NativeAttention
+from penstock_server.device.native.attention import NativeAttention, native_batch
 from penstock_server.device.native.ops import NativeOps
 from penstock_server.device.ops import Ops
 from penstock_server.layers.interpreter import Interpreter
 from penstock_server.layers.native_compiler import NotNativeError, compiled
-from penstock_server.layers.operation import AttendLatents, Copy, Operation, Program, Select, Visit, Write
+from penstock_server.layers.operation import Advance, AttendLatents, Copy, Operation, Program, Select, Visit, Write
 from penstock_server.layers.step import StepContext
 
 if TYPE_CHECKING:
@@ -107,14 +107,18 @@ class NativeStack:
         self, operations: Sequence[Operation], hidden_size: int, build: NativeBuild, *, adapts: bool = False
     ) -> None:
         """The parameters and errors are as of `compiled`."""
-        self.num_caches = sum(isinstance(operation, Write | AttendLatents) for operation in operations)
+        self.num_caches = sum(isinstance(operation, Write | AttendLatents | Advance) for operation in operations)
+        self._build = build
         self._run = compiled(operations, hidden_size, build, adapts=adapts)
 
     def run(self, residual: Tensor, caches: Sequence[Tensor], step: StepContext) -> Tensor:
         """Implements `Executor.run`."""
-        batch, metadata = step.batch, step.metadata[NativeAttention.name]
+        # A stage of a pipeline may have no attention.
+        batch = step.batch
+        metadata = step.metadata.get(NativeAttention.name) or native_batch(self._build, batch)
         output = residual.new_empty((batch.sample_rows.shape[0], residual.shape[1]))
         adapters = step.adapters
         adapted = None if adapters is None else ([each.packed for each in adapters.loaded], adapters.of_tokens)
-        self._run(residual, batch.positions, batch.slots, metadata, list(caches), batch.sample_rows, output, adapted)
+        rows, slots = (batch.positions, batch.slots), batch.state_slots
+        self._run(residual, *rows, metadata, list(caches), batch.sample_rows, output, adapted, slots)
         return output

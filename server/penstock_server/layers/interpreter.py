@@ -111,13 +111,13 @@ class Interpreter:
 
 
 def _writes(operation: Operation) -> bool:
-    """Whether the operation stores keys and values."""
+    """Whether the operation writes to a cache."""
     match operation:
         case op.NormLatents(latents=latents):
             return _takes_latents(latents)
         case op.AttendLatents(latents=latents):
             return not _takes_latents(latents)
-    return isinstance(operation, op.Write | TransformAndWrite)
+    return isinstance(operation, op.Write | TransformAndWrite | op.Advance)
 
 
 def _takes_latents(latents: op.LatentOperands) -> bool:
@@ -175,6 +175,12 @@ class Run:
                 queries, metadata = _heads(source, attention)[0], step.metadata[attention.name]
                 attended = attention.attend(queries, self._cache, metadata, sinks, bias, scales)
                 registers[target] = attended.reshape(len(source), -1)
+            case op.AdvanceGatedDelta(net=net):
+                registers[target] = net(source, registers["rates"], self._next_cache(), step.states)
+            case op.Pick(pieces=pieces):
+                registers[target] = torch.cat([_picked(source, each) for each in pieces], 1)
+            case op.Gate(function=function):
+                registers[target].mul_(function(source))
             case op.Experts(experts=experts):
                 registers[target] = experts(source, registers.get("shared"), step)
             case op.NormLatents(latents=latents):
@@ -211,8 +217,9 @@ class Run:
         summand = Summand(self.registers[add.source], add.norm, add.factor, other)
         return self._ops.add(self.registers[add.target], summand, norm)
 
-    def _next_cache(self) -> None:
+    def _next_cache(self) -> Tensor:
         self._cache = next(self._unwritten)
+        return self._cache
 
     def _transform_and_write(self, operation: TransformAndWrite) -> None:
         write, norms, rotate = operation.write, operation.norms, operation.rotate
@@ -277,6 +284,11 @@ def _heads(x: Tensor, attention: interface.Attention) -> tuple[Tensor, Tensor, T
     heads = x.view(len(x), x.shape[1] // attention.shape.head_dim, attention.shape.head_dim)
     first, second = attention.shape.num_heads, attention.shape.num_heads + attention.shape.num_kv_heads
     return heads[:, :first], heads[:, first:second], heads[:, second:]
+
+
+def _picked(x: Tensor, pieces: op.Pieces) -> Tensor:
+    """[rows, count * width]"""
+    return x.unfold(1, pieces.width, 1)[:, pieces.first :: pieces.step][:, : pieces.count].flatten(1)
 
 
 def _norm_heads(x: Tensor, operation: op.NormHeads) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -84,6 +85,7 @@ class LatentAttentionSpec:
 class LatentAttentionBlock:
     """Implements `AttentionPart`."""
 
+    state: ClassVar[None] = None
     spec: LatentAttentionSpec
     # From hidden to what all heads share: the latent of the queries if there is one, the latent, the rotated key part.
     down: PackedLinear

@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING, Any
 from penstock_server.collectives.shared_memory import SharedMemory
 from penstock_server.device.attention.interface import Attention
 from penstock_server.device.native.attention import NativeAttention
-from penstock_server.device.native.ops import NativeActivation, NativeLinear, NativeNorm, NativeWideLinear
-from penstock_server.device.ops import Elementwise, PackedLinear, PackedNorm
+from penstock_server.device.native.ops import (
+    NativeActivation,
+    NativeGatedDelta,
+    NativeLinear,
+    NativeNorm,
+    NativeWideLinear,
+)
+from penstock_server.device.ops import Elementwise, PackedGatedDelta, PackedLinear, PackedNorm
 from penstock_server.layers import operation as op
 from penstock_server.layers.experts.layer import ListedExperts, MixtureOfExperts
 from penstock_server.layers.head_linear import HeadLinear
@@ -53,8 +59,7 @@ class _Compiler:
         self._has_padded = False  # the heads in "qkv"
 
     def finish(self) -> Any:
-        assert self._attention is not None, "a stack has at least one layer"
-        return self._native.finish(self._attention.native).run
+        return self._native.finish(self._build.kernels()).run
 
     def append(self, operation: Operation, behind: Sequence[Operation]) -> Operation | None:
         """behind: the operations that follow. Returns the next one if it is done as well."""
@@ -68,6 +73,12 @@ class _Compiler:
                 self._add(operation)
             case op.Scale(factor=factor):
                 native.scale(target, factor)
+            case op.AdvanceGatedDelta(net=net):
+                native.advance_gated_delta(_native_net(net))
+            case op.Pick(pieces=pieces):
+                self._pick(operation, pieces, behind)
+            case op.Gate(function=function):
+                native.gate(_native_activation(function), source, target)
             case op.Activate(function=function):
                 native.activate(_native_activation(function), source, target)
             case op.Clamp(bound=bound):
@@ -106,9 +117,7 @@ class _Compiler:
         """Adds the product at once if that is all that follows."""
         linear, source, target = multiply.linear, self._place(multiply.source), self._place(multiply.target)
         if multiply.target == "qkv":
-            attention = next(each.attention for each in behind if isinstance(each, op.Write | op.Attend))
-            self._places, self._has_padded = {"qkv": "unpadded"} if _padding(attention) else {}, False
-            target = self._place(multiply.target)
+            target = self._begin_heads(behind)
         features = source  # adapters read them in their own order
         if isinstance(linear, OrderedLinear):
             self._native.reorder(linear.order.tolist(), source, "ordered")
@@ -126,6 +135,21 @@ class _Compiler:
             return behind[0]
         self._native.linear(packed, source, target, False, False)
         return None
+
+    def _begin_heads(self, behind: Sequence[Operation]) -> str:
+        """The place of queries, keys and values that are written next."""
+        attention = next(each.attention for each in behind if isinstance(each, op.Write | op.Attend))
+        self._places, self._has_padded = {"qkv": "unpadded"} if _padding(attention) else {}, False
+        return self._place("qkv")
+
+    def _pick(self, operation: Operation, pieces: Sequence[op.Pieces], behind: Sequence[Operation]) -> None:
+        target = self._begin_heads(behind) if operation.target == "qkv" else self._place(operation.target)
+        self._native.reserve(target, sum(each.count * each.width for each in pieces))
+        place = 0
+        for each in pieces:
+            source = self._place(operation.source), each.first, each.step
+            self._native.copy(source, (target, place, each.width), each.count, each.width)
+            place += each.count * each.width
 
     def _add(self, add: op.Add) -> None:
         if add.norm is not None:
@@ -281,6 +305,11 @@ def _native_activation(function: Elementwise) -> Any:
     if not isinstance(function, NativeActivation):
         raise NotNativeError("activation of this kind")
     return function.packed
+
+
+def _native_net(net: PackedGatedDelta) -> Any:
+    assert isinstance(net, NativeGatedDelta), "only native operators are compiled"
+    return net.packed
 
 
 def _native_attention(attention: Attention) -> NativeAttention:

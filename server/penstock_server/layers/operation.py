@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock_server.device.attention.fp8 import KvScales
 from penstock_server.device.attention.interface import Attention, HeadNorms
-from penstock_server.device.ops import Elementwise, PackedLinear, PackedNorm
+from penstock_server.device.ops import Elementwise, PackedGatedDelta, PackedLinear, PackedNorm
 from penstock_server.layers.head_linear import HeadLinear
 from penstock_server.layers.step import StepContext
 from penstock_server.parallel import RankGroup
@@ -29,6 +29,10 @@ Register = Literal[
     "normed",  # the input of attention or MLP
     "qkv",  # queries, keys and values; of attention over a source: queries
     "attended",
+    "gated_qkv",  # queries, keys and values, and a gate for each element of "attended"
+    "gates",  # these gates
+    "mixed",  # input of a layer that keeps a state
+    "rates",  # its numbers for each head
     "latents",  # what all heads of latent attention share, before it is normed and rotated
     "query_latent",  # normed
     "queries",  # queries of latent attention: the plain parts of all heads, then their rotated parts
@@ -206,6 +210,68 @@ class Attend(_OfAttention):
 
 
 @dataclass(frozen=True, slots=True)
+class Pick(Operation):
+    """Columns of the source, in this order: `count` pieces of `width` columns that begin `step` apart."""
+
+    pieces: Sequence[Pieces]
+
+    def width(self, widths: Widths) -> int:
+        end = max(each.end for each in self.pieces)
+        if end > widths[self.source]:
+            raise ValueError(f"{self.source} has {widths[self.source]} columns, Pick needs {end}")
+        return sum(each.count * each.width for each in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    first: int
+    step: int
+    count: int
+    width: int
+
+    @property
+    def end(self) -> int:
+        return self.first + (self.count - 1) * self.step + self.width
+
+
+@dataclass(frozen=True, slots=True)
+class Gate(Operation):
+    """target *= function(source)"""
+
+    function: Elementwise  # operator of `Ops.elementwise`
+
+    @property
+    def reads(self) -> tuple[Register, ...]:
+        return self.source, self.target
+
+    def width(self, widths: Widths) -> int:
+        _expect(self, widths, widths[self.target])
+        return widths[self.target]
+
+
+@dataclass(frozen=True, slots=True)
+class Advance(Operation):
+    """Advances the states of the step's sequences in the cache of the next layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdvanceGatedDelta(Advance):
+    """Outputs of a gated delta network by "mixed", the source, and "rates"."""
+
+    net: PackedGatedDelta
+
+    @property
+    def reads(self) -> tuple[Register, ...]:
+        return self.source, "rates"
+
+    def width(self, widths: Widths) -> int:
+        _expect(self, widths, sum(self.net.net.widths))
+        if widths["rates"] != 2 * self.net.net.num_heads:
+            raise ValueError(f"rates has {widths['rates']} columns, must have two for each head")
+        return self.net.net.widths[2]
+
+
+@dataclass(frozen=True, slots=True)
 class LatentOperands:
     """What the operations of one latent attention share. The register "latents" has the latent of the queries if there
     is one, the latent, and the rotated key part. A key is the normed latent and the rotated part."""
@@ -314,7 +380,7 @@ class Program:
         width = operation.width(self._widths)
         if operation.target == "residual" and width != self.hidden_size:
             raise ValueError(f"the residual has {self.hidden_size} columns, not {width}")
-        if self._has_selected and isinstance(operation, _OfAttention | AttendLatents | Visit):
+        if self._has_selected and isinstance(operation, _OfAttention | AttendLatents | Advance | Visit):
             raise ValueError(f"{type(operation).__name__} needs all rows, only the sampled ones are left")
         self._widths[operation.target] = width
         if isinstance(operation, Select):

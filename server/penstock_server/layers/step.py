@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock_server.device.attention import ModelAttention
 from penstock_server.device.attention.interface import StepAdapters, StepBatch
+from penstock_server.device.state import StateRows
 
 AddAdapters = Callable[[Tensor, Tensor, StepAdapters], None]
 """Adds to y, a layer's product with x, what the rows' adapters add. x [rows, in_features], y [rows, columns]; with a
@@ -25,6 +26,12 @@ class StepContext:
     adapters: StepAdapters | None = None  # adapters of the rows of the input; None: no row has one
     adders: Mapping[int, AddAdapters] = field(default_factory=dict)  # what adapters add, by the site
     seen: StepContext | None = None  # step of the rows that attend to images, see `CrossAttentionImages.batch`
+
+    @property
+    def states(self) -> StateRows:
+        """The sequences of the step and their slots. The model keeps a state between tokens."""
+        assert self.batch.state_slots is not None, "a step of such a model has slots"
+        return StateRows(self.batch.query_starts, self.batch.context_lens, self.batch.state_slots)
 
     @classmethod
     def of(

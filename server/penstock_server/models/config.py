@@ -138,10 +138,13 @@ class Config:
             raise self.refuse(f"decoder start tokens {prefix} are outside of the vocabulary of {vocab_size} tokens")
         return prefix
 
-    def layer_types(self, default: list[str]) -> list[str]:
+    def layer_types(
+        self,
+        default: list[str],
+        known: tuple[str, ...] = ("full_attention", "sliding_attention", "chunked_attention"),
+    ) -> list[str]:
         """Each layer's kind of attention, in the terms of transformers."""
         types = self.values.get("layer_types") or default
-        known = ("full_attention", "sliding_attention", "chunked_attention")
         if not isinstance(types, list) or len(types) != len(default) or any(name not in known for name in types):
             raise self.refuse(f"layer_types must name {len(default)} layers, each one of {', '.join(known)}")
         return types

@@ -34,6 +34,7 @@ from penstock_server.models.layer import Layer
 from penstock_server.models.mtp import MtpLayer
 from penstock_server.models.pooler import Pooler
 from penstock_server.models.spec import HeadSpec, ModelSpec
+from penstock_server.models.states import DecoderStates
 from penstock_server.parallel import RankGroup
 from penstock_server.vision.encoder import ImageEncoder
 
@@ -98,8 +99,6 @@ class Decoder:
         layers, loader, group = layers or range(spec.num_layers), context.loader, context.shard.group
         stage = group.stage
         self.spec = spec
-        self.caches: list[Tensor] = []
-        self.states: States | None = None
         self.runtime = Runtime(context.ops, context.attention, group, loader.device, loader.dtype, context.ropes)
 
         # The largest tensors first: the memory that is freed after packing them is reused for the smaller ones.
@@ -139,7 +138,12 @@ class Decoder:
         self.adapters = None if sites is None else Adapters(sites, loader.dtype)
         if self.adapters is not None:
             self.weight_bytes += self.adapters.own_bytes
-        window = window_tokens([layer.attention.attention for layer in self.layers])
+        parts = [layer.attention for layer in self.layers]
+        layouts = {index: part.state for index, part in enumerate(parts) if part.state is not None}
+        self.caches: list[Tensor] = [torch.empty(0)] * len(layers)
+        self.states: States | None = DecoderStates(layouts, self.caches, loader.device) if layouts else None
+        window = window_tokens([part.attention for part in parts if part.attention is not None])
+        is_recordable = context.attention.is_recordable and context.ops.name == "triton" and stage.size == 1
         self.traits = ModelTraits(
             architecture=spec.architecture,
             attention_name=context.attention.name,
@@ -150,7 +154,7 @@ class Decoder:
             max_source_tokens=spec.max_source_tokens,
             decoder_prefix=() if spec.encoder is None else spec.encoder.decoder_prefix,
             window_tokens=0 if spec.is_encoder else _widest(window, group),
-            is_recordable=context.attention.is_recordable and context.ops.name == "triton" and stage.size == 1,
+            is_recordable=is_recordable and not layouts,
             is_row_independent=context.ops.name == "native" and context.attention.name == "native",
         )
         self.executor = executor_of(self._program(), context.ops, "layers", adapts=sites is not None)
@@ -173,16 +177,19 @@ class Decoder:
         self.executor = executor_of(self._program(), self.runtime.ops, "")
 
     def allocate_cache(self, num_blocks: int) -> None:
-        self.caches = []  # first: the old and the new pool may not fit together
+        places = [index for index, layer in enumerate(self.layers) if layer.attention.state is None]
+        for index in places:  # first: the old and the new pool may not fit together
+            self.caches[index] = torch.empty(0)
         caches = [attention.allocate(num_blocks) for attention in self._cached]
-        self.caches = caches * len(self.layers) if self.spec.is_encoder else caches
+        for index, cache in zip(places, caches * len(places) if self.spec.is_encoder else caches, strict=False):
+            self.caches[index] = cache
 
     @property
     def _cached(self) -> list[Attention]:
         """The attention of the layers that have a cache. An encoder reads its keys and values only in the step that
         writes them, so its layers take turns in one cache."""
         layers = self.layers[:1] if self.spec.is_encoder else self.layers
-        return [layer.attention.attention for layer in layers]
+        return [layer.attention.attention for layer in layers if layer.attention.attention is not None]
 
     def sample(self) -> Decoder:
         if self.encoder is not None:

@@ -49,7 +49,11 @@ class States(Protocol):
     reach_tokens: int
     bytes_per_slot: int
     bytes_per_snapshot: int
-    tensors: list[Tensor]  # slots and snapshots; their memory pages may not have been touched
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Slots and snapshots. Their memory pages may not have been touched."""
+        ...
 
     def allocate(self, num_slots: int, num_snapshots: int) -> None:
         """Allocates slots and snapshots, and replaces earlier ones. Called before `CausalModel.allocate_cache`."""

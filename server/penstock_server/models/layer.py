@@ -7,10 +7,12 @@ from typing import Any, Protocol
 
 from penstock_server.device.attention.interface import Attention
 from penstock_server.device.ops import PackedNorm
+from penstock_server.device.state import StateLayout
 from penstock_server.layers.attention import AttentionBlock, AttentionSpec
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.cross_attention import CrossAttentionBlock
 from penstock_server.layers.experts import MixtureOfExperts, MoeSpec
+from penstock_server.layers.gated_delta import GatedDeltaBlock, GatedDeltaSpec
 from penstock_server.layers.latent_attention import LatentAttentionBlock, LatentAttentionSpec
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.mlp import Mlp, MlpSpec
@@ -22,10 +24,17 @@ from penstock_server.weights.loader import Parameter
 
 
 class AttentionPart(Protocol):
-    """The attention of a layer."""
+    """The attention of a layer, or what it has instead: a state between tokens."""
 
     @property
-    def attention(self) -> Attention: ...
+    def attention(self) -> Attention | None:
+        """Over the KV cache."""
+        ...
+
+    @property
+    def state(self) -> StateLayout | None:
+        """Of what it keeps between tokens."""
+        ...
 
     @property
     def output(self) -> RowParallelLinear: ...
@@ -45,7 +54,11 @@ class MlpPart(Protocol):
 
 # The class of a part by the type of its spec. Each has `parameters(spec, prefix, layout)` and `load(spec, prefix,
 # context)`.
-ATTENTION_PARTS: dict[type, Any] = {AttentionSpec: AttentionBlock, LatentAttentionSpec: LatentAttentionBlock}
+ATTENTION_PARTS: dict[type, Any] = {
+    AttentionSpec: AttentionBlock,
+    GatedDeltaSpec: GatedDeltaBlock,
+    LatentAttentionSpec: LatentAttentionBlock,
+}
 MLP_PARTS: dict[type, Any] = {MlpSpec: Mlp, MoeSpec: MixtureOfExperts}
 
 

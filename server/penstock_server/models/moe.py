@@ -84,14 +84,21 @@ def mixtral(config: Config) -> tuple[ModelSpec, NameMap]:
 
 def qwen2_moe(config: Config) -> tuple[ModelSpec, NameMap]:
     config = config.with_defaults(moe_intermediate_size=1408, shared_expert_intermediate_size=5632)
-    routing = _qwen_routing(config, RoutingSpec(num_experts(config, 60), config.get("num_experts_per_tok", 4)))
+    config = config.with_defaults(num_experts_per_tok=4)
+    layers = llama.windowed(config, llama.llama_layer(config, qkv_bias=config.get("qkv_bias", True)))
+    return llama.llama_model(config, "qwen2_moe", with_shared_expert(config, layers, 60)), QWEN_NAMES
+
+
+def with_shared_expert(config: Config, layers: tuple[LayerSpec, ...], default: int) -> tuple[LayerSpec, ...]:
+    """Layers with the experts of Qwen2-MoE. default: their number if the configuration does not say it."""
+    top_k = config.require("num_experts_per_tok", int)
+    routing = _qwen_routing(config, RoutingSpec(num_experts(config, default), top_k))
     mlp = replace(
         _experts(config, routing, "moe_intermediate_size"),
         shared_intermediate_size=config.require("shared_expert_intermediate_size", int),
         shared_is_gated=True,
     )
-    layers = llama.windowed(config, llama.llama_layer(config, qkv_bias=config.get("qkv_bias", True)))
-    return llama.llama_model(config, "qwen2_moe", _sparse(config, layers, mlp)), QWEN_NAMES
+    return _sparse(config, layers, mlp)
 
 
 def qwen3_moe(config: Config) -> tuple[ModelSpec, NameMap]:

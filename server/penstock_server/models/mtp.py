@@ -47,7 +47,9 @@ class MtpLayer:
         layer.append_to(program, is_last=True)
         program.output(norm)
         self._executor = executor_of(program, context.ops, "multi-token prediction layer")
-        self.attention = layer.attention.attention
+        attention = layer.attention.attention
+        assert attention is not None, "a layer that drafts attends"
+        self.attention = attention
 
     def __call__(self, tokens: Tensor, outputs: Tensor, cache: Tensor, step: StepContext) -> Tensor:
         """tokens [tokens, hidden]: the embedding of the token behind each position. outputs [tokens, hidden]: the

@@ -11,6 +11,7 @@ from penstock_server.errors import ConfigError
 from penstock_server.layers.attention import AttentionSpec
 from penstock_server.layers.embedding import EmbeddingSpec
 from penstock_server.layers.experts import MoeSpec
+from penstock_server.layers.gated_delta import GatedDeltaSpec
 from penstock_server.layers.latent_attention import LatentAttentionSpec
 from penstock_server.layers.mlp import MlpSpec
 from penstock_server.layers.norm import NormSpec
@@ -31,7 +32,7 @@ class NormPlacement(Enum):
 class LayerSpec:
     """Attention and MLP, sequential or parallel. The type of each part's spec selects the class that runs it."""
 
-    attention: AttentionSpec | LatentAttentionSpec
+    attention: AttentionSpec | GatedDeltaSpec | LatentAttentionSpec
     mlp: MlpSpec | MoeSpec
     norm: NormSpec
     placement: NormPlacement = NormPlacement.PRE
@@ -44,7 +45,7 @@ class LayerSpec:
 
     @property
     def plain_attention(self) -> AttentionSpec:
-        """`attention`, which must not be latent."""
+        """`attention`, which must be neither latent nor a state."""
         assert isinstance(self.attention, AttentionSpec)
         return self.attention
 

@@ -24,6 +24,7 @@ from published import (
     MIXFORMER,
     MLLAMA_TEXT,
     PHI_FIRST,
+    QWEN3_5,
     REFINED_WEB,
     REFINED_WEB_MODEL,
     Published,
@@ -132,6 +133,15 @@ DEEPSEEK: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "n_shared_experts": 2,
 }
+# Three heads for each key head; heads of attention get 16 elements, of which 4 are rotated.
+DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
 DEEPSEEK_YARN = rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=1.2)
 
 CASES: dict[str, Case] = {
@@ -237,6 +247,17 @@ CASES: dict[str, Case] = {
         # With one KV head, the keys of consecutive tokens are not contiguous in the fused projection.
         {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_key_value_heads": 1},
     ),
+    "qwen3-next": Case(
+        "Qwen3NextConfig",
+        {
+            **DELTA,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 40,
+            "mlp_only_layers": [1],
+        },
+    ),
     "olmoe": Case("OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 3}),
     "granitemoe": Case("GraniteMoeConfig", GRANITE),
     "granitemoeshared": Case(
@@ -307,6 +328,8 @@ CASES: dict[str, Case] = {
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         },
     ),
+    "qwen3-5-images": Case("Qwen3_5TextConfig", DELTA, published=QWEN3_5),
+    "qwen3-5": Case("Qwen3_5TextConfig", {**DELTA, "tie_word_embeddings": True}),
     "gpt-neo": Case(
         "GPTNeoConfig",
         {

@@ -19,7 +19,7 @@ WHOLE = (
     r"(.*norm.*|(encoder\.)?positions\.weight|project_(in|out)\.weight|.*\.(router|alpha_[pn]).*|"
     r".*\.(q_a|kv_a|shared_gate)\..*)"
 )
-KV = r".*\.attention\.(k|v)(_norm)?\.(weight|bias)"
+KV = r".*\.attention\.((k|v)(_norm)?|net\.(conv\.)?(q|k))\.(weight|bias)"
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -331,4 +331,4 @@ class Attention(Protocol):
 def window_tokens(attentions: Iterable[Attention]) -> int:
     """How many of the last positions any of these layers attends to; 0: at least one layer has no bound."""
     spans = [attention.shape.mask.max_span for attention in attentions]
-    return 0 if None in spans else max(span for span in spans if span is not None)
+    return 0 if None in spans else max((span for span in spans if span is not None), default=0)

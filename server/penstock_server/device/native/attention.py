@@ -53,6 +53,12 @@ def make(
     return NativeAttention(shape, build, kv_dtype)
 
 
+def native_batch(build: NativeBuild, batch: StepBatch) -> Any:
+    """The sequences of a step as native kernels know them."""
+    lens = batch.query_starts, batch.context_lens
+    return build.module.Batch(*lens, batch.block_tables, batch.source_lens, batch.ends)
+
+
 class NativeAttention:
     """Implements `Attention`."""
 
@@ -95,8 +101,7 @@ class NativeAttention:
         return self.native.block_numbers * self._stored_dtype.itemsize
 
     def prepare(self, batch: StepBatch) -> Any:
-        lens = batch.query_starts, batch.context_lens
-        return self._build.module.Batch(*lens, batch.block_tables, batch.source_lens, batch.ends)
+        return native_batch(self._build, batch)
 
     def write_kv(
         self,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
+    from penstock_server.device.gated_delta import GatedDelta
     from penstock_server.device.native.build import NativeBuild
     from penstock_server.device.ops import (
         Elementwise,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         Weight,
     )
     from penstock_server.device.quantized import QuantizedMatrix
+    from penstock_server.device.state import StateRows
 
 
 class NativeLinear:
@@ -215,6 +217,22 @@ class NativeRouting:
         return weights, experts
 
 
+class NativeGatedDelta:
+    """Implements `PackedGatedDelta`."""
+
+    __slots__ = ("_apply", "net", "packed")
+
+    def __init__(self, packed: Any, net: GatedDelta) -> None:
+        self.packed = packed
+        self._apply = packed.apply
+        self.net = net
+
+    def __call__(self, mixed: Tensor, rates: Tensor, slots: Tensor, of: StateRows) -> Tensor:
+        outputs = mixed.new_empty((len(mixed), self.net.widths[2]))
+        self._apply(mixed, rates, slots, of.query_starts, of.context_lens, of.slots, outputs)
+        return outputs
+
+
 class NativeOps:
     """Implements `Ops`."""
 
@@ -311,6 +329,9 @@ class NativeOps:
         if form is None:
             return self._torch.gated(activation)
         return NativeGate(self._kernels.activation(*form, True))
+
+    def pack_gated_delta(self, net: GatedDelta) -> NativeGatedDelta:
+        return NativeGatedDelta(self._kernels.gated_delta(net), net)
 
     def clamped_swiglu(self, alpha: float, limit: float) -> Elementwise:
         """[rows, 2 * dim], gate first → [rows, dim], as the experts of gpt-oss compute it."""

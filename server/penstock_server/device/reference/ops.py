@@ -12,11 +12,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from penstock_server.device.gated_delta import GatedDelta
 from penstock_server.device.ops import (
     Elementwise,
     HeadProduct,
     Lookup,
     NormVariant,
+    PackedGatedDelta,
     PackedLinear,
     PackedNorm,
     QuantizedPacker,
@@ -26,6 +28,7 @@ from penstock_server.device.ops import (
     whole,
 )
 from penstock_server.device.quantized import Kept
+from penstock_server.device.reference.gated_delta import TorchGatedDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +194,9 @@ class TorchOps:
 
     def gated(self, activation: Elementwise) -> Elementwise:
         return partial(_gated, activation)
+
+    def pack_gated_delta(self, net: GatedDelta) -> PackedGatedDelta:
+        return TorchGatedDelta(net)
 
 
 def widened(x: Tensor) -> Tensor:

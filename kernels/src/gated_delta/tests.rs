@@ -1,0 +1,168 @@
+use super::*;
+use crate::pool::Pool;
+use crate::testing::{Random, assert_close, spawning_pool, tolerance};
+
+const KEY_HEADS: usize = 2;
+const HEADS: usize = 4;
+const KEY_DIM: usize = 16;
+const VALUE_DIM: usize = 48;
+const WIDTH: usize = 4;
+const ROWS: usize = 53;
+
+fn net() -> GatedDelta {
+    let mut random = Random::new(3);
+    let mut numbers = |count: usize| (0..count).map(|_| random.uniform()).collect::<Vec<f32>>();
+    let channels = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM;
+    let (conv, bias, norm) = (numbers(channels * WIDTH), numbers(HEADS), numbers(VALUE_DIM));
+    let decay: Vec<f32> = numbers(HEADS).iter().map(|number| 0.2 + number.abs()).collect();
+    GatedDelta::new(
+        KEY_HEADS,
+        KEY_DIM,
+        &Parameters { conv: &conv, decay: &decay, decay_bias: &bias, norm: &norm, eps: 1e-6 },
+    )
+    .unwrap()
+}
+
+struct Inputs {
+    mixed: Vec<Element>,
+    rates: Vec<Element>,
+}
+
+fn inputs(net: &GatedDelta, seed: u64) -> Inputs {
+    let mut random = Random::new(seed);
+    Inputs { mixed: random.elements(ROWS * net.mixed_width()), rates: random.elements(ROWS * net.rates_width()) }
+}
+
+/// Slots full of what must not be read.
+fn slots(net: &GatedDelta, count: usize) -> Vec<f32> {
+    vec![f32::NAN; count * net.slot_floats()]
+}
+
+/// Advances a sequence in a slot by the rows from one position to another.
+fn advance(net: &GatedDelta, pool: &Pool, inputs: &Inputs, slots: &mut [f32], slot: i64, rows: [usize; 2]) -> Vec<Element> {
+    let [first, end] = rows;
+    let mut output = vec![Element::default(); (end - first) * net.value_width()];
+    let (starts, lens, slot) = ([0, (end - first) as i32], [end as i32], [slot]);
+    let sequences = Sequences {
+        query_starts: Source::new(starts.as_ptr()),
+        context_lens: Source::new(lens.as_ptr()),
+        slots: Source::new(slot.as_ptr()),
+        num_sequences: 1,
+    };
+    let operands = Operands {
+        mixed: Source::new(inputs.mixed[first * net.mixed_width()..].as_ptr()),
+        rates: Source::new(inputs.rates[first * net.rates_width()..].as_ptr()),
+        slots: Target::new(slots.as_mut_ptr()),
+        output: Target::new(output.as_mut_ptr()),
+    };
+    // SAFETY: the vectors have the sizes said.
+    unsafe { net.run(pool, &sequences, &operands) };
+    output
+}
+
+/// The recurrence as it is written in the paper, one row after the other in float64.
+fn expected(net: &GatedDelta, inputs: &Inputs) -> Vec<f32> {
+    let silu = |x: f64| x / (1.0 + (-x).exp());
+    let (keys, channels) = (KEY_HEADS * KEY_DIM, net.channels());
+    let input = |row: usize, column: usize| f64::from(inputs.mixed[row * net.mixed_width() + column].to_f32());
+    let mixed = |row: usize, channel: usize| {
+        let sum = (0..WIDTH.min(row + 1)).map(|back| {
+            input(row - back, channel) * f64::from(net.conv[(WIDTH - 1 - back) * channels + channel])
+        });
+        silu(sum.sum())
+    };
+    let unit = |row: usize, first: usize| {
+        let vector: Vec<f64> = (0..KEY_DIM).map(|element| mixed(row, first + element)).collect();
+        let length = (vector.iter().map(|x| x * x).sum::<f64>() + 1e-6).sqrt();
+        vector.into_iter().map(move |x| x / length).collect::<Vec<f64>>()
+    };
+    let mut outputs = vec![0.0; ROWS * HEADS * VALUE_DIM];
+    for head in 0..HEADS {
+        let key_head = head / (HEADS / KEY_HEADS);
+        let mut state = vec![[0.0; VALUE_DIM]; KEY_DIM];
+        for row in 0..ROWS {
+            let (query, key) = (unit(row, key_head * KEY_DIM), unit(row, keys + key_head * KEY_DIM));
+            let rate = |index: usize| f64::from(inputs.rates[row * net.rates_width() + index].to_f32());
+            let strength = 1.0 / (1.0 + (-rate(head)).exp());
+            let softplus = (rate(HEADS + head) + f64::from(net.decay_bias[head])).exp().ln_1p();
+            let decay = (-f64::from(net.decay[head]) * softplus).exp();
+            state.iter_mut().flatten().for_each(|number| *number *= decay);
+            let mut output = [0.0; VALUE_DIM];
+            for (column, output) in output.iter_mut().enumerate() {
+                let known: f64 = (0..KEY_DIM).map(|element| key[element] * state[element][column]).sum();
+                let change = strength * (mixed(row, 2 * keys + head * VALUE_DIM + column) - known);
+                for element in 0..KEY_DIM {
+                    state[element][column] += key[element] * change;
+                    *output += query[element] * state[element][column] / (KEY_DIM as f64).sqrt();
+                }
+            }
+            let square = output.iter().map(|x| x * x).sum::<f64>() / VALUE_DIM as f64;
+            for (column, output) in output.into_iter().enumerate() {
+                let normed = output / (square + 1e-6).sqrt() * f64::from(net.norm[column]);
+                let gate = silu(input(row, channels + head * VALUE_DIM + column));
+                outputs[(row * HEADS + head) * VALUE_DIM + column] = (normed * gate) as f32;
+            }
+        }
+    }
+    outputs
+}
+
+#[test]
+fn outputs_are_those_of_the_recurrence() {
+    let net = net();
+    let inputs = inputs(&net, 5);
+    let found = advance(&net, &spawning_pool(3), &inputs, &mut slots(&net, 1), 0, [0, ROWS]);
+    for (found, expected) in found.into_iter().zip(expected(&net, &inputs)) {
+        assert_close(found, expected, tolerance(1), "output");
+    }
+}
+
+#[test]
+fn bits_do_not_depend_on_steps_or_on_what_was_computed_again() {
+    let net = net();
+    let inputs = inputs(&net, 6);
+    let whole = advance(&net, &Pool::single(), &inputs, &mut slots(&net, 1), 0, [0, ROWS]);
+    for size in [1, 2, 7, 16, 17] {
+        let mut slots = slots(&net, 3);
+        let mut first = 0;
+        while first < ROWS {
+            let end = ROWS.min(first + size);
+            let found = advance(&net, &Pool::single(), &inputs, &mut slots, 1, [first, end]);
+            assert_eq!(found, whole[first * net.value_width()..end * net.value_width()], "{size} rows at a time");
+            first = end;
+        }
+        assert!(slots[..net.slot_floats()].iter().all(|number| number.is_nan()), "other slots are not written");
+    }
+    // Drafts that were wrong: other rows, as far as a chunk, and then the right ones.
+    let wrong = Inputs { mixed: inputs.mixed.iter().rev().copied().collect(), rates: inputs.rates.clone() };
+    for first in 0..ROWS - CHUNK {
+        let mut slots = slots(&net, 1);
+        advance(&net, &Pool::single(), &inputs, &mut slots, 0, [0, first]);
+        advance(&net, &Pool::single(), &wrong, &mut slots, 0, [first, first + CHUNK]);
+        let found = advance(&net, &Pool::single(), &inputs, &mut slots, 0, [first, ROWS]);
+        assert_eq!(found, whole[first * net.value_width()..], "back to {first}");
+    }
+}
+
+#[test]
+fn sizes_that_do_not_fit_are_refused() {
+    let ones = vec![1.0; 1024];
+    let refused = |num_key_heads, key_dim, conv: usize, heads: usize, bias: usize, dim: usize| {
+        let parameters = Parameters {
+            conv: &ones[..conv],
+            decay: &ones[..heads],
+            decay_bias: &ones[..bias],
+            norm: &ones[..dim],
+            eps: 1e-6,
+        };
+        GatedDelta::new(num_key_heads, key_dim, &parameters).is_err()
+    };
+    assert!(!refused(1, 16, 4 * 64, 2, 2, 16));
+    assert!(refused(1, 17, 4 * 66, 2, 2, 16), "key_dim");
+    assert!(refused(1, 16, 4 * 62, 2, 2, 15), "value_dim");
+    assert!(refused(2, 16, 4 * 112, 3, 3, 16), "heads");
+    assert!(refused(0, 16, 4 * 32, 2, 2, 16), "no key heads");
+    assert!(refused(1, 16, 4 * 64 + 1, 2, 2, 16), "a part of a row");
+    assert!(refused(1, 16, 0, 2, 2, 16), "no convolution");
+    assert!(refused(1, 16, 4 * 64, 2, 1, 16), "biases");
+}

@@ -1,0 +1,63 @@
+"""Gated delta networks (https://arxiv.org/abs/2412.06464): a state that decays and is corrected by each row.
+
+A head's state is a matrix [key_dim, value_dim]. With S the state at the start of the row's chunk, and w(j) the product
+of the decays behind row j up to row p, a row p reads and leaves
+
+    u(p) = beta(p) * (v(p) - w(start) * k(p) S - sum over j < p of w(j) * (k(p) . k(j)) * u(j))
+    o(p) =                   w(start) * q(p) S + sum over j <= p of w(j) * (q(p) . k(j)) * u(j)
+
+where j runs over the rows of the chunk. The next chunk starts with w(start) * S + sum of w(j) * k(j) u(j)^T.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock_server.device.state import StateLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDelta:
+    """One layer on one rank: the part between its projections. All tensors are float32.
+
+    Each key head serves `num_heads / num_key_heads` heads that follow each other. "mixed" has the queries, keys and
+    values, which a convolution mixes with those of earlier rows, and output gates; "rates" has for each head a number
+    that says how much is corrected, and one for the decay."""
+
+    num_key_heads: int
+    key_dim: int
+    conv: Tensor  # [channels, width]: weights of the convolution over queries, keys and values; the row's own is last
+    decay: Tensor  # [heads]: its rate, above 0
+    decay_bias: Tensor  # [heads]
+    norm: Tensor  # [value_dim]: weight of the outputs' RMSNorm
+    eps: float
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.decay)
+
+    @property
+    def value_dim(self) -> int:
+        return len(self.norm)
+
+    @property
+    def widths(self) -> tuple[int, int, int, int]:
+        """Columns of queries, keys, values and output gates in "mixed"."""
+        keys, values = self.num_key_heads * self.key_dim, self.num_heads * self.value_dim
+        return keys, keys, values, values
+
+    @property
+    def layout(self) -> StateLayout:
+        """A row has the convolution's inputs, normed keys, corrected values and decays."""
+        queries, keys, values, _ = self.widths
+        inputs = queries + keys + values
+        return StateLayout(
+            state=self.num_heads * self.key_dim * self.value_dim,
+            row=inputs + keys + values + self.num_heads,
+            inputs=inputs,
+            window=self.conv.shape[1] - 1,
+        )

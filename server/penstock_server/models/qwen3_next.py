@@ -1,0 +1,104 @@
+"""Qwen3-Next and Qwen3.5: gated delta networks, and attention with gated outputs in every fourth layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock_server.layers.attention import AttentionSpec
+from penstock_server.layers.gated_delta import GatedDeltaSpec
+from penstock_server.layers.norm import NormSpec
+from penstock_server.layers.qk_norm import QkNormSpec
+from penstock_server.models import llama, moe
+from penstock_server.models.config import Config
+from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap
+from penstock_server.models.vision import moved
+from penstock_server.vision.family import TextLayout
+from penstock_server.weights.location import Location, fused
+
+KINDS = ("linear_attention", "full_attention")
+NET = "layers.{i}.attention.net"
+MODULE = "model.layers.{i}.linear_attn"
+DRAFTER = r"mtp\..+"  # the layer that drafts
+VISION = r"model\.visual\..+"
+
+
+def qwen3_next(config: Config) -> tuple[ModelSpec, NameMap]:
+    config = config.with_defaults(num_key_value_heads=2, num_experts_per_tok=10, norm_topk_prob=True)
+    widths = {"intermediate_size": 5632, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+    config = config.with_defaults(**widths)
+    net = _net(config)
+    names = moe.QWEN_NAMES | _names(net) | fused(NET, f"{MODULE}.in_proj_qkvz", net.widths, net.num_key_heads)
+    names |= fused(NET, f"{MODULE}.in_proj_ba", net.rates, net.num_key_heads)
+    layers = moe.with_shared_expert(config, _layers(config, net), 512)
+    return _model(config, "qwen3_next", layers), replace(names, ignored=(DRAFTER,))
+
+
+def qwen3_5_text(config: Config) -> tuple[ModelSpec, NameMap]:
+    config = config.with_defaults(num_key_value_heads=4)
+    net = _net(config)
+    mixed = {name: net.widths[name] for name in "qkv"}
+    own: dict[str, str | Location] = {f"{NET}.{name}": f"{MODULE}.in_proj_{name}" for name in "zba"}
+    names = llama.NAMES | _names(net) | {**own, **fused(NET, f"{MODULE}.in_proj_qkv", mixed)}
+    return _model(config, "qwen3_5_text", _layers(config, net)), replace(names, ignored=(DRAFTER,))
+
+
+def qwen3_5(config: Config) -> tuple[ModelSpec, NameMap]:
+    """The text model of a checkpoint that also encodes images, which are not read."""
+    tied = config.get("tie_word_embeddings", False)
+    values = config.values.get("text_config")
+    if not isinstance(values, dict):
+        raise config.refuse(f"text_config must be an object, not {values!r}")
+    text = config.part({**values, "tie_word_embeddings": tied})
+    spec, names = qwen3_5_text(text)
+    whole = moved(names, TextLayout("model.language_model."), (DRAFTER, VISION))
+    return replace(spec, architecture="qwen3_5"), replace(whole, alternatives=(names,))
+
+
+def _model(config: Config, architecture: str, layers: tuple[LayerSpec, ...]) -> ModelSpec:
+    return replace(llama.llama_model(config, architecture, layers), final_norm=_norm(config))
+
+
+def _layers(config: Config, net: GatedDeltaSpec) -> tuple[LayerSpec, ...]:
+    num, interval = llama.num_layers(config), config.get("full_attention_interval", 4)
+    types = config.layer_types([KINDS[(index + 1) % interval == 0] for index in range(num)], KINDS)
+    return tuple(
+        LayerSpec(net if kind == KINDS[0] else _attention(config), llama.llama_mlp(config), _norm(config))
+        for kind in types
+    )
+
+
+def _attention(config: Config) -> AttentionSpec:
+    bias = config.get("attention_bias", False)
+    attention = llama.llama_attention(
+        config.with_defaults(head_dim=256),
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=QkNormSpec(_norm(config)),
+        default_partial=0.25,
+    )
+    return replace(attention, has_gates=True)
+
+
+def _net(config: Config) -> GatedDeltaSpec:
+    if config.activation() != "silu":
+        raise config.refuse(f"hidden_act must be silu, not {config.activation()!r}")
+    return GatedDeltaSpec(
+        num_heads=config.get("linear_num_value_heads", 32),
+        num_key_heads=config.get("linear_num_key_heads", 16),
+        key_dim=config.get("linear_key_head_dim", 128),
+        value_dim=config.get("linear_value_head_dim", 128),
+        conv_width=config.get("linear_conv_kernel_dim", 4),
+        norm_eps=_norm(config).eps,
+    )
+
+
+def _norm(config: Config) -> NormSpec:
+    return NormSpec("rms", config.get("rms_norm_eps", 1e-6), offset=1.0, wide=True)
+
+
+def _names(net: GatedDeltaSpec) -> dict[str, str | Location]:
+    """The names that all checkpoints have in common."""
+    mixed = {name: net.widths[name] for name in "qkv"}
+    own = {"a_log": "A_log", "dt_bias": "dt_bias", "norm": "norm", "output": "out_proj"}
+    names: dict[str, str | Location] = {f"{NET}.{name}": f"{MODULE}.{theirs}" for name, theirs in own.items()}
+    return names | fused(f"{NET}.conv", f"{MODULE}.conv1d", mixed)

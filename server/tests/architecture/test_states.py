@@ -1,0 +1,158 @@
+"""Layers that keep a state between tokens: the native kernels against the operators of torch, one step against many,
+going back as rejected drafts do, and snapshots."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES, VOCAB, Case
+from model_driver import DrivenSequence, ModelDriver, interpret, is_native
+from near_tie import assert_greedy
+from penstock_server import kernels
+from penstock_server.device.reference.ops import TorchOps
+from penstock_server.device.state import CHUNK_TOKENS
+from penstock_server.errors import ConfigError
+from penstock_server.models import load_model
+from penstock_server.models.decoder import Decoder
+from penstock_server.models.interface import LoadOptions
+from penstock_server.models.registry import read_spec
+from penstock_server.parallel import RankGroup
+from tiny_model import make_model, save_model
+from tiny_models import prompts
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BLOCK_TOKENS = 16
+CPU = torch.device("cpu")
+NAMES = ["qwen3-5", "qwen3-next"]
+CHUNKS = (1, 7, CHUNK_TOKENS, 3 * CHUNK_TOKENS + 13)
+LENGTH = 90
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Decoder:
+    model = load_model(LoadOptions(folder, dtype, CPU, BLOCK_TOKENS, **options), RankGroup())
+    assert isinstance(model, Decoder)
+    return model
+
+
+def load_reference(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Decoder:
+    """With the operators of torch."""
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "choose_ops", lambda *_, **__: TorchOps())
+        return load(folder, attention="reference")
+
+
+def advance(driver: ModelDriver, sequence: DrivenSequence, count: int, chunk: int) -> torch.Tensor:
+    """The logits [count, vocab] of the next tokens, in chunks."""
+    end, found = sequence.num_computed + count, []
+    while sequence.num_computed < end:
+        found.append(driver.step([(sequence, min(chunk, end - sequence.num_computed))], every_row=True))
+    return torch.cat(found)
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A model of transformers, and its folder."""
+    reference = make_model(request.param, CASES[request.param])
+    return reference, save_model(reference, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.mark.parametrize("is_compiled", [pytest.param(True, marks=pytest.mark.native), False])
+def test_logits_and_greedy_tokens_are_those_of_transformers(
+    made: tuple[Any, Path], is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference, folder = made
+    model = load(folder) if is_compiled else load_reference(folder, monkeypatch)
+    assert model.is_row_independent == is_compiled
+    (text,) = prompts(3, [LENGTH], VOCAB)
+    with torch.inference_mode():
+        expected = reference(torch.tensor([text]), use_cache=False).logits[0]
+    for chunk in CHUNKS:
+        driver = ModelDriver(model, BLOCK_TOKENS)
+        logits = advance(driver, driver.sequence(text), LENGTH, chunk)
+        torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
+    beginnings = [text[:5], text[:40], text[:17]]
+    for beginning, tokens in zip(
+        beginnings, ModelDriver(model, BLOCK_TOKENS).greedy(beginnings, 64, chunk_tokens=7), strict=True
+    ):
+        with torch.inference_mode():
+            logits = reference(torch.tensor([[*beginning, *tokens]]), use_cache=False).logits[0]
+        assert_greedy(logits[len(beginning) - 1 : -1], tokens)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_native_call_computes_the_bits_of_its_operations(made: tuple[Any, Path], dtype: torch.dtype) -> None:
+    model = load(made[1], dtype)
+    assert is_native(model)
+    (text,) = prompts(3, [LENGTH], VOCAB)
+    driver = ModelDriver(model, BLOCK_TOKENS)
+    whole = advance(driver, driver.sequence(text), LENGTH, LENGTH)
+    for chunk in CHUNKS:
+        assert torch.equal(advance(driver, driver.sequence(text), LENGTH, chunk), whole)
+    interpret(model)
+    assert torch.equal(advance(driver, driver.sequence(text), LENGTH, 31), whole)
+
+
+@pytest.mark.native
+def test_a_sequence_that_goes_back_computes_the_same_bits(made: tuple[Any, Path]) -> None:
+    model = load(made[1])
+    text, wrong = prompts(3, [LENGTH, LENGTH], VOCAB)
+    driver = ModelDriver(model, BLOCK_TOKENS)
+    whole = advance(driver, driver.sequence(text), LENGTH, LENGTH)
+    for first in (1, 15, 16, 17, 30, 33, 48, 61):
+        for count in (1, 4, CHUNK_TOKENS):
+            sequence = driver.sequence([*text[:first], *wrong[first:]])
+            advance(driver, sequence, first, LENGTH)
+            advance(driver, sequence, count, LENGTH)
+            sequence.token_ids[first:], sequence.num_computed = text[first:], first
+            assert torch.equal(advance(driver, sequence, LENGTH - first, 5), whole[first:]), (first, count)
+            driver.free(sequence)
+
+
+@pytest.mark.native
+def test_a_sequence_continues_from_a_snapshot_with_the_same_bits(made: tuple[Any, Path]) -> None:
+    model = load(made[1])
+    states = model.states
+    assert states is not None
+    (text,) = prompts(3, [LENGTH], VOCAB)
+    for position in (CHUNK_TOKENS, 2 * CHUNK_TOKENS, 5 * CHUNK_TOKENS):
+        for num_behind in (0, 5):  # the slot's sequence may have gone on within the next chunk
+            driver = ModelDriver(model, BLOCK_TOKENS)
+            first = driver.sequence(text)
+            advance(driver, first, position + num_behind, 13)
+            states.save(first.slot, position, 1)
+            rest = advance(driver, first, LENGTH - position - num_behind, 13)
+            second = driver.sequence(text)
+            second.blocks, second.num_computed = first.blocks[: position // BLOCK_TOKENS], position
+            states.restore(1, second.slot, position)
+            found = advance(driver, second, LENGTH - position, 7)
+            assert torch.equal(found[num_behind:], rest), (position, num_behind)
+    assert states.bytes_per_slot == sum(cache[0].nbytes for cache in states.tensors[: len(states.tensors) // 2])
+    assert states.bytes_per_snapshot == sum(cache[0].nbytes for cache in states.tensors[len(states.tensors) // 2 :])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"linear_key_head_dim": 12}, "linear_key_head_dim must be a multiple of 16 up to 256, not 12"),
+        ({"linear_value_head_dim": 512}, "linear_value_head_dim must be a multiple of 16 up to 256, not 512"),
+        ({"linear_num_value_heads": 3}, "3 value heads of linear attention are not a multiple of 2 key heads"),
+        ({"linear_conv_kernel_dim": 17}, "linear_conv_kernel_dim must be from 1 to 16, not 17"),
+        ({"hidden_act": "gelu"}, "hidden_act must be silu"),
+        (
+            {"layer_types": ["mamba"] * 4},
+            "layer_types must name 4 layers, each one of linear_attention, full_attention",
+        ),
+    ],
+)
+def test_layers_that_cannot_be_computed_are_refused(values: dict[str, Any], message: str, tmp_path: Path) -> None:
+    case: Case = CASES["qwen3-5"]
+    config = {"model_type": "qwen3_5_text", **case.sizes, **case.values, **values}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=message):
+        read_spec(tmp_path)
