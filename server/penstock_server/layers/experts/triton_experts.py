@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from penstock_server.errors import ConfigError
 from penstock_server.kernels import triton_device
 from penstock_server.kernels.activation import ACTIVATIONS
 from penstock_server.kernels.ops import Elementwise
@@ -147,7 +148,10 @@ def assign(
 def _gate(spec: MoeSpec) -> Gate:
     if spec.activation == CLAMPED_SWIGLU:
         return Gate(CLAMPED_SWIGLU, spec.swiglu_alpha, spec.swiglu_limit)
-    return Gate(KERNEL_ACTIVATIONS[ACTIVATIONS[spec.activation]])
+    name = KERNEL_ACTIVATIONS.get(ACTIVATIONS[spec.activation])
+    if name is None:
+        raise ConfigError(f"experts with the activation {spec.activation!r} are not supported on GPUs")
+    return Gate(name)
 
 
 def _device(layer: GroupedLinear | GroupedQuantized) -> torch.device:
