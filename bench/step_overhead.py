@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from penstock_server.engine import Engine
+from penstock_server.models.interface import ModelTraits
 from penstock_server.pb import worker_pb2 as pb
 from penstock_server.protocol.config import LoadConfig, WarmUpConfig
 from penstock_server.protocol.message import plan_of, result_message
@@ -30,20 +31,23 @@ PARTS = ("decode", "engine", "encode")
 class NullModel:
     """A CausalModel whose logits are always the same."""
 
-    architecture = attention_name = "null"
-    vocab_size = VOCAB
-    num_layers = 1
+    traits = ModelTraits(
+        architecture="null",
+        attention_name="null",
+        vocab_size=VOCAB,
+        num_layers=1,
+        hidden_size=1,
+        default_position_tokens=MAX_TOKENS,
+        max_source_tokens=0,
+        decoder_prefix=(),
+        window_tokens=0,
+        is_recordable=False,
+        is_row_independent=True,
+    )
     max_position_tokens = MAX_TOKENS
-    default_position_tokens = MAX_TOKENS
-    max_source_tokens = window_tokens = 0
-    decoder_prefix = ()
     weight_bytes = 1
     kv_bytes_per_block = 1
-    is_recordable = False
-    is_row_independent = True
-    pooler = None
-    adapters = None
-    images = None
+    pooler = adapters = images = states = None
 
     def __init__(self, max_rows: int) -> None:
         self.caches = [torch.zeros(0)]

@@ -9,7 +9,7 @@ import pytest
 from binary import Server
 from huggingface_hub import InferenceClient
 from huggingface_hub.errors import HfHubHTTPError
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 from pydantic import BaseModel
 
 WEATHER: dict[str, Any] = {
@@ -156,3 +156,25 @@ def test_an_unknown_function_is_refused(server: Server) -> None:
         client.chat_completion(
             QUESTION, tools=[WEATHER], tool_choice={"type": "function", "function": {"name": "no_such"}}
         )
+
+
+def test_an_error_of_the_grammar_engine_names_the_function(openai: OpenAI) -> None:
+    impossible = {"type": "object", "properties": {"day": {"type": "integer", "minimum": 5, "maximum": 2}}}
+    broken = {"type": "function", "function": {"name": "later", "parameters": impossible | {"required": ["day"]}}}
+    with pytest.raises(
+        BadRequestError, match='parameters of the function "later" cannot be used: Unsatisfiable'
+    ) as error:
+        openai.chat.completions.create(**ARGUMENTS, tools=[TIME, broken], tool_choice="required")
+    assert error.value.param == "tools"
+
+
+def test_results_of_functions_and_messages_of_other_roles_are_shown(openai: OpenAI) -> None:
+    call = {"role": "assistant", "content": None, "function_call": {"name": "get_time", "arguments": "{}"}}
+    result = {"role": "function", "name": "get_time", "content": "It is noon in every zone of the world."}
+
+    def num_tokens(*messages: dict[str, Any]) -> int:
+        answer = openai.chat.completions.create(**ARGUMENTS | {"messages": [*QUESTION, *messages], "max_tokens": 1})
+        return answer.usage.prompt_tokens
+
+    assert num_tokens(call, result) > num_tokens(call) + 7
+    assert num_tokens({"role": "bot", "content": "It is noon in every zone of the world."}) > num_tokens() + 7

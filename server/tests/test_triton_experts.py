@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from penstock_server.errors import ConfigError
 from penstock_server.layers.experts.routing import Router, choose_experts
-from penstock_server.layers.experts.spec import RoutingSpec
+from penstock_server.layers.experts.spec import MoeSpec, RoutingSpec
 from tested_device import DEVICE, triton_skip_reason
 from torch import Tensor
 
@@ -21,7 +22,7 @@ if reason := triton_skip_reason():
 from penstock_server.device.activation import ACTIVATIONS
 from penstock_server.device.triton import grouped as triton_grouped
 from penstock_server.device.triton.grouped import Assignment, Gate, GroupedLinear, Tile, weighted_sum
-from penstock_server.layers.experts.triton_experts import assign
+from penstock_server.layers.experts.triton_experts import _gate, assign
 
 pytestmark = [
     pytest.mark.usefixtures("on_tested_device"),
@@ -180,3 +181,8 @@ def test_sums_are_weighted_and_end_the_assignment(experts: range, shared: str) -
         expected += added * (assignment.weights[:, 2:] if shared == "gated" else 1.0)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert not counted.counts.any()
+
+
+def test_experts_with_an_activation_that_has_no_kernel_are_refused() -> None:
+    with pytest.raises(ConfigError, match="experts with the activation 'mish' are not supported on GPUs"):
+        _gate(MoeSpec(RoutingSpec(4, 2), 32, "mish"))

@@ -42,7 +42,7 @@ def inspect_text(folder: Path, problems: list[str], notes: list[str]) -> TextFac
         listed = given if isinstance(given, list) else [given]
         if given is not None and not facts.eos_token_ids:
             numbers = [id_ for id_ in listed if isinstance(id_, int | float)]
-            facts.eos_token_ids = tuple(int(id_) for id_ in numbers if id_ == int(id_))
+            facts.eos_token_ids = tuple(int(id_) for id_ in numbers if id_ == int(id_) and id_ >= 0)
     named = config.get("eos_token")
     named_id = ids.get(named.get("content") if isinstance(named, dict) else named)
     if named_id is not None and named_id not in facts.eos_token_ids:

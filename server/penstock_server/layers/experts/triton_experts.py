@@ -16,6 +16,7 @@ from penstock_server.device.triton.low_rank import ExpertPairs, LowRankSum
 from penstock_server.device.triton.ops import KERNEL_ACTIVATIONS, power_of_two
 from penstock_server.device.triton.quantized import Segment
 from penstock_server.device.triton.routing_kernel import route_kernel
+from penstock_server.errors import ConfigError
 from penstock_server.layers.experts.routing import Router
 from penstock_server.layers.experts.shard import ExpertShard
 from penstock_server.layers.experts.spec import CLAMPED_SWIGLU, MoeSpec
@@ -147,7 +148,10 @@ def assign(
 def _gate(spec: MoeSpec) -> Gate:
     if spec.activation == CLAMPED_SWIGLU:
         return Gate(CLAMPED_SWIGLU, spec.swiglu_alpha, spec.swiglu_limit)
-    return Gate(KERNEL_ACTIVATIONS[ACTIVATIONS[spec.activation]])
+    name = KERNEL_ACTIVATIONS.get(ACTIVATIONS[spec.activation])
+    if name is None:
+        raise ConfigError(f"experts with the activation {spec.activation!r} are not supported on GPUs")
+    return Gate(name)
 
 
 def _device(layer: GroupedLinear | GroupedQuantized) -> torch.device:
