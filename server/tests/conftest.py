@@ -5,11 +5,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from penstock_server.prepare import prepare
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def triton_language_stays_patched() -> None:
+    """PERF: Triton's interpreter patches its language at each call of a kernel, and of a function in a kernel. That
+    takes half of the time of the kernels' tests. Nothing compiles kernels in these processes."""
+    if (interpreter := sys.modules.get("triton.runtime.interpreter")) is None:
+        return
+    import triton.language as tl
+
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    interpreter._patch_lang = lambda _: interpreter._LangPatchScope()  # with nothing to restore
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.matmul", "aten.linear"}
 
 
 def one_at_a_time(launch: Callable[..., None]) -> Callable[..., None]:
-    """For ranks that are threads: the interpreter changes Triton's language while a kernel runs."""
+    """For ranks that are threads: the interpreter has one place in the grid for all of them."""
     lock = threading.Lock()
 
     def locked(*arguments: Any, **named: Any) -> None:
