@@ -11,11 +11,18 @@ import pytest
 from result import read
 
 PROGRAM = Path(__file__).parents[1] / "gpu.py"
-QUANTIZED = [f"tiny-{name}" for name in ("w4", "q4k", "fp8", "w8a8")]
 
 
 @pytest.mark.timeout(900)  # the benchmark has the time that other tests leave it
-def test_every_load_of_tiny_models_is_measured_and_a_result_is_resumed_where_it_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "quantized",
+    # `test_predict` takes steps of the other formats.
+    [["tiny-q4k"], pytest.param([f"tiny-{name}" for name in ("w4", "fp8", "w8a8")], marks=pytest.mark.slow)],
+    ids=" ".join,
+)
+def test_every_load_of_tiny_models_is_measured_and_a_result_is_resumed_where_it_ended(
+    quantized: list[str], tmp_path: Path
+) -> None:
     raw = tmp_path / "gpu.json.gz"
 
     def models(*names: str) -> dict[str, Any]:
@@ -24,9 +31,9 @@ def test_every_load_of_tiny_models_is_measured_and_a_result_is_resumed_where_it_
         return read(raw)["models"]
 
     first = models("tiny")["tiny"]
-    found = models("tiny", *QUANTIZED)
+    found = models("tiny", *quantized)
     assert found["tiny"] == first
-    for name in QUANTIZED:
+    for name in quantized:
         (repeat,) = found[name]["repeats"]
         assert (set(repeat["streams"]), set(repeat["ttft_s"])) == ({"1", "4"}, {"16", "100"})
     (repeat,) = first["repeats"]

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(scope="session", autouse=True)
 def triton_language_stays_patched() -> None:
-    """PERF: Triton's interpreter patches its language anew at each call of a kernel, and a function in one. That
+    """PERF: Triton's interpreter patches its language at each call of a kernel, and of a function in a kernel. That
     takes half of the time of the kernels' tests. Nothing compiles kernels in these processes."""
     if (interpreter := sys.modules.get("triton.runtime.interpreter")) is None:
         return
