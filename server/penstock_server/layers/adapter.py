@@ -206,7 +206,7 @@ class AdapterSites:
         return first
 
     def _add_natively(self, ops: NativeOps, site: int, x: Tensor, y: Tensor, adapters: StepAdapters) -> None:
-        """As of `AddAdapters`, at a site outside of native stacks."""
+        """An `AddAdapters` at a site outside of native stacks."""
         if self._sites[site][0].is_embedding:
             if all(adapter.embedding is None for adapter in adapters.loaded):
                 return

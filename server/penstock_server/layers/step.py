@@ -47,6 +47,6 @@ class StepContext:
         return replace(self, adapters=adapters)
 
     def add_adapters(self, site: int | None, x: Tensor, y: Tensor) -> None:
-        """As of `AddAdapters`, at this site of the layer that made y; None: it has none."""
+        """Adds to y what the rows' adapters add at this site, see `AddAdapters`. None: the layer has no site."""
         if self.adapters is not None and site is not None:
             self.adders[site](x, y, self.adapters)
