@@ -58,6 +58,7 @@ async fn every_route_lists_its_statuses() {
     GET /v1/responses/test%2Fmodel: 200 400 401 404 431 500
     DELETE /v1/responses/test%2Fmodel: 200 400 401 404 431 500
     GET /v1/responses/test%2Fmodel/input_items: 200 400 401 404 431 500
+    POST /v1/responses/test%2Fmodel/cancel: 400 401 404 408 413 415 431 500
     POST /v1/messages: 200 400 401 404 408 413 415 429 431 500 503 504
     POST /v1/messages/count_tokens: 200 400 401 404 408 413 415 429 431 500 503
     POST /v1/load_lora_adapter: 200 400 401 404 408 413 415 429 431 500 503
