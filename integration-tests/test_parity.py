@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Iterator
 
 import pytest
@@ -57,7 +56,6 @@ def generate_all(url: str, limit: int) -> list[tuple[int, ...]]:
     return asyncio.run(run())
 
 
-@functools.cache
 def count_ties(prompt: str, ours: tuple[int, ...]) -> int:
     """Check that each token has the best logit in transformers after the same tokens, or one within TIE of it. Returns
     the number of the latter."""
@@ -82,9 +80,8 @@ def exact_server() -> Iterator[Server]:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("limit", [1, len(PROMPTS)], ids=["alone", "mixed"])
-def test_greedy_tokens_follow_transformers(exact_server: Server, limit: int) -> None:
-    answers = generate_all(exact_server.url, limit)
+def test_greedy_tokens_follow_transformers(exact_server: Server) -> None:
+    answers = generate_all(exact_server.url, len(PROMPTS))
     ties = sum(count_ties(prompt, ours) for prompt, ours in zip(PROMPTS, answers, strict=True))
     total = sum(map(len, answers))
     # Measured: 9 of 1183. Both implementations differ from float32 about equally often.

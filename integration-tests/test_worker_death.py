@@ -20,7 +20,7 @@ from fault.probe import health, metric, restarts, wait_for_loss, wait_for_restar
 
 pytestmark = pytest.mark.native
 
-TOKENS = 120
+TOKENS = 60
 PROMPTS = ["A long story:", "The capital of France is", "def fibonacci(n):", "Once upon a time " * 40]
 PARAMETERS: list[dict] = [
     {},
