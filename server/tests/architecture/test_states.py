@@ -12,7 +12,7 @@ import torch
 from cases import CASES, VOCAB, Case
 from model_driver import DrivenSequence, ModelDriver, interpret, is_native
 from near_tie import assert_greedy
-from penstock_server import kernels
+from penstock_server import device as devices
 from penstock_server.device.reference.ops import TorchOps
 from penstock_server.device.state import CHUNK_TOKENS
 from penstock_server.errors import ConfigError
@@ -42,7 +42,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> De
 def load_reference(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Decoder:
     """With the operators of torch."""
     with monkeypatch.context() as patch:
-        patch.setattr(kernels, "choose_ops", lambda *_, **__: TorchOps())
+        patch.setattr(devices, "choose_ops", lambda *_, **__: TorchOps())
         return load(folder, attention="reference")
 
 
@@ -67,7 +67,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(
 ) -> None:
     reference, folder = made
     model = load(folder) if is_compiled else load_reference(folder, monkeypatch)
-    assert model.is_row_independent == is_compiled
+    assert model.traits.is_row_independent == is_compiled
     (text,) = prompts(3, [LENGTH], VOCAB)
     with torch.inference_mode():
         expected = reference(torch.tensor([text]), use_cache=False).logits[0]
