@@ -31,9 +31,11 @@ class FakeStates:
         self.tensors = [self.slots, self.snapshots]
 
     def save(self, slot: int, position: int, snapshot: int) -> None:
+        assert position % CHUNK_TOKENS == 0
         self.snapshots[snapshot] = self.slots[slot, position // CHUNK_TOKENS % 2]
 
     def restore(self, snapshot: int, slot: int, position: int) -> None:
+        assert position % CHUNK_TOKENS == 0
         self.slots[slot] = -1
         self.slots[slot, position // CHUNK_TOKENS % 2] = self.snapshots[snapshot]
 

@@ -44,7 +44,7 @@ const SERVE: &str = "serve";
 const OF_ROUTERS: [&str; 3] = ["replica", "replica_file", "replica_timeout"];
 
 /// Flags of servers with a model, which have no effect with `penstock route`.
-const OF_MODELS: [&str; 34] = [
+const OF_MODELS: [&str; 35] = [
     "activation_bits",
     "attention",
     "cpu_isa",

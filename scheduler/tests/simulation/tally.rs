@@ -62,9 +62,9 @@ const REQUIRED: [(&str, u64); 57] = [
     ("drafts with a window", 2_000),
     ("forced drafts", 1_000),
     ("steps with all state slots in use", 15_000),
-    ("snapshots saved", 3_500),
-    ("snapshots saved in the place of others", 2_500),
-    ("snapshots restored", 700),
+    ("snapshots saved", 3_000),
+    ("snapshots saved in the place of others", 2_000),
+    ("snapshots restored", 600),
     ("longest snapshots continued", 25),
     ("results that show that a last step is in flight", 100),
 ];

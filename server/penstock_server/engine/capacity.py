@@ -93,7 +93,6 @@ class CapacityProbe:
             is_pooled=self.model.pooler is not None,
             has_grammars=self.has_grammars,
             adapter=None if self.model.adapters is None else NEUTRAL,
-            has_states=self.num_state_slots > 0,
         )
         self.allocate_cache(worst.num_blocks())
         memory.touch_pages([*self.caches, *self.state_tensors])

@@ -325,7 +325,8 @@ class SequenceTable:
             return f"has {new.num_computed_tokens} computed tokens, but only {known} are known"
         if new.num_computed_tokens > len(new.block_ids) * limits.block_tokens:
             return f"has {new.num_computed_tokens} computed tokens in {len(new.block_ids)} blocks"
-        if limits.num_state_slots and new.num_computed_tokens and new.snapshot is None:
+        # Without snapshots, as in warm-up, the states are those of the slot's last sequence.
+        if limits.num_snapshots and new.num_computed_tokens and new.snapshot is None:
             return f"has {new.num_computed_tokens} computed tokens, but no snapshot of its states"
         if new.snapshot is not None and new.snapshot >= limits.num_snapshots:
             return f"starts with snapshot {new.snapshot}, but there are {limits.num_snapshots} snapshots"

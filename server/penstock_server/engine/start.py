@@ -84,8 +84,7 @@ class Start:
         probe = CapacityProbe(model, group, parts.device, parts.block_tokens, has_grammars, *own)
         probe.check_limits(config)
         self._probe = probe = replace(probe, num_state_slots=probe.agree_on_state_slots(config))
-        # The steps that are measured start with a snapshot.
-        self._num_snapshots = (config.num_snapshots or 0) if config.proven else 1
+        self._num_snapshots = (config.num_snapshots or 0) if config.proven else 0
         probe.allocate_states(probe.num_state_slots, self._num_snapshots)
         self._longest = probe.longest_sequence(config)
         sampled = config.max_step_sequences, parts.watermark, parts.cpu_isa

@@ -47,7 +47,6 @@ class WorstStep:
     max_answer_tokens: int | None = None  # the longest continuation of a source; None: no limit of its own
     has_grammars: bool = True
     adapter: Adapter | None = None  # None: sequences cannot have one
-    has_states: bool = False  # sequences keep a state between tokens, and snapshot 0 is there
     is_pooled: bool = False  # sequences generate nothing, and with source tokens they are all source
 
     @property
@@ -153,7 +152,6 @@ def plan(limits: WorstStep, step: Step, *, prompt_logprobs: bool = False, adapte
                 sampling,
                 num_source_tokens=num_source,
                 adapter=adapter,
-                snapshot=0 if limits.has_states and context > num_tokens else None,
             )
         )
     counts, _ = step
