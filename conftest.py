@@ -15,6 +15,10 @@ from tested_isa import use_tested_isa
 # First, because what is imported below may read variables.
 make_definite()
 
+# Other processes share the cores, so threads that wait at an OpenMP barrier must not spin. The conftest.py of a folder
+# below may import torch, which reads this.
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
 # Triton decides at its import whether kernels are interpreted, on the CPU, or compiled. On a GPU, set it to 0. The
 # conftest.py of a folder below may import it, so `pytest_configure` would be too late.
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -36,10 +40,6 @@ def pytest_configure(config: pytest.Config) -> None:
         use_tested_isa()
     except (ImportError, ValueError) as error:
         raise pytest.UsageError(str(error)) from error
-    # Several test processes share the cores. Threads that wait at an OpenMP barrier must not spin on them; torch is not
-    # imported yet, so the setting takes effect.
-    if hasattr(config, "workerinput"):
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the marks
