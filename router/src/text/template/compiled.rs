@@ -95,7 +95,7 @@ impl Compiled {
         match marked.into_iter().find(|(_, mark)| !text.contains(mark)) {
             Some((role, _)) => {
                 let known = Probe(|inputs| self.render(inputs).ok()).written_roles(self.shapes);
-                Err(TemplateError::Role { role, known: known.join(", ") })
+                Err(TemplateError::Role(format!("{role:?}; it writes {}", known.join(", "))))
             }
             None => Ok(()),
         }

@@ -25,8 +25,9 @@ pub(crate) enum TemplateError {
     TooLong,
     #[error("the process that renders chat templates failed: {0}")]
     Renderer(String),
-    #[error("the model's chat template writes no messages of the role {role:?}; it writes {known}")]
-    Role { role: String, known: String },
+    /// The template drops messages of a role. The text names it, and those that it writes.
+    #[error("the model's chat template writes no messages of the role {0}")]
+    Role(String),
     /// The rendered prompt does not contain the text of the last message.
     #[error("the last message cannot be continued: the template does not write the assistant's text unchanged")]
     NotContinuable,

@@ -117,12 +117,10 @@ impl<R: Fn(ChatInputs) -> Option<String>> Probe<R> {
             let text = self.messages([before, &[message]].concat());
             text.is_some_and(|text| text.contains(NEEDLE))
         };
-        let (question, reply) = (user("?".into()), json!({"role": "assistant", "content": "!"}));
+        let conversation = [user("?".into()), json!({"role": "assistant", "content": "!"})];
         let is_written = |role: &&'static str| match *role {
             "tool" => shapes.tool.string || shapes.tool.parts,
-            role => [&[][..], &[question.clone()], &[question.clone(), reply.clone()]]
-                .iter()
-                .any(|before| writes(before, role)),
+            role => [&[][..], &conversation[..1], &conversation].iter().any(|before| writes(before, role)),
         };
         KNOWN.into_iter().filter(is_written).collect()
     }
