@@ -39,7 +39,14 @@ fn slots(net: &GatedDelta, count: usize) -> Vec<f32> {
 }
 
 /// Advances a sequence in a slot by the rows from one position to another.
-fn advance(net: &GatedDelta, pool: &Pool, inputs: &Inputs, slots: &mut [f32], slot: i64, rows: [usize; 2]) -> Vec<Element> {
+fn advance(
+    net: &GatedDelta,
+    pool: &Pool,
+    inputs: &Inputs,
+    slots: &mut [f32],
+    slot: i64,
+    rows: [usize; 2],
+) -> Vec<Element> {
     let [first, end] = rows;
     let mut output = vec![Element::default(); (end - first) * net.value_width()];
     let (starts, lens, slot) = ([0, (end - first) as i32], [end as i32], [slot]);
@@ -66,9 +73,8 @@ fn expected(net: &GatedDelta, inputs: &Inputs) -> Vec<f32> {
     let (keys, channels) = (KEY_HEADS * KEY_DIM, net.channels());
     let input = |row: usize, column: usize| f64::from(inputs.mixed[row * net.mixed_width() + column].to_f32());
     let mixed = |row: usize, channel: usize| {
-        let sum = (0..WIDTH.min(row + 1)).map(|back| {
-            input(row - back, channel) * f64::from(net.conv[(WIDTH - 1 - back) * channels + channel])
-        });
+        let sum = (0..WIDTH.min(row + 1))
+            .map(|back| input(row - back, channel) * f64::from(net.conv[(WIDTH - 1 - back) * channels + channel]));
         silu(sum.sum())
     };
     let unit = |row: usize, first: usize| {
