@@ -42,7 +42,7 @@ class DrivenSequence:
     adapter: Any = None  # a result of `Adapters.load`
     images: Sequence[PlacedImage] = ()
     num_whole: int = 0  # leading tokens that attend to each other
-    slot: int = -1  # of its state; -1: the model keeps none
+    slot: int = -1  # the slot of its state; -1: the model keeps none
 
 
 @dataclass

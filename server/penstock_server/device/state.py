@@ -35,8 +35,8 @@ class StateRows:
 class StateLayout:
     """Numbers of a slot of one layer, which are float32: two states, then the ring of rows."""
 
-    state: int  # of a state
-    row: int  # of a row
+    state: int  # numbers of a state
+    row: int  # numbers of a row
     inputs: int = 0  # the leading numbers of a row that rows of the next chunk read: inputs of a convolution
     window: int = 0  # the last rows whose inputs a row reads; at most CHUNK_TOKENS
 

@@ -128,7 +128,7 @@ class AttentionBlock:
     sinks: Tensor | None  # [heads on this rank]
     bias: Tensor | None  # [heads on this rank, distances]
     scales: KvScales | None
-    gate: Elementwise | None  # of the gates, if there are any
+    gate: Elementwise | None  # what gates are put through; None: there are none
     factors: Tensor | None  # factors of queries by their positions; see `TemperatureSpec.factors`
     site: int | None  # adapter site of `qkv`
 

@@ -21,8 +21,8 @@ from penstock_server.layers.shard import HeadSplit, Shard
 from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.loader import Parameter
 
-_DIM_MULTIPLE = 16  # of head dimensions: the lanes of a vector of the native kernels
-_MAX_DIM = 256  # of every build of the native kernels
+_DIM_MULTIPLE = 16  # head dimensions are multiples of it: the lanes of a vector of the native kernels
+_MAX_DIM = 256  # the limit of every build of the native kernels
 
 
 @dataclass(frozen=True, slots=True)

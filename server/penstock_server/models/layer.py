@@ -33,7 +33,7 @@ class AttentionPart(Protocol):
 
     @property
     def state(self) -> StateLayout | None:
-        """Of what it keeps between tokens."""
+        """What it keeps of a sequence between tokens."""
         ...
 
     @property

@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock_server.device.gated_delta import GatedDelta
 from penstock_server.device.state import CHUNK_TOKENS, RING_TOKENS, StateRows
 
-L2_EPSILON = 1e-6  # as of transformers, which has no setting for it
+L2_EPSILON = 1e-6  # the one of transformers, which has no setting for it
 
 
 class TorchGatedDelta:
@@ -38,7 +38,7 @@ class TorchGatedDelta:
         ring = layout.rows(slot[None])[0]
         chunk, within = divmod(position, CHUNK_TOKENS)
         end = within + len(mixed)
-        rows = ring[chunk % 2 * CHUNK_TOKENS :][:end]  # of this chunk
+        rows = ring[chunk % 2 * CHUNK_TOKENS :][:end]  # the rows of this chunk
         new = rows[within:]
         queries, keys, values, gates = mixed.split(net.widths, 1)
         new[:, : layout.inputs] = mixed[:, : layout.inputs]
