@@ -103,7 +103,7 @@ docs: setup ## regenerate the reference pages and the figures from the code and 
 	$(BIN)/penstock --reference flags > docs/flags.md
 	$(BIN)/penstock --reference metrics > docs/metrics.md
 	UPDATE_DOCS=1 cargo test --locked --quiet --package penstock-router --lib the_tables_in_the_docs
-	$(BIN)/python server/tests/test_quantization_page.py
+	$(BIN)/python server/tests/weights/test_quantization_page.py
 	$(BIN)/python -m pytest server/tests/architecture -m "" --models-table docs/models.md
 
 playground: ## build the page for browsers into router/src/http/playground/; needs node and npm

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,7 +48,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def hub(folder: Path) -> Iterator[Any]:
     """A hub that has the adapter `two` as `someone/tiny`."""
-    sys.path.append(str(Path(__file__).parents[1] / "server" / "tests"))
     from hub_server import Hub, running
 
     with running(Hub({path.name: path.read_bytes() for path in (folder / "two").iterdir()}, token=TOKEN)) as hub:

@@ -30,7 +30,6 @@ GREEDY = {"max_new_tokens": 4, "do_sample": False, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def sagemaker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A private model from a hub, on two ranks, with the variables of a SageMaker container."""
-    sys.path.append(str(ROOT / "server" / "tests"))
     from hub_server import Hub, running
 
     folder = tmp_path_factory.mktemp("model")

@@ -3,7 +3,6 @@ across a worker's death."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -47,7 +46,6 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def save_eagle(folder: Path, heads: Path) -> tuple[Path, list[str], list[int]]:
     """The model's folder, the flags that name the head, and the text that it knows."""
-    sys.path.append(str(Path(__file__).parents[1] / "server" / "tests"))
     from eagle_checkpoint import knowing_head, save_head
 
     model, tokenizer = byte_model.save(folder, 256, None)
@@ -59,7 +57,6 @@ def save_eagle(folder: Path, heads: Path) -> tuple[Path, list[str], list[int]]:
 
 
 def save_mtp(folder: Path, knowing: Path) -> tuple[Path, list[str], list[int]]:
-    sys.path.append(str(Path(__file__).parents[1] / "server" / "tests"))
     from mtp_checkpoint import Reference
 
     reference = Reference.random(vocab_size=256)

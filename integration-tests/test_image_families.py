@@ -6,7 +6,6 @@ from __future__ import annotations
 import base64
 import gc
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,9 @@ import torch
 import transformers
 from binary import start
 from client import ask
-from test_worker_death import Stream, answers_across_a_kill
-
-sys.path.append(str(Path(__file__).parent.parent / "server" / "tests"))
 from image_cases import IMAGE_CASES, file_of, make_image_model, picture, token_id
 from penstock_server.vision.tiles import TileProcessor
+from test_worker_death import Stream, answers_across_a_kill
 from tokenizers import Tokenizer
 
 pytestmark = [pytest.mark.native, pytest.mark.xdist_group("images")]

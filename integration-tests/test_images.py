@@ -6,7 +6,6 @@ import base64
 import json
 import random
 import re
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -96,7 +95,6 @@ class Phi(Reference):
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    sys.path.append(str(Path(__file__).parent.parent / "server" / "tests"))
     from image_cases import file_of, make_image_model, picture
 
     folder = tmp_path_factory.mktemp("model")

@@ -20,9 +20,9 @@ TESTS = [
     "integration-tests/test_lifecycle.py::test_a_busy_port_is_named",
     "integration-tests/test_llm.py::test_ctrl_c_ends_the_call_and_leaves_no_process",
     "integration-tests/test_speculation.py::test_heads_without_weights_are_refused_before_ready",
-    "server/tests/test_bench.py::test_an_interrupted_run_leaves_no_process",
-    "server/tests/test_fork_server.py::test_its_end_ends_its_workers",
-    "server/tests/test_prepare.py::test_without_a_reference_the_embedded_model_is_prepared",
+    "server/tests/penstock/test_bench.py::test_an_interrupted_run_leaves_no_process",
+    "server/tests/process/test_fork_server.py::test_its_end_ends_its_workers",
+    "server/tests/hub/test_prepare.py::test_without_a_reference_the_embedded_model_is_prepared",
 ]
 IN_A_CONTAINER = ["integration-tests/test_container.py::test_a_server_that_can_write_nowhere_says_what_it_needs"]
 SETTINGS = {

@@ -1,4 +1,4 @@
-"""Fixtures of all tests. Also makes the helper modules of this folder importable in pytest's importlib mode."""
+"""Fixtures of all tests."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 from penstock_server.prepare import prepare
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,16 +1,12 @@
-"""Puts this folder and its parent on the import path, and adds the option --models-table."""
+"""Adds the option --models-table."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-
-from models_page import Measured  # noqa: E402 - found by the path above
+from models_page import Measured
 
 MEASURED = pytest.StashKey[Measured]()
 

@@ -26,7 +26,7 @@ from rank_threads import run_ranks
 from tiny_models import prompts
 from tokenizers import Tokenizer
 
-PEERS = Path(__file__).parents[2] / ".peers"
+PEERS = Path(__file__).parents[3] / ".peers"
 LLAMA = PEERS / "llama.cpp"
 VOCABULARIES = sorted(LLAMA.glob("models/ggml-vocab-*.gguf"))
 REFUSED = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,15 +12,16 @@ from penstock_server.engine.load import Preloaded
 from penstock_server.host import nvidia
 from penstock_server.prepare import prepare
 from penstock_server.protocol.config import LoadConfig
+from program_environment import program_environment
 
-PROGRAM = Path(__file__).with_name("preload_program.py")
+PROGRAM = Path(__file__).parents[1] / "programs" / "preload_program.py"
 
 
 @pytest.mark.native
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 @pytest.mark.skipif(nvidia.DRIVER.exists(), reason="the fork server of GPUs loads no model")
 def test_workers_share_a_models_pages_and_answer_as_with_a_model_of_their_own() -> None:
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "2"}
+    environment = {**program_environment(), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "2"}
     command = [sys.executable, str(PROGRAM), prepare(None).folder]
     lines = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
     (*sharing, own) = [line.split() for line in lines]

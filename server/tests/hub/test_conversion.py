@@ -228,7 +228,7 @@ def test_leftovers_of_a_killed_process_are_removed(folder: Path, cache: Path) ->
 
 def test_concurrent_processes_make_one_folder(folder: Path, cache: Path) -> None:
     command = [sys.executable, "-m", "penstock_server.prepare", "--model-id", str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     processes = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     found = {json.loads(process.communicate(timeout=200)[0])["folder"] for process in processes}
     assert [process.returncode for process in processes] == [0, 0, 0]

@@ -13,7 +13,7 @@ from penstock_server.host.limited_process import LimitedProcess, ProcessDiedErro
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[LimitedProcess]:
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(Path(__file__).parents[1] / "programs"), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     process = LimitedProcess("limited_jobs", [])
     yield process

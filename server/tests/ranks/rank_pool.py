@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rank_environment import rank_environment
+from program_environment import program_environment
 
 
 class RankPool:
@@ -22,7 +22,7 @@ class RankPool:
         self.processes = [
             subprocess.Popen(
                 [sys.executable, __file__],
-                env=rank_environment(),
+                env=program_environment(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

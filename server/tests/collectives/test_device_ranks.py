@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from penstock_server.parallel import RankGroup
-from rank_environment import rank_environment
+from program_environment import program_environment
 from rank_program import run
 from tested_device import DEVICE
 from tiny_models import make_model, prompts, save_model
 
-PROGRAM = Path(__file__).parent / "rank_program.py"
+PROGRAM = Path(__file__).parents[1] / "programs" / "rank_program.py"
 NUM_DEVICES = torch.cuda.device_count() if DEVICE.type == "cuda" else 0
 ON_GPU = pytest.mark.skipif(NUM_DEVICES < 1, reason="needs a GPU (PENSTOCK_TEST_DEVICE)")
 ON_TWO = pytest.mark.skipif(NUM_DEVICES < 2, reason=f"NCCL needs two GPUs for two ranks, there are {NUM_DEVICES}")
@@ -37,7 +37,7 @@ def run_ranks(
                     "exact" if exact else "summed",
                     device,
                 ],
-                env=rank_environment(),
+                env=program_environment(),
                 stderr=subprocess.PIPE,
                 text=True,
             )

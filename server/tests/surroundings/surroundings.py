@@ -13,7 +13,7 @@ import signal
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 KEPT = {"PENSTOCK_PYTHON"}
 DEVICES = {"CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"}
 # Settings of libraries and clients: the Hub, numeric libraries, Ray, traces, platforms, APIs and languages.

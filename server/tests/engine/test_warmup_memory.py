@@ -16,14 +16,17 @@ from penstock_server.engine import capacity, memory, warmup
 from penstock_server.prepare import prepare
 from penstock_server.protocol.message import tokens_message
 from penstock_server.protocol.plan import Tokens
+from program_environment import program_environment
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
 @pytest.mark.parametrize("kind", ["process", "tensors"])
 def test_the_most_expensive_real_steps_need_no_more_memory_than_warm_up_measured(kind: str) -> None:
-    program = Path(__file__).with_name("memory_program.py")
+    program = Path(__file__).parents[1] / "programs" / "memory_program.py"
     command = [sys.executable, str(program), kind, str(prepare(None).folder)]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    finished = subprocess.run(
+        command, env=program_environment(), capture_output=True, text=True, check=False, timeout=600
+    )
     assert finished.returncode == 0, finished.stderr
     figures = json.loads(finished.stdout.splitlines()[-1])
     assert 0 < figures["needed"] <= figures["promised"], figures

@@ -33,7 +33,7 @@ from penstock_server.weights.gguf.selection import Reference
 from safetensors.torch import load_file
 from tiny_models import make_model, save_model
 
-PACKAGES = str(Path(__file__).parents[1])
+PACKAGES = str(Path(__file__).parents[2])
 SHARD = "model-00002-of-00005.safetensors"
 
 

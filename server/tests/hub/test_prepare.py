@@ -16,7 +16,7 @@ from penstock_server.errors import ConfigError
 from penstock_server.prepare import prepare
 from tiny_models import make_model, save_model
 
-PACKAGES = str(Path(__file__).parents[1])
+PACKAGES = str(Path(__file__).parents[2])
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ from penstock_server.parallel import RankGroup, Stage, split_layers
 from penstock_server.protocol.plan import NewSequence, Plan, Sampling
 from pipeline_ranks import CPU, Recorder, loaded_engine, options_of, run_script, run_stages
 from plans import Advance, Output, columns, step
-from rank_environment import rank_environment
+from program_environment import program_environment
 from test_engine import LIMITS as FAKE_LIMITS
 from test_engine import Driver, prompt_of
 from tiny_models import make_model, save_model
@@ -161,10 +161,10 @@ def test_check_reports_the_share_of_each_stage(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_processes_join_stages_and_links(size: int, tmp_path: Path) -> None:
-    program = Path(__file__).parent / "pipeline_program.py"
+    program = Path(__file__).parents[1] / "programs" / "pipeline_program.py"
     arguments = [str(size), "2", f"file://{tmp_path}/rendezvous"]
     ranks = [[sys.executable, str(program), str(rank), *arguments] for rank in range(size)]
-    processes = [subprocess.Popen(rank, env=rank_environment(), stderr=subprocess.PIPE, text=True) for rank in ranks]
+    processes = [subprocess.Popen(rank, env=program_environment(), stderr=subprocess.PIPE, text=True) for rank in ranks]
     try:
         errors = [process.communicate(timeout=240)[1] for process in processes]
     finally:

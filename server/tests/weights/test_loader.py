@@ -29,6 +29,7 @@ from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.format import open_checkpoint
 from penstock_server.weights.loader import Loader, Parameter
 from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
+from program_environment import program_environment
 from safetensors.torch import load_file, save_file
 from tiny_models import BASE, make_model, save_model
 from torch import Tensor
@@ -258,8 +259,9 @@ def test_loading_peaks_at_the_size_of_the_weights_even_with_a_huge_head(is_tied:
     small = save_model(transformers.LlamaForCausalLM(config), tmp_path / "small")
     config = transformers.LlamaConfig(**base | {"vocab_size": 1 << 20})
     large = save_model(transformers.LlamaForCausalLM(config).bfloat16(), tmp_path / "large")
-    program = Path(__file__).with_name("load_program.py")
-    result = subprocess.run([sys.executable, str(program), small, large], capture_output=True, text=True, check=False)
+    program = Path(__file__).parents[1] / "programs" / "load_program.py"
+    command = [sys.executable, str(program), small, large]
+    result = subprocess.run(command, env=program_environment(), capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert 0.9 < float(result.stdout.splitlines()[-1]) <= 1.2
 

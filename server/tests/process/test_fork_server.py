@@ -84,7 +84,7 @@ class Launcher:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OPENBLAS_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OPENBLAS_NUM_THREADS": "1"},
         )
 
     def send(self, **request: object) -> None:
@@ -263,7 +263,7 @@ engine, _ = Engine.load(LoadConfig(Path(folder), 16), 0, 1)
 engine.warm_up(WarmUpConfig(max_step_tokens=16, max_step_sequences=2, num_blocks=20, proven=True))
 print(*sorted({name for name in set(sys.modules) - before if name.startswith(("penstock", "torch", "gguf"))}))
 """
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     assert subprocess.check_output([sys.executable, "-c", program], env=environment, text=True).strip() == ""
 
 
@@ -302,7 +302,7 @@ print(
 )
 """
     threads = {"OPENBLAS_NUM_THREADS": "1"}  # as the launcher sets it
-    environment = {**os.environ, **threads, "PYTHONPATH": str(Path(__file__).parents[1]), "TRITON_INTERPRET": "0"}
+    environment = {**os.environ, **threads, "PYTHONPATH": str(Path(__file__).parents[2]), "TRITON_INTERPRET": "0"}
     printed = subprocess.check_output([sys.executable, "-c", program], env=environment, text=True)
     assert printed.split() == [str(has_gpu), "False", "False", "1"]
 
@@ -327,7 +327,7 @@ def test_imports_without_bytecode_on_disk_are_warned_of(tmp_path: Path) -> None:
     program += "fork_server.check_bytecode(example)"
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(tmp_path / "packages"), str(Path(__file__).parents[1])]),
+        "PYTHONPATH": os.pathsep.join([str(tmp_path / "packages"), str(Path(__file__).parents[2])]),
         "PYTHONPYCACHEPREFIX": str(tmp_path / "cache"),
         "PYTHONDONTWRITEBYTECODE": "1",
     }

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from rank_environment import rank_environment
+from program_environment import program_environment
 from tiny_models import make_model, save_model
 
-PROGRAM = Path(__file__).parent / "collective_program.py"
+PROGRAM = Path(__file__).parents[1] / "programs" / "collective_program.py"
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("penstock_kernels") is None, reason="needs penstock_kernels")
 
@@ -23,7 +23,7 @@ def ranks(action: str, size: int, place: Path) -> Iterator[list[subprocess.Popen
     processes = [
         subprocess.Popen(
             [sys.executable, str(PROGRAM), action, str(rank), str(size), f"file://{place}/rendezvous"],
-            env=rank_environment(),
+            env=program_environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

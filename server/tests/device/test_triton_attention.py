@@ -562,7 +562,7 @@ def test_block_bytes_are_what_is_allocated() -> None:
         assert narrow.allocate(num_blocks=5).nbytes == 5 * narrow.bytes_per_block() == allocated.nbytes // 2
 
 
-PROGRAM = Path(__file__).with_name("triton_compile_program.py")
+PROGRAM = Path(__file__).parents[1] / "programs" / "triton_compile_program.py"
 NUM_KERNELS = {  # by case of the program
     "operators": 6,
     "summand": 1,

@@ -264,7 +264,7 @@ def test_a_vocabulary_that_cannot_be_converted_is_named(folder: Path, capsys: An
 
 def test_a_slow_tokenizer_is_described_as_converted(folder: Path, capsys: Any) -> None:
     (folder / "tokenizer.json").unlink()
-    source = Path(__file__).parent / "sentencepiece" / "t5.model"
+    source = Path(__file__).parents[1] / "tokenizer" / "sentencepiece" / "t5.model"
     (folder / "spiece.model").write_bytes(source.read_bytes())
     status, report = run(capsys, str(folder))
     assert (status, report["problems"]) == (0, [])

@@ -1,5 +1,5 @@
-"""The table of formats in docs/quantization.md is that of the code. `python server/tests/test_quantization_page.py`
-writes it, as a part of `make docs`."""
+"""The table of formats in docs/quantization.md is that of the code. `make docs` writes it
+by running this file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock_server.weights.quantization.method import KINDS
 from penstock_server.weights.quantization.stored import Kind
 from penstock_server.weights.safetensors_file import LOADABLE
 
-PAGE = Path(__file__).parents[2] / "docs" / "quantization.md"
+PAGE = Path(__file__).parents[3] / "docs" / "quantization.md"
 HEADING = "| checkpoint | bits | with native or Triton kernels | elsewhere |\n|---|---|---|---|\n"
 
 
