@@ -133,8 +133,8 @@ DEEPSEEK: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "n_shared_experts": 2,
 }
-# Three heads for each key head; heads of attention get 16 elements, of which 4 are rotated. Some outputs of random states
-# are almost zero, and with a small epsilon their norm makes rounding to bfloat16 as large as the logits.
+# Three heads for each key head; heads of attention get 16 elements, of which 4 are rotated. Some outputs of random
+# states are almost zero, and with a small epsilon their norm makes rounding to bfloat16 as large as the logits.
 DELTA: dict[str, Any] = {
     "num_hidden_layers": 4,
     "rms_norm_eps": 0.1,
