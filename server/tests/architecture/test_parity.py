@@ -19,8 +19,8 @@ from engine_run import BLOCK_TOKENS, EngineRun
 from model_driver import DrivenSequence, ModelDriver, interpret, is_native
 from models_page import SWEEP_HEADING, Measured
 from near_tie import Followed, assert_greedy, has_experts
-from penstock_server.errors import ConfigError
 from penstock_server.device.state import CHUNK_TOKENS
+from penstock_server.errors import ConfigError
 from penstock_server.layers.gated_delta import GatedDeltaSpec
 from penstock_server.models import load_model
 from penstock_server.models.config import Config
