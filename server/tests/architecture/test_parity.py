@@ -15,11 +15,13 @@ import pytest
 import torch
 import transformers
 from cases import CASES, VOCAB, Case
-from engine_run import EngineRun
+from engine_run import BLOCK_TOKENS, EngineRun
 from model_driver import DrivenSequence, ModelDriver, interpret, is_native
 from models_page import SWEEP_HEADING, Measured
 from near_tie import Followed, assert_greedy, has_experts
+from penstock_server.device.state import CHUNK_TOKENS
 from penstock_server.errors import ConfigError
+from penstock_server.layers.gated_delta import GatedDeltaSpec
 from penstock_server.models import load_model
 from penstock_server.models.config import Config
 from penstock_server.models.decoder import Decoder
@@ -52,6 +54,12 @@ class Made:
     @property
     def shortest(self) -> int:
         return self.case.shortest
+
+    @property
+    def block_tokens(self) -> int:
+        """Of an engine's blocks, which must have whole chunks of states if the model keeps any."""
+        keeps_states = any(isinstance(layer.attention, GatedDeltaSpec) for layer in read_spec(self.folder)[0].layers)
+        return CHUNK_TOKENS if keeps_states else BLOCK_TOKENS
 
     def sequence(self, driver: ModelDriver, text: list[int]) -> DrivenSequence:
         return driver.sequence(text, self.case.num_source(text))
@@ -161,7 +169,7 @@ def test_greedy_tokens_are_those_of_transformers(made: Made, measured: Measured)
     those with states none without a snapshot."""
     shared, first, other = prompts(3, [10, made.shortest + 4, 6], VOCAB)
     texts = [first, [*shared, *other[:3]], [*shared, *other[2:]]]
-    run = EngineRun(made.folder, num_source=made.case.num_source)
+    run = EngineRun(made.folder, num_source=made.case.num_source, block_tokens=made.block_tokens)
     num_shared = 0 if made.case.has_encoder or run.engine.model.states is not None else len(shared)
     found = run.greedy(texts, NUM_TOKENS, shared_tokens=num_shared, chunk=7)
     for text, tokens in zip(texts, found, strict=True):
