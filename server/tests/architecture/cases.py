@@ -92,6 +92,11 @@ class Case:
         return self.config_class is not None and bool(self.config_class().is_encoder_decoder)
 
     @property
+    def keeps_state(self) -> bool:
+        """Whether some layers keep a state between tokens instead of keys and values."""
+        return "linear_num_key_heads" in self.values
+
+    @property
     def model_type(self) -> str:
         if self.published is not None:
             return self.published.model_type

@@ -105,7 +105,9 @@ def test_logits_depend_neither_on_the_batch_nor_on_the_cut(name: str, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.has_encoder])
+@pytest.mark.parametrize(
+    "name", [name for name, case in CASES.items() if not case.has_encoder and not case.keeps_state]
+)
 def test_logits_of_every_decoder_depend_neither_on_the_batch_nor_on_the_cut(name: str, tmp_path: Path) -> None:
     assert_same_bits(name, tmp_path, ALL_CUTS)
 
@@ -141,3 +143,8 @@ def test_models_that_transformers_runs_are_refused(tmp_path: Path) -> None:
     transformers.NanoChatConfig().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="results depend on the batch; remove --deterministic"):
         load_model(LoadOptions(tmp_path, torch.float32, DEVICE, 16, deterministic=True), RankGroup())
+
+
+def test_states_are_refused(tmp_path: Path) -> None:
+    with triton_everywhere(), pytest.raises(ConfigError, match=r"--deterministic .*gated delta network"):
+        load_deterministic(save_case("qwen3-5", tmp_path))
