@@ -57,7 +57,7 @@ class Made:
 
     @property
     def block_tokens(self) -> int:
-        """Of an engine's blocks, which must have whole chunks of states if the model keeps any."""
+        """Tokens of an engine's block, which must have whole chunks of states if the model keeps any."""
         keeps_states = any(isinstance(layer.attention, GatedDeltaSpec) for layer in read_spec(self.folder)[0].layers)
         return CHUNK_TOKENS if keeps_states else BLOCK_TOKENS
 
