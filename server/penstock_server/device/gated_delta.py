@@ -52,12 +52,11 @@ class GatedDelta:
 
     @property
     def layout(self) -> StateLayout:
-        """A row has the convolution's inputs, normed keys, corrected values and decays."""
-        queries, keys, values, _ = self.widths
-        inputs = queries + keys + values
-        return StateLayout(
-            state=self.num_heads * self.key_dim * self.value_dim,
-            row=inputs + keys + values + self.num_heads,
-            inputs=inputs,
-            window=self.conv.shape[1] - 1,
-        )
+        return state_layout(self.num_heads, self.num_key_heads, self.key_dim, self.value_dim, self.conv.shape[1])
+
+
+def state_layout(num_heads: int, num_key_heads: int, key_dim: int, value_dim: int, conv_width: int) -> StateLayout:
+    """A row has the convolution's inputs, normed keys, corrected values and decays."""
+    keys, values = num_key_heads * key_dim, num_heads * value_dim
+    inputs = 2 * keys + values
+    return StateLayout(num_heads * key_dim * value_dim, inputs + keys + values + num_heads, inputs, conv_width - 1)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 CHUNK_TOKENS = 16  # CHUNK of every build of the native kernels
 RING_TOKENS = 2 * CHUNK_TOKENS
+ITEM_BYTES = 4  # the numbers are float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,14 @@ class StateLayout:
     @property
     def slot(self) -> int:
         return 2 * self.state + RING_TOKENS * self.row
+
+    @property
+    def slot_bytes(self) -> int:
+        return ITEM_BYTES * self.slot
+
+    @property
+    def snapshot_bytes(self) -> int:
+        return ITEM_BYTES * self.snapshot
 
     @property
     def snapshot(self) -> int:

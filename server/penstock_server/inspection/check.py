@@ -140,6 +140,9 @@ def as_text(report: Report) -> str:
             heads = f"{rank.num_heads} heads, {rank.num_kv_heads} KV heads"
             rows.append((f"rank {number}", f"{layers}, {heads}"))
             rows.append(("", f"weights {_size(rank.weight_bytes)}, KV cache {rank.kv_bytes_per_token} bytes per token"))
+            if rank.state_bytes:
+                states = f"{_size(rank.state_bytes)} for each running sequence"
+                rows.append(("", f"states {states}, a snapshot {_size(rank.snapshot_bytes)}"))
             rows.append(("", f"{rank.fitting_tokens} tokens fit now ({_size(rank.free_bytes)} free)"))
         rows.append(("KV cache", f"at most {min(rank.fitting_tokens for rank in layout.ranks)} tokens"))
     rows += [("note", note) for note in files.notes]

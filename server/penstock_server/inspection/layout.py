@@ -57,6 +57,8 @@ class RankShare:
     num_layers: int
     weight_bytes: int
     kv_bytes_per_token: int
+    state_bytes: int = 0  # what its layers keep of each running sequence instead of keys and values
+    snapshot_bytes: int = 0  # what a cached prefix keeps of it
     free_bytes: int = 0  # on its device, before anything is loaded
     fitting_tokens: int = 0  # tokens of KV cache that fit into the memory that the weights leave
 
@@ -218,8 +220,8 @@ def lay_out_foreign(files: ModelFiles, options: LoadOptions, group: RankGroup, m
         found.num_layers,
         found.weight_bytes,
         found.kv_bytes_per_token,
-        memory.available,
-        fitting,
+        free_bytes=memory.available,
+        fitting_tokens=fitting,
     )
     architecture = Config.read(folder).require("model_type", str)
     return Layout(
@@ -289,4 +291,14 @@ def _share(
     first = next((each for each in attention if not isinstance(each, GatedDeltaSpec)), attention[0])
     heads = shard.heads(first.num_heads, first.num_kv_heads)
     kv_bytes = kv_numbers * dtype.itemsize
-    return RankShare(len(heads.mine), len(heads.my_kv), layers.start, len(layers), weights, kv_bytes)
+    states = [each.state_layout(shard) for each in attention if isinstance(each, GatedDeltaSpec)]
+    return RankShare(
+        len(heads.mine),
+        len(heads.my_kv),
+        layers.start,
+        len(layers),
+        weights,
+        kv_bytes,
+        sum(layout.slot_bytes for layout in states),
+        sum(layout.snapshot_bytes for layout in states),
+    )

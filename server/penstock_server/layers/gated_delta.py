@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from penstock_server.device.gated_delta import GatedDelta
+from penstock_server.device.gated_delta import GatedDelta, state_layout
 from penstock_server.device.ops import PackedGatedDelta, PackedLinear
 from penstock_server.device.state import CHUNK_TOKENS, StateLayout
 from penstock_server.errors import ConfigError
@@ -57,6 +57,11 @@ class GatedDeltaSpec:
     def heads(self, shard: Shard) -> HeadSplit:
         """The heads of each rank, and key heads as its `kv_heads`."""
         return shard.heads(self.num_heads, self.num_key_heads)
+
+    def state_layout(self, shard: Shard) -> StateLayout:
+        """What a rank keeps."""
+        heads = self.heads(shard)
+        return state_layout(len(heads.mine), len(heads.my_kv), self.key_dim, self.value_dim, self.conv_width)
 
     @property
     def num_kv_heads(self) -> int:

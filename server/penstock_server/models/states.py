@@ -9,8 +9,6 @@ from torch import Tensor
 
 from penstock_server.device.state import CHUNK_TOKENS, RING_TOKENS, StateLayout
 
-ITEM_BYTES = 4  # states are float32
-
 
 class DecoderStates:
     """Implements `States`."""
@@ -20,8 +18,8 @@ class DecoderStates:
     def __init__(self, layouts: Mapping[int, StateLayout], caches: list[Tensor], device: torch.device) -> None:
         """layouts: by the index of the layer. caches: of all layers; the slots of these layers are put there."""
         self.reach_tokens = min(RING_TOKENS - layout.window for layout in layouts.values())
-        self.bytes_per_slot = ITEM_BYTES * sum(layout.slot for layout in layouts.values())
-        self.bytes_per_snapshot = ITEM_BYTES * sum(layout.snapshot for layout in layouts.values())
+        self.bytes_per_slot = sum(layout.slot_bytes for layout in layouts.values())
+        self.bytes_per_snapshot = sum(layout.snapshot_bytes for layout in layouts.values())
         self._layouts = layouts
         self._caches = caches
         self._device = device

@@ -26,6 +26,7 @@ from quantized_checkpoints import gptq, save_quantized
 from safetensors.torch import load_file, save_file
 from test_quantized_checkpoints import CASES, SIZES
 from test_quantized_layers_differ import save_compressed
+from tiny_model import save_case
 from tiny_models import make_model, save_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -91,6 +92,20 @@ def test_the_stated_memory_equals_that_of_loading(folder: Path, capsys: Any) -> 
     model = load_model(options, RankGroup())
     assert rank["weight_bytes"] == model.weight_bytes
     assert rank["kv_bytes_per_token"] * 16 == model.kv_bytes_per_block
+    assert (rank["state_bytes"], rank["snapshot_bytes"], model.states) == (0, 0, None)
+
+
+def test_the_states_of_a_sequence_are_stated(tmp_path: Path, capsys: Any) -> None:
+    folder = with_tokenizer(save_case("qwen3-5", tmp_path))
+    _, report = run(capsys, str(folder), "--dtype", "float32")
+    rank = report["layout"]["ranks"][0]
+    model = load_model(LoadOptions(folder, torch.float32, torch.device("cpu"), 16), RankGroup())
+    assert model.states is not None
+    assert rank["weight_bytes"] == model.weight_bytes
+    assert (rank["state_bytes"], rank["snapshot_bytes"]) == (
+        model.states.bytes_per_slot,
+        model.states.bytes_per_snapshot,
+    )
 
 
 @pytest.mark.native
