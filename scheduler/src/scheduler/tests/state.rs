@@ -257,7 +257,7 @@ fn what_an_encoder_or_all_prompt_outputs_need_is_computed() {
     let again = Submission { needs_prompt_outputs: true, ..with_prompt(2, ids(1, 17), 1) };
     assert_eq!(hit(&mut scheduler, again), 0);
     let limits = Limits { snapshot_reach_tokens: 1, ..with_states(4, 4) };
-    let spans = Submission { whole_spans: [10..14].into(), ..with_prompt(3, ids(3, 15), 1) };
+    let spans = Submission { whole_spans: std::iter::once(10..14).collect(), ..with_prompt(3, ids(3, 15), 1) };
     let plans = run(&mut Scheduler::new(limits), spans);
     assert_eq!(advances(&plans[0]), [(3, 15)], "no advance ends inside of an image");
 }
