@@ -140,7 +140,6 @@ def load_here(folder: str, is_checked: bool) -> dict[str, Any]:
     peak, after = status_bytes("VmHWM"), status_bytes("VmRSS")
     return {
         "seconds": seconds,
-        "phases": dict(model.load_phases),
         "weight_bytes": model.weight_bytes,
         "rss_bytes": {"before": before, "peak": peak, "after": after},
     }

@@ -34,14 +34,14 @@ class TableLimits:
     num_blocks: int
     max_sequence_tokens: int
     num_rows: int  # sequences expected at a time; the table grows by copying when there are more
-    # States of sequences that the model holds: the most sequences at a time, each with its row as its slot. 0: the
-    # model keeps no state.
-    num_state_slots: int = 0
-    num_snapshots: int = 0  # snapshots of such states
     max_source_tokens: int = 0  # 0: no part of a sequence is read by an encoder
     has_answers: bool = True  # something follows a source; otherwise all of a sequence is source
     has_token_types: bool = False  # tokens of a second text are told apart
     has_whole_prompts: bool = False  # all tokens of a prompt attend to each other, so they are computed together
+    # States of sequences that the model holds: the most sequences at a time, each with its row as its slot. 0: the
+    # model keeps no state.
+    num_state_slots: int = 0
+    num_snapshots: int = 0  # snapshots of such states
 
 
 class SequenceTable:

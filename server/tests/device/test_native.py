@@ -931,7 +931,7 @@ WRONG_PROGRAMS: dict[str, tuple[str, Append]] = {
         lambda ops, program: (
             projected(ops, program),
             program.write(small_attention().native),
-            program.finish(small_attention().native),
+            program.finish(build().kernels()),
         ),
     ),
 }

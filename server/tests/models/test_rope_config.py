@@ -275,7 +275,7 @@ def test_a_text_beyond_the_stated_length_has_the_logits_of_transformers(kind: st
     ours = load_model(LoadOptions(tmp_path, torch.float32, DEVICE, 4), RankGroup())
     assert ours.max_position_tokens == 128
     for length in (20, 100):
-        text = prompts(3, [length], ours.vocab_size)[0]
+        text = prompts(3, [length], ours.traits.vocab_size)[0]
         if kind != "dynamic" or length > 32:  # by default, dynamic scaling has no effect
             ours.serve_up_to(length)
         driver = ModelDriver(ours, block_tokens=4)
