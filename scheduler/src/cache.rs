@@ -449,7 +449,7 @@ impl Cache {
     }
 
     /// Gives up snapshots, and those that are yet to be saved of `residencies`, so that no sequence continues at them.
-    pub(crate) fn forget_snapshots(&mut self, snapshots: HashSet<SnapshotId>, residencies: &HashSet<Residency>) {
+    pub(crate) fn forget_snapshots(&mut self, snapshots: BTreeSet<SnapshotId>, residencies: &HashSet<Residency>) {
         let pending: Vec<_> = self.snapshots.to_be_saved(residencies).collect();
         for snapshot in snapshots.into_iter().chain(pending) {
             if let Some(node) = self.snapshots.node(snapshot) {

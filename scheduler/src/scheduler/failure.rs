@@ -4,7 +4,7 @@
 //! by the time that step is known to have failed. None of these readers has a result yet: they started in a later step,
 //! and results come in order. They are preempted and start again, which costs them only time.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 
 use super::Scheduler;
 use crate::resident::Residency;
@@ -17,8 +17,8 @@ impl Scheduler {
             return;
         }
         let mut invalid = HashSet::new();
-        let mut invalid_blocks = HashSet::new();
-        let mut invalid_snapshots = HashSet::new();
+        // In order, because what is forgotten first is given out again first.
+        let (mut invalid_blocks, mut invalid_snapshots) = (BTreeSet::new(), BTreeSet::new());
         let mut readers = Vec::new();
         // One pass is enough: a reader is planned after the step that fills the block, or saves the snapshot.
         for step in self.in_flight.steps() {
