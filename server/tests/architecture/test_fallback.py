@@ -285,4 +285,4 @@ def test_code_that_is_not_needed_is_not_run(make: Callable[[str], Made], tmp_pat
     path = tmp_path / "config.json"
     auto_map = {"AutoModelForCausalLM": "modeling_bad.Bad"}
     path.write_text(json.dumps({**json.loads(path.read_text()), "auto_map": auto_map}))
-    assert load(tmp_path, trust=True).architecture == "jais2"
+    assert load(tmp_path, trust=True).traits.architecture == "jais2"
