@@ -164,7 +164,8 @@ def test_skipped_modules_may_be_a_text(value: object) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert is 'lm_head', must be a list of names"),
+        ({"modules_to_not_convert": 1}, "modules_to_not_convert is 1, must be a list of names"),
+        ({"modules_to_not_convert": "mlp.up"}, "modules_to_not_convert says that model.layers.0.mlp.up is not"),
         ({"ignored_layers": [1]}, r"ignored_layers is \[1\], must be a list of names"),
         ({"modules_to_not_convert": ["mlp.("]}, r"has an invalid regular expression 'mlp\.\('"),
         (
