@@ -151,7 +151,7 @@ def test_a_long_text_is_caught_up_on_in_several_steps(llama: Path, monkeypatch: 
 
 def test_both_pools_are_counted_and_a_longer_text_than_the_draft_model_s_has_no_drafts(llama: Path) -> None:
     model, drafting = load(llama), load(llama)
-    drafting.max_position_tokens = 41
+    drafting.spec = replace(drafting.spec, max_position_tokens=41)
     step = Steps(
         ready(model, DraftModel(drafting, model.traits.vocab_size, CPU), replace(LIMITS, proven=False, num_blocks=64))
     )
