@@ -35,20 +35,20 @@ PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in range(39, 16, -1)), "m
 
 # Every test module whose tests run on the device of PENSTOCK_TEST_DEVICE, the quick ones first.
 KERNEL_TESTS = (
-    "test_triton_ops.py",
-    "test_triton_invariant.py",
-    "test_triton_low_rank.py",
-    "test_triton_quantized.py",
-    "test_triton_narrow.py",
-    "test_triton_experts.py",
-    "test_triton_cut.py",
-    "test_triton_attention.py",
-    "test_flash_attention.py",
+    "device/test_triton_ops.py",
+    "device/test_triton_invariant.py",
+    "device/test_triton_low_rank.py",
+    "device/test_triton_quantized.py",
+    "device/test_triton_narrow.py",
+    "layers/test_triton_experts.py",
+    "device/test_triton_cut.py",
+    "device/test_triton_attention.py",
+    "device/test_flash_attention.py",
 )
 MODEL_TESTS = (
-    "test_models.py",
-    "test_rope_config.py",
-    "test_device_ranks.py",
+    "models/test_models.py",
+    "models/test_rope_config.py",
+    "collectives/test_device_ranks.py",
     "architecture/test_own_head.py",
     "architecture/test_triton_models.py",
     "architecture/test_fp8_cache.py",
