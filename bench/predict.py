@@ -28,7 +28,7 @@ from sequences import MAX_STEP_TOKENS, Sequences
 from torch import Tensor
 
 # The fake GPU of the tests: one definition of what a launch is.
-sys.path.insert(0, str(ROOT / "server" / "tests"))
+sys.path.insert(0, str(ROOT / "server" / "tests" / "fakes"))
 from fake_cuda import Launches, Recorder, fake_cuda
 
 MODELS = ("llama-8b", "llama-8b-deterministic", "qwen3-30b-a3b", "deepseek-v2-lite")
