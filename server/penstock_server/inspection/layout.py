@@ -18,7 +18,6 @@ from penstock_server.engine.memory import MemoryMeter, Share, usable_bytes
 from penstock_server.errors import ConfigError
 from penstock_server.inspection.files import ModelFiles, StoredTensor
 from penstock_server.inspection.quantization import Quantized, quantized
-from penstock_server.layers.gated_delta import GatedDeltaSpec
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.shard import Shard
 from penstock_server.models import is_described
@@ -287,11 +286,12 @@ def _share(
         weights -= found.saved_bytes(table, locator, dtype, kept_by_ops)
     attention = [spec.layers[index].attention for index in layers]
     attention = attention[:1] if spec.is_encoder else attention  # the layers of an encoder take turns in one cache
-    kv_numbers = sum(ATTENTION_PARTS[type(each)].kv_elements_per_token(each, shard) for each in attention)
-    first = next((each for each in attention if not isinstance(each, GatedDeltaSpec)), attention[0])
+    parts = [(ATTENTION_PARTS[type(each)], each) for each in attention]
+    kv_numbers = sum(part.kv_elements_per_token(each, shard) for part, each in parts)
+    states = [layout for part, each in parts if (layout := part.state_layout(each, shard)) is not None]
+    first = next((each for part, each in parts if part.kv_elements_per_token(each, shard)), attention[0])
     heads = shard.heads(first.num_heads, first.num_kv_heads)
     kv_bytes = kv_numbers * dtype.itemsize
-    states = [each.state_layout(shard) for each in attention if isinstance(each, GatedDeltaSpec)]
     return RankShare(
         len(heads.mine),
         len(heads.my_kv),

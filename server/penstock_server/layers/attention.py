@@ -157,6 +157,10 @@ class AttentionBlock:
         """Cache elements of one token on this rank."""
         return 2 * len(spec.heads(shard).my_kv) * spec.head_dim
 
+    @staticmethod
+    def state_layout(spec: AttentionSpec, shard: Shard) -> None:
+        """It keeps keys and values, no state."""
+
     @classmethod
     def load(cls, spec: AttentionSpec, prefix: str, context: BuildContext) -> AttentionBlock:
         loader, shard = context.loader, context.shard

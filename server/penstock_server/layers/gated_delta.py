@@ -58,11 +58,6 @@ class GatedDeltaSpec:
         """The heads of each rank, and key heads as its `kv_heads`."""
         return shard.heads(self.num_heads, self.num_key_heads)
 
-    def state_layout(self, shard: Shard) -> StateLayout:
-        """What a rank keeps."""
-        heads = self.heads(shard)
-        return state_layout(len(heads.mine), len(heads.my_kv), self.key_dim, self.value_dim, self.conv_width)
-
     @property
     def num_kv_heads(self) -> int:
         return self.num_key_heads
@@ -125,6 +120,11 @@ class GatedDeltaBlock:
     @staticmethod
     def kv_elements_per_token(spec: GatedDeltaSpec, shard: Shard) -> int:
         return 0
+
+    @staticmethod
+    def state_layout(spec: GatedDeltaSpec, shard: Shard) -> StateLayout:
+        heads = spec.heads(shard)
+        return state_layout(len(heads.mine), len(heads.my_kv), spec.key_dim, spec.value_dim, spec.conv_width)
 
     @classmethod
     def load(cls, spec: GatedDeltaSpec, prefix: str, context: BuildContext) -> GatedDeltaBlock:

@@ -128,6 +128,10 @@ class LatentAttentionBlock:
         """Cache elements of one token, the same on every rank."""
         return spec.key_dim
 
+    @staticmethod
+    def state_layout(spec: LatentAttentionSpec, shard: Shard) -> None:
+        """It keeps keys and values, no state."""
+
     @classmethod
     def load(cls, spec: LatentAttentionSpec, prefix: str, context: BuildContext) -> LatentAttentionBlock:
         loader, ops = context.loader, context.ops

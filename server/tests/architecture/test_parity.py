@@ -21,7 +21,6 @@ from models_page import SWEEP_HEADING, Measured
 from near_tie import Followed, assert_greedy, has_experts
 from penstock_server.device.state import CHUNK_TOKENS
 from penstock_server.errors import ConfigError
-from penstock_server.layers.gated_delta import GatedDeltaSpec
 from penstock_server.models import load_model
 from penstock_server.models.config import Config
 from penstock_server.models.decoder import Decoder
@@ -58,8 +57,7 @@ class Made:
     @property
     def block_tokens(self) -> int:
         """Tokens of an engine's block, which must have whole chunks of states if the model keeps any."""
-        keeps_states = any(isinstance(layer.attention, GatedDeltaSpec) for layer in read_spec(self.folder)[0].layers)
-        return CHUNK_TOKENS if keeps_states else BLOCK_TOKENS
+        return CHUNK_TOKENS if self.case.keeps_state else BLOCK_TOKENS
 
     def sequence(self, driver: ModelDriver, text: list[int]) -> DrivenSequence:
         return driver.sequence(text, self.case.num_source(text))

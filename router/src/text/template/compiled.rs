@@ -83,6 +83,9 @@ impl Compiled {
 
     /// Refuses a message that the template would drop because of its role.
     fn check_written(&self, inputs: &ChatInputs) -> Result<(), TemplateError> {
+        if !inputs.messages.iter().any(|message| self.roles.is_doubtful(message)) {
+            return Ok(());
+        }
         let mut messages = inputs.messages.clone();
         let marked = self.roles.mark_doubtful(&mut messages);
         if marked.is_empty() {

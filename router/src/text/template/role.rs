@@ -93,7 +93,7 @@ impl SupportedRoles {
     }
 
     /// Whether the template may drop a message because of its role.
-    fn is_doubtful(self, message: &Value) -> bool {
+    pub(super) fn is_doubtful(self, message: &Value) -> bool {
         match message["role"].as_str() {
             Some(SYSTEM | DEVELOPER | USER | ASSISTANT) => false,
             Some(TOOL) => !self.tool,
