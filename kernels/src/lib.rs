@@ -14,13 +14,13 @@ mod collective;
 mod cpu;
 #[allow(dead_code, unused_imports, unused_macros, reason = "builds use different operations")]
 mod element;
-mod gated_delta;
 mod linear;
 mod low_rank;
 mod memory;
 mod norm;
 mod pool;
 mod product;
+mod recurrence;
 #[cfg(target_feature = "avx512bf16")]
 mod registers;
 mod rotate;

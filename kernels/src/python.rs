@@ -6,10 +6,10 @@ mod adapter;
 mod attention;
 mod collective;
 mod dlpack;
-mod gated_delta;
 mod linear;
 mod norm;
 mod quantized;
+mod recurrence;
 mod routing;
 mod stack;
 mod view;
@@ -26,12 +26,12 @@ use activation::Activation;
 use adapter::{AdaptedRows, Adapter};
 use attention::{AttentionShape, Batch, PagedAttention};
 use collective::Collective;
-use gated_delta::{GatedDeltaParts, PackedGatedDelta};
 use linear::{PackedLinear, Packing, WideLinear};
 use norm::PackedNorm;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use quantized::{QuantizedPacking, SegmentParts};
+use recurrence::{GatedDeltaParts, PackedRecurrence};
 use routing::{Routing, RoutingSpec};
 use stack::{Program, Stack};
 use std::ffi::CString;
@@ -200,8 +200,8 @@ impl Kernels {
     }
 
     /// The part of a gated delta network between its projections. Its parameters are copied.
-    fn gated_delta(&self, parts: GatedDeltaParts<'_>) -> PyResult<PackedGatedDelta> {
-        PackedGatedDelta::new(self.pool, &parts)
+    fn gated_delta(&self, parts: GatedDeltaParts<'_>) -> PyResult<PackedRecurrence> {
+        Ok(PackedRecurrence::new(self.pool, parts.pack()?))
     }
 
     /// Whether dense layers use AMX.
@@ -259,7 +259,7 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Batch>()?;
     module.add_class::<Collective>()?;
     module.add_class::<Kernels>()?;
-    module.add_class::<PackedGatedDelta>()?;
+    module.add_class::<PackedRecurrence>()?;
     module.add_class::<PackedLinear>()?;
     module.add_class::<PackedNorm>()?;
     module.add_class::<PagedAttention>()?;

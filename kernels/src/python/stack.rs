@@ -4,9 +4,9 @@ use super::activation::Activation;
 use super::adapter::{AdaptedRows, adapters_of};
 use super::attention::{Batch, PagedAttention, cache_of};
 use super::collective::{Collective, error_of};
-use super::gated_delta::{PackedGatedDelta, slots_of, slots_of_sequences};
 use super::linear::{PackedLinear, WideLinear};
 use super::norm::PackedNorm;
+use super::recurrence::{PackedRecurrence, slots_of, slots_of_sequences};
 use super::routing::Routing;
 use super::view::{Rows, View};
 use super::{Kernels, pairs, require};
@@ -231,9 +231,14 @@ impl Program {
         self.append(|program| program.attend(address))
     }
 
-    /// attended = what a gated delta network makes of mixed and rates, with the states in the step's next cache.
-    fn advance_gated_delta(&mut self, net: PyRef<'_, PackedGatedDelta>) -> PyResult<()> {
-        self.append(|program| program.advance_gated_delta(&net.net))
+    /// target = what a layer makes of sources, with the states in the step's next cache.
+    fn advance_states(
+        &mut self,
+        net: PyRef<'_, PackedRecurrence>,
+        sources: Vec<Register>,
+        target: Register,
+    ) -> PyResult<()> {
+        self.append(|program| program.advance_states(Arc::clone(&net.net), sources, target))
     }
 
     /// target *= activation(source), which overwrites source.
@@ -359,7 +364,7 @@ impl Stack {
                 Ok(address)
             }
             Cache::States(net) => {
-                let (address, count) = slots_of(net, cache)?;
+                let (address, count) = slots_of(net.as_ref(), cache)?;
                 num_slots = Some(num_slots.map_or(count, |least: usize| least.min(count)));
                 Ok(Target::new(address.at(0).cast()))
             }

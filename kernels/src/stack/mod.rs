@@ -19,10 +19,10 @@ pub(crate) use register::Register;
 use crate::attention::{Attention, Batch, KvScales, Operands, Work};
 use crate::collective::{Collective, Failure, Part};
 use crate::element::Element;
-use crate::gated_delta::{self, GatedDelta, Sequences};
 use crate::linear::{Combine, Linear, Output, Rows};
 use crate::low_rank::{self, Adapted, Adapter, Product, Run};
 use crate::pool::{Executor, Pool, Source, Target, Walker};
+use crate::recurrence::{self, MAX_INPUTS, Recurrence, Sequences};
 use experts::{RoutePlaces, Routes};
 use operation::{Operation, RowOperation, TokenContext};
 use register::PerRegister;
@@ -55,7 +55,7 @@ pub(crate) enum Cache {
     /// Keys and values of an attention, which is one of `Stack::attentions`.
     Kv { attention: usize, scales: KvScales },
     /// States of sequences.
-    States(Arc<GatedDelta>),
+    States(Arc<dyn Recurrence>),
 }
 
 /// One step: its tokens, their sequences, and the rows to output.
@@ -279,15 +279,18 @@ impl Stack {
                         let (work, states) = (&works[attention], places.states);
                         self.attentions[attention].attend(walker, work, &step.batch, &operands, states);
                     }
-                    Operation::AdvanceGatedDelta { net, cache } => {
+                    Operation::AdvanceStates { net, cache, from, to } => {
                         let Batch { query_starts, context_lens, num_sequences, .. } = step.batch;
                         let sequences =
                             Sequences { query_starts, context_lens, slots: step.state_slots, num_sequences };
-                        let operands = gated_delta::Operands {
-                            mixed: registers[Register::Mixed as usize].source(),
-                            rates: registers[Register::Rates as usize].source(),
+                        let mut inputs = [registers[0].source(); MAX_INPUTS];
+                        for (input, register) in inputs.iter_mut().zip(from) {
+                            *input = registers[*register as usize].source();
+                        }
+                        let operands = recurrence::Operands {
+                            inputs: &inputs[..from.len()],
                             slots: Target::new(step.caches[*cache].at(0).cast()),
-                            output: registers[Register::Attended as usize],
+                            output: registers[*to as usize],
                         };
                         net.run(walker, &sequences, &operands);
                     }

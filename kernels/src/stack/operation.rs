@@ -7,11 +7,11 @@ use crate::activation::Activation;
 use crate::attention::{KvScales, Layout, NewTokens};
 use crate::collective::Collective;
 use crate::element::Element;
-use crate::gated_delta::GatedDelta;
 use crate::linear::{Combine, Linear};
 use crate::low_rank::Adapted;
 use crate::norm::Norm;
 use crate::pool::{Source, Target};
+use crate::recurrence::Recurrence;
 use crate::rotate::{Angles, Heads, Pairs, rotate_token};
 use crate::row;
 use std::ops::Range;
@@ -50,10 +50,12 @@ pub(super) enum Operation {
         /// A logit for each head.
         sinks: Option<Source<Element>>,
     },
-    /// Advances the states of the sequences in a cache by `Mixed` and `Rates`, to `Attended`.
-    AdvanceGatedDelta {
-        net: Arc<GatedDelta>,
+    /// Advances the states of the sequences in a cache.
+    AdvanceStates {
+        net: Arc<dyn Recurrence>,
         cache: usize,
+        from: Vec<Register>,
+        to: Register,
     },
     /// Joins the ranks' columns of `from` in `to`. `widths`: bytes of a row on each rank.
     Gather {
@@ -84,7 +86,7 @@ impl Operation {
             // Inputs may be quantized first; segments of a context may have to be merged.
             Operation::Linear { .. } | Operation::Attend { .. } => 2,
             Operation::Adapt { sites, .. } => Adapted::NUM_PHASES * sites.len() + 1,
-            Operation::AdvanceGatedDelta { .. }
+            Operation::AdvanceStates { .. }
             | Operation::Rows(_)
             | Operation::Gather { .. }
             | Operation::Heads { .. }
@@ -105,7 +107,7 @@ impl Operation {
     pub(super) fn writes(&self) -> bool {
         let of_row = match self {
             Operation::Rows(of_row) | Operation::Adapt { then: of_row, .. } => of_row,
-            Operation::AdvanceGatedDelta { .. } => return true,
+            Operation::AdvanceStates { .. } => return true,
             _ => return false,
         };
         of_row.iter().any(|each| matches!(each, RowOperation::Write { .. }))

@@ -8,10 +8,10 @@ use crate::activation::Activation;
 use crate::attention::{Attention, KvScales, Layout};
 use crate::collective::Collective;
 use crate::element::Element;
-use crate::gated_delta::GatedDelta;
 use crate::linear::{Combine, Linear};
 use crate::norm::Norm;
 use crate::pool::Source;
+use crate::recurrence::Recurrence;
 use crate::rotate::Pairs;
 use std::sync::{Arc, Mutex};
 
@@ -330,15 +330,25 @@ impl Program {
         Ok(())
     }
 
-    /// Advances the states in the next cache by `Mixed` and `Rates`, to `Attended`.
-    pub(crate) fn advance_gated_delta(&mut self, net: &Arc<GatedDelta>) -> Result<(), String> {
+    /// Advances the states in the next cache by `from`, to `to`.
+    pub(crate) fn advance_states(
+        &mut self,
+        net: Arc<dyn Recurrence>,
+        from: Vec<Register>,
+        to: Register,
+    ) -> Result<(), String> {
         self.expect_tokens()?;
-        self.expect(Register::Mixed, net.mixed_width(), "queries, keys, values and gates")?;
-        self.expect(Register::Rates, net.rates_width(), "two numbers for each head")?;
-        self.assign(Register::Attended, net.value_width())?;
-        let (net, cache) = (Arc::clone(net), self.stack.caches.len());
+        if from.len() != net.input_widths().len() {
+            return Err(format!("a layer with {} inputs got {}", net.input_widths().len(), from.len()));
+        }
+        for (register, width) in from.iter().zip(net.input_widths()) {
+            expect_different(*register, to)?;
+            self.expect(*register, *width, "an input of a layer that keeps a state")?;
+        }
+        self.assign(to, net.output_width())?;
+        let cache = self.stack.caches.len();
         self.stack.caches.push(Cache::States(Arc::clone(&net)));
-        self.stack.operations.push(Operation::AdvanceGatedDelta { net, cache });
+        self.stack.operations.push(Operation::AdvanceStates { net, cache, from, to });
         Ok(())
     }
 

@@ -26,7 +26,7 @@ class GatedDelta:
 
     Each key head serves `num_heads / num_key_heads` heads that follow each other. "mixed" has the queries, keys and
     values, which a convolution mixes with those of earlier rows, and output gates; "rates" has for each head a number
-    that says how much is corrected, and one for the decay."""
+    that says how much is corrected, and then for each one for the decay. These are the inputs."""
 
     num_key_heads: int
     key_dim: int
@@ -49,6 +49,14 @@ class GatedDelta:
         """Columns of queries, keys, values and output gates in "mixed"."""
         keys, values = self.num_key_heads * self.key_dim, self.num_heads * self.value_dim
         return keys, keys, values, values
+
+    @property
+    def input_widths(self) -> tuple[int, int]:
+        return sum(self.widths), 2 * self.num_heads
+
+    @property
+    def output_width(self) -> int:
+        return self.widths[2]
 
     @property
     def layout(self) -> StateLayout:

@@ -12,9 +12,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from penstock_server.device.gated_delta import GatedDelta
 from penstock_server.device.quantized import Kept, QuantizedMatrix
-from penstock_server.device.state import StateRows
+from penstock_server.device.state import Recurrence, StateRows
 
 
 class PackedLinear(Protocol):
@@ -133,15 +132,15 @@ class QuantizedPacker(Protocol):
         ...
 
 
-class PackedGatedDelta(Protocol):
-    """The part of a gated delta network between its projections."""
+class PackedRecurrence(Protocol):
+    """What a layer that keeps a state computes between its projections."""
 
     @property
-    def net(self) -> GatedDelta: ...
+    def net(self) -> Recurrence: ...
 
-    def __call__(self, mixed: Tensor, rates: Tensor, slots: Tensor, of: StateRows) -> Tensor:
-        """mixed [rows, queries + keys + values + gates], rates [rows, 2 * heads], slots [slots, `StateLayout.slot`]
-        float32, which change → [rows, heads * value_dim]"""
+    def __call__(self, inputs: Sequence[Tensor], slots: Tensor, of: StateRows) -> Tensor:
+        """inputs: [rows, columns] of each of the net's `input_widths`; slots: [slots, `StateLayout.slot`] float32,
+        which change → [rows, `output_width`]"""
         ...
 
 
@@ -213,4 +212,4 @@ class Ops(Protocol):
         """[rows, 2 * dim], gate first → activation(gate) * up [rows, dim]."""
         ...
 
-    def pack_gated_delta(self, net: GatedDelta) -> PackedGatedDelta: ...
+    def pack_recurrence(self, net: Recurrence) -> PackedRecurrence: ...

@@ -12,8 +12,9 @@ of the first chunk does not read a state, nor rows before position 0, so a slot 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +31,21 @@ class StateRows:
     query_starts: Tensor  # these as of `StepBatch`
     context_lens: Tensor
     slots: Tensor  # `StepBatch.state_slots`
+
+
+class Recurrence(Protocol):
+    """What a layer that keeps a state computes between its projections: its parameters on one rank."""
+
+    @property
+    def input_widths(self) -> Sequence[int]:
+        """Columns of each input."""
+        ...
+
+    @property
+    def output_width(self) -> int: ...
+
+    @property
+    def layout(self) -> StateLayout: ...
 
 
 @dataclass(frozen=True, slots=True)

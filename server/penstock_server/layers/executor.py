@@ -19,7 +19,16 @@ from penstock_server.device.native.ops import NativeOps
 from penstock_server.device.ops import Ops
 from penstock_server.layers.interpreter import Interpreter
 from penstock_server.layers.native_compiler import NotNativeError, compiled
-from penstock_server.layers.operation import Advance, AttendLatents, Copy, Operation, Program, Select, Visit, Write
+from penstock_server.layers.operation import (
+    AdvanceStates,
+    AttendLatents,
+    Copy,
+    Operation,
+    Program,
+    Select,
+    Visit,
+    Write,
+)
 from penstock_server.layers.step import StepContext
 
 if TYPE_CHECKING:
@@ -107,7 +116,7 @@ class NativeStack:
         self, operations: Sequence[Operation], hidden_size: int, build: NativeBuild, *, adapts: bool = False
     ) -> None:
         """The parameters and errors are as of `compiled`."""
-        self.num_caches = sum(isinstance(operation, Write | AttendLatents | Advance) for operation in operations)
+        self.num_caches = sum(isinstance(operation, Write | AttendLatents | AdvanceStates) for operation in operations)
         self._build = build
         self._run = compiled(operations, hidden_size, build, adapts=adapts)
 

@@ -10,12 +10,12 @@ from typing import ClassVar
 import torch
 
 from penstock_server.device.gated_delta import GatedDelta, state_layout
-from penstock_server.device.ops import PackedGatedDelta, PackedLinear
+from penstock_server.device.ops import PackedLinear, PackedRecurrence
 from penstock_server.device.state import CHUNK_TOKENS, StateLayout
 from penstock_server.errors import ConfigError
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.layout import WeightLayout
-from penstock_server.layers.operation import AdvanceGatedDelta, Multiply, Program, Register
+from penstock_server.layers.operation import AdvanceStates, Multiply, Program, Register
 from penstock_server.layers.row_parallel import RowParallelLinear
 from penstock_server.layers.shard import HeadSplit, Shard
 from penstock_server.weights.checkpoint import Part
@@ -81,7 +81,7 @@ class GatedDeltaBlock:
     attention: ClassVar[None] = None
     mixed: PackedLinear
     rates: PackedLinear
-    net: PackedGatedDelta
+    net: PackedRecurrence
     output: RowParallelLinear
     sites: tuple[int | None, int | None]  # adapter sites of `mixed` and of `rates`
 
@@ -149,7 +149,7 @@ class GatedDeltaBlock:
         return cls(
             mixed=context.linear(*mixed),
             rates=context.linear(*rates),
-            net=context.ops.pack_gated_delta(net),
+            net=context.ops.pack_recurrence(net),
             output=output,
             sites=(context.site(*mixed), context.site(*rates)),
         )
@@ -158,5 +158,5 @@ class GatedDeltaBlock:
         """Appends all that comes before the output projection, given the block's input. Returns where the result is."""
         program.append(Multiply(source, "mixed", self.mixed, self.sites[0]))
         program.append(Multiply(source, "rates", self.rates, self.sites[1]))
-        program.append(AdvanceGatedDelta("mixed", "attended", self.net))
+        program.append(AdvanceStates("mixed", "attended", self.net, ("rates",)))
         return "attended"

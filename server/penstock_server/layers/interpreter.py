@@ -117,7 +117,7 @@ def _writes(operation: Operation) -> bool:
             return _takes_latents(latents)
         case op.AttendLatents(latents=latents):
             return not _takes_latents(latents)
-    return isinstance(operation, op.Write | TransformAndWrite | op.Advance)
+    return isinstance(operation, op.Write | TransformAndWrite | op.AdvanceStates)
 
 
 def _takes_latents(latents: op.LatentOperands) -> bool:
@@ -175,8 +175,8 @@ class Run:
                 queries, metadata = _heads(source, attention)[0], step.metadata[attention.name]
                 attended = attention.attend(queries, self._cache, metadata, sinks, bias, scales)
                 registers[target] = attended.reshape(len(source), -1)
-            case op.AdvanceGatedDelta(net=net):
-                registers[target] = net(source, registers["rates"], self._next_cache(), step.states)
+            case op.AdvanceStates(net=net, sources=sources):
+                registers[target] = net([registers[each] for each in sources], self._next_cache(), step.states)
             case op.Pick(pieces=pieces):
                 registers[target] = torch.cat([_picked(source, each) for each in pieces], 1)
             case op.Gate(function=function):

@@ -10,12 +10,12 @@ from penstock_server.device.attention.interface import Attention
 from penstock_server.device.native.attention import NativeAttention
 from penstock_server.device.native.ops import (
     NativeActivation,
-    NativeGatedDelta,
     NativeLinear,
     NativeNorm,
+    NativeRecurrence,
     NativeWideLinear,
 )
-from penstock_server.device.ops import Elementwise, PackedGatedDelta, PackedLinear, PackedNorm
+from penstock_server.device.ops import Elementwise, PackedLinear, PackedNorm, PackedRecurrence
 from penstock_server.layers import operation as op
 from penstock_server.layers.experts.layer import ListedExperts, MixtureOfExperts
 from penstock_server.layers.head_linear import HeadLinear
@@ -73,8 +73,8 @@ class _Compiler:
                 self._add(operation)
             case op.Scale(factor=factor):
                 native.scale(target, factor)
-            case op.AdvanceGatedDelta(net=net):
-                native.advance_gated_delta(_native_net(net))
+            case op.AdvanceStates(net=net, sources=sources):
+                native.advance_states(_native_net(net), sources, target)
             case op.Pick(pieces=pieces):
                 self._pick(operation, pieces, behind)
             case op.Gate(function=function):
@@ -307,8 +307,8 @@ def _native_activation(function: Elementwise) -> Any:
     return function.packed
 
 
-def _native_net(net: PackedGatedDelta) -> Any:
-    assert isinstance(net, NativeGatedDelta), "only native operators are compiled"
+def _native_net(net: PackedRecurrence) -> Any:
+    assert isinstance(net, NativeRecurrence), "only native operators are compiled"
     return net.packed
 
 

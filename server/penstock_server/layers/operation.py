@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock_server.device.attention.fp8 import KvScales
 from penstock_server.device.attention.interface import Attention, HeadNorms
-from penstock_server.device.ops import Elementwise, PackedGatedDelta, PackedLinear, PackedNorm
+from penstock_server.device.ops import Elementwise, PackedLinear, PackedNorm, PackedRecurrence
 from penstock_server.layers.head_linear import HeadLinear
 from penstock_server.layers.step import StepContext
 from penstock_server.parallel import RankGroup
@@ -250,25 +250,27 @@ class Gate(Operation):
 
 
 @dataclass(frozen=True, slots=True)
-class Advance(Operation):
-    """Advances the states of the step's sequences in the cache of the next layer."""
+class AdvanceStates(Operation):
+    """What a layer makes of the source and other registers, and of the states of the step's sequences, which are in the
+    next layer's cache and advance."""
 
+    net: PackedRecurrence
+    others: tuple[Register, ...] = ()
 
-@dataclass(frozen=True, slots=True)
-class AdvanceGatedDelta(Advance):
-    """Outputs of a gated delta network by "mixed", the source, and "rates"."""
-
-    net: PackedGatedDelta
+    @property
+    def sources(self) -> tuple[Register, ...]:
+        """The net's inputs."""
+        return self.source, *self.others
 
     @property
     def reads(self) -> tuple[Register, ...]:
-        return self.source, "rates"
+        return self.sources
 
     def width(self, widths: Widths) -> int:
-        _expect(self, widths, sum(self.net.net.widths))
-        if widths["rates"] != 2 * self.net.net.num_heads:
-            raise ValueError(f"rates has {widths['rates']} columns, must have two for each head")
-        return self.net.net.widths[2]
+        found = tuple(widths[source] for source in self.sources)
+        if found != tuple(self.net.net.input_widths):
+            raise ValueError(f"{self.sources} have {found} columns, must have {self.net.net.input_widths}")
+        return self.net.net.output_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,7 +382,7 @@ class Program:
         width = operation.width(self._widths)
         if operation.target == "residual" and width != self.hidden_size:
             raise ValueError(f"the residual has {self.hidden_size} columns, not {width}")
-        if self._has_selected and isinstance(operation, _OfAttention | AttendLatents | Advance | Visit):
+        if self._has_selected and isinstance(operation, _OfAttention | AttendLatents | AdvanceStates | Visit):
             raise ValueError(f"{type(operation).__name__} needs all rows, only the sampled ones are left")
         self._widths[operation.target] = width
         if isinstance(operation, Select):

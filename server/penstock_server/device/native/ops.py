@@ -13,6 +13,7 @@ import torch
 
 from penstock_server.device import ACTIVATION_BITS
 from penstock_server.device.activation import native_form
+from penstock_server.device.gated_delta import GatedDelta
 from penstock_server.device.native.build import find_build
 from penstock_server.device.quantized import Kept
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from penstock_server.device.gated_delta import GatedDelta
     from penstock_server.device.native.build import NativeBuild
     from penstock_server.device.ops import (
         Elementwise,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         Weight,
     )
     from penstock_server.device.quantized import QuantizedMatrix
-    from penstock_server.device.state import StateRows
+    from penstock_server.device.state import Recurrence, StateRows
 
 
 class NativeLinear:
@@ -218,19 +218,19 @@ class NativeRouting:
         return weights, experts
 
 
-class NativeGatedDelta:
-    """Implements `PackedGatedDelta`."""
+class NativeRecurrence:
+    """Implements `PackedRecurrence`."""
 
     __slots__ = ("_apply", "net", "packed")
 
-    def __init__(self, packed: Any, net: GatedDelta) -> None:
+    def __init__(self, packed: Any, net: Recurrence) -> None:
         self.packed = packed
         self._apply = packed.apply
         self.net = net
 
-    def __call__(self, mixed: Tensor, rates: Tensor, slots: Tensor, of: StateRows) -> Tensor:
-        outputs = mixed.new_empty((len(mixed), self.net.widths[2]))
-        self._apply(mixed, rates, slots, of.query_starts, of.context_lens, of.slots, outputs)
+    def __call__(self, inputs: Sequence[Tensor], slots: Tensor, of: StateRows) -> Tensor:
+        outputs = inputs[0].new_empty((len(inputs[0]), self.net.output_width))
+        self._apply(inputs, slots, of.query_starts, of.context_lens, of.slots, outputs)
         return outputs
 
 
@@ -333,8 +333,9 @@ class NativeOps:
             return self._torch.gated(partial(_in_float64, activation))
         return NativeGate(self._kernels.activation(*form, True))
 
-    def pack_gated_delta(self, net: GatedDelta) -> NativeGatedDelta:
-        return NativeGatedDelta(self._kernels.gated_delta(net), net)
+    def pack_recurrence(self, net: Recurrence) -> NativeRecurrence:
+        packers: dict[type, Any] = {GatedDelta: self._kernels.gated_delta}
+        return NativeRecurrence(packers[type(net)](net), net)
 
     def clamped_swiglu(self, alpha: float, limit: float) -> Elementwise:
         """[rows, 2 * dim], gate first → [rows, dim], as the experts of gpt-oss compute it."""

@@ -12,15 +12,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from penstock_server.device.gated_delta import GatedDelta
 from penstock_server.device.ops import (
     Elementwise,
     HeadProduct,
     Lookup,
     NormVariant,
-    PackedGatedDelta,
     PackedLinear,
     PackedNorm,
+    PackedRecurrence,
     QuantizedPacker,
     Summand,
     Weight,
@@ -28,7 +27,8 @@ from penstock_server.device.ops import (
     whole,
 )
 from penstock_server.device.quantized import Kept
-from penstock_server.device.reference.gated_delta import TorchGatedDelta
+from penstock_server.device.reference.recurrence import TorchRecurrence
+from penstock_server.device.state import Recurrence
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +195,8 @@ class TorchOps:
     def gated(self, activation: Elementwise) -> Elementwise:
         return partial(_gated, activation)
 
-    def pack_gated_delta(self, net: GatedDelta) -> PackedGatedDelta:
-        return TorchGatedDelta(net)
+    def pack_recurrence(self, net: Recurrence) -> PackedRecurrence:
+        return TorchRecurrence(net)
 
 
 def widened(x: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock_server.device.gated_delta import GatedDelta
-from penstock_server.device.ops import HeadProduct, PackedGatedDelta, PackedLinear, Weight, whole
+from penstock_server.device.ops import HeadProduct, PackedLinear, PackedRecurrence, Weight, whole
+from penstock_server.device.state import Recurrence
 from penstock_server.device.triton import device as triton_device
 from penstock_server.device.triton.ops import TritonOps, power_of_two
 from penstock_server.device.triton.product_kernel import product_kernel, sum_kernel
@@ -127,8 +127,8 @@ class InvariantLinear:
 class InvariantOps(TritonOps):
     """Implements `Ops`."""
 
-    def pack_gated_delta(self, net: GatedDelta) -> PackedGatedDelta:
-        raise ConfigError("--deterministic is not possible on a GPU for a gated delta network: it has no kernel there")
+    def pack_recurrence(self, net: Recurrence) -> PackedRecurrence:
+        raise ConfigError("--deterministic is not possible on a GPU for layers that keep a state: no kernel is there")
 
     def pack_linear(self, weight: Weight, bias: Tensor | None) -> PackedLinear:
         weight = whole(weight)

@@ -1,19 +1,25 @@
-//! Gated delta networks.
+//! Layers that keep a state of each sequence.
 
 use super::view::{Number, Rows, View};
 use super::{maybe_detached, require};
 use crate::element::Element;
-use crate::gated_delta::{GatedDelta, Operands, Parameters, Sequences};
 use crate::pool::{Pool, Source, Target};
+use crate::recurrence::{self, GatedDelta, Operands, Recurrence, Sequences};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use std::sync::Arc;
 
-/// A layer's parameters, packed.
+/// What a layer computes between its projections, packed.
 #[pyclass(frozen)]
-pub(super) struct PackedGatedDelta {
+pub(super) struct PackedRecurrence {
     pool: Pool,
-    pub(super) net: Arc<GatedDelta>,
+    pub(super) net: Arc<dyn Recurrence>,
+}
+
+impl PackedRecurrence {
+    pub(super) fn new(pool: Pool, net: impl Recurrence + 'static) -> PackedRecurrence {
+        PackedRecurrence { pool, net: Arc::new(net) }
+    }
 }
 
 /// The attributes of Python's `GatedDelta` that the kernels know.
@@ -28,22 +34,23 @@ pub(super) struct GatedDeltaParts<'py> {
     eps: f32,
 }
 
-impl PackedGatedDelta {
-    pub(super) fn new(pool: Pool, parts: &GatedDeltaParts<'_>) -> PyResult<PackedGatedDelta> {
-        let parameters = Parameters {
-            conv: parts.conv.elements("conv")?,
-            decay: parts.decay.elements("decay")?,
-            decay_bias: parts.decay_bias.elements("decay_bias")?,
-            norm: parts.norm.elements("norm")?,
-            eps: parts.eps,
+impl GatedDeltaParts<'_> {
+    pub(super) fn pack(&self) -> PyResult<GatedDelta> {
+        let parts = recurrence::GatedDeltaParts {
+            num_key_heads: self.num_key_heads,
+            key_dim: self.key_dim,
+            conv: self.conv.elements("conv")?,
+            decay: self.decay.elements("decay")?,
+            decay_bias: self.decay_bias.elements("decay_bias")?,
+            norm: self.norm.elements("norm")?,
+            eps: self.eps,
         };
-        let net = GatedDelta::new(parts.num_key_heads, parts.key_dim, &parameters).map_err(PyValueError::new_err)?;
-        Ok(PackedGatedDelta { pool, net: Arc::new(net) })
+        GatedDelta::new(&parts).map_err(PyValueError::new_err)
     }
 }
 
 /// The address and the number of the slots of a layer.
-pub(super) fn slots_of(net: &GatedDelta, slots: &Rows<'_>) -> PyResult<(Target<f32>, usize)> {
+pub(super) fn slots_of(net: &dyn Recurrence, slots: &Rows<'_>) -> PyResult<(Target<f32>, usize)> {
     slots.expect("slots", [slots.num_rows, net.slot_floats()], f32::DTYPE)?;
     Ok((Target::new(slots.target("slots")?.at(0).cast()), slots.num_rows))
 }
@@ -64,24 +71,24 @@ pub(super) fn slots_of_sequences(
 }
 
 #[pymethods]
-impl PackedGatedDelta {
-    /// Advances sequences by rows of mixed [rows, queries + keys + values + gates] and rates [rows, 2 * heads], to output
-    /// [rows, heads * value_dim]. query_starts [sequences + 1], context_lens [sequences], state_slots [sequences]: their rows, lengths
+impl PackedRecurrence {
+    /// Advances sequences by rows of inputs, to output [rows, columns]. query_starts [sequences + 1], context_lens [sequences], state_slots [sequences]: their rows, lengths
     /// behind these, and slots.
     #[expect(clippy::too_many_arguments, reason = "the tensors of a step")]
     fn apply(
         &self,
         py: Python<'_>,
-        mixed: View<'_, Element, 2>,
-        rates: View<'_, Element, 2>,
+        inputs: Vec<View<'_, Element, 2>>,
         slots: Rows<'_>,
         query_starts: View<'_, i32, 1>,
         context_lens: View<'_, i32, 1>,
         state_slots: View<'_, i64, 1>,
         output: View<'_, Element, 2>,
     ) -> PyResult<()> {
-        let ([num_rows, _], [num_sequences]) = (mixed.shape(), context_lens.shape());
-        let (slots, num_slots) = slots_of(&self.net, &slots)?;
+        let ([num_rows, _], [num_sequences]) = (output.shape(), context_lens.shape());
+        let (slots, num_slots) = slots_of(self.net.as_ref(), &slots)?;
+        let widths = self.net.input_widths();
+        require(inputs.len() == widths.len(), || format!("{} inputs, must be {}", inputs.len(), widths.len()))?;
         let starts = query_starts.expect("query_starts", [num_sequences + 1])?.elements("query_starts")?;
         let is_whole = starts[0] == 0 && starts[num_sequences] as usize == num_rows;
         require(is_whole && starts.is_sorted(), || {
@@ -96,11 +103,14 @@ impl PackedGatedDelta {
             slots: slots_of_sequences(&state_slots, num_sequences, num_slots)?,
             num_sequences,
         };
+        let source = |(input, width): (&View<'_, Element, 2>, &usize)| {
+            input.expect("input", [num_rows, *width])?.source("input")
+        };
+        let inputs = inputs.iter().zip(widths).map(source).collect::<PyResult<Vec<_>>>()?;
         let operands = Operands {
-            mixed: mixed.expect("mixed", [num_rows, self.net.mixed_width()])?.source("mixed")?,
-            rates: rates.expect("rates", [num_rows, self.net.rates_width()])?.source("rates")?,
+            inputs: &inputs,
             slots,
-            output: output.expect("output", [num_rows, self.net.value_width()])?.target("output")?,
+            output: output.expect("output", [num_rows, self.net.output_width()])?.target("output")?,
         };
         // SAFETY: the views have the sizes of the layer; each sequence has a slot of its own.
         maybe_detached(py, num_rows * self.net.work(), || unsafe { self.net.run(&self.pool, &sequences, &operands) });

@@ -1,5 +1,6 @@
 use super::*;
-use crate::pool::Pool;
+use crate::pool::{Pool, Source, Target};
+use crate::recurrence::{Operands, Sequences};
 use crate::testing::{Random, assert_close, spawning_pool, tolerance};
 
 const KEY_HEADS: usize = 2;
@@ -15,11 +16,16 @@ fn net() -> GatedDelta {
     let channels = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM;
     let (conv, bias, norm) = (numbers(channels * WIDTH), numbers(HEADS), numbers(VALUE_DIM));
     let decay: Vec<f32> = numbers(HEADS).iter().map(|number| 0.2 + number.abs()).collect();
-    GatedDelta::new(
-        KEY_HEADS,
-        KEY_DIM,
-        &Parameters { conv: &conv, decay: &decay, decay_bias: &bias, norm: &norm, eps: 1e-6 },
-    )
+    let [num_key_heads, key_dim] = [KEY_HEADS, KEY_DIM];
+    GatedDelta::new(&GatedDeltaParts {
+        num_key_heads,
+        key_dim,
+        conv: &conv,
+        decay: &decay,
+        decay_bias: &bias,
+        norm: &norm,
+        eps: 1e-6,
+    })
     .unwrap()
 }
 
@@ -30,12 +36,17 @@ struct Inputs {
 
 fn inputs(net: &GatedDelta, seed: u64) -> Inputs {
     let mut random = Random::new(seed);
-    Inputs { mixed: random.elements(ROWS * net.mixed_width()), rates: random.elements(ROWS * net.rates_width()) }
+    Inputs { mixed: random.elements(ROWS * net.input_widths[0]), rates: random.elements(ROWS * net.input_widths[1]) }
+}
+
+fn slot_floats(net: &GatedDelta) -> usize {
+    let net: &dyn Recurrence = net;
+    net.slot_floats()
 }
 
 /// Slots full of what must not be read.
 fn slots(net: &GatedDelta, count: usize) -> Vec<f32> {
-    vec![f32::NAN; count * net.slot_floats()]
+    vec![f32::NAN; count * slot_floats(net)]
 }
 
 /// Advances a sequence in a slot by the rows from one position to another.
@@ -57,11 +68,14 @@ fn advance(
         num_sequences: 1,
     };
     let operands = Operands {
-        mixed: Source::new(inputs.mixed[first * net.mixed_width()..].as_ptr()),
-        rates: Source::new(inputs.rates[first * net.rates_width()..].as_ptr()),
+        inputs: &[
+            Source::new(inputs.mixed[first * net.input_widths[0]..].as_ptr()),
+            Source::new(inputs.rates[first * net.input_widths[1]..].as_ptr()),
+        ],
         slots: Target::new(slots.as_mut_ptr()),
         output: Target::new(output.as_mut_ptr()),
     };
+    let net: &dyn Recurrence = net;
     // SAFETY: the vectors have the sizes said.
     unsafe { net.run(pool, &sequences, &operands) };
     output
@@ -71,10 +85,10 @@ fn advance(
 fn expected(net: &GatedDelta, inputs: &Inputs) -> Vec<f32> {
     let silu = |x: f64| x / (1.0 + (-x).exp());
     let (keys, channels) = (KEY_HEADS * KEY_DIM, net.channels());
-    let input = |row: usize, column: usize| f64::from(inputs.mixed[row * net.mixed_width() + column].to_f32());
+    let input = |row: usize, column: usize| f64::from(inputs.mixed[row * net.input_widths[0] + column].to_f32());
     let mixed = |row: usize, channel: usize| {
         let sum = (0..WIDTH.min(row + 1))
-            .map(|back| input(row - back, channel) * f64::from(net.conv[(WIDTH - 1 - back) * channels + channel]));
+            .map(|back| input(row - back, channel) * f64::from(net.conv.weight(WIDTH - 1 - back, channel)));
         silu(sum.sum())
     };
     let unit = |row: usize, first: usize| {
@@ -88,7 +102,7 @@ fn expected(net: &GatedDelta, inputs: &Inputs) -> Vec<f32> {
         let mut state = vec![[0.0; VALUE_DIM]; KEY_DIM];
         for row in 0..ROWS {
             let (query, key) = (unit(row, key_head * KEY_DIM), unit(row, keys + key_head * KEY_DIM));
-            let rate = |index: usize| f64::from(inputs.rates[row * net.rates_width() + index].to_f32());
+            let rate = |index: usize| f64::from(inputs.rates[row * net.input_widths[1] + index].to_f32());
             let strength = 1.0 / (1.0 + (-rate(head)).exp());
             let softplus = (rate(HEADS + head) + f64::from(net.decay_bias[head])).exp().ln_1p();
             let decay = (-f64::from(net.decay[head]) * softplus).exp();
@@ -137,7 +151,7 @@ fn bits_do_not_depend_on_steps_or_on_what_was_computed_again() {
             assert_eq!(found, whole[first * net.value_width()..end * net.value_width()], "{size} rows at a time");
             first = end;
         }
-        assert!(slots[..net.slot_floats()].iter().all(|number| number.is_nan()), "other slots are not written");
+        assert!(slots[..slot_floats(&net)].iter().all(|number| number.is_nan()), "other slots are not written");
     }
     // Drafts that were wrong: other rows, as far as a chunk, and then the right ones.
     let wrong = Inputs { mixed: inputs.mixed.iter().rev().copied().collect(), rates: inputs.rates.clone() };
@@ -154,14 +168,16 @@ fn bits_do_not_depend_on_steps_or_on_what_was_computed_again() {
 fn sizes_that_do_not_fit_are_refused() {
     let ones = vec![1.0; 1024];
     let refused = |num_key_heads, key_dim, conv: usize, heads: usize, bias: usize, dim: usize| {
-        let parameters = Parameters {
+        let parts = GatedDeltaParts {
+            num_key_heads,
+            key_dim,
             conv: &ones[..conv],
             decay: &ones[..heads],
             decay_bias: &ones[..bias],
             norm: &ones[..dim],
             eps: 1e-6,
         };
-        GatedDelta::new(num_key_heads, key_dim, &parameters).is_err()
+        GatedDelta::new(&parts).is_err()
     };
     assert!(!refused(1, 16, 4 * 64, 2, 2, 16));
     assert!(refused(1, 17, 4 * 66, 2, 2, 16), "key_dim");
