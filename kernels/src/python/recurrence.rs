@@ -27,6 +27,7 @@ impl PackedRecurrence {
 pub(super) struct GatedDeltaParts<'py> {
     num_key_heads: usize,
     key_dim: usize,
+    key_heads: View<'py, i64, 1>,
     conv: View<'py, f32, 2>,
     decay: View<'py, f32, 1>,
     decay_bias: View<'py, f32, 1>,
@@ -39,6 +40,7 @@ impl GatedDeltaParts<'_> {
         let parts = recurrence::GatedDeltaParts {
             num_key_heads: self.num_key_heads,
             key_dim: self.key_dim,
+            key_heads: self.key_heads.elements("key_heads")?,
             conv: self.conv.elements("conv")?,
             decay: self.decay.elements("decay")?,
             decay_bias: self.decay_bias.elements("decay_bias")?,

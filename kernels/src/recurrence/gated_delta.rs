@@ -20,9 +20,8 @@ const VECTORS: usize = if SUMS >= 16 {
 
 /// One layer on one rank.
 pub(crate) struct GatedDelta {
-    num_key_heads: usize,
-    /// Heads for each key head.
-    group: usize,
+    /// The heads that each key head serves.
+    served: Vec<Vec<usize>>,
     key_dim: usize,
     value_dim: usize,
     /// Over queries, keys and values.
@@ -42,6 +41,8 @@ pub(crate) struct GatedDelta {
 pub(crate) struct GatedDeltaParts<'a> {
     pub(crate) num_key_heads: usize,
     pub(crate) key_dim: usize,
+    /// The key head of each head.
+    pub(crate) key_heads: &'a [i64],
     pub(crate) conv: &'a [f32],
     pub(crate) decay: &'a [f32],
     pub(crate) decay_bias: &'a [f32],
@@ -57,7 +58,7 @@ struct Scores {
 
 impl Recurrence for GatedDelta {
     fn num_parts(&self) -> usize {
-        self.num_key_heads
+        self.served.len()
     }
 
     fn input_widths(&self) -> &[usize] {
@@ -93,8 +94,8 @@ impl Recurrence for GatedDelta {
                 scores.keys[position - first] = self.dot(key(row.position), key(position));
                 scores.queries[position - first] = self.dot(query.as_ptr(), key(position));
             }
-            for head in part * self.group..(part + 1) * self.group {
-                self.advance_head(head, row, query.as_ptr(), &scores);
+            for &head in &self.served[part] {
+                self.advance_head(head, part, row, query.as_ptr(), &scores);
             }
         }
     }
@@ -110,16 +111,20 @@ impl GatedDelta {
                 return Err(format!("heads have {dim} elements, must be a multiple of {LANES} up to {MAX_DIM}"));
             }
         }
-        if num_key_heads == 0 || num_heads == 0 || num_heads % num_key_heads != 0 {
-            return Err(format!("{num_heads} heads are not a multiple of {num_key_heads} key heads"));
+        let mut served = vec![Vec::new(); num_key_heads];
+        for (head, &key_head) in of.key_heads.iter().enumerate() {
+            let heads = usize::try_from(key_head).ok().and_then(|key_head| served.get_mut(key_head));
+            heads.ok_or_else(|| format!("head {head} has key head {key_head} of {num_key_heads}"))?.push(head);
+        }
+        if num_key_heads == 0 || num_heads == 0 || of.key_heads.len() != num_heads {
+            return Err(format!("{} key heads are given for {num_heads} heads of {num_key_heads}", of.key_heads.len()));
         }
         let channels = 2 * num_key_heads * key_dim + num_heads * value_dim;
         if of.decay_bias.len() != num_heads {
             return Err(format!("{} biases of decay for {num_heads} heads", of.decay_bias.len()));
         }
         Ok(GatedDelta {
-            num_key_heads,
-            group: num_heads / num_key_heads,
+            served,
             key_dim,
             value_dim,
             conv: Convolution::new(channels, of.conv)?,
@@ -137,7 +142,7 @@ impl GatedDelta {
 
     /// Elements of the keys, and of the queries, of a row.
     fn key_width(&self) -> usize {
-        self.num_key_heads * self.key_dim
+        self.served.len() * self.key_dim
     }
 
     /// Elements of the values of a row.
@@ -150,7 +155,7 @@ impl GatedDelta {
         self.conv.channels
     }
 
-    unsafe fn advance_head(&self, head: usize, row: &Row, query: *const f32, scores: &Scores) {
+    unsafe fn advance_head(&self, head: usize, key_head: usize, row: &Row, query: *const f32, scores: &Scores) {
         let (dim, within, first) = (self.value_dim, row.within(), row.first());
         let of_values = self.channels() + self.key_width();
         let mut buffers = [[0.0; MAX_DIM]; 3];
@@ -159,7 +164,7 @@ impl GatedDelta {
         unsafe {
             let kept_value = |position: usize| row.kept(position).add(of_values + head * dim);
             let kept_decay = |position: usize| row.kept(position).add(of_values + self.value_width() + head);
-            let key = row.kept(row.position).add(self.channels() + head / self.group * self.key_dim);
+            let key = row.kept(row.position).add(self.channels() + key_head * self.key_dim);
             let rates = row.inputs[1];
             let strength = 1.0 / (1.0 + (-(*rates.add(head)).to_f32()).exp());
             let rate = (*rates.add(self.num_heads() + head)).to_f32() + self.decay_bias[head];
@@ -200,8 +205,7 @@ impl GatedDelta {
                 Element::store(normed * gate, row.output.add(head * dim + lane));
             }
             if let Some(next) = row.next_state() {
-                let kept_key =
-                    |index: usize| row.kept(first + index).add(self.channels() + head / self.group * self.key_dim);
+                let kept_key = |index: usize| row.kept(first + index).add(self.channels() + key_head * self.key_dim);
                 for element in 0..self.key_dim {
                     let weights: [f32; CHUNK] =
                         std::array::from_fn(|index| left[index] * *kept_key(index).add(element));

@@ -22,14 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GatedDelta:
-    """One layer on one rank: the part between its projections. All tensors are float32.
+    """One layer on one rank: the part between its projections. Tensors are float32 where nothing else is said.
 
-    Each key head serves `num_heads / num_key_heads` heads that follow each other. "mixed" has the queries, keys and
+    "mixed" has the queries, keys and
     values, which a convolution mixes with those of earlier rows, and output gates; "rates" has for each head a number
     that says how much is corrected, and then for each one for the decay. These are the inputs."""
 
     num_key_heads: int
     key_dim: int
+    key_heads: Tensor  # [heads] int64: the key head that serves each head
     conv: Tensor  # [channels, width]: weights of the convolution over queries, keys and values; the row's own is last
     decay: Tensor  # [heads]: its rate, above 0
     decay_bias: Tensor  # [heads]

@@ -4,7 +4,7 @@ over the sequence's state, gated norm, output projection. Sharded by heads, as a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -27,7 +27,7 @@ _MAX_DIM = 256  # the limit of every build of the native kernels
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaSpec:
-    """Each key head serves `num_heads / num_key_heads` heads that follow each other."""
+    """Each key head serves `num_heads / num_key_heads` heads, which follow each other unless the heads are tiled."""
 
     num_heads: int
     num_key_heads: int
@@ -35,6 +35,7 @@ class GatedDeltaSpec:
     value_dim: int
     conv_width: int  # rows that the convolution mixes
     norm_eps: float
+    is_tiled: bool = False  # heads go round the key heads, as llama.cpp orders them
     rope: ClassVar[None] = None
 
     def __post_init__(self) -> None:
@@ -55,8 +56,18 @@ class GatedDeltaSpec:
             )
 
     def heads(self, shard: Shard) -> HeadSplit:
-        """The heads of each rank, and key heads as its `kv_heads`."""
-        return shard.heads(self.num_heads, self.num_key_heads)
+        """The heads of each rank, and key heads as its `kv_heads`. Of tiled heads, each rank needs all key heads."""
+        if not self.is_tiled:
+            return shard.heads(self.num_heads, self.num_key_heads)
+        split = shard.heads(self.num_heads, self.num_heads)
+        return replace(split, kv_heads=(range(self.num_key_heads),) * len(split.kv_heads))
+
+    def key_heads(self, shard: Shard) -> list[int]:
+        """For each head of the rank, its key head, counted from the rank's first one."""
+        split, group = self.heads(shard), self.num_heads // self.num_key_heads
+        if self.is_tiled:
+            return [head % self.num_key_heads for head in split.mine]
+        return [head // group - split.my_kv.start for head in split.mine]
 
     @property
     def num_kv_heads(self) -> int:
@@ -134,11 +145,13 @@ class GatedDeltaBlock:
         def wide(*names: str) -> torch.Tensor:
             return loader.read(*(f"{prefix}.{name}" for name in names), dtype=torch.float32)
 
+        decay = wide("a_log").exp()
         net = GatedDelta(
             num_key_heads=len(heads.my_kv),
             key_dim=spec.key_dim,
+            key_heads=torch.tensor(spec.key_heads(context.shard), device=decay.device),
             conv=wide("conv.q.weight", "conv.k.weight", "conv.v.weight").squeeze(1),
-            decay=wide("a_log").exp(),
+            decay=decay,
             decay_bias=wide("dt_bias"),
             norm=wide("norm.weight"),
             eps=spec.norm_eps,

@@ -89,6 +89,7 @@ def _net(config: Config) -> GatedDeltaSpec:
         value_dim=config.get("linear_value_head_dim", 128),
         conv_width=config.get("linear_conv_kernel_dim", 4),
         norm_eps=_norm(config).eps,
+        is_tiled=config.get("linear_heads_are_tiled", False),  # in GGUF files
     )
 
 

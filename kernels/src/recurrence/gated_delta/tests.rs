@@ -5,6 +5,7 @@ use crate::testing::{Random, assert_close, spawning_pool, tolerance};
 
 const KEY_HEADS: usize = 2;
 const HEADS: usize = 4;
+const KEYS_OF_HEADS: [i64; HEADS] = [0, 1, 1, 0];
 const KEY_DIM: usize = 16;
 const VALUE_DIM: usize = 48;
 const WIDTH: usize = 4;
@@ -20,6 +21,8 @@ fn net() -> GatedDelta {
     GatedDelta::new(&GatedDeltaParts {
         num_key_heads,
         key_dim,
+        // One key head serves heads that follow each other, the other one the rest.
+        key_heads: &KEYS_OF_HEADS,
         conv: &conv,
         decay: &decay,
         decay_bias: &bias,
@@ -98,7 +101,7 @@ fn expected(net: &GatedDelta, inputs: &Inputs) -> Vec<f32> {
     };
     let mut outputs = vec![0.0; ROWS * HEADS * VALUE_DIM];
     for head in 0..HEADS {
-        let key_head = head / (HEADS / KEY_HEADS);
+        let key_head = KEYS_OF_HEADS[head] as usize;
         let mut state = vec![[0.0; VALUE_DIM]; KEY_DIM];
         for row in 0..ROWS {
             let (query, key) = (unit(row, key_head * KEY_DIM), unit(row, keys + key_head * KEY_DIM));
@@ -167,10 +170,11 @@ fn bits_do_not_depend_on_steps_or_on_what_was_computed_again() {
 #[test]
 fn sizes_that_do_not_fit_are_refused() {
     let ones = vec![1.0; 1024];
-    let refused = |num_key_heads, key_dim, conv: usize, heads: usize, bias: usize, dim: usize| {
+    let refused = |key_dim, conv: usize, key_heads: &[i64], heads: usize, bias: usize, dim: usize| {
         let parts = GatedDeltaParts {
-            num_key_heads,
+            num_key_heads: 1,
             key_dim,
+            key_heads,
             conv: &ones[..conv],
             decay: &ones[..heads],
             decay_bias: &ones[..bias],
@@ -179,12 +183,13 @@ fn sizes_that_do_not_fit_are_refused() {
         };
         GatedDelta::new(&parts).is_err()
     };
-    assert!(!refused(1, 16, 4 * 64, 2, 2, 16));
-    assert!(refused(1, 17, 4 * 66, 2, 2, 16), "key_dim");
-    assert!(refused(1, 16, 4 * 62, 2, 2, 15), "value_dim");
-    assert!(refused(2, 16, 4 * 112, 3, 3, 16), "heads");
-    assert!(refused(0, 16, 4 * 32, 2, 2, 16), "no key heads");
-    assert!(refused(1, 16, 4 * 64 + 1, 2, 2, 16), "a part of a row");
-    assert!(refused(1, 16, 0, 2, 2, 16), "no convolution");
-    assert!(refused(1, 16, 4 * 64, 2, 1, 16), "biases");
+    assert!(!refused(16, 4 * 64, &[0, 0], 2, 2, 16));
+    assert!(refused(17, 4 * 66, &[0, 0], 2, 2, 16), "key_dim");
+    assert!(refused(16, 4 * 62, &[0, 0], 2, 2, 15), "value_dim");
+    assert!(refused(16, 4 * 64, &[0], 2, 2, 16), "a head without a key head");
+    assert!(refused(16, 4 * 64, &[0, 1], 2, 2, 16), "a key head that is not there");
+    assert!(refused(16, 4 * 64, &[0, -1], 2, 2, 16), "a negative key head");
+    assert!(refused(16, 4 * 64 + 1, &[0, 0], 2, 2, 16), "a part of a row");
+    assert!(refused(16, 0, &[0, 0], 2, 2, 16), "no convolution");
+    assert!(refused(16, 4 * 64, &[0, 0], 2, 1, 16), "biases");
 }

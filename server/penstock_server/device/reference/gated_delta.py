@@ -31,9 +31,8 @@ def advance(net: GatedDelta, inputs: list[Tensor], chunk: Chunk) -> Tensor:
     strengths, decays = rates.chunk(2, 1)
     kept_decays[within:] = (-net.decay * F.softplus(decays + net.decay_bias)).exp()[..., None]
 
-    group = net.num_heads // net.num_key_heads
-    q = _unit(queries.unflatten(1, (-1, net.key_dim))).repeat_interleave(group, 1) * net.key_dim**-0.5
-    k = kept_keys.repeat_interleave(group, 1)
+    q = _unit(queries.unflatten(1, (-1, net.key_dim)))[:, net.key_heads] * net.key_dim**-0.5
+    k = kept_keys[:, net.key_heads]
     beta = strengths.sigmoid().T[..., None]  # [heads, rows, 1]
     left = decays_between(kept_decays.squeeze(2))  # [heads, end, end]
     start = kept_decays[:, :, 0].cumprod(0).T[..., None]  # [heads, end, 1]

@@ -15,7 +15,7 @@ from penstock_server.weights.file import WeightFile
 from penstock_server.weights.finite import check_finite
 from penstock_server.weights.gguf.config import BUILDERS, unsupported
 from penstock_server.weights.gguf.decoder import head_dim
-from penstock_server.weights.gguf.derived import Constant, LatentExpansion, derived_tensors, stored_tensors
+from penstock_server.weights.gguf.derived import CONVOLUTION, Constant, LatentExpansion, derived_tensors, stored_tensors
 from penstock_server.weights.gguf.header import TensorInfo, read_header
 from penstock_server.weights.gguf.matrix import MatrixReader, check_tensor, dequantized_types
 from penstock_server.weights.gguf.metadata import Metadata
@@ -29,7 +29,11 @@ logger = logging.getLogger(__name__)
 INTERLEAVED = ("arcee", "baichuan", "granite", "granitemoe", "internlm2", "llama", "olmo", "smollm3")
 INTERLEAVED_ROWS = (".attn_q.", ".attn_k.")
 # For these architectures the file stores norm weights plus one.
-NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
+NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", "qwen3next", "qwen35")
+# Norms of layers that keep a state are stored as they are.
+STATE_NORM = ".ssm_norm.weight"
+# Rates of decay are stored as what multiplies the time, below 0; models have the logarithm of its size.
+RATES = ".ssm_a"
 
 
 class GgufCheckpoint:
@@ -72,6 +76,9 @@ class GgufCheckpoint:
         elif len(info.shape) == 1:
             vector = self._vector(info)
             out.copy_(vector if part is None else part.of(vector))
+        elif info.name.endswith(CONVOLUTION):
+            assert part is None or part.dim == 0, "a convolution is split by channels"
+            self.matrices.read(replace(info, shape=info.shape[::2]), part, out.squeeze(1))
         else:
             self.matrices.read(info, part, out, self.head_dim if self._is_interleaved(name) else 0)
         check_finite(out, out, name, self.files[info.file].path)
@@ -93,7 +100,9 @@ class GgufCheckpoint:
         if self._is_interleaved(info.name):
             return vector.view(-1, self.head_dim // 2, 2).transpose(1, 2).reshape(info.shape)
         if self.metadata.architecture in NORMS_PLUS_ONE and info.name.endswith("norm.weight"):
-            return vector - 1
+            return vector if info.name.endswith(STATE_NORM) else vector - 1
+        if info.name.endswith(RATES):
+            return vector.neg().log()
         return vector
 
     def _read_latent_expansion(self, tensor: LatentExpansion, part: Part | None, out: Tensor) -> None:

@@ -58,6 +58,21 @@ def _rms_epsilon(metadata: Metadata) -> float:
     return metadata.number("attention.layer_norm_epsilon" if is_other else "attention.layer_norm_rms_epsilon")
 
 
+def gated_delta(metadata: Metadata) -> dict[str, Any]:
+    """The entries of gated delta networks, which replace attention in all layers but every fourth."""
+    num_heads, inner_size = metadata.size("ssm.time_step_rank"), metadata.integer("ssm.inner_size")
+    if inner_size % num_heads:
+        raise metadata.error(f"ssm.inner_size {inner_size} is not a multiple of ssm.time_step_rank {num_heads}")
+    return {
+        "linear_conv_kernel_dim": metadata.integer("ssm.conv_kernel"),
+        "linear_key_head_dim": metadata.integer("ssm.state_size"),
+        "linear_num_key_heads": metadata.integer("ssm.group_count"),
+        "linear_num_value_heads": num_heads,
+        "linear_value_head_dim": inner_size // num_heads,
+        "full_attention_interval": metadata.integer("full_attention_interval", 4),
+    }
+
+
 def with_layer_norm(metadata: Metadata, class_name: str, model_type: str, **more: Any) -> dict[str, Any]:
     """A decoder with LayerNorms and rope. more: entries that differ or are added."""
     return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from penstock_server.weights.gguf.decoder import head_dim, layer_types, llama_like, num_layers
+from penstock_server.weights.gguf.decoder import gated_delta, head_dim, layer_types, llama_like, num_layers
 from penstock_server.weights.gguf.llama import granite, llama
 from penstock_server.weights.gguf.metadata import Metadata
 from penstock_server.weights.gguf.rope import rope_parameters
@@ -161,6 +161,12 @@ def _qwen3moe(metadata: Metadata) -> dict[str, Any]:
     return _qwen_moe(metadata, "Qwen3MoeForCausalLM", "qwen3_moe", normalizes=True)
 
 
+def _qwen3next(metadata: Metadata) -> dict[str, Any]:
+    shared = metadata.integer("expert_shared_feed_forward_length")
+    more = {"shared_expert_intermediate_size": shared, **gated_delta(metadata)}
+    return _qwen_moe(metadata, "Qwen3NextForCausalLM", "qwen3_next", normalizes=True, **more)
+
+
 BUILDERS: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "dbrx": _dbrx,
     "deepseek2": _deepseek2,
@@ -171,4 +177,5 @@ BUILDERS: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "phimoe": _phimoe,
     "qwen2moe": _qwen2moe,
     "qwen3moe": _qwen3moe,
+    "qwen3next": _qwen3next,
 }

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from penstock_server.weights.gguf.decoder import layer_types, llama_like
+from penstock_server.weights.gguf.decoder import gated_delta, layer_types, llama_like
 from penstock_server.weights.gguf.metadata import Metadata
 
 # Files lack the scale of Gemma's queries. The largest model of each generation uses hidden_size / num_heads, the others
@@ -130,6 +130,11 @@ def _phi3(metadata: Metadata) -> dict[str, Any]:
     return llama_like(metadata, "Phi3ForCausalLM", "phi3", sliding_window=window or None)
 
 
+def _qwen35(metadata: Metadata) -> dict[str, Any]:
+    config = llama_like(metadata, "Qwen3_5ForCausalLM", "qwen3_5_text", **gated_delta(metadata))
+    return {**config, "linear_heads_are_tiled": True}
+
+
 def _seed_oss(metadata: Metadata) -> dict[str, Any]:
     bias = metadata.has("blk.0.attn_output.bias")
     return llama_like(metadata, "SeedOssForCausalLM", "seed_oss", attention_out_bias=bias)
@@ -162,6 +167,7 @@ BUILDERS: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "internlm2": _internlm2,
     "olmo2": _olmo2,
     "phi3": _phi3,
+    "qwen35": _qwen35,
     "seed_oss": _seed_oss,
     "smollm3": _smollm3,
 }

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from penstock_server.weights.gguf.decoder import num_layers
 from penstock_server.weights.gguf.metadata import Metadata
-from penstock_server.weights.location import EACH, Location, Strip
+from penstock_server.weights.location import EACH, Location, Strip, fused
 
 # Parameters of a layer: our names, without .weight or .bias unless the suffix differs → GGUF's, without `blk.{i}.`.
 LAYER_NAMES = {
@@ -18,6 +18,13 @@ LAYER_NAMES = {
     "attention.q_norm": "attn_q_norm",
     "attention.k_norm": "attn_k_norm",
     "attention.output": "attn_output",
+    "attention.net.z": "attn_gate",
+    "attention.net.a": "ssm_alpha",
+    "attention.net.b": "ssm_beta",
+    "attention.net.a_log": "ssm_a",
+    "attention.net.dt_bias": "ssm_dt.bias",
+    "attention.net.norm": "ssm_norm",
+    "attention.net.output": "ssm_out",
     "attention.sinks": "attn_sinks.weight",
     "attention.q_a": "attn_q_a",
     "attention.q_b": "attn_q_b",
@@ -61,6 +68,8 @@ ARCHITECTURE_NAMES = {
     "dbrx": {"mlp_norm": "attn_output_norm"},
     "deepseek2": {"attention.q_norm": "attn_q_a_norm"},
     "gpt-oss": {"mlp_norm": "post_attention_norm"},
+    "qwen35": {"mlp_norm": "post_attention_norm"},
+    "qwen3next": {"mlp_norm": "post_attention_norm"},
     "seed_oss": {"mlp_norm": "post_attention_norm"},
     "t5": {"attention.output": "attn_o"},
 }
@@ -113,7 +122,12 @@ class GgufLocator:
 
     def _fused(self, stem: str, prefix: str, suffix: str) -> Location | None:
         """A strip of the tensor that holds q, k and v, or gate and up."""
-        block, _, key = stem.partition(".")
+        block, _, key = stem.rpartition(".")
+        if block == "attention.net" and key in ("b", "a"):
+            return fused(block, f"{prefix}ssm_ba.{suffix}", *self._net_rates())[stem]
+        if block in ("attention.net", "attention.net.conv"):
+            name = "ssm_conv1d" if block.endswith(".conv") else "attn_qkv"
+            return fused(block, f"{prefix}{name}.{suffix}", self._net_widths()).get(stem)
         if block == "attention" and key in ("q", "k", "v"):
             name, widths = f"{prefix}attn_qkv.{suffix}", self._attention_widths()
         elif block == "mlp" and key in ("gate", "up"):
@@ -130,6 +144,17 @@ class GgufLocator:
         """Whether `ffn_up` holds gate and up, as for Phi-3 and GLM."""
         width = self.metadata.integer("feed_forward_length")
         return f"{prefix}ffn_gate.weight" not in self.shapes and self.shapes[name][0] == 2 * width
+
+    def _net_rates(self) -> tuple[dict[str, int], int]:
+        """The rows of the two numbers of each head of a gated delta network, and the key heads by which they are
+        stored."""
+        num_heads = self.metadata.integer("ssm.time_step_rank")
+        return {"b": num_heads, "a": num_heads}, self.metadata.integer("ssm.group_count")
+
+    def _net_widths(self) -> dict[str, int]:
+        """The rows of a gated delta network's q, k and v."""
+        keys = self.metadata.integer("ssm.group_count") * self.metadata.integer("ssm.state_size")
+        return {"q": keys, "k": keys, "v": self.metadata.integer("ssm.inner_size")}
 
     def _attention_widths(self) -> dict[str, int]:
         """The rows of q, k and v."""
