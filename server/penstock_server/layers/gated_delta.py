@@ -121,10 +121,10 @@ class GatedDeltaBlock:
             table |= layout.linear(f"{prefix}.{name}", shape, part=Part(0, heads.mine), layer=layer)
         for name in ("q", "k", "v"):
             conv = (spec.widths[name], 1, spec.conv_width)
-            table[f"{prefix}.conv.{name}.weight"] = Parameter(conv, parts[name])
+            table[f"{prefix}.conv.{name}.weight"] = Parameter(conv, parts[name], dtype=torch.float32)
         for name in ("a_log", "dt_bias"):
-            table[f"{prefix}.{name}"] = Parameter((spec.num_heads,), Part(0, heads.mine))
-        table[f"{prefix}.norm.weight"] = Parameter((spec.value_dim,))
+            table[f"{prefix}.{name}"] = Parameter((spec.num_heads,), Part(0, heads.mine), dtype=torch.float32)
+        table[f"{prefix}.norm.weight"] = Parameter((spec.value_dim,), dtype=torch.float32)
         columns = values.range
         return table | layout.into_hidden(f"{prefix}.output", spec.num_heads * spec.value_dim, columns)
 
@@ -142,18 +142,18 @@ class GatedDeltaBlock:
         prefix = f"{prefix}.net"
         loader, heads = context.loader, spec.heads(context.shard)
 
-        def wide(*names: str) -> torch.Tensor:
-            return loader.read(*(f"{prefix}.{name}" for name in names), dtype=torch.float32)
+        def read(*names: str) -> torch.Tensor:
+            return loader.read(*(f"{prefix}.{name}" for name in names))
 
-        decay = wide("a_log").exp()
+        decay = read("a_log").exp()
         net = GatedDelta(
             num_key_heads=len(heads.my_kv),
             key_dim=spec.key_dim,
             key_heads=torch.tensor(spec.key_heads(context.shard), device=decay.device),
-            conv=wide("conv.q.weight", "conv.k.weight", "conv.v.weight").squeeze(1),
+            conv=read("conv.q.weight", "conv.k.weight", "conv.v.weight").squeeze(1),
             decay=decay,
-            decay_bias=wide("dt_bias"),
-            norm=wide("norm.weight"),
+            decay_bias=read("dt_bias"),
+            norm=read("norm.weight"),
             eps=spec.norm_eps,
         )
         output_widths = heads.heads.widths(spec.value_dim)

@@ -34,7 +34,7 @@ class WeightLayout:
         bias_part = part if part is not None and part.dim == 0 else None
         return self.scheme_of(name).parameters(
             name,
-            Parameter(shape, part, is_wide, is_dense, layer, is_reordered),
+            Parameter(shape, part, is_wide, is_dense=is_dense, layer=layer, is_reordered=is_reordered),
             Parameter(shape[:1], bias_part, is_wide) if bias else None,
         )
 

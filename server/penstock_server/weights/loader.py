@@ -39,6 +39,7 @@ class Parameter:
     shape: tuple[int, ...]  # over all ranks
     part: Part | None = None  # what this rank holds; None: all of it
     is_wide: bool = False  # kept in float32 in a float16 model, because its values exceed the range of float16
+    dtype: torch.dtype | None = None  # in a model of any; None: the model's
     # Never kept quantized in memory: another matrix is computed from it, or its layers are multiplied together.
     is_dense: bool = False
     layer: str = ""  # the layer that it is a part of with other parameters, one below the other; empty: it is all of it
@@ -51,6 +52,8 @@ class Parameter:
 
     def dtype_in(self, dtype: torch.dtype) -> torch.dtype:
         """The parameter's dtype in a model of the given dtype."""
+        if self.dtype is not None:
+            return self.dtype
         return torch.float32 if self.is_wide and dtype == torch.float16 else dtype
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from cases import CASES, DEEPSEEK, GPT2_SIZES, GRANITE, LONGROPE, PLAIN, SIZES, T5_SIZES, Case, rope
+from cases import CASES, DEEPSEEK, DELTA, GPT2_SIZES, GRANITE, LONGROPE, PLAIN, SIZES, T5_SIZES, Case, rope
 from published import BAICHUAN_13B
 
 
@@ -19,6 +19,7 @@ class GgufCase:
     case: str | Case
     metadata: dict[str, Any] = field(default_factory=dict)  # in the architecture's section; an array becomes a tensor
     old_layout: bool = False
+    other_order: bool = False  # heads have another order than in safetensors
     facts: Callable[[Any], dict[str, Any]] = lambda model: {}  # further metadata, derived from the model
 
     @property
@@ -83,6 +84,7 @@ DENSE = {
     "exaone4-no-window": GgufCase("exaone4", "exaone4-no-window"),
     "qwen2": GgufCase("qwen2", "qwen2"),
     "qwen3": GgufCase("qwen3", "qwen3"),
+    "qwen3-5": GgufCase("qwen35", "qwen3-5", other_order=True),
     "gemma": GgufCase("gemma", "gemma"),
     # GGUF lacks the scale of the queries; for small models it is the head dimension.
     "gemma2": GgufCase(
@@ -164,6 +166,19 @@ EXPERTS = {
     "qwen2moe": GgufCase(
         "qwen2moe",
         Case("Qwen2MoeConfig", {**CASES["qwen2-moe"].values, "mlp_only_layers": [], "norm_topk_prob": False}),
+    ),
+    "qwen3next": GgufCase(
+        "qwen3next",
+        Case(
+            "Qwen3NextConfig",
+            {
+                **DELTA,
+                "num_experts": 8,
+                "num_experts_per_tok": 3,
+                "moe_intermediate_size": 32,
+                "shared_expert_intermediate_size": 40,
+            },
+        ),
     ),
     "qwen3moe": GgufCase(
         "qwen3moe",

@@ -67,6 +67,10 @@ CONFIG_KEYS = {
     "expert_shared_feed_forward_length": ("shared_expert_intermediate_size", "shared_intermediate_size"),
     "expert_weights_scale": ("routed_scaling_factor",),
     "leading_dense_block_count": ("first_k_dense_replace",),
+    "ssm.conv_kernel": ("linear_conv_kernel_dim",),
+    "ssm.state_size": ("linear_key_head_dim",),
+    "ssm.group_count": ("linear_num_key_heads",),
+    "ssm.time_step_rank": ("linear_num_value_heads",),
 }
 
 
@@ -78,6 +82,9 @@ def model_metadata(config: transformers.PretrainedConfig, architecture: str) -> 
         if found:
             values[key] = found[0]
     values.setdefault("feed_forward_length", 4 * config.hidden_size)
+    if "ssm.time_step_rank" in values:
+        values["full_attention_interval"] = config.layer_types.index("full_attention") + 1
+        values["ssm.inner_size"] = values["ssm.time_step_rank"] * config.linear_value_head_dim
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
     if "rope_theta" in rope:
@@ -144,7 +151,7 @@ def write_gguf(path: Path, metadata: dict[str, Any], tensors: dict[str, np.ndarr
     writer = raw_writer(path, metadata)
     type_ = gguf.GGMLQuantizationType[kind]
     for name, array in tensors.items():
-        if array.ndim == 1 or kind == "F32":
+        if array.ndim == 1 or kind == "F32" or "ssm_conv1d" in name:
             writer.add_tensor(name, array.astype(np.float32))
         elif kind in FACTORS:
             blocks = random_blocks(array.shape, kind, float(array.std()), zlib.crc32(name.encode()))

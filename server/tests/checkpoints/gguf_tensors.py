@@ -18,7 +18,9 @@ from torch import Tensor
 # What llama.cpp's converter does, listed here again so that the reader is not tested against its own tables: these
 # architectures derive from its LlamaModel with permuted q and k rows, and these store norm weights plus one.
 PERMUTED = ("arcee", "baichuan", "granite", "granitemoe", "internlm2", "llama", "olmo", "smollm3")
-NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
+NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", "qwen3next", "qwen35")
+# Parts of gated delta networks that have rows for value heads, which go round the key heads in qwen35 files.
+OF_VALUE_HEADS = ("attn_gate", "ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")
 NOT_CONVERTED = (".attn.bias", ".masked_bias", "inv_freq", ".act_fn.alpha_p", ".act_fn.alpha_n", ".beta", ".eps")
 OF_ONE_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(w1|w2|w3|gate_proj|up_proj|down_proj)\.weight")
 EXPERT_NAMES = {
@@ -43,7 +45,7 @@ def gguf_tensors(
     architectures = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
     table = gguf.get_tensor_name_map(architectures[architecture], config.num_hidden_layers)
     found: dict[str, Tensor] = {}
-    for name, tensor in _split(_stacked(published_tensors(model)), config, old_layout):
+    for name, tensor in _split(_split_nets(_stacked(published_tensors(model)), config), config, old_layout):
         if name.endswith(NOT_CONVERTED):
             continue
         # BLOOM's converter removes the prefix first.
@@ -117,13 +119,36 @@ def _split(tensors: dict[str, Tensor], config: Any, old_layout: bool) -> Iterato
             yield name, tensor
 
 
+def _split_nets(tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """Splits the projections of gated delta networks, and transforms what else they have."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        stem, net, part = name.partition(".linear_attn.")
+        block = f"blk.{stem.split('.')[-1]}"
+        if net and part == "in_proj_qkvz.weight":
+            key_heads, group = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
+            keys, values = config.linear_key_head_dim, group * config.linear_value_head_dim
+            parts = tensor.unflatten(0, (key_heads, -1)).split([keys, keys, values, values], 1)
+            q, k, v, z = (each.flatten(0, 1) for each in parts)
+            found |= {f"{block}.attn_qkv.weight": torch.cat([q, k, v]), f"{block}.attn_gate.weight": z}
+        elif net and part == "A_log":
+            found[f"{block}.ssm_a"] = -tensor.exp()
+        elif net and part == "dt_bias":
+            found[f"{block}.ssm_dt.bias"] = tensor
+        else:
+            found[name] = tensor
+    return found
+
+
 def _ordered(tensor: Tensor, name: str, config: Any, architecture: str) -> Tensor:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     stem = name.split(".")[-2]
     if architecture in PERMUTED and stem in ("attn_q", "attn_k"):
         return interleave(tensor, head_dim)
-    if architecture in NORMS_PLUS_ONE and name.endswith("norm.weight"):
+    if architecture in NORMS_PLUS_ONE and name.endswith("norm.weight") and stem != "ssm_norm":
         return tensor + 1
+    if architecture == "qwen35":
+        return _round_key_heads(tensor, name.removeprefix("blk.").split(".")[1], config)
     if architecture == "gpt2" and stem in ("attn_qkv", "attn_output", "ffn_up", "ffn_down"):
         return tensor.t() if tensor.dim() == 2 else tensor
     if architecture in ("falcon", "bloom", "gptneox") and stem == "attn_qkv":
@@ -132,6 +157,23 @@ def _ordered(tensor: Tensor, name: str, config: Any, architecture: str) -> Tenso
             groups = config.num_kv_heads if config.new_decoder_architecture else 1
         blocks = tensor.reshape(groups, -1, head_dim, *tensor.shape[1:])
         return torch.cat([part.flatten(0, 2) for part in (blocks[:, :-2], blocks[:, -2:-1], blocks[:, -1:])])
+    return tensor
+
+
+def _round_key_heads(tensor: Tensor, stem: str, config: Any) -> Tensor:
+    """Reorders value heads from (key head, its heads) to (its heads, key head)."""
+    key_heads, values = config.linear_num_key_heads, config.linear_num_value_heads * config.linear_value_head_dim
+
+    def ordered(rows: Tensor) -> Tensor:
+        group = config.linear_num_value_heads // key_heads
+        return rows.unflatten(0, (key_heads, group, -1)).transpose(0, 1).flatten(0, 2)
+
+    if stem in OF_VALUE_HEADS:
+        return ordered(tensor)
+    if stem == "ssm_out":
+        return ordered(tensor.t()).t()
+    if stem in ("ssm_conv1d", "attn_qkv"):
+        return torch.cat([tensor[:-values], ordered(tensor[-values:])])
     return tensor
 
 

@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 Tensors = dict[str, Tensor]
 FILE = "model.safetensors"
 HEADS = ("lm_head", "embed_out")
+FEWEST_ROWS = 8  # of a matrix that is quantized
 # A linear layer's name and weight → its tensors in the checkpoint, and the weight that they stand for.
 Quantize = Callable[[str, Tensor], tuple[Tensors, Tensor]]
 
@@ -26,14 +27,18 @@ Quantize = Callable[[str, Tensor], tuple[Tensors, Tensor]]
 def save_quantized(
     model: transformers.PreTrainedModel, folder: Path, options: dict[str, Any], quantize: Quantize
 ) -> tuple[Path, Path]:
-    """Saves the model with the linear weights of its layers and experts quantized. Returns the folder of the quantized
-    checkpoint, and that of a checkpoint with the weights that it stands for."""
+    """Saves the model with the linear weights of its layers and experts quantized, but for matrices of a few rows.
+    Returns the folder of the quantized checkpoint, and that of one with the weights that it stands for."""
     stored_folder, dense_folder = folder / "stored", folder / "dense"
     for each in (stored_folder, dense_folder):
         model.save_pretrained(each)
     config = json.loads((stored_folder / "config.json").read_text())
     (stored_folder / "config.json").write_text(json.dumps(config | {"quantization_config": options}))
-    linears = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    linears = {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module.out_features >= FEWEST_ROWS
+    }
     stored, exact = {}, {}
     for name, tensor in load_file(stored_folder / FILE).items():
         layer = name.removesuffix(".weight")

@@ -53,6 +53,15 @@ DEEPSEEK = {
     "num_experts_per_tok": 4,
     "n_shared_experts": 1,
 }
+# Value heads of a whole group each, so that ranks and formats cut between them.
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,7 @@ class Architecture:
     values: dict[str, Any]
     gguf: str = ""  # its name in GGUF files; empty: it is not tested in them
     num_ranks: int = 2
+    rounding: float = 0.08  # of the logits, at most, as a share of them
 
 
 ARCHITECTURES = {
@@ -73,6 +83,7 @@ ARCHITECTURES = {
     ),
     "deepseek-v2": Architecture("DeepseekV2Config", DEEPSEEK),
     "gpt-neox": Architecture("GPTNeoXConfig", SIZES, "gptneox"),
+    "qwen3-5": Architecture("Qwen3_5TextConfig", GROUPED | DELTA, "qwen35", 3, rounding=0.12),
     "llama-wide": Architecture("LlamaConfig", GROUPED | WIDE, "llama"),
     "mixtral-wide": Architecture("MixtralConfig", EXPERTS | WIDE, "llama"),
 }
@@ -91,7 +102,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
 # The slow tests have every other format that one architecture is tested with. Its "dynamic" names this one's layers.
 MORE_FORMATS = {name: case for name, case in CHECKPOINTS.items() if name not in {*FORMATS, "gptq dynamic"}}
 # These architectures differ from others in what the formats do not touch: here they have one format of each layout.
-FEW = ("qwen2", "mixtral-cut", "gpt-neox")
+FEW = ("qwen2", "mixtral-cut", "gpt-neox", "qwen3-5")
 FORMATS_OF_FEW = ("gptq", "nf4", "fp8 in blocks", "Q4_0")
 FLAGS, GGUF, MORE_GGUF = ("eetq", "fp8 at load"), ("Q4_0", "Q5_1", "MXFP4"), ("Q4_1", "Q5_0", "Q8_0")
 MORE_OF_WIDE = ("Q2_K", "Q3_K", "Q5_K", "IQ4_NL")
@@ -174,7 +185,7 @@ def test_every_architecture_is_served_in_every_format(
     assert found is not None
     assert dense is not None
     # At load, weights lose bits here. 8-bit floats keep four of them, integers seven.
-    assert (found - dense).norm() < (0.15 if kind == "fp8 at load" else 0.08) * dense.norm()
+    assert (found - dense).norm() < (0.15 if kind == "fp8 at load" else case.rounding) * dense.norm()
     assert num_bytes < dense_bytes * 0.8
     chunked, _ = logits(folder, RankGroup(), 7, 16, quantize=flag)
     assert torch.equal(found, chunked)
