@@ -84,7 +84,7 @@ DENSE = {
     "exaone4-no-window": GgufCase("exaone4", "exaone4-no-window"),
     "qwen2": GgufCase("qwen2", "qwen2"),
     "qwen3": GgufCase("qwen3", "qwen3"),
-    "qwen3-5": GgufCase("qwen35", "qwen3-5", other_order=True),
+    "qwen3-5": GgufCase("qwen35", "qwen3-5", {"rope.dimension_sections": [11, 11, 10, 0]}, other_order=True),
     "gemma": GgufCase("gemma", "gemma"),
     # GGUF lacks the scale of the queries; for small models it is the head dimension.
     "gemma2": GgufCase(

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from cases import CASES
 from gguf_cases import DECODERS, ENCODERS, GGUF_CASES
 from gguf_files import save_gguf
@@ -142,6 +143,16 @@ def test_transformers_reads_the_model_s_weights_from_the_test_file(name: str, tm
     assert len(found) == len(read_header(path).tensors)
     for key, tensor in found.items():
         torch.testing.assert_close(tensor, expected[key], rtol=0, atol=2e-7, msg=key)
+
+
+def test_transformers_puts_the_heads_of_the_test_file_back_in_its_own_order(tmp_path: Path) -> None:
+    reference, _ = made("qwen3-5", tmp_path)
+    options = {"gguf_file": "qwen3-5.gguf", "dtype": torch.float32, "ignore_mismatched_sizes": True}
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **options).state_dict()
+    expected = reference.state_dict()
+    assert found.keys() == expected.keys()
+    for key in expected.keys() - {"model.embed_tokens.weight", "lm_head.weight"}:  # of the size of the file's tokenizer
+        torch.testing.assert_close(found[key], expected[key], rtol=0, atol=2e-7, msg=key)
 
 
 def test_every_architecture_with_a_builder_has_a_case() -> None:
