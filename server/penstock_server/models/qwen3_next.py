@@ -18,7 +18,8 @@ from penstock_server.weights.location import Location, fused
 KINDS = ("linear_attention", "full_attention")
 NET = "layers.{i}.attention.net"
 MODULE = "model.layers.{i}.linear_attn"
-DRAFTER = r"mtp\..+"  # the layer that drafts
+MTP = {"token_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden", "project": "fc", "norm": "norm"}
+DRAFTER = r"mtp\..+"  # what is left of the layer that drafts
 VISION = r"model\.visual\..+"
 
 
@@ -30,7 +31,7 @@ def qwen3_next(config: Config) -> tuple[ModelSpec, NameMap]:
     names = moe.QWEN_NAMES | _names(net) | fused(NET, f"{MODULE}.in_proj_qkvz", net.widths, net.num_key_heads)
     names |= fused(NET, f"{MODULE}.in_proj_ba", net.rates, net.num_key_heads)
     layers = moe.with_shared_expert(config, _layers(config, net), 512)
-    return _model(config, "qwen3_next", layers), replace(names, ignored=(DRAFTER,))
+    return _model(config, "qwen3_next", layers), _with_drafter(names, len(layers))
 
 
 def qwen3_5_text(config: Config) -> tuple[ModelSpec, NameMap]:
@@ -39,7 +40,8 @@ def qwen3_5_text(config: Config) -> tuple[ModelSpec, NameMap]:
     mixed = {name: net.widths[name] for name in "qkv"}
     own: dict[str, str | Location] = {f"{NET}.{name}": f"{MODULE}.in_proj_{name}" for name in "zba"}
     names = llama.NAMES | _names(net) | {**own, **fused(NET, f"{MODULE}.in_proj_qkv", mixed)}
-    return _model(config, "qwen3_5_text", _layers(config, net)), replace(names, ignored=(DRAFTER,))
+    layers = _layers(config, net)
+    return _model(config, "qwen3_5_text", layers), _with_drafter(names, len(layers))
 
 
 def qwen3_5(config: Config) -> tuple[ModelSpec, NameMap]:
@@ -55,7 +57,25 @@ def qwen3_5(config: Config) -> tuple[ModelSpec, NameMap]:
 
 
 def _model(config: Config, architecture: str, layers: tuple[LayerSpec, ...]) -> ModelSpec:
-    return replace(llama.llama_model(config, architecture, layers), final_norm=_norm(config))
+    spec = llama.llama_model(config, architecture, layers)
+    mtp = replace(layers[-1], attention=_attention(config))  # if the checkpoint has it
+    return replace(spec, final_norm=_norm(config), mtp=mtp)
+
+
+def _with_drafter(names: NameMap, number: int) -> NameMap:
+    """With the names of the layer that drafts, which has this number behind the layers."""
+
+    def moved(value: str | Location) -> str | Location:
+        name = value if isinstance(value, str) else value.name
+        name = name.replace("model.layers.{i}", "mtp.layers.0")
+        return name if isinstance(value, str) else replace(value, name=name)
+
+    own = {
+        key.replace("{i}", str(number)): moved(value) for key, value in names.names.items() if key.startswith("layers.")
+    }
+    for ours, theirs in MTP.items():
+        own[f"layers.{number}.mtp.{ours}"] = f"mtp.{theirs}"
+    return replace(names | own, ignored=(DRAFTER,))
 
 
 def _layers(config: Config, net: GatedDeltaSpec) -> tuple[LayerSpec, ...]:

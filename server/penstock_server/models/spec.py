@@ -224,7 +224,8 @@ class ModelSpec:
 class NameMap:
     """The checkpoint's names of our parameters, with {i} for the layer, and its tensors that are not needed.
 
-    A key is a parameter's name without `.weight` or `.bias`, which is then appended to both names, or its whole name.
+    A key is a parameter's name without `.weight` or `.bias`, which is then appended to both names, or its whole name. A
+    key with a layer's number is for this layer alone.
     """
 
     names: Mapping[str, str | Location]
@@ -248,6 +249,8 @@ class NameMap:
     def locate(self, parameter: str) -> Location:
         """layers.3.attention.q.weight → model.layers.3.self_attn.q_proj.weight"""
         layer, name = split_layer(parameter)
+        if parameter.rpartition(".")[0] in self.names:
+            layer, name = None, parameter
         if layer is not None and self.layers:
             layer = self.layers[layer]
         stem, _, suffix = name.rpartition(".")

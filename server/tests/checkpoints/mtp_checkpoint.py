@@ -1,4 +1,4 @@
-"""Tiny random DeepSeek-V3 checkpoints with a multi-token prediction layer, and a reference of what the layer drafts."""
+"""Tiny random checkpoints with a multi-token prediction layer, and a reference of what the layer drafts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 NUM_LAYERS = 2
-VALUES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": 131,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -23,6 +23,10 @@ VALUES: dict[str, Any] = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+DEEPSEEK = {
     "q_lora_rank": 32,
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 32,
@@ -35,9 +39,43 @@ VALUES: dict[str, Any] = {
     "n_shared_experts": 1,
     "n_group": 1,
     "topk_group": 1,
-    "bos_token_id": None,
-    "eos_token_id": None,
 }
+QWEN = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a family publishes the layer."""
+
+    config: str
+    values: dict[str, Any]
+    parts: tuple[str, str, str, str]  # the norms of tokens and of outputs, the projection, and the last norm
+    prefix: str  # of the parts
+    layer: str  # prefix of the rest of the layer
+    has_copies: bool  # of embedding and head
+    offset: float = 0.0  # added to the weights of norms
+
+
+OF_LAYER = f"model.layers.{NUM_LAYERS}."
+DEEPSEEK_V3 = Layout(
+    "DeepseekV3Config", DEEPSEEK, ("enorm", "hnorm", "eh_proj", "shared_head.norm"), OF_LAYER, OF_LAYER, True
+)
+QWEN3_5 = Layout(
+    "Qwen3_5TextConfig",
+    QWEN,
+    ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+    "mtp.",
+    "mtp.layers.0.",
+    False,
+    offset=1.0,
+)
 
 
 @dataclass
@@ -46,10 +84,11 @@ class Reference:
 
     whole: Any
     parts: dict[str, Tensor]  # by their published names
+    layout: Layout = DEEPSEEK_V3
 
     @classmethod
-    def random(cls, **changes: Any) -> Reference:
-        config = transformers.DeepseekV3Config(**{**VALUES, **changes})
+    def random(cls, layout: Layout = DEEPSEEK_V3, **changes: Any) -> Reference:
+        config = getattr(transformers, layout.config)(**{**SIZES, **layout.values, **changes})
         torch.manual_seed(4)
         whole = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         with torch.no_grad():
@@ -59,9 +98,10 @@ class Reference:
                 else:
                     parameter.normal_(std=0.8 / parameter.shape[-1] ** 0.5)
         hidden = config.hidden_size
-        parts = {f"{name}.weight": torch.rand(hidden) + 0.5 for name in ("enorm", "hnorm", "shared_head.norm")}
-        parts["eh_proj.weight"] = torch.randn(hidden, 2 * hidden) * (0.6 / hidden**0.5)
-        return cls(whole, parts)
+        tokens, outputs, project, norm = layout.parts
+        parts = {f"{name}.weight": torch.rand(hidden) + 0.5 - layout.offset for name in (tokens, outputs, norm)}
+        parts[f"{project}.weight"] = torch.randn(hidden, 2 * hidden) * (0.6 / hidden**0.5)
+        return cls(whole, parts, layout)
 
     @property
     def model(self) -> Any:
@@ -84,14 +124,20 @@ class Reference:
         """Makes a saved model one whose last layer predicts several tokens, with copies of embedding and head."""
         path, values = folder / "config.json", json.loads((folder / "config.json").read_text())
         counts = {"num_hidden_layers": NUM_LAYERS, "num_nextn_predict_layers": 1}
+        if "layer_types" in values:
+            counts["layer_types"] = values["layer_types"][:NUM_LAYERS]
         path.write_text(json.dumps({**values, **counts}))
         tensors = load_file(folder / "model.safetensors")
         copies = {
             "embed_tokens.weight": tensors["model.embed_tokens.weight"],
             "shared_head.head.weight": tensors["lm_head.weight"],
         }
-        layer = {f"model.layers.{NUM_LAYERS}.{name}": part for name, part in {**self.parts, **copies}.items()}
-        tensors |= {name: part.contiguous().clone() for name, part in layer.items()}
+        parts = {**self.parts, **(copies if self.layout.has_copies else {})}
+        tensors = {
+            f"{self.layout.layer}{name.removeprefix(OF_LAYER)}" if name.startswith(OF_LAYER) else name: part
+            for name, part in tensors.items()
+        }
+        tensors |= {f"{self.layout.prefix}{name}": part.contiguous().clone() for name, part in parts.items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         return folder
 
@@ -117,7 +163,8 @@ class Reference:
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         eps = self.whole.config.rms_norm_eps
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * self.parts[f"{name}.weight"]
+        weight = self.parts[f"{name}.weight"] + self.layout.offset
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
     @torch.inference_mode()
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
@@ -134,10 +181,11 @@ class Reference:
         report, over the whole text for each draft."""
         outputs = self.model.model(torch.tensor([text])).last_hidden_state[0, :-1]
         ids, logits = list(text), []
+        of_tokens, of_outputs, project, last = self.layout.parts
         for _ in range(num_drafts):
             tokens = self.whole.model.embed_tokens(torch.tensor(ids[1:]))
-            joined = torch.cat((self.norm("enorm", tokens), self.norm("hnorm", outputs)), 1)
-            x = (joined @ self.parts["eh_proj.weight"].T)[None]
+            joined = torch.cat((self.norm(of_tokens, tokens), self.norm(of_outputs, outputs)), 1)
+            x = (joined @ self.parts[f"{project}.weight"].T)[None]
             positions = torch.arange(len(joined))[None]
             later = torch.ones(len(joined), len(joined)).triu(1).bool()
             found = self.whole.model.layers[NUM_LAYERS](
@@ -146,7 +194,7 @@ class Reference:
                 position_ids=positions,
                 position_embeddings=self.whole.model.rotary_emb(x, positions),
             )
-            found = self.norm("shared_head.norm", (found[0] if isinstance(found, tuple) else found)[0, -1])
+            found = self.norm(last, (found[0] if isinstance(found, tuple) else found)[0, -1])
             logits.append(self.whole.lm_head(found))
             ids.append(int(logits[-1].argmax()))
             outputs = torch.cat((outputs, found[None]))

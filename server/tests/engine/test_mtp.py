@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from mtp_checkpoint import NUM_LAYERS, VALUES, Reference
+from mtp_checkpoint import DEEPSEEK_V3, NUM_LAYERS, QWEN3_5, SIZES, Reference
 from penstock_server.engine import Engine
 from penstock_server.engine.drafting.head import HeadDrafter
 from penstock_server.engine.drafting.load import load_drafter
@@ -33,8 +33,8 @@ from tiny_models import prompts
 
 pytestmark = [pytest.mark.native, pytest.mark.usefixtures("one_thread")]
 
-CPU, BLOCK_TOKENS, VOCAB = torch.device("cpu"), 16, VALUES["vocab_size"]
-LIMITS = WarmUpConfig(max_step_tokens=64, max_step_sequences=16, num_blocks=60, proven=True)
+CPU, BLOCK_TOKENS, VOCAB = torch.device("cpu"), 16, SIZES["vocab_size"]
+LIMITS = WarmUpConfig(max_step_tokens=64, max_step_sequences=16, num_blocks=60, num_state_slots=16, proven=True)
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +45,13 @@ def reference() -> Reference:
 @pytest.fixture(scope="module")
 def folder(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return reference.save(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module", params=[DEEPSEEK_V3, QWEN3_5], ids=["deepseek", "qwen"])
+def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Reference, Path]:
+    """A model of each family, and its folder."""
+    made = Reference.random(request.param)
+    return made, made.save(tmp_path_factory.mktemp("published"))
 
 
 def options_of(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> LoadOptions:
@@ -76,7 +83,8 @@ def plain(options: LoadOptions) -> Engine:
     return engine
 
 
-def test_drafts_are_those_of_the_published_computation_and_change_no_bit(reference: Reference, folder: Path) -> None:
+def test_drafts_are_those_of_the_published_computation_and_change_no_bit(published: tuple[Reference, Path]) -> None:
+    reference, folder = published
     engine, drafter = drafting(options_of(folder))
     texts = prompts(4, [5, 9, 17], VOCAB)
     expected, _ = generate(plain(options_of(folder)), texts, 12, num_drafts=0)
@@ -106,8 +114,9 @@ def test_logits_of_drafts_are_those_of_the_published_computation(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_drafts_change_no_bit_on_two_ranks(folder: Path, dtype: torch.dtype) -> None:
+def test_drafts_change_no_bit_on_two_ranks(published: tuple[Reference, Path], dtype: torch.dtype) -> None:
     """Both ranks run the plans of one rank, whose results depend on the drafts."""
+    _, folder = published
     engine, drafter = drafting(options_of(folder, dtype))
     texts = prompts(4, [5, 9, 17], VOCAB)
     plans: list[Plan] = []
