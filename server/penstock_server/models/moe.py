@@ -42,22 +42,23 @@ QWEN_EXPERTS: dict[str, str | Location] = {
     "experts.up": f"{MLP}.experts.{{e}}.up_proj",
     "experts.down": f"{MLP}.experts.{{e}}.down_proj",
 }
-QWEN_NAMES = with_experts(
-    {
-        **QWEN_EXPERTS,
-        "shared.gate": f"{MLP}.shared_expert.gate_proj",
-        "shared.up": f"{MLP}.shared_expert.up_proj",
-        "shared.down": f"{MLP}.shared_expert.down_proj",
-        "shared_gate": f"{MLP}.shared_expert_gate",
-    }
+TOGETHER: dict[str, str | Location] = {
+    "layers.{i}.mlp.experts.gate_up.weight": f"{MLP}.experts.gate_up_proj",
+    "layers.{i}.mlp.experts.down.weight": f"{MLP}.experts.down_proj",
+}
+QWEN_NAMES = replace(
+    with_experts(
+        {
+            **QWEN_EXPERTS,
+            "shared.gate": f"{MLP}.shared_expert.gate_proj",
+            "shared.up": f"{MLP}.shared_expert.up_proj",
+            "shared.down": f"{MLP}.shared_expert.down_proj",
+            "shared_gate": f"{MLP}.shared_expert_gate",
+        }
+    ),
+    stacked=TOGETHER,
 )
-QWEN3_VL_NAMES = with_experts(
-    {
-        **QWEN_EXPERTS,
-        "experts.gate_up.weight": f"{MLP}.experts.gate_up_proj",
-        "experts.down.weight": f"{MLP}.experts.down_proj",
-    }
-)
+QWEN3_VL_NAMES = with_experts(QWEN_EXPERTS) | TOGETHER
 GRANITE_NAMES = with_experts(
     {
         "router": f"{BLOCK}.router.layer",

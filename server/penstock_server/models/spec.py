@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -233,6 +233,8 @@ class NameMap:
     layers: tuple[int, ...] = ()  # the checkpoint's number of each layer; empty: all have ours
     alternatives: tuple[NameMap, ...] = ()  # for checkpoints in other layouts, in which the prefix has no names
     copies: tuple[str, ...] = ()  # tensors that hold the embedding once more, if they are there
+    # Names of experts in checkpoints with one tensor for all of them, stored as "stacked" (`STORAGES`).
+    stacked: Mapping[str, str | Location] = field(default_factory=dict)
 
     def pooled(self) -> NameMap:
         """For a model whose outputs are pooled: it may have a head, and a causal reranker has a classifier."""
@@ -264,14 +266,31 @@ class NameMap:
                 # The head may have its name in another layout.
                 heads = [each.names["head"] for each in (layout, *layouts) if each._holds_head(stored)]
                 return layout | {"head": heads[0]} if heads else layout
-        names: dict[str, str | Location] = {}
-        for key, found in self.names.items():
-            location = Location(found) if isinstance(found, str) else found
-            names[key] = replace(location, name=location.name.removeprefix(self.prefix))
         bare = re.escape(self.prefix)
-        ignored = tuple(pattern.removeprefix(bare) for pattern in self.ignored)
-        copies = tuple(name.removeprefix(self.prefix) for name in self.copies)
-        return NameMap(names, ignored, layers=self.layers, copies=copies)
+        return replace(
+            self.renamed(lambda name: name.removeprefix(self.prefix)),
+            ignored=tuple(pattern.removeprefix(bare) for pattern in self.ignored),
+            prefix="",
+            alternatives=(),
+            copies=tuple(name.removeprefix(self.prefix) for name in self.copies),
+        )
+
+    def renamed(self, change: Callable[[str], str]) -> NameMap:
+        """This map with other names for the parameters' tensors."""
+
+        def changed(names: Mapping[str, str | Location]) -> dict[str, str | Location]:
+            return {
+                key: change(each) if isinstance(each, str) else replace(each, name=change(each.name))
+                for key, each in names.items()
+            }
+
+        return replace(self, names=changed(self.names), stacked=changed(self.stacked))
+
+    def stacks_experts(self, stored: Collection[str]) -> bool:
+        """Whether a checkpoint that stores these tensors has the names `stacked`."""
+        names = {found if isinstance(found, str) else found.name for found in self.stacked.values()}
+        patterns = [re.compile(re.escape(name).replace(r"\{i\}", r"\d+")) for name in names]
+        return any(pattern.fullmatch(name) for name in stored for pattern in patterns)
 
     def _holds_head(self, stored: Collection[str]) -> bool:
         return "head" in self.names and self.locate("head.weight").name in stored

@@ -52,7 +52,10 @@ def fit(
     """
     note = ""
     if locator is None:
-        names = _with_stored_embedding(spec, names.for_checkpoint(stored), stored)
+        names = names.for_checkpoint(stored)
+        if names.stacks_experts(stored):
+            spec, names = spec.with_expert_storage("stacked"), names | names.stacked
+        names = _with_stored_embedding(spec, names, stored)
         _check_copies(spec, names, stored, is_same)
         spec, locator, note = _with_stored_head(spec, names, stored, is_same)
     elif _has_head(spec) and locator.locate(HEAD).name in stored:

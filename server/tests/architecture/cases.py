@@ -25,6 +25,7 @@ from published import (
     MLLAMA_TEXT,
     PHI_FIRST,
     QWEN3_5,
+    QWEN3_5_MOE,
     REFINED_WEB,
     REFINED_WEB_MODEL,
     Published,
@@ -149,6 +150,13 @@ DELTA: dict[str, Any] = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 32,
 }
+DELTA_EXPERTS: dict[str, Any] = {
+    **DELTA,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 40,
+}
 DEEPSEEK_YARN = rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=1.2)
 
 CASES: dict[str, Case] = {
@@ -256,14 +264,7 @@ CASES: dict[str, Case] = {
     ),
     "qwen3-next": Case(
         "Qwen3NextConfig",
-        {
-            **DELTA,
-            "num_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 40,
-            "mlp_only_layers": [1],
-        },
+        {**DELTA_EXPERTS, "mlp_only_layers": [1]},
     ),
     "olmoe": Case("OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 3}),
     "granitemoe": Case("GraniteMoeConfig", GRANITE),
@@ -336,6 +337,8 @@ CASES: dict[str, Case] = {
         },
     ),
     "qwen3-5-images": Case("Qwen3_5TextConfig", DELTA, published=QWEN3_5),
+    "qwen3-5-moe-images": Case("Qwen3_5MoeTextConfig", DELTA_EXPERTS, published=QWEN3_5_MOE),
+    "qwen3-5-moe": Case("Qwen3_5MoeTextConfig", {**DELTA_EXPERTS, "tie_word_embeddings": True}),
     "qwen3-5": Case("Qwen3_5TextConfig", {**DELTA, "tie_word_embeddings": True}),
     "gpt-neo": Case(
         "GPTNeoConfig",

@@ -155,6 +155,10 @@ def qwen3_5(tensors: Tensors, _: LlamaConfig) -> Tensors:
 QWEN3_5 = Published(
     "qwen3_5", qwen3_5, {}, getattr(transformers, "Qwen3_5ForCausalLM", LlamaForCausalLM), part="text_config"
 )
+# One tensor for all experts, as in transformers' module.
+QWEN3_5_MOE = Published(
+    "qwen3_5_moe", qwen3_5, {}, getattr(transformers, "Qwen3_5MoeForCausalLM", LlamaForCausalLM), part="text_config"
+)
 
 
 def rename(tensors: Tensors, names: dict[str, str]) -> Tensors:
