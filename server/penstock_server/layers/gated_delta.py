@@ -35,6 +35,7 @@ class GatedDeltaSpec:
     value_dim: int
     conv_width: int  # rows that the convolution mixes
     norm_eps: float
+    strength: float = 1.0  # the largest correction: 2 reflects what is stored of a key (OLMo Hybrid)
     rope: ClassVar[None] = None
 
     def __post_init__(self) -> None:
@@ -142,6 +143,7 @@ class GatedDeltaBlock:
             decay_bias=wide("dt_bias"),
             norm=wide("norm.weight"),
             eps=spec.norm_eps,
+            strength=spec.strength,
         )
         output_widths = heads.heads.widths(spec.value_dim)
         output = RowParallelLinear.load(f"{prefix}.output", output_widths, context)

@@ -56,7 +56,7 @@ QWEN_NAMES = replace(
             "shared_gate": f"{MLP}.shared_expert_gate",
         }
     ),
-    stacked=TOGETHER,
+    others=TOGETHER,
 )
 QWEN3_VL_NAMES = with_experts(QWEN_EXPERTS) | TOGETHER
 GRANITE_NAMES = with_experts(

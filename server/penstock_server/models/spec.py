@@ -233,8 +233,8 @@ class NameMap:
     layers: tuple[int, ...] = ()  # the checkpoint's number of each layer; empty: all have ours
     alternatives: tuple[NameMap, ...] = ()  # for checkpoints in other layouts, in which the prefix has no names
     copies: tuple[str, ...] = ()  # tensors that hold the embedding once more, if they are there
-    # Names of experts in checkpoints with one tensor for all of them, stored as "stacked" (`STORAGES`).
-    stacked: Mapping[str, str | Location] = field(default_factory=dict)
+    # Other names, for checkpoints that have tensors of these names and none of those in `names`.
+    others: Mapping[str, str | Location] = field(default_factory=dict)
 
     def pooled(self) -> NameMap:
         """For a model whose outputs are pooled: it may have a head, and a causal reranker has a classifier."""
@@ -259,7 +259,25 @@ class NameMap:
         return replace(location, name=f"{location.name}{suffix}".replace("{i}", str(layer)))
 
     def for_checkpoint(self, stored: Collection[str]) -> NameMap:
-        """The map for a checkpoint that stores these tensors: this one, an alternative, or without the prefix."""
+        """The map for a checkpoint that stores these tensors: this one, an alternative, or without the prefix; with
+        other names where the checkpoint has these."""
+        layout = self._layout(stored)
+        if not layout.others:
+            return layout
+        kinds = {_without_numbers(name) for name in stored}
+
+        def is_stored(found: str | Location | None) -> bool:
+            name = found.name if isinstance(found, Location) else found
+            return name is not None and any(_without_numbers(name + suffix) in kinds for suffix in ("", ".weight"))
+
+        def first(key: str) -> str | Location | None:
+            return layout.names.get(key, layout.names.get(key.removesuffix(".weight")))
+
+        return layout | {
+            key: other for key, other in layout.others.items() if is_stored(other) and not is_stored(first(key))
+        }
+
+    def _layout(self, stored: Collection[str]) -> NameMap:
         layouts = (self, *self.alternatives)
         for layout in layouts:
             if not layout.prefix or any(name.startswith(layout.prefix) for name in stored):
@@ -284,13 +302,7 @@ class NameMap:
                 for key, each in names.items()
             }
 
-        return replace(self, names=changed(self.names), stacked=changed(self.stacked))
-
-    def stacks_experts(self, stored: Collection[str]) -> bool:
-        """Whether a checkpoint that stores these tensors has the names `stacked`."""
-        names = {found if isinstance(found, str) else found.name for found in self.stacked.values()}
-        patterns = [re.compile(re.escape(name).replace(r"\{i\}", r"\d+")) for name in names]
-        return any(pattern.fullmatch(name) for name in stored for pattern in patterns)
+        return replace(self, names=changed(self.names), others=changed(self.others))
 
     def _holds_head(self, stored: Collection[str]) -> bool:
         return "head" in self.names and self.locate("head.weight").name in stored
@@ -302,3 +314,9 @@ def split_layer(parameter: str) -> tuple[int | None, str]:
     if found is None:
         return None, parameter
     return int(found[2]), f"{found[1]}{{i}}{found[3]}"
+
+
+def _without_numbers(name: str) -> str:
+    """model.layers.3.mlp.experts.1.up_proj.weight → model.layers.#.mlp.experts.#.up_proj.weight, as of names with {i}
+    and {e}."""
+    return re.sub(r"\.(\d+|\{[ie]\})(?=\.)", ".#", name)

@@ -21,6 +21,7 @@ from penstock_server.weights.location import Location, Locator
 from penstock_server.weights.memory import PIECE_BYTES
 
 EMBEDDING, HEAD = "embedding.weight", "head.weight"
+STACKED_EXPERTS = "layers.{i}.mlp.experts.gate_up.weight"
 
 Shapes = Mapping[str, tuple[int, ...]]
 IsSame = Callable[[Location, Location, tuple[int, ...]], bool]
@@ -53,8 +54,8 @@ def fit(
     note = ""
     if locator is None:
         names = names.for_checkpoint(stored)
-        if names.stacks_experts(stored):
-            spec, names = spec.with_expert_storage("stacked"), names | names.stacked
+        if STACKED_EXPERTS in names.names.keys() & names.others.keys():
+            spec = spec.with_expert_storage("stacked")
         names = _with_stored_embedding(spec, names, stored)
         _check_copies(spec, names, stored, is_same)
         spec, locator, note = _with_stored_head(spec, names, stored, is_same)

@@ -21,14 +21,14 @@ from penstock_server.models.decoder import Decoder
 from penstock_server.models.interface import LoadOptions
 from penstock_server.models.registry import read_spec
 from penstock_server.parallel import RankGroup
-from tiny_model import make_model, save_model
+from tiny_model import make_model, save_case
 from tiny_models import prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 BLOCK_TOKENS = 16
 CPU = torch.device("cpu")
-NAMES = ["qwen3-5", "qwen3-5-moe", "qwen3-next"]
+NAMES = ["olmo-hybrid", "olmo-hybrid-no-rope", "qwen3-5", "qwen3-5-moe", "qwen3-next"]
 CHUNKS = (1, 7, CHUNK_TOKENS, 3 * CHUNK_TOKENS + 13)
 LENGTH = 90
 
@@ -58,7 +58,7 @@ def advance(driver: ModelDriver, sequence: DrivenSequence, count: int, chunk: in
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """A model of transformers, and its folder."""
     reference = make_model(request.param, CASES[request.param])
-    return reference, save_model(reference, tmp_path_factory.mktemp(request.param))
+    return reference, save_case(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.mark.parametrize("is_compiled", [pytest.param(True, marks=pytest.mark.native), False])
