@@ -158,7 +158,12 @@ DELTA_EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 40,
 }
-OLMO_DELTA = {"rms_norm_eps": 0.1, "linear_num_key_heads": 3, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+OLMO_DELTA: dict[str, Any] = {
+    "rms_norm_eps": 0.1,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 32,
+}
 DEEPSEEK_YARN = rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=1.2)
 
 CASES: dict[str, Case] = {
@@ -325,11 +330,11 @@ CASES: dict[str, Case] = {
         },
     ),
     # Three layers: the norm of its states has a fixed small epsilon (see DELTA), and rounding adds up.
-    "olmo-hybrid": Case("OlmoHybridConfig", {**OLMO_DELTA, "linear_num_value_heads": 6}, published=OLMO_HYBRID),
+    "olmo-hybrid": Case("OlmoHybridConfig", {**OLMO_DELTA, "linear_value_head_dim": 32}, published=OLMO_HYBRID),
     # Without rope. Keys are as wide as values, so transformers can save the convolution as it is published.
     "olmo-hybrid-no-rope": Case(
         "OlmoHybridConfig",
-        {**OLMO_DELTA, "linear_num_value_heads": 3, "linear_allow_neg_eigval": False, "rope_theta": None},
+        {**OLMO_DELTA, "linear_value_head_dim": 16, "linear_allow_neg_eigval": False, "rope_theta": None},
     ),
     "cohere2": Case("Cohere2Config", {"sliding_window": 12, "sliding_window_pattern": 2, "logit_scale": 1.5}),
     "smollm3": Case("SmolLM3Config", {"no_rope_layer_interval": 2}),
