@@ -15,6 +15,7 @@ from penstock_server.layers.gated_delta import GatedDeltaSpec
 from penstock_server.layers.latent_attention import LatentAttentionSpec
 from penstock_server.layers.mlp import MlpSpec
 from penstock_server.layers.norm import NormSpec
+from penstock_server.layers.short_conv import ShortConvSpec
 from penstock_server.protocol.config import Pooling
 from penstock_server.weights.location import Location, Locator
 
@@ -32,7 +33,7 @@ class NormPlacement(Enum):
 class LayerSpec:
     """Attention and MLP, sequential or parallel. The type of each part's spec selects the class that runs it."""
 
-    attention: AttentionSpec | GatedDeltaSpec | LatentAttentionSpec
+    attention: AttentionSpec | GatedDeltaSpec | LatentAttentionSpec | ShortConvSpec
     mlp: MlpSpec | MoeSpec
     norm: NormSpec
     placement: NormPlacement = NormPlacement.PRE

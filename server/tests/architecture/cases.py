@@ -96,7 +96,7 @@ class Case:
     @property
     def keeps_state(self) -> bool:
         """Whether some layers keep a state between tokens instead of keys and values."""
-        return "linear_num_key_heads" in self.values
+        return "linear_num_key_heads" in self.values or self.config.startswith("Lfm2")
 
     @property
     def model_type(self) -> str:
@@ -354,6 +354,43 @@ CASES: dict[str, Case] = {
     "qwen3-5-moe-images": Case("Qwen3_5MoeTextConfig", DELTA_EXPERTS, published=QWEN3_5_MOE),
     "qwen3-5-moe": Case("Qwen3_5MoeTextConfig", {**DELTA_EXPERTS, "tie_word_embeddings": True}),
     "qwen3-5": Case("Qwen3_5TextConfig", {**DELTA, "tie_word_embeddings": True}),
+    "lfm2": Case(
+        "Lfm2Config",
+        {"norm_eps": 1e-5, "full_attn_idxs": [1], "block_multiple_of": 48, "block_ffn_dim_multiplier": 1.6},
+    ),
+    "lfm2-biases": Case(
+        "Lfm2Config",
+        {
+            "conv_bias": True,
+            "conv_L_cache": 5,
+            "block_auto_adjust_ff_dim": False,
+            "layer_types": ["full_attention", "conv", "conv"],
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm2-moe": Case(
+        "Lfm2MoeConfig",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "num_dense_layers": 1,
+            "layer_types": ["conv", "conv", "full_attention"],
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "lfm2-moe-no-bias": Case(
+        "Lfm2MoeConfig",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "num_dense_layers": 0,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "use_expert_bias": False,
+            "norm_topk_prob": False,
+        },
+    ),
     "gpt-neo": Case(
         "GPTNeoConfig",
         {

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 BLOCK_TOKENS = 16
 CPU = torch.device("cpu")
-NAMES = ["olmo-hybrid", "olmo-hybrid-no-rope", "qwen3-5", "qwen3-5-moe", "qwen3-next"]
+NAMES = ["lfm2", "lfm2-biases", "lfm2-moe", "olmo-hybrid", "olmo-hybrid-no-rope", "qwen3-5", "qwen3-5-moe", "qwen3-next"]
 CHUNKS = (1, 7, CHUNK_TOKENS, 3 * CHUNK_TOKENS + 13)
 LENGTH = 90
 
