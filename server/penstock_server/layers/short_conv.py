@@ -35,13 +35,11 @@ class ShortConvSpec:
 
     def __post_init__(self) -> None:
         if not 0 < self.width <= CHUNK_TOKENS:
-            raise ConfigError(
-                f"config.json: a short convolution must be from 1 to {CHUNK_TOKENS} wide, not {self.width}"
-            )
+            raise ConfigError(f"config.json: conv_L_cache must be from 1 to {CHUNK_TOKENS}, not {self.width}")
 
     def channels(self, shard: Shard) -> Split:
         """The channels of each rank."""
-        return shard.split(shard.hidden_size, "short convolutions of width")
+        return shard.split(shard.hidden_size, "hidden size")
 
 
 @dataclass(frozen=True, slots=True)

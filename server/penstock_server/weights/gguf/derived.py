@@ -33,6 +33,8 @@ def stored_tensors(metadata: Metadata) -> dict[str, TensorInfo]:
     for name, info in metadata.header.tensors.items():
         if name.endswith("ffn_gate_inp_shexp.weight") and len(info.shape) == 1:
             info = replace(info, shape=(1, *info.shape))  # llama.cpp's converter drops dimensions of size 1
+        if name.endswith("shortconv.conv.weight") and len(info.shape) == 2:
+            info = replace(info, shape=(info.shape[0], 1, info.shape[1]))
         if not name.endswith((".attn_k_b.weight", ".attn_v_b.weight")):
             tensors[name] = info
     return tensors

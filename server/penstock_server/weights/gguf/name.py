@@ -24,6 +24,8 @@ LAYER_NAMES = {
     "attention.kv_a": "attn_kv_a_mqa",
     "attention.kv_norm": "attn_kv_a_norm",
     "attention.kv_b": "attn_kv_b",
+    "attention.net.conv": "shortconv.conv",
+    "attention.net.output": "shortconv.out_proj",
     "attention_post_norm": "post_attention_norm",
     "cross_norm": "cross_attn_norm",
     "cross.q": "cross_attn_q",
@@ -64,6 +66,8 @@ ARCHITECTURE_NAMES = {
     "seed_oss": {"mlp_norm": "post_attention_norm"},
     "t5": {"attention.output": "attn_o"},
 }
+# Architectures with another name for the norm behind the layers.
+NORM_NAMES = {architecture: {"norm": "token_embd_norm"} for architecture in ("lfm2", "lfm2moe")}
 # Falcon 40B has two norms side by side, and GGUF gives the attention's the name of the second.
 SECOND_NORM = {"attention_norm": "attn_norm_2", "mlp_norm": "attn_norm"}
 PARAMETER = re.compile(r"(encoder\.|)(?:layers\.(\d+)\.|)(.*)")
@@ -78,6 +82,7 @@ class GgufLocator:
         self.shapes = shapes
         self.metadata = metadata
         self.layer_names = LAYER_NAMES | ARCHITECTURE_NAMES.get(metadata.architecture, {})
+        self.other_names = OTHER_NAMES | NORM_NAMES.get(metadata.architecture, {})
         if "blk.0.attn_norm_2.weight" in shapes:
             self.layer_names |= SECOND_NORM
 
@@ -94,7 +99,7 @@ class GgufLocator:
         found = PARAMETER.fullmatch(parameter)
         assert found is not None
         side, layer, own = found.groups()
-        names = OTHER_NAMES if layer is None else self.layer_names
+        names = self.other_names if layer is None else self.layer_names
         stem, _, suffix = own.rpartition(".")
         # An unknown parameter keeps its name; the loader reports that the file lacks it.
         tensor = names.get(own) or f"{names.get(stem, stem)}.{suffix}"
@@ -112,10 +117,13 @@ class GgufLocator:
         return Location(of_each) if of_each != name and of_each.replace(EACH, "0") in self.shapes else None
 
     def _fused(self, stem: str, prefix: str, suffix: str) -> Location | None:
-        """A strip of the tensor that holds q, k and v, or gate and up."""
+        """A strip of the tensor that holds q, k and v, or gate and up, or the inputs of a short convolution."""
         block, _, key = stem.partition(".")
         if block == "attention" and key in ("q", "k", "v"):
             name, widths = f"{prefix}attn_qkv.{suffix}", self._attention_widths()
+        elif block == "attention" and key in (short := ("net.b", "net.c", "net.x")):
+            name = f"{prefix}shortconv.in_proj.{suffix}"
+            widths = dict.fromkeys(short, self.metadata.integer("embedding_length"))
         elif block == "mlp" and key in ("gate", "up"):
             width = self.metadata.integer("feed_forward_length")
             name, widths = f"{prefix}ffn_up.{suffix}", {"gate": width, "up": width}
