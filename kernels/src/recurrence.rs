@@ -6,8 +6,10 @@
 
 mod convolution;
 mod gated_delta;
+mod short_conv;
 
 pub(crate) use gated_delta::{GatedDelta, GatedDeltaParts};
+pub(crate) use short_conv::ShortConv;
 
 use crate::element::Element;
 use crate::pool::{Executor, Source, Target};

@@ -4,7 +4,7 @@ use super::view::{Number, Rows, View};
 use super::{maybe_detached, require};
 use crate::element::Element;
 use crate::pool::{Pool, Source, Target};
-use crate::recurrence::{self, GatedDelta, Operands, Recurrence, Sequences};
+use crate::recurrence::{self, GatedDelta, Operands, Recurrence, Sequences, ShortConv};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use std::sync::Arc;
@@ -33,6 +33,7 @@ pub(super) struct GatedDeltaParts<'py> {
     decay_bias: View<'py, f32, 1>,
     norm: View<'py, f32, 1>,
     eps: f32,
+    strength: f32,
 }
 
 impl GatedDeltaParts<'_> {
@@ -46,8 +47,22 @@ impl GatedDeltaParts<'_> {
             decay_bias: self.decay_bias.elements("decay_bias")?,
             norm: self.norm.elements("norm")?,
             eps: self.eps,
+            strength: self.strength,
         };
         GatedDelta::new(&parts).map_err(PyValueError::new_err)
+    }
+}
+
+/// The attributes of Python's `ShortConv`.
+#[derive(FromPyObject)]
+pub(super) struct ShortConvParts<'py> {
+    conv: View<'py, f32, 2>,
+    bias: View<'py, f32, 1>,
+}
+
+impl ShortConvParts<'_> {
+    pub(super) fn pack(&self) -> PyResult<ShortConv> {
+        ShortConv::new(self.conv.elements("conv")?, self.bias.elements("bias")?).map_err(PyValueError::new_err)
     }
 }
 

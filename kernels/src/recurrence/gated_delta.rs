@@ -32,6 +32,8 @@ pub(crate) struct GatedDelta {
     /// Weights of the norm, [value_dim].
     norm: Vec<f32>,
     eps: f32,
+    /// The largest strength of a correction.
+    strength: f32,
     /// Of "mixed" (queries, keys, values and the output's gates) and of "rates" (for each head the strength of its correction, then
     /// for each its decay).
     input_widths: [usize; 2],
@@ -48,6 +50,7 @@ pub(crate) struct GatedDeltaParts<'a> {
     pub(crate) decay_bias: &'a [f32],
     pub(crate) norm: &'a [f32],
     pub(crate) eps: f32,
+    pub(crate) strength: f32,
 }
 
 /// What a row's key and query have to do with the rows of its chunk up to its own.
@@ -133,6 +136,7 @@ impl GatedDelta {
             decay_bias: of.decay_bias.to_vec(),
             norm: of.norm.to_vec(),
             eps: of.eps,
+            strength: of.strength,
         })
     }
 
@@ -166,7 +170,7 @@ impl GatedDelta {
             let kept_decay = |position: usize| row.kept(position).add(of_values + self.value_width() + head);
             let key = row.kept(row.position).add(self.channels() + key_head * self.key_dim);
             let rates = row.inputs[1];
-            let strength = 1.0 / (1.0 + (-(*rates.add(head)).to_f32()).exp());
+            let strength = self.strength / (1.0 + (-(*rates.add(head)).to_f32()).exp());
             let rate = (*rates.add(self.num_heads() + head)).to_f32() + self.decay_bias[head];
             *kept_decay(row.position) = (-self.decay[head] * softplus(rate)).exp();
             self.convolve(row, 2 * self.key_width() + head * dim, dim, values.as_mut_ptr());

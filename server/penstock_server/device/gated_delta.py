@@ -36,6 +36,7 @@ class GatedDelta:
     decay_bias: Tensor  # [heads]
     norm: Tensor  # [value_dim]: weight of the outputs' RMSNorm
     eps: float
+    strength: float = 1.0  # the largest beta
 
     @property
     def num_heads(self) -> int:

@@ -36,6 +36,7 @@ class GatedDeltaSpec:
     conv_width: int  # rows that the convolution mixes
     norm_eps: float
     is_tiled: bool = False  # heads go round the key heads, as llama.cpp orders them
+    strength: float = 1.0  # the largest correction: 2 reflects what is stored of a key (OLMo Hybrid)
     rope: ClassVar[None] = None
 
     def __post_init__(self) -> None:
@@ -155,6 +156,7 @@ class GatedDeltaBlock:
             decay_bias=read("dt_bias"),
             norm=read("norm.weight"),
             eps=spec.norm_eps,
+            strength=spec.strength,
         )
         output_widths = heads.heads.widths(spec.value_dim)
         output = RowParallelLinear.load(f"{prefix}.output", output_widths, context)

@@ -30,8 +30,9 @@ DEFAULT_TOKENS = {
         4096: "arcee deepseek_v3 helium nemotron olmoe phi3 stablelm starcoder2",
         8192: "cohere cohere2 gemma gemma2 jais2",
         16384: "persimmon",
-        32768: "internlm3 qwen2 qwen2_moe qwen3 qwen3_5_text qwen3_moe qwen3_next smollm3",
-        65536: "apertus",
+        32768: "internlm3 qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next smollm3",
+        65536: "apertus olmo_hybrid",
+        128000: "lfm2 lfm2_moe",
         131072: (
             "cwm ernie4_5 gemma3_text glm glm4 gpt_oss llama4_text ministral mistral mixtral mllama_text_model phimoe"
         ),

@@ -19,6 +19,7 @@ from penstock_server.layers.mlp import Mlp, MlpSpec
 from penstock_server.layers.norm import load_norm, norm_parameters
 from penstock_server.layers.operation import Add, Norm, Program, Register, Scale, Select
 from penstock_server.layers.row_parallel import RowParallelLinear
+from penstock_server.layers.short_conv import ShortConvBlock, ShortConvSpec
 from penstock_server.models.spec import LayerSpec, NormPlacement
 from penstock_server.weights.loader import Parameter
 
@@ -58,6 +59,7 @@ ATTENTION_PARTS: dict[type, Any] = {
     AttentionSpec: AttentionBlock,
     GatedDeltaSpec: GatedDeltaBlock,
     LatentAttentionSpec: LatentAttentionBlock,
+    ShortConvSpec: ShortConvBlock,
 }
 MLP_PARTS: dict[type, Any] = {MlpSpec: Mlp, MoeSpec: MixtureOfExperts}
 

@@ -27,6 +27,14 @@ def with_experts(names: dict[str, str | Location], block: str = MLP, router: str
     return llama.NAMES | own
 
 
+def stacked(block: str) -> dict[str, str | Location]:
+    """The names of experts that transformers' module of this name stores together."""
+    return {
+        "layers.{i}.mlp.experts.gate_up.weight": f"{block}.experts.gate_up_proj",
+        "layers.{i}.mlp.experts.down.weight": f"{block}.experts.down_proj",
+    }
+
+
 MIXTRAL_NAMES = with_experts(
     {
         "router": f"{BLOCK}.gate",
@@ -42,22 +50,19 @@ QWEN_EXPERTS: dict[str, str | Location] = {
     "experts.up": f"{MLP}.experts.{{e}}.up_proj",
     "experts.down": f"{MLP}.experts.{{e}}.down_proj",
 }
-QWEN_NAMES = with_experts(
-    {
-        **QWEN_EXPERTS,
-        "shared.gate": f"{MLP}.shared_expert.gate_proj",
-        "shared.up": f"{MLP}.shared_expert.up_proj",
-        "shared.down": f"{MLP}.shared_expert.down_proj",
-        "shared_gate": f"{MLP}.shared_expert_gate",
-    }
+QWEN_NAMES = replace(
+    with_experts(
+        {
+            **QWEN_EXPERTS,
+            "shared.gate": f"{MLP}.shared_expert.gate_proj",
+            "shared.up": f"{MLP}.shared_expert.up_proj",
+            "shared.down": f"{MLP}.shared_expert.down_proj",
+            "shared_gate": f"{MLP}.shared_expert_gate",
+        }
+    ),
+    others=stacked(MLP),
 )
-QWEN3_VL_NAMES = with_experts(
-    {
-        **QWEN_EXPERTS,
-        "experts.gate_up.weight": f"{MLP}.experts.gate_up_proj",
-        "experts.down.weight": f"{MLP}.experts.down_proj",
-    }
-)
+QWEN3_VL_NAMES = with_experts(QWEN_EXPERTS) | stacked(MLP)
 GRANITE_NAMES = with_experts(
     {
         "router": f"{BLOCK}.router.layer",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from penstock_server.layers.attention import AttentionSpec
@@ -37,23 +38,41 @@ def qwen3_next(config: Config) -> tuple[ModelSpec, NameMap]:
 def qwen3_5_text(config: Config) -> tuple[ModelSpec, NameMap]:
     config = config.with_defaults(num_key_value_heads=4)
     net = _net(config)
-    mixed = {name: net.widths[name] for name in "qkv"}
-    own: dict[str, str | Location] = {f"{NET}.{name}": f"{MODULE}.in_proj_{name}" for name in "zba"}
-    names = llama.NAMES | _names(net) | {**own, **fused(NET, f"{MODULE}.in_proj_qkv", mixed)}
     layers = _layers(config, net)
-    return _model(config, "qwen3_5_text", layers), _with_drafter(names, len(layers))
+    return _model(config, "qwen3_5_text", layers), _names_3_5(llama.NAMES, net, len(layers))
+
+
+def qwen3_5_moe_text(config: Config) -> tuple[ModelSpec, NameMap]:
+    """All layers have experts."""
+    config = config.with_defaults(num_key_value_heads=2, num_experts_per_tok=8)
+    config = config.with_defaults(moe_intermediate_size=512, shared_expert_intermediate_size=512)
+    # transformers has no keys for these.
+    always = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "intermediate_size": 1}
+    config = config.part({**config.values, **always})
+    net = _net(config)
+    layers = moe.with_shared_expert(config, _layers(config, net), 256)
+    return _model(config, "qwen3_5_moe_text", layers), _names_3_5(moe.QWEN_NAMES, net, len(layers))
 
 
 def qwen3_5(config: Config) -> tuple[ModelSpec, NameMap]:
+    return _text_of(config, "qwen3_5", qwen3_5_text)
+
+
+def qwen3_5_moe(config: Config) -> tuple[ModelSpec, NameMap]:
+    return _text_of(config, "qwen3_5_moe", qwen3_5_moe_text)
+
+
+def _text_of(
+    config: Config, architecture: str, build: Callable[[Config], tuple[ModelSpec, NameMap]]
+) -> tuple[ModelSpec, NameMap]:
     """The text model of a checkpoint that also encodes images, which are not read."""
     tied = config.get("tie_word_embeddings", False)
     values = config.values.get("text_config")
     if not isinstance(values, dict):
         raise config.refuse(f"text_config must be an object, not {values!r}")
-    text = config.part({**values, "tie_word_embeddings": tied})
-    spec, names = qwen3_5_text(text)
+    spec, names = build(config.part({**values, "tie_word_embeddings": tied}))
     whole = moved(names, TextLayout("model.language_model."), (DRAFTER, VISION))
-    return replace(spec, architecture="qwen3_5"), replace(whole, alternatives=(names,))
+    return replace(spec, architecture=architecture), replace(whole, alternatives=(names,))
 
 
 def _model(config: Config, architecture: str, layers: tuple[LayerSpec, ...]) -> ModelSpec:
@@ -115,6 +134,13 @@ def _net(config: Config) -> GatedDeltaSpec:
 
 def _norm(config: Config) -> NormSpec:
     return NormSpec("rms", config.get("rms_norm_eps", 1e-6), offset=1.0, wide=True)
+
+
+def _names_3_5(names: NameMap, net: GatedDeltaSpec, num_layers: int) -> NameMap:
+    mixed = {name: net.widths[name] for name in "qkv"}
+    own: dict[str, str | Location] = {f"{NET}.{name}": f"{MODULE}.in_proj_{name}" for name in "zba"}
+    names = names | _names(net) | {**own, **fused(NET, f"{MODULE}.in_proj_qkv", mixed)}
+    return _with_drafter(names, num_layers)
 
 
 def _names(net: GatedDeltaSpec) -> dict[str, str | Location]:

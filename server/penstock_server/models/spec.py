@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -15,6 +15,7 @@ from penstock_server.layers.gated_delta import GatedDeltaSpec
 from penstock_server.layers.latent_attention import LatentAttentionSpec
 from penstock_server.layers.mlp import MlpSpec
 from penstock_server.layers.norm import NormSpec
+from penstock_server.layers.short_conv import ShortConvSpec
 from penstock_server.protocol.config import Pooling
 from penstock_server.weights.location import Location, Locator
 
@@ -32,7 +33,7 @@ class NormPlacement(Enum):
 class LayerSpec:
     """Attention and MLP, sequential or parallel. The type of each part's spec selects the class that runs it."""
 
-    attention: AttentionSpec | GatedDeltaSpec | LatentAttentionSpec
+    attention: AttentionSpec | GatedDeltaSpec | LatentAttentionSpec | ShortConvSpec
     mlp: MlpSpec | MoeSpec
     norm: NormSpec
     placement: NormPlacement = NormPlacement.PRE
@@ -234,6 +235,8 @@ class NameMap:
     layers: tuple[int, ...] = ()  # the checkpoint's number of each layer; empty: all have ours
     alternatives: tuple[NameMap, ...] = ()  # for checkpoints in other layouts, in which the prefix has no names
     copies: tuple[str, ...] = ()  # tensors that hold the embedding once more, if they are there
+    # Other names, for checkpoints that have tensors of these names and none of those in `names`.
+    others: Mapping[str, str | Location] = field(default_factory=dict)
 
     def pooled(self) -> NameMap:
         """For a model whose outputs are pooled: it may have a head, and a causal reranker has a classifier."""
@@ -260,21 +263,50 @@ class NameMap:
         return replace(location, name=f"{location.name}{suffix}".replace("{i}", str(layer)))
 
     def for_checkpoint(self, stored: Collection[str]) -> NameMap:
-        """The map for a checkpoint that stores these tensors: this one, an alternative, or without the prefix."""
+        """The map for a checkpoint that stores these tensors: this one, an alternative, or without the prefix; with
+        other names where the checkpoint has these."""
+        layout = self._layout(stored)
+        if not layout.others:
+            return layout
+        kinds = {_without_numbers(name) for name in stored}
+
+        def is_stored(found: str | Location | None) -> bool:
+            name = found.name if isinstance(found, Location) else found
+            return name is not None and any(_without_numbers(name + suffix) in kinds for suffix in ("", ".weight"))
+
+        def first(key: str) -> str | Location | None:
+            return layout.names.get(key, layout.names.get(key.removesuffix(".weight")))
+
+        return layout | {
+            key: other for key, other in layout.others.items() if is_stored(other) and not is_stored(first(key))
+        }
+
+    def _layout(self, stored: Collection[str]) -> NameMap:
         layouts = (self, *self.alternatives)
         for layout in layouts:
             if not layout.prefix or any(name.startswith(layout.prefix) for name in stored):
                 # The head may have its name in another layout.
                 heads = [each.names["head"] for each in (layout, *layouts) if each._holds_head(stored)]
                 return layout | {"head": heads[0]} if heads else layout
-        names: dict[str, str | Location] = {}
-        for key, found in self.names.items():
-            location = Location(found) if isinstance(found, str) else found
-            names[key] = replace(location, name=location.name.removeprefix(self.prefix))
         bare = re.escape(self.prefix)
-        ignored = tuple(pattern.removeprefix(bare) for pattern in self.ignored)
-        copies = tuple(name.removeprefix(self.prefix) for name in self.copies)
-        return NameMap(names, ignored, layers=self.layers, copies=copies)
+        return replace(
+            self.renamed(lambda name: name.removeprefix(self.prefix)),
+            ignored=tuple(pattern.removeprefix(bare) for pattern in self.ignored),
+            prefix="",
+            alternatives=(),
+            copies=tuple(name.removeprefix(self.prefix) for name in self.copies),
+        )
+
+    def renamed(self, change: Callable[[str], str]) -> NameMap:
+        """This map with other names for the parameters' tensors."""
+
+        def changed(names: Mapping[str, str | Location]) -> dict[str, str | Location]:
+            return {
+                key: change(each) if isinstance(each, str) else replace(each, name=change(each.name))
+                for key, each in names.items()
+            }
+
+        return replace(self, names=changed(self.names), others=changed(self.others))
 
     def _holds_head(self, stored: Collection[str]) -> bool:
         return "head" in self.names and self.locate("head.weight").name in stored
@@ -286,3 +318,9 @@ def split_layer(parameter: str) -> tuple[int | None, str]:
     if found is None:
         return None, parameter
     return int(found[2]), f"{found[1]}{{i}}{found[3]}"
+
+
+def _without_numbers(name: str) -> str:
+    """model.layers.3.mlp.experts.1.up_proj.weight → model.layers.#.mlp.experts.#.up_proj.weight, as of names with {i}
+    and {e}."""
+    return re.sub(r"\.(\d+|\{[ie]\})(?=\.)", ".#", name)

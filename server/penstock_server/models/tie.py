@@ -21,6 +21,7 @@ from penstock_server.weights.location import Location, Locator
 from penstock_server.weights.memory import PIECE_BYTES
 
 EMBEDDING, HEAD = "embedding.weight", "head.weight"
+STACKED_EXPERTS = "layers.{i}.mlp.experts.gate_up.weight"
 
 Shapes = Mapping[str, tuple[int, ...]]
 IsSame = Callable[[Location, Location, tuple[int, ...]], bool]
@@ -52,7 +53,10 @@ def fit(
     """
     note = ""
     if locator is None:
-        names = _with_stored_embedding(spec, names.for_checkpoint(stored), stored)
+        names = names.for_checkpoint(stored)
+        if STACKED_EXPERTS in names.names.keys() & names.others.keys():
+            spec = spec.with_expert_storage("stacked")
+        names = _with_stored_embedding(spec, names, stored)
         _check_copies(spec, names, stored, is_same)
         spec, locator, note = _with_stored_head(spec, names, stored, is_same)
     elif _has_head(spec) and locator.locate(HEAD).name in stored:

@@ -132,11 +132,7 @@ def moved(names: NameMap, layout: TextLayout, others: tuple[str, ...]) -> NameMa
         else re.escape(layout.rest) + pattern
         for pattern in names.ignored
     )
-    found = {
-        key: move(each) if isinstance(each, str) else replace(each, name=move(each.name))
-        for key, each in names.names.items()
-    }
-    return NameMap(found, (*ignored, *others), prefix=layout.body, layers=names.layers)
+    return replace(names.renamed(move), ignored=(*ignored, *others), prefix=layout.body, alternatives=(), copies=())
 
 
 def own_adapter(folder: Path, spec: ModelSpec) -> OwnAdapter | None:

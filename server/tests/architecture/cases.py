@@ -23,8 +23,10 @@ from published import (
     KIMI_K2,
     MIXFORMER,
     MLLAMA_TEXT,
+    OLMO_HYBRID,
     PHI_FIRST,
     QWEN3_5,
+    QWEN3_5_MOE,
     REFINED_WEB,
     REFINED_WEB_MODEL,
     Published,
@@ -94,7 +96,7 @@ class Case:
     @property
     def keeps_state(self) -> bool:
         """Whether some layers keep a state between tokens instead of keys and values."""
-        return "linear_num_key_heads" in self.values
+        return "linear_num_key_heads" in self.values or self.config.startswith("Lfm2")
 
     @property
     def model_type(self) -> str:
@@ -148,6 +150,19 @@ DELTA: dict[str, Any] = {
     "linear_num_value_heads": 6,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 32,
+}
+DELTA_EXPERTS: dict[str, Any] = {
+    **DELTA,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 40,
+}
+OLMO_DELTA: dict[str, Any] = {
+    "rms_norm_eps": 0.1,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 32,
 }
 DEEPSEEK_YARN = rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=1.2)
 
@@ -256,14 +271,7 @@ CASES: dict[str, Case] = {
     ),
     "qwen3-next": Case(
         "Qwen3NextConfig",
-        {
-            **DELTA,
-            "num_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 40,
-            "mlp_only_layers": [1],
-        },
+        {**DELTA_EXPERTS, "mlp_only_layers": [1]},
     ),
     "olmoe": Case("OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 3}),
     "granitemoe": Case("GraniteMoeConfig", GRANITE),
@@ -321,6 +329,13 @@ CASES: dict[str, Case] = {
             },
         },
     ),
+    # Three layers: the norm of its states has a fixed small epsilon (see DELTA), and rounding adds up.
+    "olmo-hybrid": Case("OlmoHybridConfig", {**OLMO_DELTA, "linear_value_head_dim": 32}, published=OLMO_HYBRID),
+    # Without rope. Keys are as wide as values, so transformers can save the convolution as it is published.
+    "olmo-hybrid-no-rope": Case(
+        "OlmoHybridConfig",
+        {**OLMO_DELTA, "linear_value_head_dim": 16, "linear_allow_neg_eigval": False, "rope_theta": None},
+    ),
     "cohere2": Case("Cohere2Config", {"sliding_window": 12, "sliding_window_pattern": 2, "logit_scale": 1.5}),
     "smollm3": Case("SmolLM3Config", {"no_rope_layer_interval": 2}),
     "smollm3-window": Case(
@@ -336,7 +351,46 @@ CASES: dict[str, Case] = {
         },
     ),
     "qwen3-5-images": Case("Qwen3_5TextConfig", DELTA, published=QWEN3_5),
+    "qwen3-5-moe-images": Case("Qwen3_5MoeTextConfig", DELTA_EXPERTS, published=QWEN3_5_MOE),
+    "qwen3-5-moe": Case("Qwen3_5MoeTextConfig", {**DELTA_EXPERTS, "tie_word_embeddings": True}),
     "qwen3-5": Case("Qwen3_5TextConfig", {**DELTA, "tie_word_embeddings": True}),
+    "lfm2": Case(
+        "Lfm2Config",
+        {"norm_eps": 1e-5, "full_attn_idxs": [1], "block_multiple_of": 48, "block_ffn_dim_multiplier": 1.6},
+    ),
+    "lfm2-biases": Case(
+        "Lfm2Config",
+        {
+            "conv_bias": True,
+            "conv_L_cache": 5,
+            "block_auto_adjust_ff_dim": False,
+            "layer_types": ["full_attention", "conv", "conv"],
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm2-moe": Case(
+        "Lfm2MoeConfig",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "num_dense_layers": 1,
+            "layer_types": ["conv", "conv", "full_attention"],
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "lfm2-moe-no-bias": Case(
+        "Lfm2MoeConfig",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "num_dense_layers": 0,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "use_expert_bias": False,
+            "norm_topk_prob": False,
+        },
+    ),
     "gpt-neo": Case(
         "GPTNeoConfig",
         {

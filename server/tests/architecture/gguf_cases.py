@@ -48,6 +48,11 @@ SIGMOID_METADATA = {**LATENT_LENGTHS, "expert_gating_func": 2, "expert_weights_n
 # GGUF stores one number for mscale and mscale_all_dim, a tenth of their value.
 DEEPSEEK_YARN = rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=0.7)
 DEEPSEEK_YARN_METADATA = {**YARN_METADATA, "rope.scaling.yarn_log_multiplier": 0.07}
+SHORT_CONV_METADATA = {
+    "attention.head_count_kv": [0, 2, 0],
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "shortconv.l_cache": 3,
+}
 FOUR_LAYERS = {**SIZES, "num_hidden_layers": 4}
 
 
@@ -123,6 +128,7 @@ DENSE = {
     "granite": GgufCase("granite", "granite"),
     "hunyuan": GgufCase("hunyuan-dense", "hunyuan", {"rope.freq_base": 1000.0 * 50.0 ** (16 / 14)}),
     "internlm2": GgufCase("internlm2", "internlm2"),
+    "lfm2": GgufCase("lfm2", "lfm2", {**SHORT_CONV_METADATA, "feed_forward_length": 96}),
     "olmo2": GgufCase("olmo2", "olmo2"),
     "olmo3": GgufCase("olmo2", "olmo3", {**YARN_METADATA, "attention.sliding_window_pattern": [True, False, True]}),
     "phi3": GgufCase("phi3", "phi3"),
@@ -183,6 +189,16 @@ EXPERTS = {
     "qwen3moe": GgufCase(
         "qwen3moe",
         Case("Qwen3MoeConfig", {**CASES["qwen3-moe"].values, "norm_topk_prob": True, "head_dim": 16}),
+    ),
+    "lfm2moe": GgufCase(
+        "lfm2moe",
+        "lfm2-moe",
+        {
+            **SHORT_CONV_METADATA,
+            "attention.head_count_kv": [0, 0, 2],
+            "leading_dense_block_count": 1,
+            "expert_gating_func": 2,
+        },
     ),
     "olmoe": GgufCase("olmoe", "olmoe"),
     "granitemoe": GgufCase("granitemoe", "granitemoe"),

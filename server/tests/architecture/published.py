@@ -155,6 +155,32 @@ def qwen3_5(tensors: Tensors, _: LlamaConfig) -> Tensors:
 QWEN3_5 = Published(
     "qwen3_5", qwen3_5, {}, getattr(transformers, "Qwen3_5ForCausalLM", LlamaForCausalLM), part="text_config"
 )
+# One tensor for all experts, as in transformers' module.
+QWEN3_5_MOE = Published(
+    "qwen3_5_moe", qwen3_5, {}, getattr(transformers, "Qwen3_5MoeForCausalLM", LlamaForCausalLM), part="text_config"
+)
+
+
+OLMO_HYBRID_NORMS = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
+
+
+def olmo_hybrid(tensors: Tensors, config: Any) -> Tensors:
+    """With a convolution for each of queries, keys and values. transformers cuts its own into three equal parts as it
+    saves a model, and renames the norms of all layers."""
+    linear = [f"model.layers.{i}." for i, kind in enumerate(config.layer_types) if kind == "linear_attention"]
+    rest = {name: tensor for name, tensor in tensors.items() if not name.startswith(tuple(linear))}
+    found = rename({name: tensor for name, tensor in tensors.items() if name not in rest}, OLMO_HYBRID_NORMS)
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    for prefix in linear:
+        parts = found.pop(f"{prefix}linear_attn.conv1d.weight").split([keys, keys, values])
+        found |= {f"{prefix}linear_attn.{part}_conv1d.weight": each for part, each in zip("qkv", parts, strict=True)}
+    return rest | found
+
+
+OLMO_HYBRID = Published(
+    "olmo_hybrid", olmo_hybrid, {}, getattr(transformers, "OlmoHybridForCausalLM", LlamaForCausalLM)
+)
 
 
 def rename(tensors: Tensors, names: dict[str, str]) -> Tensors:

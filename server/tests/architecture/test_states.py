@@ -21,14 +21,23 @@ from penstock_server.models.decoder import Decoder
 from penstock_server.models.interface import LoadOptions
 from penstock_server.models.registry import read_spec
 from penstock_server.parallel import RankGroup
-from tiny_model import make_model, save_model
+from tiny_model import make_model, save_case
 from tiny_models import prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 BLOCK_TOKENS = 16
 CPU = torch.device("cpu")
-NAMES = ["qwen3-5", "qwen3-next"]
+NAMES = [
+    "lfm2",
+    "lfm2-biases",
+    "lfm2-moe",
+    "olmo-hybrid",
+    "olmo-hybrid-no-rope",
+    "qwen3-5",
+    "qwen3-5-moe",
+    "qwen3-next",
+]
 CHUNKS = (1, 7, CHUNK_TOKENS, 3 * CHUNK_TOKENS + 13)
 LENGTH = 90
 
@@ -58,7 +67,7 @@ def advance(driver: ModelDriver, sequence: DrivenSequence, count: int, chunk: in
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """A model of transformers, and its folder."""
     reference = make_model(request.param, CASES[request.param])
-    return reference, save_model(reference, tmp_path_factory.mktemp(request.param))
+    return reference, save_case(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.mark.parametrize("is_compiled", [pytest.param(True, marks=pytest.mark.native), False])
@@ -137,22 +146,33 @@ def test_a_sequence_continues_from_a_snapshot_with_the_same_bits(made: tuple[Any
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("name", "values", "message"),
     [
-        ({"linear_key_head_dim": 12}, "linear_key_head_dim must be a multiple of 16 up to 256, not 12"),
-        ({"linear_value_head_dim": 512}, "linear_value_head_dim must be a multiple of 16 up to 256, not 512"),
-        ({"linear_num_value_heads": 3}, "3 value heads of linear attention are not a multiple of 2 key heads"),
-        ({"linear_conv_kernel_dim": 17}, "linear_conv_kernel_dim must be from 1 to 16, not 17"),
-        ({"hidden_act": "gelu"}, "hidden_act must be silu"),
+        ("qwen3-5", {"linear_key_head_dim": 12}, "linear_key_head_dim must be a multiple of 16 up to 256, not 12"),
         (
+            "qwen3-5",
+            {"linear_value_head_dim": 512},
+            "linear_value_head_dim must be a multiple of 16 up to 256, not 512",
+        ),
+        ("qwen3-5", {"linear_num_value_heads": 3}, "3 value heads of linear attention are not a multiple of 2 key"),
+        ("qwen3-5", {"linear_conv_kernel_dim": 17}, "linear_conv_kernel_dim must be from 1 to 16, not 17"),
+        ("qwen3-5", {"hidden_act": "gelu"}, "hidden_act must be silu"),
+        (
+            "qwen3-5",
             {"layer_types": ["mamba"] * 4},
             "layer_types must name 4 layers, each one of linear_attention, full_attention",
         ),
+        ("olmo-hybrid", {"hidden_act": "gelu"}, "hidden_act must be silu"),
+        ("lfm2", {"conv_L_cache": 17}, "conv_L_cache must be from 1 to 16, not 17"),
+        ("lfm2", {"block_multiple_of": 0}, "block_multiple_of must be at least 1, not 0"),
+        ("lfm2-moe", {"layer_types": None}, "it lacks layer_types"),
     ],
 )
-def test_layers_that_cannot_be_computed_are_refused(values: dict[str, Any], message: str, tmp_path: Path) -> None:
-    case: Case = CASES["qwen3-5"]
-    config = {"model_type": "qwen3_5_text", **case.sizes, **case.values, **values}
+def test_layers_that_cannot_be_computed_are_refused(
+    name: str, values: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    case: Case = CASES[name]
+    config = {"model_type": case.model_type, **case.sizes, **case.values, **values}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=message):
         read_spec(tmp_path)

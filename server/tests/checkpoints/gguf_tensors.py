@@ -108,7 +108,7 @@ def _split(tensors: dict[str, Tensor], config: Any, old_layout: bool) -> Iterato
             matrix = name.split(".")[-1]
             of_each = tensor.view(config.ffn_config.moe_num_experts, -1, config.d_model)
             yield f"{block}.{DBRX_EXPERTS[matrix]}.weight", of_each.transpose(1, 2) if matrix == "w2" else of_each
-        elif name.endswith("e_score_correction_bias"):
+        elif name.endswith(("e_score_correction_bias", "feed_forward.expert_bias")):
             yield f"{block}.exp_probs_b.bias", tensor
         elif name.endswith("kv_b_proj.weight") and not old_layout:
             heads = tensor.view(config.num_attention_heads, -1, config.kv_lora_rank)

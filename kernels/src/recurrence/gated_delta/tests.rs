@@ -10,6 +10,7 @@ const KEY_DIM: usize = 16;
 const VALUE_DIM: usize = 48;
 const WIDTH: usize = 4;
 const ROWS: usize = 53;
+const STRENGTH: f32 = 2.0;
 
 fn net() -> GatedDelta {
     let mut random = Random::new(3);
@@ -28,6 +29,7 @@ fn net() -> GatedDelta {
         decay_bias: &bias,
         norm: &norm,
         eps: 1e-6,
+        strength: STRENGTH,
     })
     .unwrap()
 }
@@ -106,7 +108,7 @@ fn expected(net: &GatedDelta, inputs: &Inputs) -> Vec<f32> {
         for row in 0..ROWS {
             let (query, key) = (unit(row, key_head * KEY_DIM), unit(row, keys + key_head * KEY_DIM));
             let rate = |index: usize| f64::from(inputs.rates[row * net.input_widths[1] + index].to_f32());
-            let strength = 1.0 / (1.0 + (-rate(head)).exp());
+            let strength = f64::from(STRENGTH) / (1.0 + (-rate(head)).exp());
             let softplus = (rate(HEADS + head) + f64::from(net.decay_bias[head])).exp().ln_1p();
             let decay = (-f64::from(net.decay[head]) * softplus).exp();
             state.iter_mut().flatten().for_each(|number| *number *= decay);
@@ -180,6 +182,7 @@ fn sizes_that_do_not_fit_are_refused() {
             decay_bias: &ones[..bias],
             norm: &ones[..dim],
             eps: 1e-6,
+            strength: STRENGTH,
         };
         GatedDelta::new(&parts).is_err()
     };

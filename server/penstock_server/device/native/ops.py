@@ -16,6 +16,7 @@ from penstock_server.device.activation import native_form
 from penstock_server.device.gated_delta import GatedDelta
 from penstock_server.device.native.build import find_build
 from penstock_server.device.quantized import Kept
+from penstock_server.device.short_conv import ShortConv
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -334,7 +335,7 @@ class NativeOps:
         return NativeGate(self._kernels.activation(*form, True))
 
     def pack_recurrence(self, net: Recurrence) -> NativeRecurrence:
-        packers: dict[type, Any] = {GatedDelta: self._kernels.gated_delta}
+        packers: dict[type, Any] = {GatedDelta: self._kernels.gated_delta, ShortConv: self._kernels.short_conv}
         return NativeRecurrence(packers[type(net)](net), net)
 
     def clamped_swiglu(self, alpha: float, limit: float) -> Elementwise:

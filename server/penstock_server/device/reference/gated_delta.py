@@ -33,7 +33,7 @@ def advance(net: GatedDelta, inputs: list[Tensor], chunk: Chunk) -> Tensor:
 
     q = _unit(queries.unflatten(1, (-1, net.key_dim)))[:, net.key_heads] * net.key_dim**-0.5
     k = kept_keys[:, net.key_heads]
-    beta = strengths.sigmoid().T[..., None]  # [heads, rows, 1]
+    beta = net.strength * strengths.sigmoid().T[..., None]  # [heads, rows, 1]
     left = decays_between(kept_decays.squeeze(2))  # [heads, end, end]
     start = kept_decays[:, :, 0].cumprod(0).T[..., None]  # [heads, end, 1]
     state = chunk.state.view(net.num_heads, net.key_dim, net.value_dim)

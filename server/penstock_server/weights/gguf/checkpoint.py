@@ -15,7 +15,13 @@ from penstock_server.weights.file import WeightFile
 from penstock_server.weights.finite import check_finite
 from penstock_server.weights.gguf.config import BUILDERS, unsupported
 from penstock_server.weights.gguf.decoder import head_dim
-from penstock_server.weights.gguf.derived import CONVOLUTION, Constant, LatentExpansion, derived_tensors, stored_tensors
+from penstock_server.weights.gguf.derived import (
+    CONVOLUTIONS,
+    Constant,
+    LatentExpansion,
+    derived_tensors,
+    stored_tensors,
+)
 from penstock_server.weights.gguf.header import TensorInfo, read_header
 from penstock_server.weights.gguf.matrix import MatrixReader, check_tensor, dequantized_types
 from penstock_server.weights.gguf.metadata import Metadata
@@ -76,7 +82,7 @@ class GgufCheckpoint:
         elif len(info.shape) == 1:
             vector = self._vector(info)
             out.copy_(vector if part is None else part.of(vector))
-        elif info.name.endswith(CONVOLUTION):
+        elif info.name.endswith(CONVOLUTIONS):
             assert part is None or part.dim == 0, "a convolution is split by channels"
             self.matrices.read(replace(info, shape=info.shape[::2]), part, out.squeeze(1))
         else:

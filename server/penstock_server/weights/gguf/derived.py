@@ -9,7 +9,7 @@ from penstock_server.weights.gguf.decoder import num_layers
 from penstock_server.weights.gguf.header import TensorInfo
 from penstock_server.weights.gguf.metadata import Metadata
 
-CONVOLUTION = ".ssm_conv1d.weight"
+CONVOLUTIONS = (".ssm_conv1d.weight", ".shortconv.conv.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ def stored_tensors(metadata: Metadata) -> dict[str, TensorInfo]:
     for name, info in metadata.header.tensors.items():
         if name.endswith("ffn_gate_inp_shexp.weight") and len(info.shape) == 1:
             info = replace(info, shape=(1, *info.shape))  # llama.cpp's converter drops dimensions of size 1
-        if name.endswith(CONVOLUTION) and len(info.shape) == 2:
+        if name.endswith(CONVOLUTIONS) and len(info.shape) == 2:
             info = replace(info, shape=(info.shape[0], 1, info.shape[1]))
         if not name.endswith((".attn_k_b.weight", ".attn_v_b.weight")):
             tensors[name] = info

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock_server.weights.gguf.decoder import gated_delta, head_dim, layer_types, llama_like, num_layers
-from penstock_server.weights.gguf.llama import granite, llama
+from penstock_server.weights.gguf.llama import granite, lfm2, llama
 from penstock_server.weights.gguf.metadata import Metadata
 from penstock_server.weights.gguf.rope import rope_parameters
 
@@ -122,6 +122,20 @@ def _granitemoe(metadata: Metadata) -> dict[str, Any]:
     }
 
 
+def _lfm2moe(metadata: Metadata) -> dict[str, Any]:
+    scoring = metadata.integer("expert_gating_func", SIGMOID)
+    if scoring != SIGMOID:
+        raise metadata.error(f"expert_gating_func {scoring} is not supported; supported: 2 (sigmoid)")
+    return {
+        **lfm2(metadata, "Lfm2MoeForCausalLM", "lfm2_moe"),
+        **_routing(metadata, normalizes=True),
+        "num_experts": metadata.integer("expert_count"),
+        "moe_intermediate_size": _expert_width(metadata),
+        "num_dense_layers": metadata.integer("leading_dense_block_count", 0),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 0.0) or 1.0,
+    }
+
+
 def _olmoe(metadata: Metadata) -> dict[str, Any]:
     num_experts = metadata.integer("expert_count")
     return llama_like(metadata, "OlmoeForCausalLM", "olmoe", num_experts=num_experts, **_routing(metadata))
@@ -172,6 +186,7 @@ BUILDERS: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "deepseek2": _deepseek2,
     "gpt-oss": _gpt_oss,
     "granitemoe": _granitemoe,
+    "lfm2moe": _lfm2moe,
     "llama": _llama,  # Mixtral, where there are experts
     "olmoe": _olmoe,
     "phimoe": _phimoe,

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from penstock_server.weights.gguf.decoder import gated_delta, layer_types, llama_like
+from penstock_server.weights.gguf.decoder import gated_delta, head_dim, layer_types, llama_like, num_layers
 from penstock_server.weights.gguf.metadata import Metadata
+from penstock_server.weights.gguf.rope import rope_parameters
 
 # Files lack the scale of Gemma's queries. The largest model of each generation uses hidden_size / num_heads, the others
 # use head_dim. It is recognised by its number of layers.
@@ -111,6 +112,33 @@ def _internlm2(metadata: Metadata) -> dict[str, Any]:
     return llama_like(metadata, "InternLM2ForCausalLM", "internlm2", bias=metadata.has("blk.0.attn_q.bias"))
 
 
+def lfm2(metadata: Metadata, class_name: str = "Lfm2ForCausalLM", model_type: str = "lfm2") -> dict[str, Any]:
+    """LFM2, dense or with experts. Layers without KV heads have short convolutions."""
+    if metadata.integer("attention.sliding_window", 0) or not metadata.model("attention.causal", True):
+        raise metadata.error(f"{metadata.architecture} with a sliding window, or as an encoder, is not supported")
+    num = num_layers(metadata)
+    found = metadata.require_model("attention.head_count_kv")
+    num_kv_heads = found[:num] if isinstance(found, list) else [found] * num
+    if len({*num_kv_heads} - {0}) > 1:
+        raise metadata.error(f"{metadata.architecture}.attention.head_count_kv differs between layers with attention")
+    return {
+        "architectures": [class_name],
+        "model_type": model_type,
+        "hidden_size": metadata.integer("embedding_length"),
+        "intermediate_size": metadata.integer("feed_forward_length"),
+        "block_auto_adjust_ff_dim": False,
+        "num_hidden_layers": num,
+        "num_attention_heads": metadata.integer("attention.head_count"),
+        "num_key_value_heads": max(num_kv_heads, default=0) or 1,
+        "head_dim": head_dim(metadata),
+        "max_position_embeddings": metadata.integer("context_length"),
+        "norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": rope_parameters(metadata, head_dim(metadata)),
+        "conv_L_cache": metadata.integer("shortconv.l_cache"),
+        "layer_types": ["full_attention" if heads else "conv" for heads in num_kv_heads],
+    }
+
+
 def _olmo2(metadata: Metadata) -> dict[str, Any]:
     window = metadata.integer("attention.sliding_window", 0)
     if not window:
@@ -165,6 +193,7 @@ BUILDERS: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "gemma3": _gemma3,
     "granite": granite,
     "internlm2": _internlm2,
+    "lfm2": lfm2,
     "olmo2": _olmo2,
     "phi3": _phi3,
     "qwen35": _qwen35,

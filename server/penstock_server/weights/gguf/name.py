@@ -63,16 +63,21 @@ OTHER_NAMES = {
     "head": "output",
     "relative_bias": "blk.0.attn_rel_b",
 }
+SHORT_CONVOLUTION = {"attention.net.conv": "shortconv.conv", "attention.net.output": "shortconv.out_proj"}
 # Architectures with other names for some parameters of a layer.
 ARCHITECTURE_NAMES = {
     "dbrx": {"mlp_norm": "attn_output_norm"},
     "deepseek2": {"attention.q_norm": "attn_q_a_norm"},
+    "lfm2": SHORT_CONVOLUTION,
+    "lfm2moe": SHORT_CONVOLUTION,
     "gpt-oss": {"mlp_norm": "post_attention_norm"},
     "qwen35": {"mlp_norm": "post_attention_norm"},
     "qwen3next": {"mlp_norm": "post_attention_norm"},
     "seed_oss": {"mlp_norm": "post_attention_norm"},
     "t5": {"attention.output": "attn_o"},
 }
+# Architectures with another name for the norm behind the layers.
+NORM_NAMES = {architecture: {"norm": "token_embd_norm"} for architecture in ("lfm2", "lfm2moe")}
 # Falcon 40B has two norms side by side, and GGUF gives the attention's the name of the second.
 SECOND_NORM = {"attention_norm": "attn_norm_2", "mlp_norm": "attn_norm"}
 PARAMETER = re.compile(r"(encoder\.|)(?:layers\.(\d+)\.|)(.*)")
@@ -87,6 +92,7 @@ class GgufLocator:
         self.shapes = shapes
         self.metadata = metadata
         self.layer_names = LAYER_NAMES | ARCHITECTURE_NAMES.get(metadata.architecture, {})
+        self.other_names = OTHER_NAMES | NORM_NAMES.get(metadata.architecture, {})
         if "blk.0.attn_norm_2.weight" in shapes:
             self.layer_names |= SECOND_NORM
 
@@ -103,7 +109,7 @@ class GgufLocator:
         found = PARAMETER.fullmatch(parameter)
         assert found is not None
         side, layer, own = found.groups()
-        names = OTHER_NAMES if layer is None else self.layer_names
+        names = self.other_names if layer is None else self.layer_names
         stem, _, suffix = own.rpartition(".")
         # An unknown parameter keeps its name; the loader reports that the file lacks it.
         tensor = names.get(own) or f"{names.get(stem, stem)}.{suffix}"
@@ -121,8 +127,12 @@ class GgufLocator:
         return Location(of_each) if of_each != name and of_each.replace(EACH, "0") in self.shapes else None
 
     def _fused(self, stem: str, prefix: str, suffix: str) -> Location | None:
-        """A strip of the tensor that holds q, k and v, or gate and up."""
+        """A strip of the tensor that holds q, k and v, or gate and up, or the inputs of a layer that keeps a state."""
         block, _, key = stem.rpartition(".")
+        of_short = f"{prefix}shortconv.in_proj.{suffix}"
+        if block == "attention.net" and of_short in self.shapes and key in ("b", "c", "x"):
+            widths = dict.fromkeys(("b", "c", "x"), self.metadata.integer("embedding_length"))
+            return fused(block, of_short, widths)[stem]
         if block == "attention.net" and key in ("b", "a"):
             return fused(block, f"{prefix}ssm_ba.{suffix}", *self._net_rates())[stem]
         if block in ("attention.net", "attention.net.conv"):
