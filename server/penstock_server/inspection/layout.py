@@ -284,17 +284,17 @@ def _share(
     if kept is not None:
         found, locator, kept_by_ops = kept
         weights -= found.saved_bytes(table, locator, dtype, kept_by_ops)
-    attention = [spec.layers[index].attention for index in layers]
+    attention = [each for index in layers if (each := spec.layers[index].attention) is not None]
     attention = attention[:1] if spec.is_encoder else attention  # the layers of an encoder take turns in one cache
     parts = [(ATTENTION_PARTS[type(each)], each) for each in attention]
     kv_numbers = sum(part.kv_elements_per_token(each, shard) for part, each in parts)
     states = [layout for part, each in parts if (layout := part.state_layout(each, shard)) is not None]
-    first = next((each for part, each in parts if part.kv_elements_per_token(each, shard)), attention[0])
-    heads = shard.heads(first.num_heads, first.num_kv_heads)
+    with_kv = [each for part, each in parts if part.kv_elements_per_token(each, shard)]
+    heads = [shard.heads(each.num_heads, each.num_kv_heads) for each in [*with_kv, *attention][:1]]
     kv_bytes = kv_numbers * dtype.itemsize
     return RankShare(
-        len(heads.mine),
-        len(heads.my_kv),
+        sum(len(each.mine) for each in heads),
+        sum(len(each.my_kv) for each in heads),
         layers.start,
         len(layers),
         weights,

@@ -138,9 +138,9 @@ class Decoder:
         self.adapters = None if sites is None else Adapters(sites, loader.dtype)
         if self.adapters is not None:
             self.weight_bytes += self.adapters.own_bytes
-        parts = [layer.attention for layer in self.layers]
+        parts = [layer.attention for layer in self.layers if layer.attention is not None]
         layouts = {index: part.state for index, part in enumerate(parts) if part.state is not None}
-        self.caches: list[Tensor] = [torch.empty(0)] * len(layers)
+        self.caches: list[Tensor] = [torch.empty(0)] * len(parts)
         self.states: States | None = DecoderStates(layouts, self.caches, loader.device) if layouts else None
         window = window_tokens([part.attention for part in parts if part.attention is not None])
         is_recordable = context.attention.is_recordable and context.ops.name == "triton" and stage.size == 1
@@ -177,7 +177,8 @@ class Decoder:
         self.executor = executor_of(self._program(), self.runtime.ops, "")
 
     def allocate_cache(self, num_blocks: int) -> None:
-        places = [index for index, layer in enumerate(self.layers) if layer.attention.state is None]
+        parts = [layer.attention for layer in self.layers if layer.attention is not None]
+        places = [index for index, part in enumerate(parts) if part.state is None]
         for index in places:  # first: the old and the new pool may not fit together
             self.caches[index] = torch.empty(0)
         caches = [attention.allocate(num_blocks) for attention in self._cached]
@@ -189,7 +190,8 @@ class Decoder:
         """The attention of the layers that have a cache. An encoder reads its keys and values only in the step that
         writes them, so its layers take turns in one cache."""
         layers = self.layers[:1] if self.spec.is_encoder else self.layers
-        return [layer.attention.attention for layer in layers if layer.attention.attention is not None]
+        parts = [layer.attention for layer in layers if layer.attention is not None]
+        return [part.attention for part in parts if part.attention is not None]
 
     def sample(self) -> Decoder:
         if self.encoder is not None:
@@ -203,7 +205,8 @@ class Decoder:
         sample = copy.copy(self)
         sample.traits = replace(self.traits, num_layers=len(indices))
         sample.layers = [self.layers[index] for index in indices]
-        sample.caches = [self.caches[index] for index in indices]
+        with_cache = [index for index, layer in enumerate(self.layers) if layer.attention is not None]
+        sample.caches = [cache for index, cache in zip(with_cache, self.caches, strict=True) if index in indices]
         sample.executor = executor_of(sample._program(), self.runtime.ops, "")
         return sample
 

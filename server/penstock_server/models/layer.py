@@ -15,6 +15,7 @@ from penstock_server.layers.experts import MixtureOfExperts, MoeSpec
 from penstock_server.layers.gated_delta import GatedDeltaBlock, GatedDeltaSpec
 from penstock_server.layers.latent_attention import LatentAttentionBlock, LatentAttentionSpec
 from penstock_server.layers.layout import WeightLayout
+from penstock_server.layers.mamba2 import Mamba2Block, Mamba2Spec
 from penstock_server.layers.mlp import Mlp, MlpSpec
 from penstock_server.layers.norm import load_norm, norm_parameters
 from penstock_server.layers.operation import Add, Norm, Program, Register, Scale, Select
@@ -58,13 +59,17 @@ ATTENTION_PARTS: dict[type, Any] = {
     AttentionSpec: AttentionBlock,
     GatedDeltaSpec: GatedDeltaBlock,
     LatentAttentionSpec: LatentAttentionBlock,
+    Mamba2Spec: Mamba2Block,
 }
 MLP_PARTS: dict[type, Any] = {MlpSpec: Mlp, MoeSpec: MixtureOfExperts}
 
 
 def layer_parameters(spec: LayerSpec, prefix: str, layout: WeightLayout) -> dict[str, Parameter]:
-    table = ATTENTION_PARTS[type(spec.attention)].parameters(spec.attention, f"{prefix}.attention", layout)
-    table |= MLP_PARTS[type(spec.mlp)].parameters(spec.mlp, f"{prefix}.mlp", layout)
+    table: dict[str, Parameter] = {}
+    if spec.attention is not None:
+        table |= ATTENTION_PARTS[type(spec.attention)].parameters(spec.attention, f"{prefix}.attention", layout)
+    if spec.mlp is not None:
+        table |= MLP_PARTS[type(spec.mlp)].parameters(spec.mlp, f"{prefix}.mlp", layout)
     if spec.cross is not None:
         table |= CrossAttentionBlock.parameters(spec.cross, f"{prefix}.cross", layout)
     for name in _norm_names(spec):
@@ -75,8 +80,8 @@ def layer_parameters(spec: LayerSpec, prefix: str, layout: WeightLayout) -> dict
 @dataclass(frozen=True, slots=True)
 class Layer:
     spec: LayerSpec
-    attention: AttentionPart
-    mlp: MlpPart
+    attention: AttentionPart | None
+    mlp: MlpPart | None
     norms: dict[str, PackedNorm]
     cross: CrossAttentionBlock | None
     num_bytes: int
@@ -84,8 +89,11 @@ class Layer:
     @classmethod
     def load(cls, spec: LayerSpec, prefix: str, context: BuildContext) -> Layer:
         bytes_before = context.loader.loaded_bytes
-        attention = ATTENTION_PARTS[type(spec.attention)].load(spec.attention, f"{prefix}.attention", context)
-        mlp = MLP_PARTS[type(spec.mlp)].load(spec.mlp, f"{prefix}.mlp", context)
+        attention = mlp = None
+        if spec.attention is not None:
+            attention = ATTENTION_PARTS[type(spec.attention)].load(spec.attention, f"{prefix}.attention", context)
+        if spec.mlp is not None:
+            mlp = MLP_PARTS[type(spec.mlp)].load(spec.mlp, f"{prefix}.mlp", context)
         loader, ops = context.loader, context.ops
         norms = {name: load_norm(loader, ops, f"{prefix}.{name}", spec.norm) for name in _norm_names(spec)}
         cross = None if spec.cross is None else CrossAttentionBlock.load(spec.cross, f"{prefix}.cross", context)
@@ -93,32 +101,40 @@ class Layer:
 
     def append_to(self, program: Program, *, is_last: bool) -> None:
         """Appends the layer. is_last: after its last attention, only the sampled rows continue."""
-        attention, spec = self.attention, self.spec
-        x = self._enter(program, "attention")
-        attended = attention.append_to(program, x)
-        if is_last and self.cross is None:
-            program.append(Select("residual", "residual", (attended, x) if spec.parallel else (attended,)))
-        attention.output.append_to(program, attended, "projected")
-        if spec.parallel:
-            post_norm = self.norms.get("attention_post_norm")
-            if post_norm is not None:
-                program.append(Norm("projected", "projected", post_norm))
-            if spec.residual_multiplier != 1.0:
-                program.append(Scale("projected", "projected", spec.residual_multiplier))
-            # The MLP reads the attention's input, or another norm of the same residual.
-            self.mlp.append_to(program, x if spec.shares_norm else self._enter(program, "mlp"), "sum")
-            norm = self.norms.get("mlp_post_norm")
-            program.append(Add("sum", "residual", norm, spec.residual_multiplier, "projected"))
-            return
-        self._add(program, "attention")
-        if self.cross is not None:
-            attended = self.cross.append_to(program, self._enter(program, "cross"))
+        spec, cross, mlp = self.spec, self.cross, self.mlp
+        if self.attention is not None:
+            x = self._enter(program, "attention")
+            attended = self.attention.append_to(program, x)
+            if is_last and cross is None:
+                program.append(Select("residual", "residual", (attended, x) if spec.parallel else (attended,)))
+            self.attention.output.append_to(program, attended, "projected")
+            if spec.parallel and mlp is not None:
+                self._append_parallel(program, mlp, x)
+                return
+            self._add(program, "attention")
+        elif is_last:
+            program.append(Select("residual", "residual", ()))
+        if cross is not None:
+            attended = cross.append_to(program, self._enter(program, "cross"))
             if is_last:
                 program.append(Select("residual", "residual", (attended,)))
-            self.cross.output.append_to(program, attended, "projected")
+            cross.output.append_to(program, attended, "projected")
             self._add(program, "cross")
-        self.mlp.append_to(program, self._enter(program, "mlp"), "projected")
-        self._add(program, "mlp")
+        if mlp is not None:
+            mlp.append_to(program, self._enter(program, "mlp"), "projected")
+            self._add(program, "mlp")
+
+    def _append_parallel(self, program: Program, mlp: MlpPart, x: Register) -> None:
+        """Appends the MLP and the addition of its result and the attention's. x: the attention's input."""
+        spec, post_norm = self.spec, self.norms.get("attention_post_norm")
+        if post_norm is not None:
+            program.append(Norm("projected", "projected", post_norm))
+        if spec.residual_multiplier != 1.0:
+            program.append(Scale("projected", "projected", spec.residual_multiplier))
+        # The MLP reads the attention's input, or another norm of the same residual.
+        mlp.append_to(program, x if spec.shares_norm else self._enter(program, "mlp"), "sum")
+        norm = self.norms.get("mlp_post_norm")
+        program.append(Add("sum", "residual", norm, spec.residual_multiplier, "projected"))
 
     def _enter(self, program: Program, part: str) -> Register:
         """Register with the input of a part: the residual, or its norm if there is one."""

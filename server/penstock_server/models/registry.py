@@ -9,6 +9,7 @@ from pathlib import Path
 from penstock_server.models import (
     apertus,
     baichuan,
+    bamba,
     bart,
     bert,
     bloom,
@@ -31,11 +32,13 @@ from penstock_server.models import (
     jais2,
     llama,
     llama4,
+    mamba2,
     mllama,
     modernbert,
     moe,
     mpt,
     nemotron,
+    nemotron_h,
     nomic_bert,
     olmo,
     opt,
@@ -59,6 +62,7 @@ ARCHITECTURES: dict[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
     "apertus": apertus.apertus,
     "arcee": llama.arcee,
     "baichuan": baichuan.baichuan,
+    "bamba": bamba.bamba,
     "bart": bart.bart,
     "bloom": bloom.bloom,
     "chatglm": glm.chatglm,
@@ -87,6 +91,7 @@ ARCHITECTURES: dict[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
     "gptj": gptj.gptj,
     "granite": granite.granite,
     "granitemoe": moe.granitemoe,
+    "granitemoehybrid": moe.granitemoehybrid,
     "granitemoeshared": moe.granitemoeshared,
     "helium": helium.helium,
     "hunyuan_v1_dense": hunyuan.hunyuan,
@@ -98,6 +103,7 @@ ARCHITECTURES: dict[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
     "llama": llama.llama,
     "llama4_text": llama4.llama4,
     "m2m_100": bart.m2m_100,
+    "mamba2": mamba2.mamba2,
     "mbart": bart.mbart,
     "ministral": llama.ministral,
     "mistral": llama.mistral,
@@ -107,6 +113,7 @@ ARCHITECTURES: dict[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
     "mpt": mpt.mpt,
     "mt5": t5.mt5,
     "nemotron": nemotron.nemotron,
+    "nemotron_h": nemotron_h.nemotron_h,
     "olmo": olmo.olmo,
     "olmo2": olmo.olmo2,
     "olmo3": olmo.olmo3,
@@ -171,7 +178,7 @@ def read_spec(folder: Path) -> tuple[ModelSpec, NameMap]:
 def _check_scaling(config: Config, spec: ModelSpec) -> None:
     """Raises ConfigError for a scaling that would have no effect."""
     named = scalings(config)
-    has_rope = any(layer.attention.rope is not None for layer in spec.layers)
+    has_rope = any(layer.attention is not None and layer.attention.rope is not None for layer in spec.layers)
     if named and (not has_rope or spec.architecture in _UNSCALED):
         kinds = ", ".join(sorted(map(repr, named)))
         raise config.refuse(f"rope scaling {kinds} has no effect on a model of type {spec.architecture!r}; remove it")

@@ -13,6 +13,7 @@ from penstock_server.layers.embedding import EmbeddingSpec
 from penstock_server.layers.experts import MoeSpec
 from penstock_server.layers.gated_delta import GatedDeltaSpec
 from penstock_server.layers.latent_attention import LatentAttentionSpec
+from penstock_server.layers.mamba2 import Mamba2Spec
 from penstock_server.layers.mlp import MlpSpec
 from penstock_server.layers.norm import NormSpec
 from penstock_server.protocol.config import Pooling
@@ -30,10 +31,11 @@ class NormPlacement(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """Attention and MLP, sequential or parallel. The type of each part's spec selects the class that runs it."""
+    """Attention and MLP, sequential or parallel, or one of them. The type of each part's spec selects the class that
+    runs it."""
 
-    attention: AttentionSpec | GatedDeltaSpec | LatentAttentionSpec
-    mlp: MlpSpec | MoeSpec
+    attention: AttentionSpec | GatedDeltaSpec | LatentAttentionSpec | Mamba2Spec | None
+    mlp: MlpSpec | MoeSpec | None
     norm: NormSpec
     placement: NormPlacement = NormPlacement.PRE
     parallel: bool = False  # x + attention(norm(x)) + mlp(norm(x)) (GPT-J, GPT-NeoX)
@@ -62,7 +64,8 @@ class LayerSpec:
     @property
     def parts(self) -> tuple[str, ...]:
         """The parts that the residual bypasses, in order."""
-        return ("attention", "mlp") if self.cross is None else ("attention", "cross", "mlp")
+        parts = {"attention": self.attention, "cross": self.cross, "mlp": self.mlp}
+        return tuple(name for name, spec in parts.items() if spec is not None)
 
 
 @dataclass(frozen=True, slots=True)
