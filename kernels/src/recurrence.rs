@@ -6,8 +6,10 @@
 
 mod convolution;
 mod gated_delta;
+mod mamba2;
 
 pub(crate) use gated_delta::{GatedDelta, GatedDeltaParts};
+pub(crate) use mamba2::{Mamba2, Mamba2Parts};
 
 use crate::element::Element;
 use crate::pool::{Executor, Source, Target};

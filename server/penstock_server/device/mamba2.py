@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Mamba2:
-    """One layer on one rank: the part between its projections. All tensors are float32.
+    """One layer on one rank: the part between its projections. The tensors of numbers are float32.
 
     Each group of B and C serves `num_heads / num_groups` heads that follow each other. "mixed" has x, B and C, which a
     convolution mixes with those of earlier rows, the gates of the outputs, and a time step dt for each head."""
@@ -31,7 +31,9 @@ class Mamba2:
 
     num_groups: int
     state_dim: int
-    conv: Tensor  # [channels, width]: weights of the convolution over x, B and C; the row's own is last
+    head_dim: int
+    columns: Tensor  # [channels] int64: the columns of "mixed" that the convolution reads, see `convolved_columns`
+    conv: Tensor  # [channels, width]: its weights; the row's own is last
     conv_bias: Tensor  # [channels]
     decay: Tensor  # [heads]: its rate, above 0
     dt_bias: Tensor  # [heads]
@@ -45,17 +47,13 @@ class Mamba2:
         return len(self.decay)
 
     @property
-    def head_dim(self) -> int:
-        return (len(self.conv) - 2 * self.num_groups * self.state_dim) // self.num_heads
-
-    @property
     def widths(self) -> tuple[int, int, int, int, int]:
         """Columns of x, B, C, gates and dt in "mixed"."""
         values, keys = self.num_heads * self.head_dim, self.num_groups * self.state_dim
         return values, keys, keys, values, self.num_heads
 
     @property
-    def input_widths(self) -> tuple[int, ...]:
+    def input_widths(self) -> tuple[int]:
         return (sum(self.widths),)
 
     @property
@@ -70,6 +68,14 @@ class Mamba2:
 def num_blocks(num_heads: int, num_groups: int) -> int:
     """Blocks of the heads of each group."""
     return -(-num_heads // num_groups // Mamba2.block_heads)
+
+
+def convolved_columns(num_heads: int, num_groups: int, state_dim: int, head_dim: int) -> list[int]:
+    """The columns of "mixed" that the convolution reads: x of all heads, then B of each block, then C of each block."""
+    values, keys, repeats = num_heads * head_dim, num_groups * state_dim, range(num_blocks(num_heads, num_groups))
+    firsts = range(values, values + 2 * keys, state_dim)
+    of_blocks = [column for first in firsts for _ in repeats for column in range(first, first + state_dim)]
+    return [*range(values), *of_blocks]
 
 
 def state_layout(num_heads: int, num_groups: int, state_dim: int, head_dim: int, conv_width: int) -> StateLayout:

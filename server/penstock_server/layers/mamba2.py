@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from penstock_server.device.mamba2 import Mamba2, state_layout
+from penstock_server.device.mamba2 import Mamba2, convolved_columns, state_layout
 from penstock_server.device.ops import NormVariant, PackedLinear, PackedRecurrence
 from penstock_server.device.state import CHUNK_TOKENS, StateLayout
 from penstock_server.errors import ConfigError
@@ -143,11 +143,15 @@ class Mamba2Block:
         conv_bias = torch.zeros(len(conv), device=loader.device)
         if spec.has_conv_bias:
             conv_bias = wide(*(f"conv.{name}.bias" for name in _CONVOLVED))
+        sizes = len(heads.mine), len(heads.my_kv), spec.state_dim, spec.head_dim
+        columns = torch.tensor(convolved_columns(*sizes), device=loader.device)
         net = Mamba2(
             num_groups=len(heads.my_kv),
             state_dim=spec.state_dim,
-            conv=conv,
-            conv_bias=conv_bias,
+            head_dim=spec.head_dim,
+            columns=columns,
+            conv=conv[columns],
+            conv_bias=conv_bias[columns],
             decay=wide("a_log").exp(),
             dt_bias=wide("dt_bias"),
             skip=wide("skip"),
