@@ -284,7 +284,7 @@ def _share(
     if kept is not None:
         found, locator, kept_by_ops = kept
         weights -= found.saved_bytes(table, locator, dtype, kept_by_ops)
-    attention = [each for index in layers if (each := spec.layers[index].attention) is not None]
+    attention = [part for index in layers for part in spec.layers[index].memories]
     attention = attention[:1] if spec.is_encoder else attention  # the layers of an encoder take turns in one cache
     parts = [(ATTENTION_PARTS[type(each)], each) for each in attention]
     kv_numbers = sum(part.kv_elements_per_token(each, shard) for part, each in parts)

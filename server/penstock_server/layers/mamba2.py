@@ -39,7 +39,8 @@ class Mamba2Spec:
     norm_eps: float | None  # of the norm of the gated outputs of each group; None: there is no norm
     dt_limits: tuple[float, float] = (0.0, float("inf"))
     has_conv_bias: bool = True
-    has_bias: bool = False  # the projections have biases
+    has_bias: bool = False  # the projection of the input has one
+    output_bias: bool = False
     gate_factor: float = 1.0  # these multiply what the projection makes (Falcon-H1)
     dt_factor: float = 1.0
     conv_factors: tuple[float, float, float] = (1.0, 1.0, 1.0)  # of x, B and C
@@ -118,7 +119,7 @@ class Mamba2Block:
             # A group that several ranks share is normed by each of them.
             is_shared = shard.group.size > spec.num_groups
             table[f"{prefix}.norm.weight"] = Parameter((width,), None if is_shared else values)
-        return table | layout.into_hidden(f"{prefix}.output", width, values.range, bias=spec.has_bias)
+        return table | layout.into_hidden(f"{prefix}.output", width, values.range, bias=spec.output_bias)
 
     @staticmethod
     def kv_elements_per_token(spec: Mamba2Spec, shard: Shard) -> int:

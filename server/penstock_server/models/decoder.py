@@ -138,7 +138,7 @@ class Decoder:
         self.adapters = None if sites is None else Adapters(sites, loader.dtype)
         if self.adapters is not None:
             self.weight_bytes += self.adapters.own_bytes
-        parts = [layer.attention for layer in self.layers if layer.attention is not None]
+        parts = [part for layer in self.layers for part in layer.memories]
         layouts = {index: part.state for index, part in enumerate(parts) if part.state is not None}
         self.caches: list[Tensor] = [torch.empty(0)] * len(parts)
         self.states: States | None = DecoderStates(layouts, self.caches, loader.device) if layouts else None
@@ -177,7 +177,7 @@ class Decoder:
         self.executor = executor_of(self._program(), self.runtime.ops, "")
 
     def allocate_cache(self, num_blocks: int) -> None:
-        parts = [layer.attention for layer in self.layers if layer.attention is not None]
+        parts = [part for layer in self.layers for part in layer.memories]
         places = [index for index, part in enumerate(parts) if part.state is None]
         for index in places:  # first: the old and the new pool may not fit together
             self.caches[index] = torch.empty(0)
@@ -190,7 +190,7 @@ class Decoder:
         """The attention of the layers that have a cache. An encoder reads its keys and values only in the step that
         writes them, so its layers take turns in one cache."""
         layers = self.layers[:1] if self.spec.is_encoder else self.layers
-        parts = [layer.attention for layer in layers if layer.attention is not None]
+        parts = [part for layer in layers for part in layer.memories]
         return [part.attention for part in parts if part.attention is not None]
 
     def sample(self) -> Decoder:
@@ -205,8 +205,8 @@ class Decoder:
         sample = copy.copy(self)
         sample.traits = replace(self.traits, num_layers=len(indices))
         sample.layers = [self.layers[index] for index in indices]
-        with_cache = [index for index, layer in enumerate(self.layers) if layer.attention is not None]
-        sample.caches = [cache for index, cache in zip(with_cache, self.caches, strict=True) if index in indices]
+        layer_of = [index for index, layer in enumerate(self.layers) for _ in layer.memories]
+        sample.caches = [cache for index, cache in zip(layer_of, self.caches, strict=True) if index in indices]
         sample.executor = executor_of(sample._program(), self.runtime.ops, "")
         return sample
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from penstock_server.layers.mamba2 import Mamba2Spec
-from penstock_server.layers.norm import NormSpec
 from penstock_server.models import llama
 from penstock_server.models.config import Config
 from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap
@@ -64,6 +61,7 @@ def read_net(config: Config) -> Mamba2Spec:
     if head_dim == "auto":
         width = int(config.get("mamba_expand", 2.0) * config.require("hidden_size", int))
         head_dim = width // max(1, num_heads)
+    bias = config.get("mamba_proj_bias", False)
     lowest, highest = config.numbers("time_step_limit", (0.0, float("inf")))
     return Mamba2Spec(
         num_heads=num_heads,
@@ -74,17 +72,18 @@ def read_net(config: Config) -> Mamba2Spec:
         norm_eps=llama.rms_norm(config).eps,
         dt_limits=(lowest, highest),
         has_conv_bias=config.get("mamba_conv_bias", True),
-        has_bias=config.get("mamba_proj_bias", False),
+        has_bias=bias,
+        output_bias=bias,
     )
 
 
-def net_names(net: Mamba2Spec, module: str) -> dict[str, str | Location]:
+def net_names(net: Mamba2Spec, module: str, prefix: str = NET) -> dict[str, str | Location]:
     own = {"a_log": "A_log", "dt_bias": "dt_bias", "skip": "D", "norm": "norm", "output": "out_proj"}
-    names: dict[str, str | Location] = {f"{NET}.{name}": f"{module}.{theirs}" for name, theirs in own.items()}
+    names: dict[str, str | Location] = {f"{prefix}.{name}": f"{module}.{theirs}" for name, theirs in own.items()}
     projected = {name: net.widths[name] for name in ("z", "x", "b", "c", "dt")}
     convolved = {name: net.widths[name] for name in ("x", "b", "c")}
     return {
         **names,
-        **fused(NET, f"{module}.in_proj", projected),
-        **fused(f"{NET}.conv", f"{module}.conv1d", convolved),
+        **fused(prefix, f"{module}.in_proj", projected),
+        **fused(f"{prefix}.conv", f"{module}.conv1d", convolved),
     }

@@ -173,7 +173,7 @@ def _granite(config: Config, architecture: str, shared_size: int = 0) -> ModelSp
         layer,
         attention=replace(layer.plain_attention, scale=config.get("attention_multiplier", 1.0)),
         mlp=replace(experts, storage="stacked", shared_intermediate_size=shared_size),
-        residual_multiplier=config.get("residual_multiplier", 1.0),
+        multipliers=granite.multipliers(config),
     )
     spec = llama.llama_model(config, architecture, (layer,) * llama.num_layers(config))
     embedding = replace(spec.embedding, multiplier=config.get("embedding_multiplier", 1.0))

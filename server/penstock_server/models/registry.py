@@ -18,6 +18,7 @@ from penstock_server.models import (
     deepseek,
     exaone,
     falcon,
+    falcon_h1,
     gemma,
     glm,
     gpt2,
@@ -78,6 +79,7 @@ ARCHITECTURES: dict[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
     "exaone": exaone.exaone,
     "exaone4": exaone.exaone4,
     "falcon": falcon.falcon,
+    "falcon_h1": falcon_h1.falcon_h1,
     "gemma": gemma.gemma,
     "gemma2": gemma.gemma2,
     "gemma3_text": gemma.gemma3,
@@ -178,7 +180,7 @@ def read_spec(folder: Path) -> tuple[ModelSpec, NameMap]:
 def _check_scaling(config: Config, spec: ModelSpec) -> None:
     """Raises ConfigError for a scaling that would have no effect."""
     named = scalings(config)
-    has_rope = any(layer.attention is not None and layer.attention.rope is not None for layer in spec.layers)
+    has_rope = any(part.rope is not None for layer in spec.layers for part in layer.memories)
     if named and (not has_rope or spec.architecture in _UNSCALED):
         kinds = ", ".join(sorted(map(repr, named)))
         raise config.refuse(f"rope scaling {kinds} has no effect on a model of type {spec.architecture!r}; remove it")

@@ -30,6 +30,16 @@ class NormPlacement(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Multipliers:
+    """Factors of what the parts of a layer add to the residual, and of what the MLP reads."""
+
+    attention: float = 1.0
+    beside: float = 1.0
+    mlp: float = 1.0
+    mlp_input: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """Attention and MLP, sequential or parallel, or one of them. The type of each part's spec selects the class that
     runs it."""
@@ -42,8 +52,9 @@ class LayerSpec:
     has_attention_norm: bool = True  # if there are norms before the parts (ModernBERT's first layer has none here)
     shares_norm: bool = False  # if parallel: the MLP has no norm of its own and reads the attention's
     residual_is_normed: bool = False  # the norm's result replaces the residual (a BLOOM option)
-    residual_multiplier: float = 1.0  # factor of what attention and MLP add (Granite)
+    multipliers: Multipliers = Multipliers()
     cross: AttentionSpec | None = None  # cross-attention over the source, between attention and MLP
+    beside: Mamba2Spec | None = None  # reads the attention's input; what both make is added (Falcon-H1)
 
     @property
     def plain_attention(self) -> AttentionSpec:
@@ -56,6 +67,11 @@ class LayerSpec:
         """`mlp`, which must not be a mixture of experts."""
         assert isinstance(self.mlp, MlpSpec)
         return self.mlp
+
+    @property
+    def memories(self) -> tuple[AttentionSpec | GatedDeltaSpec | LatentAttentionSpec | Mamba2Spec, ...]:
+        """The parts that remember earlier tokens, in the order of their caches."""
+        return tuple(part for part in (self.beside, self.attention) if part is not None)
 
     @property
     def has_norms_before(self) -> bool:

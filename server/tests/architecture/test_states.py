@@ -28,7 +28,17 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 BLOCK_TOKENS = 16
 CPU = torch.device("cpu")
-NAMES = ["bamba", "granitemoehybrid", "granitemoehybrid-dense", "mamba2", "nemotron-h", "qwen3-5", "qwen3-next"]
+NAMES = [
+    "bamba",
+    "falcon-h1",
+    "falcon-h1-norm",
+    "granitemoehybrid",
+    "granitemoehybrid-dense",
+    "mamba2",
+    "nemotron-h",
+    "qwen3-5",
+    "qwen3-next",
+]
 CHUNKS = (1, 7, CHUNK_TOKENS, 3 * CHUNK_TOKENS + 13)
 LENGTH = 90
 
