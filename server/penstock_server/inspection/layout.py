@@ -14,7 +14,7 @@ from penstock_server.device import choose_ops
 from penstock_server.device.quantized import Kept
 from penstock_server.engine.device import choose_device, choose_dtype
 from penstock_server.engine.memory import Memory as DeviceMemory
-from penstock_server.engine.memory import MemoryMeter, Share, usable_bytes
+from penstock_server.engine.memory import MIN_TOKEN_BYTES, MemoryMeter, Share, usable_bytes
 from penstock_server.errors import ConfigError
 from penstock_server.inspection.files import ModelFiles, StoredTensor
 from penstock_server.inspection.quantization import Quantized, quantized
@@ -145,7 +145,7 @@ def lay_out(
     left = DeviceMemory(memory.total, memory.available - total_weights, 0)
     usable = usable_bytes(left, Share(memory_fraction, sharing))
     ranks = tuple(
-        replace(share, free_bytes=memory.available, fitting_tokens=usable // share.kv_bytes_per_token)
+        replace(share, free_bytes=memory.available, fitting_tokens=usable // (share.kv_bytes_per_token or MIN_TOKEN_BYTES))
         for share in shares
     )
     serves = "generation" if spec.pooling is None else _SERVES[spec.pooling.task]
@@ -211,7 +211,7 @@ def lay_out_foreign(files: ModelFiles, options: LoadOptions, group: RankGroup, m
         files.notes.append("only loading shows whether it runs over the paged cache: a layer depends on values")
     memory = MemoryMeter(device).measure()
     left = DeviceMemory(memory.total, memory.available - found.weight_bytes, 0)
-    fitting = usable_bytes(left, Share(memory_fraction, 1)) // found.kv_bytes_per_token
+    fitting = usable_bytes(left, Share(memory_fraction, 1)) // (found.kv_bytes_per_token or MIN_TOKEN_BYTES)
     rank = RankShare(
         found.num_heads,
         found.num_kv_heads,
