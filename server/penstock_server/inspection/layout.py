@@ -13,8 +13,8 @@ import torch
 from penstock_server.device import choose_ops
 from penstock_server.device.quantized import Kept
 from penstock_server.engine.device import choose_device, choose_dtype
-from penstock_server.engine.memory import Memory as DeviceMemory
 from penstock_server.engine.memory import MIN_TOKEN_BYTES, MemoryMeter, Share, usable_bytes
+from penstock_server.engine.memory import Memory as DeviceMemory
 from penstock_server.errors import ConfigError
 from penstock_server.inspection.files import ModelFiles, StoredTensor
 from penstock_server.inspection.quantization import Quantized, quantized
@@ -145,7 +145,9 @@ def lay_out(
     left = DeviceMemory(memory.total, memory.available - total_weights, 0)
     usable = usable_bytes(left, Share(memory_fraction, sharing))
     ranks = tuple(
-        replace(share, free_bytes=memory.available, fitting_tokens=usable // (share.kv_bytes_per_token or MIN_TOKEN_BYTES))
+        replace(
+            share, free_bytes=memory.available, fitting_tokens=usable // (share.kv_bytes_per_token or MIN_TOKEN_BYTES)
+        )
         for share in shares
     )
     serves = "generation" if spec.pooling is None else _SERVES[spec.pooling.task]
