@@ -155,7 +155,8 @@ class Decoder:
             decoder_prefix=() if spec.encoder is None else spec.encoder.decoder_prefix,
             window_tokens=0 if spec.is_encoder else _widest(window, group),
             is_recordable=is_recordable and not layouts,
-            is_row_independent=context.ops.name == "native" and context.attention.name == "native",
+            # Without a name, no layer attends.
+            is_row_independent=context.ops.name == "native" and context.attention.name in ("native", ""),
         )
         self.executor = executor_of(self._program(), context.ops, "layers", adapts=sites is not None)
 

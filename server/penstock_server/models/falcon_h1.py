@@ -19,13 +19,13 @@ def falcon_h1(config: Config) -> tuple[ModelSpec, NameMap]:
     gate_factor, down_factor = config.numbers("mlp_multipliers", (1.0, 1.0))
     z, x, b, c, dt = config.numbers("ssm_multipliers", (1.0,) * 5)
     of_net, of_attention = config.get("ssm_in_multiplier", 1.0), config.get("attention_in_multiplier", 1.0)
-    for factor, name, bias in (
+    for factor, name, key in (
         (gate_factor, "mlp_multipliers", "mlp_bias"),
         (of_attention, "attention_in_multiplier", "attention_bias"),
         (of_net, "ssm_in_multiplier", "mamba_proj_bias"),
     ):
-        if factor != 1.0 and config.get(bias, False):
-            raise config.refuse(f"{name} {factor} with {bias} is not supported")
+        if factor != 1.0 and config.get(key, False):
+            raise config.refuse(f"{name} {factor} with {key} is not supported")
     if gate_factor == 0.0:
         raise config.refuse("mlp_multipliers must not be 0")
     has_norm = config.get("mamba_rms_norm", False)

@@ -118,7 +118,11 @@ class Layer:
                 _scale(program, "sum", spec.multipliers.beside)
             attended = self.attention.append_to(program, x)
             if is_last and cross is None:
-                kept: list[Register] = [attended, *([x] if spec.parallel else []), *(["sum"] if self.beside else [])]
+                kept: list[Register] = [attended]
+                if spec.parallel:
+                    kept.append(x)
+                if self.beside is not None:
+                    kept.append("sum")
                 program.append(Select("residual", "residual", kept))
             self.attention.output.append_to(program, attended, "projected")
             if spec.parallel and mlp is not None:

@@ -18,7 +18,8 @@ DRAFTER = r"mtp\..+"  # the layers that draft
 def nemotron_h(config: Config) -> tuple[ModelSpec, NameMap]:
     spellings = {**SPELLINGS, "mamba_n_heads": "mamba_num_heads", "mamba_d_state": "ssm_state_size"}
     ours = config.renamed(**{**spellings, "mamba_d_head": "mamba_head_dim", "hidden_act": "mlp_hidden_act"})
-    config = ours.with_defaults(num_key_value_heads=8, head_dim=128, hidden_act="relu2", rms_norm_eps=1e-5)
+    config = ours.with_defaults(num_key_value_heads=8, head_dim=128, intermediate_size=21504, hidden_act="relu2")
+    config = config.with_defaults(rms_norm_eps=1e-5)
     own = {"hidden_act": config.get("mamba_hidden_act", "silu"), "mamba_proj_bias": config.get("use_bias", False)}
     as_net = config.part({**config.values, **own}).with_defaults(mamba_d_head=64, mamba_n_groups=8, mamba_d_state=128)
     net = replace(read_net(as_net), dt_limits=(config.get("time_step_min", 0.001), float("inf")))
@@ -34,7 +35,7 @@ def nemotron_h(config: Config) -> tuple[ModelSpec, NameMap]:
     if isinstance(types, list) and "moe" in types:
         kinds["moe"] = LayerSpec(None, _experts(config), norm)
     if not isinstance(types, list) or not types or any(kind not in kinds for kind in types):
-        raise config.refuse(f"layers_block_type must name the layers, each one of {', '.join([*kinds])}, not {types!r}")
+        raise config.refuse(f"layers_block_type must name the layers, each one of {', '.join(kinds)}, not {types!r}")
     names = {f"layers.{{i}}.attention.{name}": f"{MIXER}.{name}_proj" for name in ("q", "k", "v")}
     names |= {f"layers.{{i}}.mlp.{name}": f"{MIXER}.{name}_proj" for name in ("up", "down")}
     names |= {f"layers.{{i}}.mlp.experts.{name}": f"{MIXER}.experts.{{e}}.{name}_proj" for name in ("up", "down")}
@@ -63,4 +64,4 @@ def _experts(config: Config) -> MoeSpec:
 
 def _types(config: Config) -> list[str]:
     """The layers of configurations before transformers 5, which have a letter for each."""
-    return [PATTERN.get(letter, letter) for letter in config.require("hybrid_override_pattern", str)]
+    return [PATTERN.get(letter, letter) for letter in config.get("hybrid_override_pattern", "ME*-")]
