@@ -146,7 +146,7 @@ class Decoder:
         is_recordable = context.attention.is_recordable and context.ops.name == "triton" and stage.size == 1
         self.traits = ModelTraits(
             architecture=spec.architecture,
-            attention_name=context.attention.name,
+            attention_name=context.attention.name or "no",
             vocab_size=spec.vocab_size,
             num_layers=len(layers),
             hidden_size=spec.hidden_size,
@@ -155,7 +155,7 @@ class Decoder:
             decoder_prefix=() if spec.encoder is None else spec.encoder.decoder_prefix,
             window_tokens=0 if spec.is_encoder else _widest(window, group),
             is_recordable=is_recordable and not layouts,
-            # Without a name, no layer attends.
+            # Without a name, no layer attends, as in Mamba 2.
             is_row_independent=context.ops.name == "native" and context.attention.name in ("native", ""),
         )
         self.executor = executor_of(self._program(), context.ops, "layers", adapts=sites is not None)
