@@ -198,7 +198,7 @@ def test_mamba_layers_that_cannot_be_computed_are_refused(
 
 @pytest.mark.parametrize("name", ["granitemoehybrid", "nemotron-h"])
 def test_earlier_configurations_describe_the_same_model(name: str) -> None:
-    """Those of the publishers, with other names of layers, and an infinite number as it is."""
+    """Publishers name layers differently, and write an infinite number as it is."""
     case = CASES[name]
     build, values = ARCHITECTURES[case.model_type], {**case.sizes, **case.values}
     old = dict(values)
