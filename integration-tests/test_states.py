@@ -25,30 +25,43 @@ NUM_TOKENS = 20
 Saved = tuple[Path, torch.nn.Module, Tokenizer]
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 48,
+    "num_hidden_layers": 4,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "tie_word_embeddings": True,
+}
+MODELS = {
+    "qwen3_5": lambda: transformers.Qwen3_5ForCausalLM(
+        transformers.Qwen3_5TextConfig(
+            **SIZES,
+            intermediate_size=80,
+            num_attention_heads=3,
+            num_key_value_heads=1,
+            head_dim=16,
+            linear_num_key_heads=2,
+            linear_num_value_heads=6,
+            linear_key_head_dim=16,
+            linear_value_head_dim=32,
+            max_position_embeddings=1024,
+        )
+    ),
+    # It has no keys and values.
+    "mamba2": lambda: transformers.Mamba2ForCausalLM(
+        transformers.Mamba2Config(**SIZES, num_heads=6, head_dim=16, state_size=16, n_groups=1)
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     folder = tmp_path_factory.mktemp("states")
     tokenizer = save_tokenizer(folder)
-    config = transformers.Qwen3_5TextConfig(
-        vocab_size=256,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=4,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        head_dim=16,
-        linear_num_key_heads=2,
-        linear_num_value_heads=6,
-        linear_key_head_dim=16,
-        linear_value_head_dim=32,
-        max_position_embeddings=1024,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=None,
-        tie_word_embeddings=True,
-    )
     torch.manual_seed(2)
-    model = transformers.Qwen3_5ForCausalLM(config).eval()
+    model = MODELS[request.param]().eval()
     model.save_pretrained(folder)
     return folder, model, tokenizer
 

@@ -31,7 +31,7 @@ use norm::PackedNorm;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use quantized::{QuantizedPacking, SegmentParts};
-use recurrence::{GatedDeltaParts, PackedRecurrence, ShortConvParts};
+use recurrence::{GatedDeltaParts, Mamba2Parts, PackedRecurrence, ShortConvParts};
 use routing::{Routing, RoutingSpec};
 use stack::{Program, Stack};
 use std::ffi::CString;
@@ -201,6 +201,11 @@ impl Kernels {
 
     /// The part of a gated delta network between its projections. Its parameters are copied.
     fn gated_delta(&self, parts: GatedDeltaParts<'_>) -> PyResult<PackedRecurrence> {
+        Ok(PackedRecurrence::new(self.pool, parts.pack()?))
+    }
+
+    /// The part of Mamba 2 between its projections. Its parameters are copied.
+    fn mamba2(&self, parts: Mamba2Parts<'_>) -> PyResult<PackedRecurrence> {
         Ok(PackedRecurrence::new(self.pool, parts.pack()?))
     }
 

@@ -6,9 +6,11 @@
 
 mod convolution;
 mod gated_delta;
+mod mamba2;
 mod short_conv;
 
 pub(crate) use gated_delta::{GatedDelta, GatedDeltaParts};
+pub(crate) use mamba2::{Mamba2, Mamba2Parts};
 pub(crate) use short_conv::ShortConv;
 
 use crate::element::Element;

@@ -4,7 +4,7 @@ use super::view::{Number, Rows, View};
 use super::{maybe_detached, require};
 use crate::element::Element;
 use crate::pool::{Pool, Source, Target};
-use crate::recurrence::{self, GatedDelta, Operands, Recurrence, Sequences, ShortConv};
+use crate::recurrence::{self, GatedDelta, Mamba2, Operands, Recurrence, Sequences, ShortConv};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use std::sync::Arc;
@@ -63,6 +63,43 @@ pub(super) struct ShortConvParts<'py> {
 impl ShortConvParts<'_> {
     pub(super) fn pack(&self) -> PyResult<ShortConv> {
         ShortConv::new(self.conv.elements("conv")?, self.bias.elements("bias")?).map_err(PyValueError::new_err)
+    }
+}
+
+/// The attributes of Python's `Mamba2` that the kernels know.
+#[derive(FromPyObject)]
+pub(super) struct Mamba2Parts<'py> {
+    num_groups: usize,
+    block_heads: usize,
+    state_dim: usize,
+    head_dim: usize,
+    conv: View<'py, f32, 2>,
+    conv_bias: View<'py, f32, 1>,
+    decay: View<'py, f32, 1>,
+    dt_bias: View<'py, f32, 1>,
+    skip: View<'py, f32, 1>,
+    dt_limits: (f32, f32),
+    gate_factor: f32,
+    dt_factor: f32,
+}
+
+impl Mamba2Parts<'_> {
+    pub(super) fn pack(&self) -> PyResult<Mamba2> {
+        let parts = recurrence::Mamba2Parts {
+            num_groups: self.num_groups,
+            block_heads: self.block_heads,
+            state_dim: self.state_dim,
+            head_dim: self.head_dim,
+            conv: self.conv.elements("conv")?,
+            conv_bias: self.conv_bias.elements("conv_bias")?,
+            decay: self.decay.elements("decay")?,
+            dt_bias: self.dt_bias.elements("dt_bias")?,
+            skip: self.skip.elements("skip")?,
+            dt_limits: self.dt_limits,
+            gate_factor: self.gate_factor,
+            dt_factor: self.dt_factor,
+        };
+        Mamba2::new(&parts).map_err(PyValueError::new_err)
     }
 }
 

@@ -34,8 +34,8 @@ pub(crate) struct GatedDelta {
     eps: f32,
     /// The largest strength of a correction.
     strength: f32,
-    /// Of "mixed" (queries, keys, values and the output's gates) and of "rates" (for each head the strength of its correction, then
-    /// for each its decay).
+    /// Columns of "mixed" (queries, keys, values and the output's gates) and of "rates" (for each head the strength of its correction,
+    /// then for each its decay).
     input_widths: [usize; 2],
 }
 

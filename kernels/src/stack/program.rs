@@ -406,7 +406,7 @@ impl Program {
             return Err(format!("a row goes to {top_k} of {num_experts} experts, and there are {}", each.len()));
         }
         let (hidden, inner) = (each[0].down.out_features(), each[0].down.in_features());
-        let width = if activation.is_some() { 2 * inner } else { inner };
+        let width = if activation.is_some_and(|activation| activation.is_gate) { 2 * inner } else { inner };
         // What adapters change is activated afterwards, so gated layers store their gates and ups.
         let stored =
             |gate_up: &Linear| if first_site.is_some() { gate_up.out_features() } else { gate_up.output_columns() };
@@ -416,8 +416,8 @@ impl Program {
                 && (gate_up.in_features(), stored(gate_up)) == (hidden, width)
                 && (down.in_features(), down.out_features()) == (inner, hidden)
         };
-        if !each.iter().all(is_alike) || activation.is_some_and(|activation| !activation.is_gate) {
-            return Err(format!("experts are not all gated, from {hidden} columns to {inner} and back"));
+        if !each.iter().all(is_alike) {
+            return Err(format!("experts are not all alike, from {hidden} columns to {inner} and back"));
         }
         self.expect(*from, hidden, "the experts' input")?;
         match router {

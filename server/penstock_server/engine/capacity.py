@@ -68,7 +68,7 @@ class CapacityProbe:
         later_bytes: host memory that the worker and its processes will take for grammars. graph_bytes: returns the
         memory that recorded steps will take."""
         longest = self.longest_sequence(config)
-        per_block = self.kv_bytes_per_block
+        per_block = self.counted_bytes_per_block
         on_cpu = self.device.type == "cpu"
         share = memory.Share(
             config.memory_fraction,
@@ -112,7 +112,7 @@ class CapacityProbe:
             seconds.append(timing.prepare_s + forward_s + timing.sample_s)
         recorded_bytes = graph_bytes()
         with clock.phase("measure what is left"):
-            left = meter.measure(releasing=worst.num_blocks() * per_block)
+            left = meter.measure(releasing=worst.num_blocks() * self.kv_bytes_per_block)
         step_bytes = left.transient * (_HEAP_FACTOR if on_cpu else 1)
         unseen = later_bytes + unseen_bytes(worst) if on_cpu else 0
         reserved_bytes = self.standby_bytes if config.reserves_standby and not on_cpu else 0
@@ -195,11 +195,17 @@ class CapacityProbe:
         drafting = self.pooled_drafter
         return self.model.kv_bytes_per_block + (0 if drafting is None else drafting.kv_bytes_per_block)
 
+    @property
+    def counted_bytes_per_block(self) -> int:
+        """As which a block counts where blocks are limited by memory: those of layers that only keep states take
+        none."""
+        return self.kv_bytes_per_block or memory.MIN_TOKEN_BYTES * self.block_tokens
+
     def default_pool_bytes(self, config: WarmUpConfig) -> int:
         """The default pool of this rank on a CPU."""
         longest = self.num_required_blocks(self.longest_sequence(config))
         if not self.model.traits.is_encoder:
-            return memory.default_cap_bytes(longest * self.kv_bytes_per_block)
+            return memory.default_cap_bytes(longest * self.counted_bytes_per_block)
         # A step computes whole sequences, and nothing of them is kept. The last block of each may be full in part.
         of_step = config.max_step_tokens // self.block_tokens + config.max_step_sequences
         return _ENCODER_STEPS * max(longest, of_step) * self.kv_bytes_per_block

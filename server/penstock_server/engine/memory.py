@@ -24,6 +24,7 @@ from penstock_server.host.heap import return_free_pages
 # because a CPU server usually shares the machine, and touching pages costs start-up time.
 DEFAULT_CPU_POOL_BYTES = 1 << 30
 DEFAULT_CPU_POOL_SEQUENCES = 4
+MIN_TOKEN_BYTES = 1 << 10  # a token without keys and values counts as this in the pool, whose bookkeeping has a limit
 _LIBC = ctypes.CDLL(None)
 _MADV_DONTNEED, _MADV_POPULATE_WRITE = 4, 23  # the latter since Linux 5.14
 # PERF: madvise locks the process's mappings while it backs a piece, and a thread of low priority may pause in it. A

@@ -13,13 +13,14 @@ import torch
 from penstock_server.device import choose_ops
 from penstock_server.device.quantized import Kept
 from penstock_server.engine.device import choose_device, choose_dtype
+from penstock_server.engine.memory import MIN_TOKEN_BYTES, MemoryMeter, Share, usable_bytes
 from penstock_server.engine.memory import Memory as DeviceMemory
-from penstock_server.engine.memory import MemoryMeter, Share, usable_bytes
 from penstock_server.errors import ConfigError
 from penstock_server.inspection.files import ModelFiles, StoredTensor
 from penstock_server.inspection.quantization import Quantized, quantized
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.shard import Shard
+from penstock_server.layers.short_conv import ShortConvSpec
 from penstock_server.models import is_described
 from penstock_server.models.config import Config
 from penstock_server.models.fallback import outline
@@ -145,7 +146,9 @@ def lay_out(
     left = DeviceMemory(memory.total, memory.available - total_weights, 0)
     usable = usable_bytes(left, Share(memory_fraction, sharing))
     ranks = tuple(
-        replace(share, free_bytes=memory.available, fitting_tokens=usable // share.kv_bytes_per_token)
+        replace(
+            share, free_bytes=memory.available, fitting_tokens=usable // (share.kv_bytes_per_token or MIN_TOKEN_BYTES)
+        )
         for share in shares
     )
     serves = "generation" if spec.pooling is None else _SERVES[spec.pooling.task]
@@ -211,7 +214,7 @@ def lay_out_foreign(files: ModelFiles, options: LoadOptions, group: RankGroup, m
         files.notes.append("only loading shows whether it runs over the paged cache: a layer depends on values")
     memory = MemoryMeter(device).measure()
     left = DeviceMemory(memory.total, memory.available - found.weight_bytes, 0)
-    fitting = usable_bytes(left, Share(memory_fraction, 1)) // found.kv_bytes_per_token
+    fitting = usable_bytes(left, Share(memory_fraction, 1)) // (found.kv_bytes_per_token or MIN_TOKEN_BYTES)
     rank = RankShare(
         found.num_heads,
         found.num_kv_heads,
@@ -284,17 +287,18 @@ def _share(
     if kept is not None:
         found, locator, kept_by_ops = kept
         weights -= found.saved_bytes(table, locator, dtype, kept_by_ops)
-    attention = [spec.layers[index].attention for index in layers]
+    attention = [part for index in layers for part in spec.layers[index].memories]
     attention = attention[:1] if spec.is_encoder else attention  # the layers of an encoder take turns in one cache
     parts = [(ATTENTION_PARTS[type(each)], each) for each in attention]
     kv_numbers = sum(part.kv_elements_per_token(each, shard) for part, each in parts)
     states = [layout for part, each in parts if (layout := part.state_layout(each, shard)) is not None]
-    first = next((each for part, each in parts if part.kv_elements_per_token(each, shard)), attention[0])
-    heads = shard.heads(first.num_heads, first.num_kv_heads)
+    with_kv = [each for part, each in parts if part.kv_elements_per_token(each, shard)]
+    with_heads = [each for each in (*with_kv, *attention) if not isinstance(each, ShortConvSpec)]
+    heads = [shard.heads(each.num_heads, each.num_kv_heads) for each in with_heads[:1]]
     kv_bytes = kv_numbers * dtype.itemsize
     return RankShare(
-        len(heads.mine),
-        len(heads.my_kv),
+        sum(len(each.mine) for each in heads),
+        sum(len(each.my_kv) for each in heads),
         layers.start,
         len(layers),
         weights,

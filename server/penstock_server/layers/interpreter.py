@@ -102,7 +102,7 @@ class Interpreter:
                 for register in ended:
                     del run.registers[register]
         else:  # what follows the last write to a cache has no reader
-            last = max(index for index, (operation, _) in enumerate(steps) if _writes(operation))
+            last = max((index for index, (operation, _) in enumerate(steps) if _writes(operation)), default=-1)
             for operation, _ in steps[: last + 1]:
                 run.apply(operation)
             run.registers["residual"] = residual[:0]
@@ -145,7 +145,7 @@ class Run:
         self.registers: dict[Register, Tensor] = {"residual": residual}
         self._ops = ops
         self._unwritten = iter(caches)
-        self._cache = caches[0]
+        self._cache = residual  # replaced by the first write
         self._step = step
 
     def apply(self, operation: Operation) -> None:

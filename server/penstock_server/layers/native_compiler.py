@@ -168,7 +168,7 @@ class _Compiler:
             if isinstance(norm, ProjectionNorm) and norm.group.size > 1:
                 self._norm_columns(norm, register, first)
             elif isinstance(norm, ProjectionNorm):
-                self._native.norm_heads(_native_norm(norm.norm), register, first, 1)
+                self._native.norm_heads(_native_norm(norm.norm), register, first, norm.num_groups)
             else:
                 self._native.norm_heads(_native_norm(norm), register, first, num_heads)
             first += num_heads * operation.head_dim
@@ -186,7 +186,7 @@ class _Compiler:
             for columns in norm.unique:
                 native.copy(("gathered", columns.start, 0), (source, start, 0), 1, len(columns))
                 start += len(columns)
-        native.norm(_native_norm(norm.norm), source, source)
+        native.norm_heads(_native_norm(norm.norm), source, 0, norm.num_groups)
         native.copy((source, norm.mine.start, 0), (register, first, 0), 1, width)
 
     def _padded(self, attention: Attention) -> NativeAttention:

@@ -44,7 +44,8 @@ def qk_norm_parameters(spec: QkNormSpec, prefix: str, head_dim: int, split: Head
 
 @dataclass(frozen=True, slots=True)
 class ProjectionNorm:
-    """A norm over the heads of all ranks together. It gathers them, so its sums are those of a single rank."""
+    """A norm over the heads of all ranks together, or over groups of them. It gathers them, so its sums are those of a
+    single rank."""
 
     norm: PackedNorm
     group: RankGroup
@@ -52,15 +53,19 @@ class ProjectionNorm:
     unique: tuple[range, ...]  # the gathered columns that hold each head once
     columns: Tensor | None  # the same; None: all of them
     mine: slice  # this rank's columns of the result
+    num_groups: int = 1  # parts of the gathered columns that are normed apart
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, heads on this rank, head_dim] → the same shape."""
         if self.group.size == 1:
-            return self.norm(x.flatten(1)).view(x.shape)
+            return self._normed(x.flatten(1)).view(x.shape)
         gathered = self.group.all_gather_columns(x.flatten(1), self.widths)
         if self.columns is not None:
             gathered = gathered.index_select(1, self.columns)
-        return self.norm(gathered)[:, self.mine].reshape(x.shape)
+        return self._normed(gathered)[:, self.mine].reshape(x.shape)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return self.norm(x.unflatten(1, (self.num_groups, -1))).flatten(1)
 
 
 QkNorm = PackedNorm | ProjectionNorm
@@ -102,15 +107,21 @@ def load_qk_norms(
     shard = context.shard
     device = context.loader.device
     return (
-        _over_projection(q, split.heads.parts, head_dim, shard, device),
-        _over_projection(k, split.kv_heads, head_dim, shard, device),
+        over_projection(q, split.heads.parts, head_dim, shard, device),
+        over_projection(k, split.kv_heads, head_dim, shard, device),
     )
 
 
-def _over_projection(
-    norm: PackedNorm, parts: tuple[range, ...], head_dim: int, shard: Shard, device: torch.device
+def over_projection(
+    norm: PackedNorm,
+    parts: tuple[range, ...],
+    head_dim: int,
+    shard: Shard,
+    device: torch.device,
+    num_groups: int = 1,
 ) -> ProjectionNorm:
-    """parts: the heads of each rank; neighbouring ranks may hold copies of the same heads."""
+    """parts: the heads of each rank; neighbouring ranks may hold copies of the same heads. num_groups: of
+    `ProjectionNorm`."""
     unique: list[range] = []
     start = num_seen = 0
     for part in parts:
@@ -123,4 +134,4 @@ def _over_projection(
     mine = parts[shard.group.rank]
     widths = tuple(len(part) * head_dim for part in parts)
     columns_of_mine = slice(mine.start * head_dim, mine.stop * head_dim)
-    return ProjectionNorm(norm, shard.group, widths, tuple(unique), picks, columns_of_mine)
+    return ProjectionNorm(norm, shard.group, widths, tuple(unique), picks, columns_of_mine, num_groups)

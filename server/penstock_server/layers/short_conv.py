@@ -63,8 +63,8 @@ class ShortConvBlock:
         size, mine = layout.shard.hidden_size, spec.channels(layout.shard).mine
         table: dict[str, Parameter] = {}
         for name in INPUTS:
-            rows = {"bias": spec.has_bias, "part": Part(0, mine), "layer": f"{prefix}.inputs"}
-            table |= layout.linear(f"{prefix}.{name}", (size, size), **rows)
+            shape, layer = (size, size), f"{prefix}.inputs"
+            table |= layout.linear(f"{prefix}.{name}", shape, bias=spec.has_bias, part=Part(0, mine), layer=layer)
         table[f"{prefix}.conv.weight"] = Parameter((size, 1, spec.width), Part(0, mine), dtype=torch.float32)
         if spec.has_bias:
             table[f"{prefix}.conv.bias"] = Parameter((size,), Part(0, mine), dtype=torch.float32)

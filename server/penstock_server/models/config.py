@@ -83,6 +83,17 @@ class Config:
             raise self.refuse(f"{key} must be a list of integers, not {values!r}")
         return None if values is None else [self._typed(key, value, int) for value in values]
 
+    def numbers(self, key: str, default: tuple[float, ...]) -> tuple[float, ...]:
+        """A list of as many numbers as the default has."""
+        values = self.values.get(key)
+        if values is None:
+            return default
+        if not isinstance(values, list | tuple) or len(values) != len(default):
+            raise self.refuse(f"{key} must be a list of {len(default)} numbers, not {values!r}")
+        # COMPAT: transformers 5 writes an infinite number as an object.
+        plain = [float(value["__float__"]) if isinstance(value, dict) else value for value in values]
+        return tuple(self._typed(key, value, float) for value in plain)
+
     def _typed(self, key: str, value: Any, kind: type[T]) -> T:
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             return kind(value)

@@ -138,15 +138,15 @@ class Decoder:
         self.adapters = None if sites is None else Adapters(sites, loader.dtype)
         if self.adapters is not None:
             self.weight_bytes += self.adapters.own_bytes
-        parts = [layer.attention for layer in self.layers]
+        parts = [part for layer in self.layers for part in layer.memories]
         layouts = {index: part.state for index, part in enumerate(parts) if part.state is not None}
-        self.caches: list[Tensor] = [torch.empty(0)] * len(layers)
+        self.caches: list[Tensor] = [torch.empty(0)] * len(parts)
         self.states: States | None = DecoderStates(layouts, self.caches, loader.device) if layouts else None
         window = window_tokens([part.attention for part in parts if part.attention is not None])
         is_recordable = context.attention.is_recordable and context.ops.name == "triton" and stage.size == 1
         self.traits = ModelTraits(
             architecture=spec.architecture,
-            attention_name=context.attention.name,
+            attention_name=context.attention.name or "no",
             vocab_size=spec.vocab_size,
             num_layers=len(layers),
             hidden_size=spec.hidden_size,
@@ -155,7 +155,8 @@ class Decoder:
             decoder_prefix=() if spec.encoder is None else spec.encoder.decoder_prefix,
             window_tokens=0 if spec.is_encoder else _widest(window, group),
             is_recordable=is_recordable and not layouts,
-            is_row_independent=context.ops.name == "native" and context.attention.name == "native",
+            # Without a name, no layer attends, as in Mamba 2.
+            is_row_independent=context.ops.name == "native" and context.attention.name in ("native", ""),
         )
         self.executor = executor_of(self._program(), context.ops, "layers", adapts=sites is not None)
 
@@ -177,7 +178,8 @@ class Decoder:
         self.executor = executor_of(self._program(), self.runtime.ops, "")
 
     def allocate_cache(self, num_blocks: int) -> None:
-        places = [index for index, layer in enumerate(self.layers) if layer.attention.state is None]
+        parts = [part for layer in self.layers for part in layer.memories]
+        places = [index for index, part in enumerate(parts) if part.state is None]
         for index in places:  # first: the old and the new pool may not fit together
             self.caches[index] = torch.empty(0)
         caches = [attention.allocate(num_blocks) for attention in self._cached]
@@ -189,7 +191,8 @@ class Decoder:
         """The attention of the layers that have a cache. An encoder reads its keys and values only in the step that
         writes them, so its layers take turns in one cache."""
         layers = self.layers[:1] if self.spec.is_encoder else self.layers
-        return [layer.attention.attention for layer in layers if layer.attention.attention is not None]
+        parts = [part for layer in layers for part in layer.memories]
+        return [part.attention for part in parts if part.attention is not None]
 
     def sample(self) -> Decoder:
         if self.encoder is not None:
@@ -203,7 +206,8 @@ class Decoder:
         sample = copy.copy(self)
         sample.traits = replace(self.traits, num_layers=len(indices))
         sample.layers = [self.layers[index] for index in indices]
-        sample.caches = [self.caches[index] for index in indices]
+        layer_of = [index for index, layer in enumerate(self.layers) for _ in layer.memories]
+        sample.caches = [cache for index, cache in zip(layer_of, self.caches, strict=True) if index in indices]
         sample.executor = executor_of(sample._program(), self.runtime.ops, "")
         return sample
 

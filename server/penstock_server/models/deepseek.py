@@ -108,7 +108,11 @@ def deepseek_v2(config: Config) -> tuple[ModelSpec, NameMap]:
 
 def deepseek_v3(config: Config) -> tuple[ModelSpec, NameMap]:
     config = config.with_defaults(**V3_DEFAULTS)
-    routing = replace(
+    return _model(config, "deepseek_v3", v3_routing(config))
+
+
+def v3_routing(config: Config) -> RoutingSpec:
+    return replace(
         _with_groups(config, _routing(config)),
         scoring="sigmoid",
         norm_power=1.0 if config.get("norm_topk_prob", True) else None,
@@ -116,7 +120,6 @@ def deepseek_v3(config: Config) -> tuple[ModelSpec, NameMap]:
         has_correction=True,
         group_score="best-two",
     )
-    return _model(config, "deepseek_v3", routing)
 
 
 def _routing(config: Config) -> RoutingSpec:

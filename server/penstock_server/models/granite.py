@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from penstock_server.models import llama
 from penstock_server.models.config import Config
-from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap
+from penstock_server.models.spec import LayerSpec, ModelSpec, Multipliers, NameMap
 
 
 def granite(config: Config) -> tuple[ModelSpec, NameMap]:
@@ -16,7 +16,7 @@ def granite(config: Config) -> tuple[ModelSpec, NameMap]:
         replace(attention, scale=config.get("attention_multiplier", 1.0)),
         llama.llama_mlp(config, bias=mlp_bias),
         llama.rms_norm(config),
-        residual_multiplier=config.get("residual_multiplier", 1.0),
+        multipliers=multipliers(config),
     )
     spec = llama.llama_model(config, "granite", (layer,) * llama.num_layers(config))
     spec = replace(
@@ -25,3 +25,8 @@ def granite(config: Config) -> tuple[ModelSpec, NameMap]:
         head=replace(spec.head, multiplier=1.0 / config.get("logits_scaling", 1.0)),
     )
     return spec, llama.NAMES
+
+
+def multipliers(config: Config) -> Multipliers:
+    factor = config.get("residual_multiplier", 1.0)
+    return Multipliers(attention=factor, mlp=factor)

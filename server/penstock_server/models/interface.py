@@ -100,7 +100,8 @@ class CausalModel(Protocol):
     traits: ModelTraits
     adapters: Adapters | None  # None: sequences have none
     images: ImageEncoder | None  # None: it reads none
-    # The KV pool, and the slots of states: a tensor per layer. Their memory pages may not have been touched.
+    # The KV pool, and the slots of states: a tensor for each part of a layer that has either.
+    # Their memory pages may not have been touched.
     caches: list[Tensor]
     states: States | None  # None: it keeps no state between tokens
 

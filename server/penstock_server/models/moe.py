@@ -9,8 +9,9 @@ from penstock_server.device.attention.interface import AttentionMask
 from penstock_server.layers.experts import MoeSpec, RoutingSpec
 from penstock_server.layers.norm import NormSpec
 from penstock_server.layers.qk_norm import QkNormSpec
-from penstock_server.models import llama
+from penstock_server.models import granite, llama
 from penstock_server.models.config import Config
+from penstock_server.models.mamba2 import ATTENTIONS, NETS, net_names, read_net
 from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec, NameMap
 from penstock_server.weights.location import Location, fused
 
@@ -140,10 +141,32 @@ def granitemoe(config: Config) -> tuple[ModelSpec, NameMap]:
 
 def granitemoeshared(config: Config) -> tuple[ModelSpec, NameMap]:
     shared_size = config.get("shared_intermediate_size", 0)
-    widths = dict.fromkeys(("gate", "up"), shared_size)
-    own = fused("layers.{i}.mlp.shared", f"{SHARED}.input_linear", widths) if shared_size else {}
-    names = GRANITE_NAMES | {**own, "layers.{i}.mlp.shared.down": f"{SHARED}.output_linear"}
+    names = GRANITE_NAMES | _granite_mlp("layers.{i}.mlp.shared", shared_size)
     return _granite(config, "granitemoeshared", shared_size), names
+
+
+def granitemoehybrid(config: Config) -> tuple[ModelSpec, NameMap]:
+    """Granite 4: Mamba 2 in place of attention in most layers, with experts or with a plain MLP."""
+    shared_size, num = config.get("shared_intermediate_size", 1024), llama.num_layers(config)
+    net, has_experts = read_net(config), num_experts(config, 8) > 0
+    if has_experts:
+        spec = _granite(config, "granitemoehybrid", shared_size)
+    else:
+        spec, _ = granite.granite(config.part({**config.values, "intermediate_size": shared_size}))
+    attention = spec.layers[0].plain_attention
+    if config.values.get("position_embedding_type") != "rope":
+        attention = replace(attention, rope=None)
+    types = config.layer_types([NETS[0]] * num, (*NETS, *ATTENTIONS))
+    layers = tuple(replace(spec.layers[0], attention=net if kind in NETS else attention) for kind in types)
+    names = GRANITE_NAMES | net_names(net, "model.layers.{i}.mamba")
+    names |= _granite_mlp("layers.{i}.mlp.shared" if has_experts else "layers.{i}.mlp", shared_size)
+    return replace(spec, architecture="granitemoehybrid", layers=layers), names
+
+
+def _granite_mlp(prefix: str, size: int) -> dict[str, str | Location]:
+    """The names of the shared expert."""
+    own = fused(prefix, f"{SHARED}.input_linear", dict.fromkeys(("gate", "up"), size)) if size else {}
+    return {**own, f"{prefix}.down": f"{SHARED}.output_linear"}
 
 
 def _granite(config: Config, architecture: str, shared_size: int = 0) -> ModelSpec:
@@ -155,7 +178,7 @@ def _granite(config: Config, architecture: str, shared_size: int = 0) -> ModelSp
         layer,
         attention=replace(layer.plain_attention, scale=config.get("attention_multiplier", 1.0)),
         mlp=replace(experts, storage="stacked", shared_intermediate_size=shared_size),
-        residual_multiplier=config.get("residual_multiplier", 1.0),
+        multipliers=granite.multipliers(config),
     )
     spec = llama.llama_model(config, architecture, (layer,) * llama.num_layers(config))
     embedding = replace(spec.embedding, multiplier=config.get("embedding_multiplier", 1.0))

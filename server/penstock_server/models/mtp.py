@@ -47,7 +47,7 @@ class MtpLayer:
         layer.append_to(program, is_last=True)
         program.output(norm)
         self._executor = executor_of(program, context.ops, "multi-token prediction layer")
-        attention = layer.attention.attention
+        attention = layer.attention.attention if layer.attention is not None else None
         assert attention is not None, "a layer that drafts attends"
         self.attention = attention
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from penstock_server.models import (
     apertus,
     baichuan,
+    bamba,
     bart,
     bert,
     bloom,
@@ -17,6 +18,7 @@ from penstock_server.models import (
     deepseek,
     exaone,
     falcon,
+    falcon_h1,
     gemma,
     glm,
     gpt2,
@@ -32,11 +34,13 @@ from penstock_server.models import (
     lfm2,
     llama,
     llama4,
+    mamba2,
     mllama,
     modernbert,
     moe,
     mpt,
     nemotron,
+    nemotron_h,
     nomic_bert,
     olmo,
     olmo_hybrid,
@@ -61,6 +65,7 @@ ARCHITECTURES: dict[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
     "apertus": apertus.apertus,
     "arcee": llama.arcee,
     "baichuan": baichuan.baichuan,
+    "bamba": bamba.bamba,
     "bart": bart.bart,
     "bloom": bloom.bloom,
     "chatglm": glm.chatglm,
@@ -76,6 +81,7 @@ ARCHITECTURES: dict[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
     "exaone": exaone.exaone,
     "exaone4": exaone.exaone4,
     "falcon": falcon.falcon,
+    "falcon_h1": falcon_h1.falcon_h1,
     "gemma": gemma.gemma,
     "gemma2": gemma.gemma2,
     "gemma3_text": gemma.gemma3,
@@ -89,6 +95,7 @@ ARCHITECTURES: dict[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
     "gptj": gptj.gptj,
     "granite": granite.granite,
     "granitemoe": moe.granitemoe,
+    "granitemoehybrid": moe.granitemoehybrid,
     "granitemoeshared": moe.granitemoeshared,
     "helium": helium.helium,
     "hunyuan_v1_dense": hunyuan.hunyuan,
@@ -102,6 +109,7 @@ ARCHITECTURES: dict[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
     "llama": llama.llama,
     "llama4_text": llama4.llama4,
     "m2m_100": bart.m2m_100,
+    "mamba2": mamba2.mamba2,
     "mbart": bart.mbart,
     "ministral": llama.ministral,
     "mistral": llama.mistral,
@@ -111,6 +119,7 @@ ARCHITECTURES: dict[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
     "mpt": mpt.mpt,
     "mt5": t5.mt5,
     "nemotron": nemotron.nemotron,
+    "nemotron_h": nemotron_h.nemotron_h,
     "olmo": olmo.olmo,
     "olmo2": olmo.olmo2,
     "olmo3": olmo.olmo3,
@@ -178,7 +187,7 @@ def read_spec(folder: Path) -> tuple[ModelSpec, NameMap]:
 def _check_scaling(config: Config, spec: ModelSpec) -> None:
     """Raises ConfigError for a scaling that would have no effect."""
     named = scalings(config)
-    has_rope = any(layer.attention.rope is not None for layer in spec.layers)
+    has_rope = any(part.rope is not None for layer in spec.layers for part in layer.memories)
     if named and (not has_rope or spec.architecture in _UNSCALED):
         kinds = ", ".join(sorted(map(repr, named)))
         raise config.refuse(f"rope scaling {kinds} has no effect on a model of type {spec.architecture!r}; remove it")

@@ -13,6 +13,7 @@ from penstock_server.layers.embedding import EmbeddingSpec
 from penstock_server.layers.experts import MoeSpec
 from penstock_server.layers.gated_delta import GatedDeltaSpec
 from penstock_server.layers.latent_attention import LatentAttentionSpec
+from penstock_server.layers.mamba2 import Mamba2Spec
 from penstock_server.layers.mlp import MlpSpec
 from penstock_server.layers.norm import NormSpec
 from penstock_server.layers.short_conv import ShortConvSpec
@@ -29,20 +30,36 @@ class NormPlacement(Enum):
     SUM = "norm(x + f(x))"  # OPT-350m, BART
 
 
+# Parts that remember earlier tokens, by keys and values or by a state.
+MemorySpec = AttentionSpec | GatedDeltaSpec | LatentAttentionSpec | Mamba2Spec | ShortConvSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Multipliers:
+    """Factors of what the parts of a layer add to the residual, and of what the MLP reads."""
+
+    attention: float = 1.0
+    beside: float = 1.0
+    mlp: float = 1.0
+    mlp_input: float = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """Attention and MLP, sequential or parallel. The type of each part's spec selects the class that runs it."""
+    """Attention and MLP, sequential or parallel, or one of them. The type of each part's spec selects the class that
+    runs it."""
 
-    attention: AttentionSpec | GatedDeltaSpec | LatentAttentionSpec | ShortConvSpec
-    mlp: MlpSpec | MoeSpec
+    attention: MemorySpec | None
+    mlp: MlpSpec | MoeSpec | None
     norm: NormSpec
     placement: NormPlacement = NormPlacement.PRE
     parallel: bool = False  # x + attention(norm(x)) + mlp(norm(x)) (GPT-J, GPT-NeoX)
     has_attention_norm: bool = True  # if there are norms before the parts (ModernBERT's first layer has none here)
     shares_norm: bool = False  # if parallel: the MLP has no norm of its own and reads the attention's
     residual_is_normed: bool = False  # the norm's result replaces the residual (a BLOOM option)
-    residual_multiplier: float = 1.0  # factor of what attention and MLP add (Granite)
+    multipliers: Multipliers = Multipliers()
     cross: AttentionSpec | None = None  # cross-attention over the source, between attention and MLP
+    beside: Mamba2Spec | None = None  # reads the attention's input; what both make is added (Falcon-H1)
 
     @property
     def plain_attention(self) -> AttentionSpec:
@@ -57,13 +74,19 @@ class LayerSpec:
         return self.mlp
 
     @property
+    def memories(self) -> tuple[MemorySpec, ...]:
+        """The parts that remember earlier tokens, in the order of their caches."""
+        return tuple(part for part in (self.beside, self.attention) if part is not None)
+
+    @property
     def has_norms_before(self) -> bool:
         return self.placement in (NormPlacement.PRE, NormPlacement.BOTH)
 
     @property
     def parts(self) -> tuple[str, ...]:
         """The parts that the residual bypasses, in order."""
-        return ("attention", "mlp") if self.cross is None else ("attention", "cross", "mlp")
+        parts = {"attention": self.attention, "cross": self.cross, "mlp": self.mlp}
+        return tuple(name for name, spec in parts.items() if spec is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,8 @@ class Case:
     @property
     def keeps_state(self) -> bool:
         """Whether some layers keep a state between tokens instead of keys and values."""
-        return "linear_num_key_heads" in self.values or self.config.startswith("Lfm2")
+        keys = ("linear_num_key_heads", "mamba_n_heads", "state_size", "ssm_state_size")
+        return any(key in self.values for key in keys) or self.config.startswith("Lfm2")
 
     @property
     def model_type(self) -> str:
@@ -164,6 +165,17 @@ OLMO_DELTA: dict[str, Any] = {
     "linear_num_value_heads": 6,
     "linear_key_head_dim": 32,
 }
+# Twelve heads in one group, which are computed as eight and four.
+MAMBA: dict[str, Any] = {
+    "hidden_size": 96,
+    "mamba_n_heads": 12,
+    "mamba_d_head": 16,
+    "mamba_d_state": 32,
+    "mamba_n_groups": 1,
+    "time_step_limit": (0.02, 0.6),
+}
+# Two groups of three heads, so that three ranks share a group.
+MAMBA2: dict[str, Any] = {"n_groups": 2, "conv_kernel": 3, "use_bias": True, "time_step_limit": (0.0, 0.5)}
 DEEPSEEK_YARN = rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=1.2)
 
 CASES: dict[str, Case] = {
@@ -277,6 +289,85 @@ CASES: dict[str, Case] = {
     "granitemoe": Case("GraniteMoeConfig", GRANITE),
     "granitemoeshared": Case(
         "GraniteMoeSharedConfig", {**GRANITE, "shared_intermediate_size": 40, "hidden_act": "gelu"}
+    ),
+    "granitemoehybrid": Case(
+        "GraniteMoeHybridConfig",
+        {
+            **GRANITE,
+            **MAMBA,
+            "shared_intermediate_size": 40,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
+    "granitemoehybrid-dense": Case(
+        "GraniteMoeHybridConfig",
+        {
+            **GRANITE,
+            **MAMBA,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 80,
+            "mamba_n_groups": 2,
+            "mamba_conv_bias": False,
+            "position_embedding_type": "rope",
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+        },
+    ),
+    "bamba": Case("BambaConfig", {**MAMBA, "mamba_n_groups": 3, "attn_layer_indices": [1]}),
+    "mamba2": Case(
+        "Mamba2Config",
+        {**MAMBA2, "num_heads": 6, "head_dim": 16, "state_size": 32},
+        {"vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 3},
+    ),
+    "falcon-h1": Case(
+        "FalconH1Config",
+        {
+            **MAMBA,
+            "mamba_n_groups": 2,
+            "mamba_d_ssm": 192,
+            "embedding_multiplier": 2.5,
+            "lm_head_multiplier": 0.7,
+            "key_multiplier": 0.8,
+            "attention_in_multiplier": 1.3,
+            "attention_out_multiplier": 0.6,
+            "ssm_in_multiplier": 0.9,
+            "ssm_out_multiplier": 1.4,
+            "mlp_multipliers": [0.8, 1.6],
+            "ssm_multipliers": [0.8, 1.1, 0.9, 1.2, 0.7],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    ),
+    "falcon-h1-norm": Case(
+        "FalconH1Config",
+        {
+            **MAMBA,
+            "mamba_d_ssm": 192,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "ssm_out_multiplier": 1.4,
+            "num_hidden_layers": 2,
+        },
+    ),
+    "nemotron-h": Case(
+        "NemotronHConfig",
+        {
+            **MAMBA2,
+            "head_dim": 16,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 16,
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention", "mlp"],
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 40,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "n_group": 2,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+        },
     ),
     "phimoe": Case("PhimoeConfig", {"num_local_experts": 4, "attention_bias": True, "lm_head_bias": True}),
     "phimoe-short-rope": Case("PhimoeConfig", phimoe_rope(256)),

@@ -105,7 +105,7 @@ def assert_same_bits(
 ) -> None:
     """cuts: chunk sizes of the text after its source, which is never cut. drafts: a cut into chunks of the sizes of
     drafts, which runs without other sequences: their steps have the fewest rows."""
-    assert model.traits.attention_name == "native"
+    assert model.traits.is_row_independent
     text, *beside = prompts(7, [length, 2 * length // 5, length // 4], VOCAB)
     company: list[list[list[int]]] = [[], beside]
     whole = logits_of(model, text, num_source, [length], [])

@@ -16,10 +16,13 @@ from penstock_server import device as devices
 from penstock_server.device.reference.ops import TorchOps
 from penstock_server.device.state import CHUNK_TOKENS
 from penstock_server.errors import ConfigError
+from penstock_server.layers.mamba2 import Mamba2Spec
 from penstock_server.models import load_model
+from penstock_server.models.config import Config
 from penstock_server.models.decoder import Decoder
 from penstock_server.models.interface import LoadOptions
-from penstock_server.models.registry import read_spec
+from penstock_server.models.registry import ARCHITECTURES, read_spec
+from penstock_server.models.spec import ModelSpec, NameMap
 from penstock_server.parallel import RankGroup
 from tiny_model import make_model, save_case
 from tiny_models import prompts
@@ -29,9 +32,16 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCK_TOKENS = 16
 CPU = torch.device("cpu")
 NAMES = [
+    "bamba",
+    "falcon-h1",
+    "falcon-h1-norm",
+    "granitemoehybrid",
+    "granitemoehybrid-dense",
     "lfm2",
     "lfm2-biases",
     "lfm2-moe",
+    "mamba2",
+    "nemotron-h",
     "olmo-hybrid",
     "olmo-hybrid-no-rope",
     "qwen3-5",
@@ -176,3 +186,51 @@ def test_layers_that_cannot_be_computed_are_refused(
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=message):
         read_spec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("bamba", {"mamba_d_state": 24}, "the state dimension of Mamba 2 must be a multiple of 16 up to 256, not 24"),
+        ("bamba", {"mamba_d_head": 8}, "the head dimension of Mamba 2 must be a multiple of 16 up to 256, not 8"),
+        ("bamba", {"mamba_n_groups": 5}, "12 heads of Mamba 2 are not a multiple of 5 groups"),
+        ("bamba", {"mamba_d_conv": 17}, "the convolution of Mamba 2 must be from 1 to 16 wide, not 17"),
+        ("bamba", {"hidden_act": "gelu"}, "hidden_act must be silu"),
+        ("bamba", {"time_step_limit": [0.1]}, "time_step_limit must be a list of 2 numbers"),
+        ("falcon-h1-norm", {"mamba_norm_before_gate": True}, "a norm before the gate is not supported"),
+        ("falcon-h1-norm", {"ssm_in_multiplier": 0.5}, "ssm_in_multiplier 0.5 with mamba_proj_bias is not supported"),
+        ("nemotron-h", {"layers_block_type": ["mamba", "rwkv"]}, "layers_block_type must name the layers"),
+        ("nemotron-h", {"moe_latent_size": 64}, "moe_latent_size is not supported"),
+    ],
+)
+def test_mamba_layers_that_cannot_be_computed_are_refused(
+    name: str, values: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    case = CASES[name]
+    config = {"model_type": case.model_type, **case.sizes, **case.values, **values}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=message):
+        read_spec(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["granitemoehybrid", "nemotron-h"])
+def test_earlier_configurations_describe_the_same_model(name: str) -> None:
+    """Publishers name layers differently, and write an infinite number as it is."""
+    case = CASES[name]
+    build, values = ARCHITECTURES[case.model_type], {**case.sizes, **case.values}
+    old = dict(values)
+    if name == "nemotron-h":
+        old["hybrid_override_pattern"] = "M-*EM-"
+        del old["layers_block_type"]
+    else:
+        old["layer_types"] = ["mamba", "attention", "mamba"]
+        old["position_embedding_type"] = "nope"
+    for limit in (float("inf"), {"__float__": "Infinity"}):
+        given = [{**each, "time_step_limit": [0.0, limit]} for each in (values, old)]
+        specs = [build(Config(each, Path("config.json"))) for each in given]
+        assert specs[0] == specs[1]
+        assert any(isinstance(part, Mamba2Spec) and part.dt_limits[1] == float("inf") for part in memories(specs[1]))
+
+
+def memories(built: tuple[ModelSpec, NameMap]) -> list[object]:
+    return [part for layer in built[0].layers for part in layer.memories]

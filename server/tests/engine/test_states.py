@@ -294,6 +294,15 @@ def test_slots_take_at_most_half_of_the_memory(monkeypatch: pytest.MonkeyPatch) 
         found.agree_on_state_slots(WarmUpConfig(64, 8, memory_fraction=0.9, num_groups=20))
 
 
+def test_blocks_without_keys_and_values_are_limited_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = probe(monkeypatch, 30)
+    found.model.kv_bytes_per_block = 0  # type: ignore[misc]
+    config = WarmUpConfig(16, 4, memory_fraction=0.9)
+    sizes = found.measure(config, lambda *_: StepTiming(), 0, lambda: 0, PhaseClock())
+    # A pool of 1 GiB in which a token counts as 1 KiB.
+    assert (sizes.num_blocks, sizes.num_snapshots) == ((1 << 20) // BLOCK_TOKENS, 4)
+
+
 def test_snapshots_take_as_much_as_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     found = probe(monkeypatch, 30)
 

@@ -95,13 +95,15 @@ def test_the_stated_memory_equals_that_of_loading(folder: Path, capsys: Any) -> 
     assert (rank["state_bytes"], rank["snapshot_bytes"], model.states) == (0, 0, None)
 
 
-def test_the_states_of_a_sequence_are_stated(tmp_path: Path, capsys: Any) -> None:
-    folder = with_tokenizer(save_case("qwen3-5", tmp_path))
+@pytest.mark.parametrize("name", ["falcon-h1", "mamba2", "nemotron-h", "qwen3-5"])
+def test_the_states_of_a_sequence_are_stated(name: str, tmp_path: Path, capsys: Any) -> None:
+    folder = with_tokenizer(save_case(name, tmp_path))
     _, report = run(capsys, str(folder), "--dtype", "float32")
     rank = report["layout"]["ranks"][0]
     model = load_model(LoadOptions(folder, torch.float32, torch.device("cpu"), 16), RankGroup())
     assert model.states is not None
     assert rank["weight_bytes"] == model.weight_bytes
+    assert rank["kv_bytes_per_token"] * 16 == model.kv_bytes_per_block
     assert (rank["state_bytes"], rank["snapshot_bytes"]) == (
         model.states.bytes_per_slot,
         model.states.bytes_per_snapshot,

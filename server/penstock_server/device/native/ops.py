@@ -14,6 +14,7 @@ import torch
 from penstock_server.device import ACTIVATION_BITS
 from penstock_server.device.activation import native_form
 from penstock_server.device.gated_delta import GatedDelta
+from penstock_server.device.mamba2 import Mamba2
 from penstock_server.device.native.build import find_build
 from penstock_server.device.quantized import Kept
 from penstock_server.device.short_conv import ShortConv
@@ -335,7 +336,11 @@ class NativeOps:
         return NativeGate(self._kernels.activation(*form, True))
 
     def pack_recurrence(self, net: Recurrence) -> NativeRecurrence:
-        packers: dict[type, Any] = {GatedDelta: self._kernels.gated_delta, ShortConv: self._kernels.short_conv}
+        packers: dict[type, Any] = {
+            GatedDelta: self._kernels.gated_delta,
+            Mamba2: self._kernels.mamba2,
+            ShortConv: self._kernels.short_conv,
+        }
         return NativeRecurrence(packers[type(net)](net), net)
 
     def clamped_swiglu(self, alpha: float, limit: float) -> Elementwise:

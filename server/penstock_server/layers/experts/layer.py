@@ -34,12 +34,15 @@ Choice = TypeVar("Choice")
 
 @dataclass(frozen=True, slots=True)
 class ExpertActivation:
-    """[rows, 2 * intermediate], gate first → [rows, intermediate]: of one expert, where no operator computes it."""
+    """[rows, 2 * intermediate], gate first, or ungated [rows, intermediate] → [rows, intermediate]: of one expert,
+    where no operator computes it."""
 
     spec: MoeSpec
 
     def __call__(self, x: Tensor) -> Tensor:
         spec = self.spec
+        if not spec.is_gated:
+            return ACTIVATIONS[spec.activation](widened(x)).to(x.dtype)
         gate, up = widened(x).chunk(2, dim=-1)
         if spec.activation != CLAMPED_SWIGLU:
             return (ACTIVATIONS[spec.activation](gate) * up).to(x.dtype)
@@ -166,11 +169,12 @@ class MixtureOfExperts:
 def _activation(spec: MoeSpec, ops: Ops) -> Elementwise:
     """Activation of gate and up, for operators that do not compute both."""
     if not isinstance(ops, NativeOps):
-        gated = ops.groups_experts and spec.activation != CLAMPED_SWIGLU
+        gated = ops.groups_experts and spec.is_gated and spec.activation != CLAMPED_SWIGLU
         return ops.gated(ACTIVATIONS[spec.activation]) if gated else ExpertActivation(spec)
     if spec.activation == CLAMPED_SWIGLU:
         return ops.clamped_swiglu(spec.swiglu_alpha, spec.swiglu_limit)
-    return ops.gated(ACTIVATIONS[spec.activation])
+    wrap = ops.gated if spec.is_gated else ops.elementwise
+    return wrap(ACTIVATIONS[spec.activation])
 
 
 def _load_experts(spec: MoeSpec, shard: ExpertShard, prefix: str, context: BuildContext) -> Experts[Any]:
@@ -185,8 +189,8 @@ def _load_experts(spec: MoeSpec, shard: ExpertShard, prefix: str, context: Build
     router = Router.load(spec.routing, f"{prefix}.router", context)
     shared_gate = context.weights(f"{prefix}.shared_gate") if spec.shared_is_gated else None
     sites = context.adapter_sites
-    site = None if sites is None else expert_sites(spec, shard, prefix, sites)
-    if ops.groups_experts:
+    site = None if sites is None or not spec.is_gated else expert_sites(spec, shard, prefix, sites)
+    if ops.groups_experts and spec.is_gated:
         from penstock_server.layers.experts.triton_experts import GroupedExperts
 
         gate_row = None if shared_gate is None else shared_gate.dense()[0][0]

@@ -26,6 +26,8 @@ STORAGES: dict[str, dict[str, str]] = {
     "transposed": {"gate_up": "e h 2i", "down": "e i h"},
     # gpt-oss in MXFP4: a tensor per matrix and expert.
     "by-output": {"gate_up": "e i2 h", "down": "e h i"},
+    # Nemotron-H: the activation of up(x), without a gate.
+    "ungated": {"up": "e i h", "down": "e h i"},
     # DBRX: the experts' rows concatenated, `down` transposed.
     "rows": {"gate": "ei h", "up": "ei h", "down": "ei h"},
 }
@@ -79,7 +81,9 @@ class MoeSpec:
 
     routing: RoutingSpec
     intermediate_size: int  # for one expert
-    activation: str = "silu"  # for the gate: a key of ACTIVATIONS, or CLAMPED_SWIGLU (gpt-oss)
+    activation: str = (
+        "silu"  # for the gate, or for up if there is none: a key of ACTIVATIONS, or CLAMPED_SWIGLU (gpt-oss)
+    )
     has_bias: bool = False  # all matrices of the experts have a bias
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
@@ -92,13 +96,20 @@ class MoeSpec:
     shared_is_gated: bool = False  # its result is multiplied by the sigmoid of a learned gate (Qwen2-MoE)
 
     @property
+    def is_gated(self) -> bool:
+        return self.storage != "ungated"
+
+    @property
     def is_swiglu(self) -> bool:
         """Whether `Ops.pack_gate_up` computes it."""
-        return self.activation != CLAMPED_SWIGLU and ACTIVATIONS[self.activation] is ACTIVATIONS["silu"]
+        return (
+            self.is_gated and self.activation != CLAMPED_SWIGLU and ACTIVATIONS[self.activation] is ACTIVATIONS["silu"]
+        )
 
     @property
     def shared(self) -> MlpSpec | None:
-        return MlpSpec(self.shared_intermediate_size, self.activation) if self.shared_intermediate_size else None
+        size = self.shared_intermediate_size
+        return MlpSpec(size, self.activation, self.is_gated) if size else None
 
     def __post_init__(self) -> None:
         _check_one_of("activation of experts", self.activation, (*ACTIVATIONS, CLAMPED_SWIGLU))
