@@ -9,13 +9,19 @@ ARGS ?=
 RUST := $(shell find proto scheduler router launcher -name '*.rs' -o -name '*.proto' -o -name Cargo.toml -o -path '*/playground/page.*') Cargo.toml Cargo.lock
 KERNELS := $(shell find kernels -name '*.rs' -o -name '*.toml' -o -name '*.py') Cargo.lock
 
-.PHONY: help setup run test test-rust test-kernels test-python test-isas chaos simulate mutants loom miri bench-scheduler lint lint-python lint-kernels lint-rust fmt bench gpu gpu-bundle docs playground wheel lock proto clean
+.PHONY: help setup builds run test test-rust test-kernels test-python test-isas chaos simulate mutants loom miri bench-scheduler lint lint-python lint-kernels lint-rust fmt bench gpu gpu-bundle docs playground wheel lock proto clean
 .DEFAULT_GOAL := help
 
 help: ## list the tasks
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-setup: .make/penstock .make/kernels ## create .venv, install the locked dependencies, build everything
+# Side by side: each build has a target folder of its own, and leaves a core idle at times. If one fails, make reports it and the
+# other one ends.
+setup: .make/venv ## create .venv, install the locked dependencies, build everything
+	@$(MAKE) --no-print-directory --jobs 2 builds
+
+builds: .make/penstock .make/kernels
+	@:
 
 run: setup ## serve the embedded model on port 3000; make run ARGS="--model-id … --num-shard 2"
 	$(BIN)/penstock $(ARGS)
@@ -167,5 +173,7 @@ clean: ## remove everything that was built
 	@mkdir -p .make && touch $@
 
 .make/kernels: .make/venv $(KERNELS)
-	$(UV) --quiet --no-deps --no-build-isolation --reinstall ./kernels
+	# uv locks .venv while it installs, so it builds before: the build of the router would wait, and give up after minutes.
+	$(BIN)/uv build --quiet --wheel --no-build-isolation --python $(BIN)/python --out-dir .make/wheel ./kernels
+	$(UV) --quiet --no-deps --reinstall .make/wheel/penstock_kernels-*.whl
 	@mkdir -p .make && touch $@

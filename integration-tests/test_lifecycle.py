@@ -90,9 +90,29 @@ def test_a_second_signal_stops_the_server_immediately() -> None:
     wait_until_gone(processes)
 
 
-def test_a_hung_worker_makes_the_server_unhealthy_until_it_resumes() -> None:
-    # The default depends on this machine's slowest step.
-    server = start("--step-timeout", "10")
+def messages(server: Server) -> list[str]:
+    """The messages of the log, each with its figures."""
+    records = [json.loads(line)["fields"] for line in server.lines]
+    return [" ".join(map(str, [record.pop("message"), *record.values()])) for record in records]
+
+
+@pytest.fixture(scope="module")
+def detailed() -> Iterator[Server]:
+    """Logs all, and waits 10 s for a step: the default depends on this machine's slowest."""
+    server = start("--step-timeout", "10", env={"LOG_LEVEL": "debug"})
+    yield server
+    assert server.stop() == 0
+
+
+def test_the_level_debug_has_each_phase_and_each_default_with_its_reason(detailed: Server) -> None:
+    lines = messages(detailed)
+    assert any(line.startswith("phase warm up: worst decode") for line in lines)
+    assert any(line.startswith("threads per rank is ") for line in lines)
+    assert any(line.startswith("attention of 9 heads of 64") for line in lines)
+
+
+def test_a_hung_worker_makes_the_server_unhealthy_until_it_resumes(detailed: Server) -> None:
+    server = detailed
     worker = server.worker_groups()[0][0]
     (stream,) = started(server, [ENDLESS])
     wait_until(lambda: ask(server, "/health/ready").status == 200)
@@ -105,7 +125,6 @@ def test_a_hung_worker_makes_the_server_unhealthy_until_it_resumes() -> None:
     wait_until(lambda: len(stream.events) > num_tokens, "the stream goes on")
     stream.drop()
     wait_until(lambda: health(server) == 200)
-    assert server.stop() == 0
 
 
 def test_a_process_that_renders_chats_may_map_half_a_gibibyte_and_its_program(server: Server) -> None:
@@ -114,15 +133,6 @@ def test_a_process_that_renders_chats_may_map_half_a_gibibyte_and_its_program(se
     assert pids
     for pid in pids:
         assert 512 << 20 <= resource.prlimit(pid, resource.RLIMIT_AS)[0] < 1 << 30
-
-
-def test_a_killed_launcher_leaves_no_worker() -> None:
-    server = start()
-    processes = [*server.processes(), *server.renderer_pids()]
-    assert len(processes) > 1
-    server.process.kill()
-    server.process.wait()
-    wait_until_gone(processes)
 
 
 def test_repeated_worker_failures_end_streams_with_an_error_and_the_server_with_status_1() -> None:
@@ -143,29 +153,28 @@ def test_repeated_worker_failures_end_streams_with_an_error_and_the_server_with_
     assert server.process.returncode == 1
 
 
-def messages(server: Server) -> list[str]:
-    """The messages of the log, each with its figures."""
-    records = [json.loads(line)["fields"] for line in server.lines]
-    return [" ".join(map(str, [record.pop("message"), *record.values()])) for record in records]
-
-
-def test_a_plain_start_is_twelve_lines_with_round_figures() -> None:
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Server]:
+    """A server without flags, which the last of its tests kills."""
     server = start()
-    wait_until(lambda: any("the standby group is ready" in line for line in server.lines))
-    lines = messages(server)
+    yield server
     server.stop()
+
+
+def test_a_plain_start_is_twelve_lines_with_round_figures(plain: Server) -> None:
+    wait_until(lambda: any("the standby group is ready" in line for line in plain.lines))
+    lines = messages(plain)
     assert len(lines) <= 12, "\n".join(lines)
     assert not [line for line in lines if re.search(r"\d\.\d{3,}(?!\.)", line)]
     assert not [line for line in lines if re.search(r"\b\d{10,}\b", line)], "bytes are in MiB or GiB"
 
 
-def test_the_level_debug_has_each_phase_and_each_default_with_its_reason() -> None:
-    server = start(env={"LOG_LEVEL": "debug"})
-    lines = messages(server)
-    server.stop()
-    assert any(line.startswith("phase warm up: worst decode") for line in lines)
-    assert any(line.startswith("threads per rank is ") for line in lines)
-    assert any(line.startswith("attention of 9 heads of 64") for line in lines)
+def test_a_killed_launcher_leaves_no_worker(plain: Server) -> None:
+    processes = [*plain.processes(), *plain.renderer_pids()]
+    assert len(processes) > 1
+    plain.process.kill()
+    plain.process.wait()
+    wait_until_gone(processes)
 
 
 @pytest.mark.native

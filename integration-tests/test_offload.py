@@ -13,9 +13,9 @@ from fault.probe import metric, restarts
 
 pytestmark = [pytest.mark.native, pytest.mark.xdist_group("offload")]
 
-# Together far more than the pool of 1,024 tokens, each with less than a half of it.
-PROMPTS = [f"Story {number}. " + "Once upon a time " * 80 for number in range(6)]
-FLAGS = ("--max-batch-total-tokens", "1024", "--max-total-tokens", "512", "--standby", "off")
+# Together far more than the pool of 512 tokens, each with less than a half of it.
+PROMPTS = [f"Story {number}. " + "Once upon a time " * 40 for number in range(6)]
+FLAGS = ("--max-batch-total-tokens", "512", "--max-total-tokens", "256", "--standby", "off")
 
 
 def tokens(server: Server, prompt: str) -> list[dict]:
@@ -38,7 +38,7 @@ def expected() -> list[list[dict]]:
     ("tiers", "flags"),
     [
         (["memory"], ["--kv-offload-gib", "0.2"]),
-        (["memory", "disk"], ["--kv-offload-gib", "0.01", "--kv-offload-disk-gib", "0.2", "--num-shard", "2"]),
+        (["memory", "disk"], ["--kv-offload-gib", "0.005", "--kv-offload-disk-gib", "0.2", "--num-shard", "2"]),
     ],
 )
 def test_prefixes_come_back_with_the_same_tokens(
@@ -50,7 +50,7 @@ def test_prefixes_come_back_with_the_same_tokens(
     offloaded = {tier: metric(server, f'penstock_kv_offloaded_blocks{{tier="{tier}"}}') for tier in ("memory", "disk")}
     assert [tier for tier, num_blocks in offloaded.items() if num_blocks > 0] == tiers
     assert [tokens(server, prompt) for prompt in PROMPTS] == expected
-    assert metric(server, "penstock_prefix_hit_tokens") > 200 * len(PROMPTS), "all prompts were there"
+    assert metric(server, "penstock_prefix_hit_tokens") > 100 * len(PROMPTS), "all prompts were there"
     assert restarts(server) == 0, "no slot has failed its check"
     os.kill(server.worker_pids()[0], signal.SIGKILL)
     assert [tokens(server, prompt) for prompt in PROMPTS] == expected, "the new worker has none of them"

@@ -123,8 +123,8 @@ def kill_in_a_prefill(server: Server) -> tuple[dict, Stream]:
     worker = ranks(server)[-1]
     while True:
         steps = int(metric(server, PREFILL_STEPS))
-        # About 4,900 tokens, which take ten steps. Another attempt has another prompt, which no prefix cache has.
-        prompt = " ".join(map(str, range(steps, steps + 1200)))
+        # About 2,900 tokens, which take six steps. Another attempt has another prompt, which no prefix cache has.
+        prompt = " ".join(map(str, range(steps, steps + 700)))
         request = {"inputs": prompt, "parameters": {"max_new_tokens": 16}}
         stream = Stream(server, request)
         wait_until(lambda steps=steps: metric(server, PREFILL_STEPS) > steps)

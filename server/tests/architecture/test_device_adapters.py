@@ -118,11 +118,9 @@ def test_experts_are_those_of_peft(name: str, tmp_path: Path) -> None:
         model = load(folder)
         first, second = loaded(model, [one, other])
         found = logits_of(model, texts(), [first, None, second])
-        plain = logits_of(model, texts(), [None] * 3)
     for text, logits, expected in zip(texts(), found, (one_model, base, other_model), strict=True):
         torch.testing.assert_close(logits, reference(expected, text), **ACCURATE)
-    torch.testing.assert_close(found[1], plain[1])
-    assert (found[0] - plain[0]).abs().max() > 0.01
+    assert (found[0] - reference(base, texts()[0])).abs().max() > 0.01
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the ranks are threads, which would share a GPU's stream")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from penstock_server.errors import ConfigError
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
@@ -104,7 +105,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "no weights": (remove("*.safetensors"), "holds no weights"),
     "no config": (remove("config.json"), "holds no config.json"),
     "nothing": (remove("*"), "is empty; a model folder holds"),
-    "adapter": (make_adapter, "is an adapter of some/base: some/base is not in the cache"),
+    "adapter": (make_adapter, "is an adapter of some/base: some/base is not in the cache, and HF_HUB_OFFLINE is set"),
     "broken config": (
         lambda folder: (folder / "config.json").write_text("{") and None,
         "config.json is not valid JSON",
@@ -121,7 +122,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_folder_is_refused_by_name(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_folder_is_refused_by_name(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # an adapter names a base on the hub
     change, message = DAMAGES[damage]
     folder = save_model(make_model("llama"), tmp_path)
     change(folder)

@@ -120,9 +120,9 @@ def warm_up(engine: Engine, watch: Callable[[], AbstractContextManager[Peak]]) -
 
 
 def run_worst(driver: Driver) -> None:
-    # Prompts up to the longest sequence, one at a time: the last chunks have the longest contexts.
+    # One prompt of each kind up to the longest sequence, one at a time: the last chunks have the longest contexts.
     for place in range(SEQUENCES):
-        driver.prefill(place, LONGEST - 32 if place < 8 else 64, [])
+        driver.prefill(place, LONGEST - 32 if place <= len(OTHERS) else 64, [])
     all_sequences = [Advance(i, 1, sample=True) for i in range(SEQUENCES)]
     for _ in range(4):
         driver.run(all_sequences)
