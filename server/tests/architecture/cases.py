@@ -445,9 +445,10 @@ CASES: dict[str, Case] = {
     "qwen3-5-moe-images": Case("Qwen3_5MoeTextConfig", DELTA_EXPERTS, published=QWEN3_5_MOE),
     "qwen3-5-moe": Case("Qwen3_5MoeTextConfig", {**DELTA_EXPERTS, "tie_word_embeddings": True}),
     "qwen3-5": Case("Qwen3_5TextConfig", {**DELTA, "tie_word_embeddings": True}),
+    # One convolution: it multiplies three numbers, and rounding adds up.
     "lfm2": Case(
         "Lfm2Config",
-        {"norm_eps": 1e-5, "full_attn_idxs": [1], "block_multiple_of": 48, "block_ffn_dim_multiplier": 1.6},
+        {"norm_eps": 1e-5, "full_attn_idxs": [0, 2], "block_multiple_of": 48, "block_ffn_dim_multiplier": 1.6},
     ),
     "lfm2-biases": Case(
         "Lfm2Config",

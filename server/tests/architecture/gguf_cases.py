@@ -49,7 +49,6 @@ SIGMOID_METADATA = {**LATENT_LENGTHS, "expert_gating_func": 2, "expert_weights_n
 DEEPSEEK_YARN = rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=0.7)
 DEEPSEEK_YARN_METADATA = {**YARN_METADATA, "rope.scaling.yarn_log_multiplier": 0.07}
 SHORT_CONV_METADATA = {
-    "attention.head_count_kv": [0, 2, 0],
     "attention.layer_norm_rms_epsilon": 1e-5,
     "shortconv.l_cache": 3,
 }
@@ -128,7 +127,9 @@ DENSE = {
     "granite": GgufCase("granite", "granite"),
     "hunyuan": GgufCase("hunyuan-dense", "hunyuan", {"rope.freq_base": 1000.0 * 50.0 ** (16 / 14)}),
     "internlm2": GgufCase("internlm2", "internlm2"),
-    "lfm2": GgufCase("lfm2", "lfm2", {**SHORT_CONV_METADATA, "feed_forward_length": 96}),
+    "lfm2": GgufCase(
+        "lfm2", "lfm2", {**SHORT_CONV_METADATA, "attention.head_count_kv": [2, 0, 2], "feed_forward_length": 96}
+    ),
     "olmo2": GgufCase("olmo2", "olmo2"),
     "olmo3": GgufCase("olmo2", "olmo3", {**YARN_METADATA, "attention.sliding_window_pattern": [True, False, True]}),
     "phi3": GgufCase("phi3", "phi3"),
