@@ -52,6 +52,7 @@ SHORT_CONV_METADATA = {
     "attention.layer_norm_rms_epsilon": 1e-5,
     "shortconv.l_cache": 3,
 }
+MROPE = [11, 11, 10, 0]
 FOUR_LAYERS = {**SIZES, "num_hidden_layers": 4}
 
 
@@ -88,7 +89,7 @@ DENSE = {
     "exaone4-no-window": GgufCase("exaone4", "exaone4-no-window"),
     "qwen2": GgufCase("qwen2", "qwen2"),
     "qwen3": GgufCase("qwen3", "qwen3"),
-    "qwen3-5": GgufCase("qwen35", "qwen3-5", {"rope.dimension_sections": [11, 11, 10, 0]}, other_order=True),
+    "qwen3-5": GgufCase("qwen35", "qwen3-5", {"rope.dimension_sections": MROPE}, other_order=True),
     "gemma": GgufCase("gemma", "gemma"),
     # GGUF lacks the scale of the queries; for small models it is the head dimension.
     "gemma2": GgufCase(
@@ -173,6 +174,9 @@ EXPERTS = {
     "qwen2moe": GgufCase(
         "qwen2moe",
         Case("Qwen2MoeConfig", {**CASES["qwen2-moe"].values, "mlp_only_layers": [], "norm_topk_prob": False}),
+    ),
+    "qwen3-5-moe": GgufCase(
+        "qwen35moe", "qwen3-5-moe", {"feed_forward_length": None, "rope.dimension_sections": MROPE}, other_order=True
     ),
     "qwen3next": GgufCase(
         "qwen3next",

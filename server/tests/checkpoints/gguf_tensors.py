@@ -18,7 +18,7 @@ from torch import Tensor
 # What llama.cpp's converter does, listed here again so that the reader is not tested against its own tables: these
 # architectures derive from its LlamaModel with permuted q and k rows, and these store norm weights plus one.
 PERMUTED = ("arcee", "baichuan", "granite", "granitemoe", "internlm2", "llama", "olmo", "smollm3")
-NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", "qwen3next", "qwen35")
+NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", "qwen3next", "qwen35", "qwen35moe")
 # Parts of gated delta networks that have rows for value heads, which go round the key heads in qwen35 files.
 OF_VALUE_HEADS = ("attn_gate", "ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")
 NOT_CONVERTED = (".attn.bias", ".masked_bias", "inv_freq", ".act_fn.alpha_p", ".act_fn.alpha_n", ".beta", ".eps")
@@ -120,11 +120,15 @@ def _split(tensors: dict[str, Tensor], config: Any, old_layout: bool) -> Iterato
 
 
 def _split_nets(tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """Splits the projections of gated delta networks, and transforms what else they have."""
+    """Splits the projections of gated delta networks and of the experts beside them, and transforms what else the
+    networks have."""
+    if not hasattr(config, "linear_num_key_heads"):
+        return tensors
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        stem, net, part = name.partition(".linear_attn.")
-        block = f"blk.{stem.split('.')[-1]}"
+        _, net, part = name.partition(".linear_attn.")
+        layer = re.search(r"\.(\d+)\.", name)
+        block = f"blk.{layer[1]}" if layer else ""
         if net and part == "in_proj_qkvz.weight":
             key_heads, group = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
             keys, values = config.linear_key_head_dim, group * config.linear_value_head_dim
@@ -135,6 +139,11 @@ def _split_nets(tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
             found[f"{block}.ssm_a"] = -tensor.exp()
         elif net and part == "dt_bias":
             found[f"{block}.ssm_dt.bias"] = tensor
+        elif name.endswith("experts.gate_up_proj"):
+            gate, up = tensor.chunk(2, 1)
+            found |= {f"{block}.ffn_gate_exps.weight": gate, f"{block}.ffn_up_exps.weight": up}
+        elif name.endswith("experts.down_proj"):
+            found[f"{block}.ffn_down_exps.weight"] = tensor
         else:
             found[name] = tensor
     return found
@@ -147,7 +156,7 @@ def _ordered(tensor: Tensor, name: str, config: Any, architecture: str) -> Tenso
         return interleave(tensor, head_dim)
     if architecture in NORMS_PLUS_ONE and name.endswith("norm.weight") and stem != "ssm_norm":
         return tensor + 1
-    if architecture == "qwen35":
+    if architecture in ("qwen35", "qwen35moe"):
         return _round_key_heads(tensor, name.removeprefix("blk.").split(".")[1], config)
     if architecture == "gpt2" and stem in ("attn_qkv", "attn_output", "ffn_up", "ffn_down"):
         return tensor.t() if tensor.dim() == 2 else tensor

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 INTERLEAVED = ("arcee", "baichuan", "granite", "granitemoe", "internlm2", "llama", "olmo", "smollm3")
 INTERLEAVED_ROWS = (".attn_q.", ".attn_k.")
 # For these architectures the file stores norm weights plus one.
-NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", "qwen3next", "qwen35")
+NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", "qwen3next", "qwen35", "qwen35moe")
 # Norms of layers that keep a state are stored as they are.
 STATE_NORM = ".ssm_norm.weight"
 # Rates of decay are stored as what multiplies the time, below 0; models have the logarithm of its size.

@@ -29,7 +29,8 @@ def sizes(metadata: Metadata) -> dict[str, Any]:
     num_heads = metadata.integer("attention.head_count")
     return {
         "hidden_size": metadata.integer("embedding_length"),
-        "intermediate_size": metadata.integer("feed_forward_length"),
+        # Files lack it where all layers have experts.
+        "intermediate_size": metadata.integer("feed_forward_length", metadata.model("expert_feed_forward_length")),
         "num_hidden_layers": num_layers(metadata),
         "num_attention_heads": num_heads,
         "num_key_value_heads": metadata.integer("attention.head_count_kv", num_heads),

@@ -175,10 +175,17 @@ def _qwen3moe(metadata: Metadata) -> dict[str, Any]:
     return _qwen_moe(metadata, "Qwen3MoeForCausalLM", "qwen3_moe", normalizes=True)
 
 
-def _qwen3next(metadata: Metadata) -> dict[str, Any]:
+def _qwen3next(
+    metadata: Metadata, class_name: str = "Qwen3NextForCausalLM", model_type: str = "qwen3_next"
+) -> dict[str, Any]:
     shared = metadata.integer("expert_shared_feed_forward_length")
     more = {"shared_expert_intermediate_size": shared, **gated_delta(metadata)}
-    return _qwen_moe(metadata, "Qwen3NextForCausalLM", "qwen3_next", normalizes=True, **more)
+    return _qwen_moe(metadata, class_name, model_type, normalizes=True, **more)
+
+
+def _qwen35moe(metadata: Metadata) -> dict[str, Any]:
+    config = _qwen3next(metadata, "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text")
+    return {**config, "linear_heads_are_tiled": True}
 
 
 BUILDERS: dict[str, Callable[[Metadata], dict[str, Any]]] = {
@@ -191,6 +198,7 @@ BUILDERS: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "olmoe": _olmoe,
     "phimoe": _phimoe,
     "qwen2moe": _qwen2moe,
+    "qwen35moe": _qwen35moe,
     "qwen3moe": _qwen3moe,
     "qwen3next": _qwen3next,
 }

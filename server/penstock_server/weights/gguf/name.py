@@ -72,6 +72,7 @@ ARCHITECTURE_NAMES = {
     "lfm2moe": SHORT_CONVOLUTION,
     "gpt-oss": {"mlp_norm": "post_attention_norm"},
     "qwen35": {"mlp_norm": "post_attention_norm"},
+    "qwen35moe": {"mlp_norm": "post_attention_norm"},
     "qwen3next": {"mlp_norm": "post_attention_norm"},
     "seed_oss": {"mlp_norm": "post_attention_norm"},
     "t5": {"attention.output": "attn_o"},
