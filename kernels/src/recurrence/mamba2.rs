@@ -29,7 +29,7 @@ pub(crate) struct Mamba2 {
     dt_limits: (f32, f32),
     gate_factor: f32,
     dt_factor: f32,
-    /// The columns of x, B and C of each group, gates, and dt of each head.
+    /// Columns of "mixed": x, B and C of each group, gates, and dt of each head.
     input_widths: [usize; 1],
 }
 

@@ -22,7 +22,7 @@ from penstock_server.layers.shard import HeadSplit, Shard
 from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.loader import Parameter
 
-_DIM_MULTIPLE = 16  # of the dimensions of a state: the lanes of a vector of the native kernels
+_DIM_MULTIPLE = 16  # dimensions of a state are multiples of it: the lanes of a vector of the native kernels
 _MAX_DIM = 256  # the limit of every build of the native kernels
 _CONVOLVED = ("x", "b", "c")
 
@@ -36,14 +36,14 @@ class Mamba2Spec:
     head_dim: int
     state_dim: int
     conv_width: int  # rows that the convolution mixes
-    norm_eps: float | None  # of the norm of the gated outputs of each group; None: there is no norm
+    norm_eps: float | None  # epsilon of the norm of each group's gated outputs; None: there is no norm
     dt_limits: tuple[float, float] = (0.0, float("inf"))
     has_conv_bias: bool = True
     has_bias: bool = False  # the projection of the input has one
     output_bias: bool = False
     gate_factor: float = 1.0  # these multiply what the projection makes (Falcon-H1)
     dt_factor: float = 1.0
-    conv_factors: tuple[float, float, float] = (1.0, 1.0, 1.0)  # of x, B and C
+    conv_factors: tuple[float, float, float] = (1.0, 1.0, 1.0)  # factors of x, B and C
     rope: ClassVar[None] = None
 
     def __post_init__(self) -> None:

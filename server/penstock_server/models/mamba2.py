@@ -26,7 +26,7 @@ SPELLINGS = {
     "mamba_expand": "expand",
     "rms_norm_eps": "layer_norm_epsilon",
 }
-MAX_TOKENS = 1 << 20  # of a model in which nothing limits it
+MAX_TOKENS = 1 << 20  # longest sequence of a model in which nothing limits it
 
 
 def mamba2(config: Config) -> tuple[ModelSpec, NameMap]:
