@@ -19,7 +19,7 @@ WHOLE = (
     r"(.*norm.*|(encoder\.)?positions\.weight|project_(in|out)\.weight|.*\.(router|alpha_[pn]).*|"
     r".*\.(q_a|kv_a|shared_gate)\..*)"
 )
-KV = r".*\.attention\.((k|v)(_norm)?|net\.(conv\.)?(q|k))\.(weight|bias)"
+KV = r".*\.(attention|beside)\.((k|v)(_norm)?|net\.(conv\.)?(q|k|b|c))\.(weight|bias)"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -34,7 +34,8 @@ def test_only_expected_parameters_are_replicated(name: str, tmp_path: Path) -> N
 
 def fewest_kv_heads(folder: Path) -> int:
     spec, _ = read_spec(folder)
-    return min(getattr(layer.attention, "num_kv_heads", layer.attention.num_heads) for layer in spec.layers)
+    parts = [part for layer in spec.layers for part in layer.memories]
+    return min(getattr(part, "num_kv_heads", part.num_heads) for part in parts)
 
 
 def test_ranks_hold_whole_experts_if_there_are_enough(tmp_path: Path) -> None:
