@@ -30,7 +30,7 @@ class ShortConvSpec:
     """As many channels as the hidden size has."""
 
     width: int  # rows that the convolution mixes
-    has_bias: bool = False  # of the convolution and of both projections
+    has_bias: bool = False  # the convolution and both projections have one
     rope: ClassVar[None] = None
 
     def __post_init__(self) -> None:

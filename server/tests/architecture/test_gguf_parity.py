@@ -151,7 +151,7 @@ def test_transformers_puts_the_heads_of_the_test_file_back_in_its_own_order(tmp_
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **options).state_dict()
     expected = reference.state_dict()
     assert found.keys() == expected.keys()
-    for key in expected.keys() - {"model.embed_tokens.weight", "lm_head.weight"}:  # of the size of the file's tokenizer
+    for key in expected.keys() - {"model.embed_tokens.weight", "lm_head.weight"}:  # sized as the tokenizer
         torch.testing.assert_close(found[key], expected[key], rtol=0, atol=2e-7, msg=key)
 
 

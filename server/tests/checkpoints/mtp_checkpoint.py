@@ -57,9 +57,9 @@ class Layout:
     config: str
     values: dict[str, Any]
     parts: tuple[str, str, str, str]  # the norms of tokens and of outputs, the projection, and the last norm
-    prefix: str  # of the parts
-    layer: str  # prefix of the rest of the layer
-    has_copies: bool  # of embedding and head
+    prefix: str  # in front of the names of the parts
+    layer: str  # the same for the rest of the layer
+    has_copies: bool  # the layer has copies of embedding and head
     offset: float = 0.0  # added to the weights of norms
 
 

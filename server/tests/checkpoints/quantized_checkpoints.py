@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 Tensors = dict[str, Tensor]
 FILE = "model.safetensors"
 HEADS = ("lm_head", "embed_out")
-FEWEST_ROWS = 8  # of a matrix that is quantized
+FEWEST_ROWS = 8  # matrices with fewer are not quantized
 # A linear layer's name and weight → its tensors in the checkpoint, and the weight that they stand for.
 Quantize = Callable[[str, Tensor], tuple[Tensors, Tensor]]
 

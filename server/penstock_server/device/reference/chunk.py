@@ -15,7 +15,7 @@ from penstock_server.device.state import CHUNK_TOKENS, RING_TOKENS, StateLayout
 class Chunk:
     layout: StateLayout
     slot: Tensor  # [layout.slot]
-    position: int  # of the first row
+    position: int  # the first row's
     num_rows: int
 
     @property
