@@ -70,7 +70,7 @@ class Architecture:
     values: dict[str, Any]
     gguf: str = ""  # its name in GGUF files; empty: it is not tested in them
     num_ranks: int = 2
-    rounding: float = 0.08  # of the logits, at most, as a share of them
+    rounding: float = 0.08  # the largest error of the logits, as a share of them
 
 
 ARCHITECTURES = {
