@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from penstock_server.layers.attention import AttentionSpec
@@ -89,12 +89,13 @@ def _with_drafter(names: NameMap, number: int) -> NameMap:
         name = name.replace("model.layers.{i}", "mtp.layers.0")
         return name if isinstance(value, str) else replace(value, name=name)
 
-    own = {
-        key.replace("{i}", str(number)): moved(value) for key, value in names.names.items() if key.startswith("layers.")
-    }
-    for ours, theirs in MTP.items():
-        own[f"layers.{number}.mtp.{ours}"] = f"mtp.{theirs}"
-    return replace(names | own, ignored=(DRAFTER,))
+    def own(names: Mapping[str, str | Location]) -> dict[str, str | Location]:
+        layer = {key: value for key, value in names.items() if key.startswith("layers.")}
+        return {key.replace("{i}", str(number)): moved(value) for key, value in layer.items()}
+
+    mtp: dict[str, str | Location] = {f"layers.{number}.mtp.{ours}": f"mtp.{theirs}" for ours, theirs in MTP.items()}
+    others = {**names.others, **own(names.others)}
+    return replace(names | own(names.names) | mtp, others=others, ignored=(DRAFTER,))
 
 
 def _layers(config: Config, net: GatedDeltaSpec) -> tuple[LayerSpec, ...]:

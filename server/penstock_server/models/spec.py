@@ -235,13 +235,12 @@ class ModelSpec:
 
     def with_expert_storage(self, storage: str) -> ModelSpec:
         """The spec for a checkpoint whose format stores experts differently. storage: a key of STORAGES."""
-        return replace(
-            self,
-            layers=tuple(
-                replace(layer, mlp=replace(layer.mlp, storage=storage)) if isinstance(layer.mlp, MoeSpec) else layer
-                for layer in self.layers
-            ),
-        )
+
+        def stored(layer: LayerSpec) -> LayerSpec:
+            return replace(layer, mlp=replace(layer.mlp, storage=storage)) if isinstance(layer.mlp, MoeSpec) else layer
+
+        mtp = None if self.mtp is None else stored(self.mtp)
+        return replace(self, layers=tuple(map(stored, self.layers)), mtp=mtp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +274,7 @@ class NameMap:
     def locate(self, parameter: str) -> Location:
         """layers.3.attention.q.weight → model.layers.3.self_attn.q_proj.weight"""
         layer, name = split_layer(parameter)
-        if parameter.rpartition(".")[0] in self.names:
+        if parameter in self.names or parameter.rpartition(".")[0] in self.names:
             layer, name = None, parameter
         if layer is not None and self.layers:
             layer = self.layers[layer]
