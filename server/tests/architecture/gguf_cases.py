@@ -7,7 +7,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from cases import CASES, DEEPSEEK, DELTA, GPT2_SIZES, GRANITE, LONGROPE, PLAIN, SIZES, T5_SIZES, Case, rope
+from cases import (
+    CASES,
+    DEEPSEEK,
+    DELTA,
+    GPT2_SIZES,
+    GRANITE,
+    LONGROPE,
+    MAMBA,
+    PLAIN,
+    SIZES,
+    T5_SIZES,
+    VOCAB,
+    Case,
+    rope,
+)
 from published import BAICHUAN_13B
 
 
@@ -52,6 +66,16 @@ SHORT_CONV_METADATA = {
     "attention.layer_norm_rms_epsilon": 1e-5,
     "shortconv.l_cache": 3,
 }
+MAMBA_METADATA = {
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 32,
+    "ssm.group_count": 1,
+    "ssm.time_step_rank": 12,
+    "ssm.inner_size": 192,
+    "rope.scaling.finetuned": False,
+}
+# GGUF has no limits of the time step.
+GRANITE_MAMBA = {**GRANITE, **MAMBA, "time_step_limit": (0.0, float("inf")), "shared_intermediate_size": 40}
 MROPE = [11, 11, 10, 0]
 FOUR_LAYERS = {**SIZES, "num_hidden_layers": 4}
 
@@ -128,6 +152,42 @@ DENSE = {
     "granite": GgufCase("granite", "granite"),
     "hunyuan": GgufCase("hunyuan-dense", "hunyuan", {"rope.freq_base": 1000.0 * 50.0 ** (16 / 14)}),
     "internlm2": GgufCase("internlm2", "internlm2"),
+    "mamba2": GgufCase(
+        "mamba2",
+        Case(
+            "Mamba2Config",
+            {"num_heads": 12, "head_dim": 16, "state_size": 32, "n_groups": 2, "use_conv_bias": True},
+            {"vocab_size": VOCAB, "hidden_size": 96, "num_hidden_layers": 3},
+        ),
+        {
+            **MAMBA_METADATA,
+            "ssm.group_count": 2,
+            "context_length": 1 << 20,
+            "attention.head_count": 0,
+            "attention.layer_norm_rms_epsilon": 1e-5,
+        },
+    ),
+    "granitehybrid-dense": GgufCase(
+        "granitehybrid",
+        Case(
+            "GraniteMoeHybridConfig",
+            {
+                **GRANITE_MAMBA,
+                "num_local_experts": 0,
+                "mamba_n_groups": 2,
+                "mamba_conv_bias": False,
+                "position_embedding_type": "rope",
+                "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            },
+        ),
+        {
+            **MAMBA_METADATA,
+            "ssm.group_count": 2,
+            "attention.head_count_kv": [2, 0, 0],
+            "expert_count": None,
+            "rope.scaling.finetuned": True,
+        },
+    ),
     "lfm2": GgufCase(
         "lfm2", "lfm2", {**SHORT_CONV_METADATA, "attention.head_count_kv": [2, 0, 2], "feed_forward_length": 96}
     ),
@@ -206,6 +266,14 @@ EXPERTS = {
         },
     ),
     "olmoe": GgufCase("olmoe", "olmoe"),
+    "granitehybrid": GgufCase(
+        "granitehybrid",
+        Case(
+            "GraniteMoeHybridConfig",
+            {**GRANITE_MAMBA, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+        ),
+        {**MAMBA_METADATA, "attention.head_count_kv": [0, 2, 0]},
+    ),
     "granitemoe": GgufCase("granitemoe", "granitemoe"),
     "granitemoeshared": GgufCase(
         "granitemoe", Case("GraniteMoeSharedConfig", {**GRANITE, "shared_intermediate_size": 40})

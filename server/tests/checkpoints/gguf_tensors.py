@@ -17,7 +17,7 @@ from torch import Tensor
 
 # What llama.cpp's converter does, listed here again so that the reader is not tested against its own tables: these
 # architectures derive from its LlamaModel with permuted q and k rows, and these store norm weights plus one.
-PERMUTED = ("arcee", "baichuan", "granite", "granitemoe", "internlm2", "llama", "olmo", "smollm3")
+PERMUTED = ("arcee", "baichuan", "granite", "granitehybrid", "granitemoe", "internlm2", "llama", "olmo", "smollm3")
 NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", "qwen3next", "qwen35", "qwen35moe")
 # Parts of gated delta networks that have rows for value heads, which go round the key heads in qwen35 files.
 OF_VALUE_HEADS = ("attn_gate", "ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")
@@ -45,7 +45,7 @@ def gguf_tensors(
     architectures = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
     table = gguf.get_tensor_name_map(architectures[architecture], config.num_hidden_layers)
     found: dict[str, Tensor] = {}
-    for name, tensor in _split(_split_nets(_stacked(published_tensors(model)), config), config, old_layout):
+    for name, tensor in _split(_split_states(_stacked(published_tensors(model)), config), config, old_layout):
         if name.endswith(NOT_CONVERTED):
             continue
         # BLOOM's converter removes the prefix first.
@@ -53,7 +53,7 @@ def gguf_tensors(
         gguf_name = next(filter(None, (table.get_name(each, (".weight", ".bias")) for each in names)), None) or name
         assert gguf_name.startswith(("blk.", "enc.", "dec.", "output", "token_embd", "position_embd")), name
         found[gguf_name] = _ordered(tensor, gguf_name, config, architecture)
-    return {name: tensor.float().squeeze().numpy() for name, tensor in found.items()}
+    return {name: _squeezed(tensor.float(), name).numpy() for name, tensor in found.items()}
 
 
 def published_tensors(model: transformers.PreTrainedModel) -> dict[str, Tensor]:
@@ -119,11 +119,43 @@ def _split(tensors: dict[str, Tensor], config: Any, old_layout: bool) -> Iterato
             yield name, tensor
 
 
+def _squeezed(tensor: Tensor, name: str) -> Tensor:
+    """Without dimensions of size 1, but for vectors of Mamba 2."""
+    return tensor if name.endswith(("ssm_a", "ssm_d")) else tensor.squeeze()
+
+
+def _split_states(tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """Splits and transforms what layers have that keep a state."""
+    return _split_nets(tensors, config) if hasattr(config, "linear_num_key_heads") else _split_mamba(tensors, config)
+
+
+def _split_mamba(tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        layer = re.fullmatch(r".*\.layers\.(\d+)\.(mamba|mixer|shared_mlp)\.(.+)", name)
+        block, part = (f"blk.{layer[1]}", layer[3]) if layer else ("", "")
+        if part == "A_log":
+            found[f"{block}.ssm_a"] = -tensor.exp()[:, None]
+        elif part == "D":
+            found[f"{block}.ssm_d"] = tensor[:, None]
+        elif part == "dt_bias":
+            found[f"{block}.ssm_dt.bias"] = tensor
+        elif part == "norm.weight":
+            groups = getattr(config, "mamba_n_groups", None) or config.n_groups
+            found[f"{block}.ssm_norm.weight"] = tensor.view(groups, -1)
+        elif part == "input_linear.weight" and not config.num_local_experts:
+            for half, rows in zip(("gate", "up"), tensor.chunk(2), strict=True):
+                found[f"{block}.ffn_{half}.weight"] = rows
+        elif part == "output_linear.weight" and not config.num_local_experts:
+            found[f"{block}.ffn_down.weight"] = tensor
+        else:
+            found[name] = tensor
+    return found
+
+
 def _split_nets(tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """Splits the projections of gated delta networks and of the experts beside them, and transforms what else the
     networks have."""
-    if not hasattr(config, "linear_num_key_heads"):
-        return tensors
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         _, net, part = name.partition(".linear_attn.")

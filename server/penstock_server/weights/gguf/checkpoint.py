@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 # For these architectures llama.cpp's converter interleaves the two halves of each head's q and k rows, because its rope
 # rotates neighbouring pairs.
-INTERLEAVED = ("arcee", "baichuan", "granite", "granitemoe", "internlm2", "llama", "olmo", "smollm3")
+INTERLEAVED = ("arcee", "baichuan", "granite", "granitehybrid", "granitemoe", "internlm2", "llama", "olmo", "smollm3")
 INTERLEAVED_ROWS = (".attn_q.", ".attn_k.")
 # For these architectures the file stores norm weights plus one.
 NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", "qwen3next", "qwen35", "qwen35moe")
@@ -51,7 +51,7 @@ class GgufCheckpoint:
         if metadata.architecture not in BUILDERS:
             raise unsupported(metadata)
         self.metadata = metadata
-        self.head_dim = head_dim(metadata)
+        self.head_dim = head_dim(metadata) if metadata.architecture in INTERLEAVED else 0
         # Errors name the user's files, not the links of `gguf_folder` to them.
         self.files = tuple(WeightFile(part.resolve()) for part in header.paths)
         for info in header.tensors.values():

@@ -33,10 +33,18 @@ def sizes(metadata: Metadata) -> dict[str, Any]:
         "intermediate_size": metadata.integer("feed_forward_length", metadata.model("expert_feed_forward_length")),
         "num_hidden_layers": num_layers(metadata),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": metadata.integer("attention.head_count_kv", num_heads),
+        "num_key_value_heads": _most_kv_heads(metadata, num_heads),
         "head_dim": head_dim(metadata),
         "max_position_embeddings": metadata.integer("context_length"),
     }
+
+
+def _most_kv_heads(metadata: Metadata, num_heads: int) -> int:
+    """The KV heads of layers with attention."""
+    found = metadata.model("attention.head_count_kv")
+    if isinstance(found, list) and 0 in found:
+        return max(kv_heads(metadata)) or 1
+    return metadata.integer("attention.head_count_kv", num_heads)
 
 
 def llama_like(metadata: Metadata, class_name: str, model_type: str, **more: Any) -> dict[str, Any]:
@@ -72,6 +80,31 @@ def gated_delta(metadata: Metadata) -> dict[str, Any]:
         "linear_value_head_dim": inner_size // num_heads,
         "full_attention_interval": metadata.integer("full_attention_interval", 4),
     }
+
+
+def mamba2(metadata: Metadata) -> dict[str, Any]:
+    """The entries of Mamba 2 in place of attention."""
+    num_heads, inner_size = metadata.size("ssm.time_step_rank"), metadata.integer("ssm.inner_size")
+    if inner_size % num_heads:
+        raise metadata.error(f"ssm.inner_size {inner_size} is not a multiple of ssm.time_step_rank {num_heads}")
+    return {
+        "mamba_n_heads": num_heads,
+        "mamba_d_head": inner_size // num_heads,
+        "mamba_n_groups": metadata.integer("ssm.group_count"),
+        "mamba_d_state": metadata.integer("ssm.state_size"),
+        "mamba_d_conv": metadata.integer("ssm.conv_kernel"),
+        "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in metadata.header.tensors),
+    }
+
+
+def kv_heads(metadata: Metadata) -> list[int]:
+    """The KV heads of each layer; 0: it has no attention. Layers with attention have equally many."""
+    num = num_layers(metadata)
+    found = metadata.require_model("attention.head_count_kv")
+    of_layers = found[:num] if isinstance(found, list) else [found] * num
+    if len({*of_layers} - {0}) > 1:
+        raise metadata.error(f"{metadata.architecture}.attention.head_count_kv differs between layers with attention")
+    return of_layers
 
 
 def with_layer_norm(metadata: Metadata, class_name: str, model_type: str, **more: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -9,6 +10,8 @@ from penstock_server.weights.gguf.decoder import num_layers
 from penstock_server.weights.gguf.header import TensorInfo
 from penstock_server.weights.gguf.metadata import Metadata
 
+# llama.cpp's converter gives vectors of Mamba 2 two dimensions.
+VECTORS = (".ssm_a", ".ssm_d", ".ssm_norm.weight")
 CONVOLUTIONS = (".ssm_conv1d.weight", ".shortconv.conv.weight")
 
 
@@ -35,6 +38,8 @@ def stored_tensors(metadata: Metadata) -> dict[str, TensorInfo]:
     for name, info in metadata.header.tensors.items():
         if name.endswith("ffn_gate_inp_shexp.weight") and len(info.shape) == 1:
             info = replace(info, shape=(1, *info.shape))  # llama.cpp's converter drops dimensions of size 1
+        if name.endswith(VECTORS):
+            info = replace(info, shape=(math.prod(info.shape),))
         if name.endswith(CONVOLUTIONS) and len(info.shape) == 2:
             info = replace(info, shape=(info.shape[0], 1, info.shape[1]))
         if not name.endswith((".attn_k_b.weight", ".attn_v_b.weight")):

@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from penstock_server.weights.gguf.decoder import gated_delta, head_dim, layer_types, llama_like, num_layers
-from penstock_server.weights.gguf.llama import granite, lfm2, llama
+from penstock_server.weights.gguf.decoder import (
+    gated_delta,
+    head_dim,
+    kv_heads,
+    layer_types,
+    llama_like,
+    mamba2,
+    num_layers,
+)
+from penstock_server.weights.gguf.llama import granite, granite_like, lfm2, llama
 from penstock_server.weights.gguf.metadata import Metadata
 from penstock_server.weights.gguf.rope import rope_parameters
 
@@ -136,6 +144,28 @@ def _lfm2moe(metadata: Metadata) -> dict[str, Any]:
     }
 
 
+def _granitehybrid(metadata: Metadata) -> dict[str, Any]:
+    """Granite 4, dense or with experts. Layers without KV heads have Mamba 2."""
+    num_kv_heads, num_experts = kv_heads(metadata), metadata.integer("expert_count", 0)
+    size = metadata.integer("expert_shared_feed_forward_length", 0) if num_experts else _dense_width(metadata)
+    has_rope = metadata.model("rope.scaling.finetuned", True)
+    return {
+        **granite_like(metadata, "GraniteMoeHybridForCausalLM", "granitemoehybrid"),
+        **mamba2(metadata),
+        **(_routing(metadata) if num_experts else {}),
+        "num_local_experts": num_experts,
+        "shared_intermediate_size": size,
+        "layer_types": ["attention" if heads else "mamba" for heads in num_kv_heads],
+        "position_embedding_type": "rope" if has_rope else "nope",
+    }
+
+
+def _dense_width(metadata: Metadata) -> int:
+    """The intermediate size of an MLP without experts."""
+    gate = metadata.header.tensors.get("blk.0.ffn_gate.weight")
+    return metadata.integer("feed_forward_length") if gate is None else gate.shape[0]
+
+
 def _olmoe(metadata: Metadata) -> dict[str, Any]:
     num_experts = metadata.integer("expert_count")
     return llama_like(metadata, "OlmoeForCausalLM", "olmoe", num_experts=num_experts, **_routing(metadata))
@@ -192,6 +222,7 @@ BUILDERS: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "dbrx": _dbrx,
     "deepseek2": _deepseek2,
     "gpt-oss": _gpt_oss,
+    "granitehybrid": _granitehybrid,
     "granitemoe": _granitemoe,
     "lfm2moe": _lfm2moe,
     "llama": _llama,  # Mixtral, where there are experts

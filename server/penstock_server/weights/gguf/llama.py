@@ -6,7 +6,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from penstock_server.weights.gguf.decoder import gated_delta, head_dim, layer_types, llama_like, num_layers
+from penstock_server.weights.gguf.decoder import (
+    gated_delta,
+    head_dim,
+    kv_heads,
+    layer_types,
+    llama_like,
+    mamba2,
+    num_layers,
+)
 from penstock_server.weights.gguf.metadata import Metadata
 from penstock_server.weights.gguf.rope import rope_parameters
 
@@ -97,6 +105,10 @@ def granite(metadata: Metadata, class_name: str = "GraniteForCausalLM", model_ty
     """Granite 3, dense or with experts."""
     if not metadata.model("rope.scaling.finetuned", True):
         raise metadata.error(f"{metadata.architecture} without rope is not supported")
+    return granite_like(metadata, class_name, model_type)
+
+
+def granite_like(metadata: Metadata, class_name: str, model_type: str) -> dict[str, Any]:
     config = llama_like(metadata, class_name, model_type, mlp_bias=metadata.has("blk.0.ffn_gate.bias"))
     # Files store 0 for a scale that the model does not have.
     return {
@@ -116,18 +128,14 @@ def lfm2(metadata: Metadata, class_name: str = "Lfm2ForCausalLM", model_type: st
     """LFM2, dense or with experts. Layers without KV heads have short convolutions."""
     if metadata.integer("attention.sliding_window", 0) or not metadata.model("attention.causal", True):
         raise metadata.error(f"{metadata.architecture} with a sliding window, or as an encoder, is not supported")
-    num = num_layers(metadata)
-    found = metadata.require_model("attention.head_count_kv")
-    num_kv_heads = found[:num] if isinstance(found, list) else [found] * num
-    if len({*num_kv_heads} - {0}) > 1:
-        raise metadata.error(f"{metadata.architecture}.attention.head_count_kv differs between layers with attention")
+    num_kv_heads = kv_heads(metadata)
     return {
         "architectures": [class_name],
         "model_type": model_type,
         "hidden_size": metadata.integer("embedding_length"),
         "intermediate_size": metadata.integer("feed_forward_length"),
         "block_auto_adjust_ff_dim": False,
-        "num_hidden_layers": num,
+        "num_hidden_layers": num_layers(metadata),
         "num_attention_heads": metadata.integer("attention.head_count"),
         "num_key_value_heads": max(num_kv_heads, default=0) or 1,
         "head_dim": head_dim(metadata),
@@ -136,6 +144,19 @@ def lfm2(metadata: Metadata, class_name: str = "Lfm2ForCausalLM", model_type: st
         "rope_parameters": rope_parameters(metadata, head_dim(metadata)),
         "conv_L_cache": metadata.integer("shortconv.l_cache"),
         "layer_types": ["full_attention" if heads else "conv" for heads in num_kv_heads],
+    }
+
+
+def _mamba2(metadata: Metadata) -> dict[str, Any]:
+    return {
+        "architectures": ["Mamba2ForCausalLM"],
+        "model_type": "mamba2",
+        "hidden_size": metadata.integer("embedding_length"),
+        "num_hidden_layers": num_layers(metadata),
+        "layer_norm_epsilon": metadata.number("attention.layer_norm_rms_epsilon"),
+        "hidden_act": "silu",
+        "max_position_embeddings": metadata.integer("context_length"),
+        **mamba2(metadata),
     }
 
 
@@ -194,6 +215,7 @@ BUILDERS: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "granite": granite,
     "internlm2": _internlm2,
     "lfm2": lfm2,
+    "mamba2": _mamba2,
     "olmo2": _olmo2,
     "phi3": _phi3,
     "qwen35": _qwen35,

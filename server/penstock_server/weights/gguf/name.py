@@ -22,6 +22,7 @@ LAYER_NAMES = {
     "attention.net.a": "ssm_alpha",
     "attention.net.b": "ssm_beta",
     "attention.net.a_log": "ssm_a",
+    "attention.net.skip": "ssm_d",
     "attention.net.dt_bias": "ssm_dt.bias",
     "attention.net.norm": "ssm_norm",
     "attention.net.output": "ssm_out",
@@ -134,6 +135,8 @@ class GgufLocator:
         if block == "attention.net" and of_short in self.shapes and key in ("b", "c", "x"):
             widths = dict.fromkeys(("b", "c", "x"), self.metadata.integer("embedding_length"))
             return fused(block, of_short, widths)[stem]
+        if f"{prefix}ssm_in.weight" in self.shapes and block in ("attention.net", "attention.net.conv"):
+            return self._of_mamba2(block, prefix, suffix).get(stem)
         if block == "attention.net" and key in ("b", "a"):
             return fused(block, f"{prefix}ssm_ba.{suffix}", *self._net_rates())[stem]
         if block in ("attention.net", "attention.net.conv"):
@@ -155,6 +158,15 @@ class GgufLocator:
         """Whether `ffn_up` holds gate and up, as for Phi-3 and GLM."""
         width = self.metadata.integer("feed_forward_length")
         return f"{prefix}ffn_gate.weight" not in self.shapes and self.shapes[name][0] == 2 * width
+
+    def _of_mamba2(self, block: str, prefix: str, suffix: str) -> dict[str, Location]:
+        """The strips of the projection, or of the convolution, of a layer of Mamba 2."""
+        keys = self.metadata.integer("ssm.group_count") * self.metadata.integer("ssm.state_size")
+        values, num_heads = self.metadata.integer("ssm.inner_size"), self.metadata.integer("ssm.time_step_rank")
+        convolved = {"x": values, "b": keys, "c": keys}
+        if block.endswith(".conv"):
+            return fused(block, f"{prefix}ssm_conv1d.{suffix}", convolved)
+        return fused(block, f"{prefix}ssm_in.{suffix}", {"z": values, **convolved, "dt": num_heads})
 
     def _net_rates(self) -> tuple[dict[str, int], int]:
         """The rows of the two numbers of each head of a gated delta network, and the key heads by which they are
