@@ -125,6 +125,10 @@ FACTORS = {
 }
 
 
+# What layers have that keep a state, besides projections.
+NEVER_QUANTIZED = ("conv.weight", "ssm_conv1d.weight", "ssm_a", "ssm_d", "ssm_norm.weight")
+
+
 def random_blocks(shape: tuple[int, ...], kind: str, deviation: float, seed: int) -> np.ndarray:
     """Blocks of a type in FACTORS with random codes and scales. Each has weights of this standard deviation."""
     weights, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
@@ -151,7 +155,7 @@ def write_gguf(path: Path, metadata: dict[str, Any], tensors: dict[str, np.ndarr
     writer = raw_writer(path, metadata)
     type_ = gguf.GGMLQuantizationType[kind]
     for name, array in tensors.items():
-        if array.ndim == 1 or kind == "F32" or "ssm_conv1d" in name:
+        if array.ndim == 1 or kind == "F32" or name.endswith(NEVER_QUANTIZED):
             writer.add_tensor(name, array.astype(np.float32))
         elif kind in FACTORS:
             blocks = random_blocks(array.shape, kind, float(array.std()), zlib.crc32(name.encode()))

@@ -4,7 +4,7 @@ on one rank and on several."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,32 @@ DELTA = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
 }
+MAMBA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_local_experts": 0,
+    "shared_intermediate_size": 128,
+    "mamba_expand": 8,
+    "mamba_n_heads": 32,
+    "mamba_d_head": 16,
+    "mamba_d_state": 32,
+    "mamba_n_groups": 1,
+}
+MAMBA_METADATA = {
+    "attention.head_count_kv": [0, 2],
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 32,
+    "ssm.group_count": 1,
+    "ssm.time_step_rank": 32,
+    "ssm.inner_size": 512,
+    "rope.scaling.finetuned": False,
+    "expert_count": None,
+}
+SHORT_CONV_METADATA = {
+    "attention.head_count_kv": [0, 2],
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "shortconv.l_cache": 3,
+}
+SHORT_CONV = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
 
 
 @dataclass(frozen=True)
@@ -70,6 +96,7 @@ class Architecture:
     values: dict[str, Any]
     gguf: str = ""  # its name in GGUF files; empty: it is not tested in them
     num_ranks: int = 2
+    metadata: dict[str, Any] = field(default_factory=dict)  # in the architecture's section of GGUF files
     rounding: float = 0.08  # the largest error of the logits, as a share of them
 
 
@@ -84,6 +111,10 @@ ARCHITECTURES = {
     "deepseek-v2": Architecture("DeepseekV2Config", DEEPSEEK),
     "gpt-neox": Architecture("GPTNeoXConfig", SIZES, "gptneox"),
     "qwen3-5": Architecture("Qwen3_5TextConfig", GROUPED | DELTA, "qwen35", 3, rounding=0.12),
+    "granitehybrid": Architecture(
+        "GraniteMoeHybridConfig", GROUPED | MAMBA, "granitehybrid", 3, MAMBA_METADATA, rounding=0.12
+    ),
+    "lfm2": Architecture("Lfm2Config", GROUPED | SHORT_CONV, "lfm2", metadata=SHORT_CONV_METADATA, rounding=0.12),
     "llama-wide": Architecture("LlamaConfig", GROUPED | WIDE, "llama"),
     "mixtral-wide": Architecture("MixtralConfig", EXPERTS | WIDE, "llama"),
 }
@@ -102,7 +133,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
 # The slow tests have every other format that one architecture is tested with. Its "dynamic" names this one's layers.
 MORE_FORMATS = {name: case for name, case in CHECKPOINTS.items() if name not in {*FORMATS, "gptq dynamic"}}
 # These architectures differ from others in what the formats do not touch: here they have one format of each layout.
-FEW = ("qwen2", "mixtral-cut", "gpt-neox", "qwen3-5")
+FEW = ("qwen2", "mixtral-cut", "gpt-neox", "granitehybrid", "lfm2", "qwen3-5")
 FORMATS_OF_FEW = ("gptq", "nf4", "fp8 in blocks", "Q4_0")
 FLAGS, GGUF, MORE_GGUF = ("eetq", "fp8 at load"), ("Q4_0", "Q5_1", "MXFP4"), ("Q4_1", "Q5_0", "Q8_0")
 MORE_OF_WIDE = ("Q2_K", "Q3_K", "Q5_K", "IQ4_NL")
@@ -151,7 +182,9 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], 
         if (name, kind) not in made:
             path = tmp_path_factory.mktemp("quantized")
             if kind in {*GGUF, *MORE_GGUF, *FACTORS}:
-                path = gguf_folder(save_gguf(models[name], path / "model.gguf", ARCHITECTURES[name].gguf, kind))
+                case = ARCHITECTURES[name]
+                metadata = {f"{case.gguf}.{key}": value for key, value in case.metadata.items()}
+                path = gguf_folder(save_gguf(models[name], path / "model.gguf", case.gguf, kind, **metadata))
             elif kind in FLAGS:
                 models[name].save_pretrained(path)
             else:
