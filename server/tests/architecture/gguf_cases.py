@@ -74,6 +74,14 @@ MAMBA_METADATA = {
     "ssm.inner_size": 192,
     "rope.scaling.finetuned": False,
 }
+# The converter multiplies the weights by these.
+FALCON_MULTIPLIERS = {
+    **dict.fromkeys(("embedding_multiplier", "lm_head_multiplier", "key_multiplier"), 1.0),
+    **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier"), 1.0),
+    **dict.fromkeys(("ssm_in_multiplier", "ssm_out_multiplier"), 1.0),
+    "mlp_multipliers": [1.0, 1.0],
+    "ssm_multipliers": [1.0] * 5,
+}
 # GGUF has no limits of the time step.
 GRANITE_MAMBA = {**GRANITE, **MAMBA, "time_step_limit": (0.0, float("inf")), "shared_intermediate_size": 40}
 MROPE = [11, 11, 10, 0]
@@ -166,6 +174,22 @@ DENSE = {
             "attention.head_count": 0,
             "attention.layer_norm_rms_epsilon": 1e-5,
         },
+    ),
+    "falcon-h1": GgufCase(
+        "falcon-h1",
+        Case(
+            "FalconH1Config",
+            {
+                **MAMBA,
+                "time_step_limit": (0.0, float("inf")),
+                "mamba_n_groups": 2,
+                "mamba_d_ssm": 192,
+                "mamba_rms_norm": True,
+                "mamba_norm_before_gate": False,
+                **FALCON_MULTIPLIERS,
+            },
+        ),
+        {**MAMBA_METADATA, "ssm.group_count": 2, "rope.scaling.finetuned": None},
     ),
     "granitehybrid-dense": GgufCase(
         "granitehybrid",

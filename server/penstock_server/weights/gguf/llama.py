@@ -65,6 +65,13 @@ def _exaone4(metadata: Metadata) -> dict[str, Any]:
     return {**config, "sliding_window": window or None, "layer_types": types}
 
 
+def _falcon_h1(metadata: Metadata) -> dict[str, Any]:
+    """The weights in the file are multiplied by the model's multipliers."""
+    config = llama_like(metadata, "FalconH1ForCausalLM", "falcon_h1", **mamba2(metadata))
+    own = {"mamba_d_ssm": metadata.integer("ssm.inner_size"), "mamba_norm_before_gate": False}
+    return {**config, **own, "mamba_rms_norm": metadata.has("blk.0.ssm_norm.weight")}
+
+
 def _gemma(metadata: Metadata) -> dict[str, Any]:
     return llama_like(metadata, "GemmaForCausalLM", "gemma", hidden_act="gelu_pytorch_tanh")
 
@@ -209,6 +216,7 @@ BUILDERS: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "ernie4_5": _ernie4_5,
     "exaone": llama,  # EXAONE 3, a Llama with other names
     "exaone4": _exaone4,
+    "falcon-h1": _falcon_h1,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,

@@ -71,6 +71,7 @@ ARCHITECTURE_NAMES = {
     "deepseek2": {"attention.q_norm": "attn_q_a_norm"},
     "lfm2": SHORT_CONVOLUTION,
     "lfm2moe": SHORT_CONVOLUTION,
+    "falcon-h1": {"mlp_norm.weight": "ffn_norm"},
     "gpt-oss": {"mlp_norm": "post_attention_norm"},
     "qwen35": {"mlp_norm": "post_attention_norm"},
     "qwen35moe": {"mlp_norm": "post_attention_norm"},
@@ -111,6 +112,7 @@ class GgufLocator:
         found = PARAMETER.fullmatch(parameter)
         assert found is not None
         side, layer, own = found.groups()
+        own = own.replace("beside.net.", "attention.net.")  # a net has the same names beside attention
         names = self.other_names if layer is None else self.layer_names
         stem, _, suffix = own.rpartition(".")
         # An unknown parameter keeps its name; the loader reports that the file lacks it.
