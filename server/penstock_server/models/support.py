@@ -71,7 +71,8 @@ def refusal(model_type: str, model_class: Any, config: Mapping[str, Any]) -> str
     others = sorted(layers - _PAGED_LAYERS - _FEED_FORWARD_LAYERS)
     if model_class._is_stateful:
         return (
-            f"model type {model_type!r} keeps a state between tokens; only models whose memory is attention are served"
+            f"model type {model_type!r} keeps a state between tokens that no native model has; `penstock models` lists "
+            "those that are served"
         )
     if others:
         return f"model type {model_type!r} has layers that are not plain attention: {', '.join(others)}"
