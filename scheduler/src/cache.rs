@@ -255,7 +255,7 @@ impl Cache {
         let PrefixHit { block_ids, nodes, num_released, snapshot, .. } = hit;
         let num_registered = nodes.len();
         if let Some(snapshot) = snapshot {
-            self.snapshots.touch(snapshot, num_registered as u32 * self.layout.block_tokens);
+            self.snapshots.use_again(snapshot, num_registered as u32 * self.layout.block_tokens);
         }
         let mut table = BlockTable { block_ids, num_released, num_registered, snapshot, ..BlockTable::default() };
         self.extend_nodes(&mut table.nodes, content);
@@ -444,7 +444,16 @@ impl Cache {
         {
             lost.into_iter().for_each(|node| self.tree.set_snapshot(node, None));
             self.tree.set_snapshot(node, Some(snapshot));
+            self.demote_superseded(&table.nodes[..num_blocks - 1]);
             self.snapshots.add_save(PendingSave { residency, save: Save { id, num_tokens, snapshot } });
+        }
+    }
+
+    /// Demotes the last snapshot before a new one, if all that continued there continues to the new one. `path`: the nodes before it.
+    fn demote_superseded(&mut self, path: &[NodeId]) {
+        let unbranched = path.iter().rev().take_while(|node| self.tree.num_children(**node) <= 1);
+        if let Some(snapshot) = unbranched.into_iter().find_map(|node| self.tree.snapshot(*node)) {
+            self.snapshots.demote(snapshot);
         }
     }
 

@@ -235,6 +235,10 @@ impl PrefixTree {
         self.node(id).snapshot
     }
 
+    pub(crate) fn num_children(&self, id: NodeId) -> u32 {
+        self.node(id).num_children
+    }
+
     pub(crate) fn set_snapshot(&mut self, id: NodeId, snapshot: Option<SnapshotId>) {
         self.node_mut(id).snapshot = snapshot;
     }

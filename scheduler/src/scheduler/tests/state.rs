@@ -204,10 +204,36 @@ fn the_snapshot_that_saves_least_is_given_up_first() {
     assert_eq!(hit(4, 1, 41), 40);
     assert_eq!(hit(5, 2, 9), 0, "it was the shorter one, and takes the place of the third one now");
     // Each loss makes older snapshots worth less than new ones.
-    for id in 6..12 {
+    for id in 6..60 {
         assert_eq!(hit(id, id as u32, 9), 0);
     }
-    assert_eq!(hit(12, 1, 41), 0);
+    assert_eq!(hit(60, 1, 41), 0);
+}
+
+/// With three snapshots, the one in front of a newer one of the same conversation makes room for those of others.
+#[test]
+fn a_snapshot_that_a_conversation_has_left_behind_is_given_up_before_others() {
+    let mut scheduler = Scheduler::new(with_states(4, 3));
+    run(&mut scheduler, with_prompt(1, ids(1, 41), 1));
+    run(&mut scheduler, with_prompt(2, ids(2, 9), 1));
+    let mut hit = |id, prompt| hit(&mut scheduler, with_prompt(id, prompt, 1));
+    assert_eq!(hit(3, ids(1, 61)), 40, "the next turn, which leaves a snapshot behind 60 tokens");
+    assert_eq!(hit(4, ids(3, 9)), 0, "takes the place of the one behind 40 tokens");
+    assert_eq!(hit(5, ids(2, 9)), 8);
+    assert_eq!(hit(6, ids(1, 61)), 60);
+}
+
+#[test]
+fn a_snapshot_where_texts_branch_off_is_kept() {
+    let mut scheduler = Scheduler::new(with_states(4, 3));
+    let prompt = |end: u32| [ids(1, 40), ids(end, 9)].concat();
+    for id in 2..5 {
+        run(&mut scheduler, with_prompt(id, prompt(id as u32), 1));
+    }
+    for id in 5..20 {
+        let found = hit(&mut scheduler, with_prompt(id, prompt(id as u32), 1));
+        assert_eq!(found, 40, "of sequence {id}");
+    }
 }
 
 #[test]
