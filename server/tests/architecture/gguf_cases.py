@@ -175,6 +175,29 @@ DENSE = {
             "attention.layer_norm_rms_epsilon": 1e-5,
         },
     ),
+    "nemotron-h": GgufCase(
+        "nemotron_h",
+        Case(
+            "NemotronHConfig",
+            {
+                "head_dim": 16,
+                "n_groups": 2,
+                "mamba_num_heads": 12,
+                "mamba_head_dim": 16,
+                "ssm_state_size": 32,
+                "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"],
+                "layer_norm_epsilon": 1e-5,
+            },
+        ),
+        {
+            **MAMBA_METADATA,
+            "ssm.group_count": 2,
+            "attention.head_count_kv": [0, 0, 2, 0, 0],
+            "attention.layer_norm_rms_epsilon": 1e-5,
+            "feed_forward_length": [0, 80, 0, 80, 0],
+            "expert_count": None,
+        },
+    ),
     "falcon-h1": GgufCase(
         "falcon-h1",
         Case(

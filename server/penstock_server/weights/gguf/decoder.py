@@ -107,6 +107,16 @@ def kv_heads(metadata: Metadata) -> list[int]:
     return of_layers
 
 
+def mlp_widths(metadata: Metadata) -> list[int]:
+    """The intermediate size of each layer; 0: it has no MLP. Raises ConfigError if those of layers differ."""
+    num = num_layers(metadata)
+    found = metadata.require_model("feed_forward_length")
+    of_layers = found[:num] if isinstance(found, list) else [found] * num
+    if len({*of_layers} - {0}) > 1:
+        raise metadata.error(f"{metadata.architecture}.feed_forward_length differs between layers with an MLP")
+    return of_layers
+
+
 def with_layer_norm(metadata: Metadata, class_name: str, model_type: str, **more: Any) -> dict[str, Any]:
     """A decoder with LayerNorms and rope. more: entries that differ or are added."""
     return {

@@ -13,6 +13,7 @@ from penstock_server.weights.gguf.decoder import (
     layer_types,
     llama_like,
     mamba2,
+    mlp_widths,
     num_layers,
 )
 from penstock_server.weights.gguf.metadata import Metadata
@@ -167,6 +168,28 @@ def _mamba2(metadata: Metadata) -> dict[str, Any]:
     }
 
 
+def _nemotron_h(metadata: Metadata) -> dict[str, Any]:
+    """A layer attends if it has KV heads, is an MLP if it has a width, and else has Mamba 2."""
+    of_attention, of_mlp = kv_heads(metadata), mlp_widths(metadata)
+    types = [
+        "attention" if heads else "mlp" if width else "mamba" for heads, width in zip(of_attention, of_mlp, strict=True)
+    ]
+    return {
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "hidden_size": metadata.integer("embedding_length"),
+        "intermediate_size": max(of_mlp, default=0) or 1,
+        "num_hidden_layers": num_layers(metadata),
+        "num_attention_heads": metadata.integer("attention.head_count"),
+        "num_key_value_heads": max(of_attention, default=0) or 1,
+        "head_dim": head_dim(metadata),
+        "max_position_embeddings": metadata.integer("context_length"),
+        "layer_norm_epsilon": metadata.number("attention.layer_norm_rms_epsilon"),
+        "layers_block_type": types,
+        **mamba2(metadata),
+    }
+
+
 def _olmo2(metadata: Metadata) -> dict[str, Any]:
     window = metadata.integer("attention.sliding_window", 0)
     if not window:
@@ -224,6 +247,7 @@ BUILDERS: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "internlm2": _internlm2,
     "lfm2": lfm2,
     "mamba2": _mamba2,
+    "nemotron_h": _nemotron_h,
     "olmo2": _olmo2,
     "phi3": _phi3,
     "qwen35": _qwen35,

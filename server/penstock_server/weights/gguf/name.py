@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from penstock_server.weights.gguf.decoder import num_layers
+from penstock_server.weights.gguf.decoder import mlp_widths, num_layers
 from penstock_server.weights.gguf.metadata import Metadata
 from penstock_server.weights.location import EACH, Location, Strip, fused
 
@@ -72,6 +72,7 @@ ARCHITECTURE_NAMES = {
     "lfm2": SHORT_CONVOLUTION,
     "lfm2moe": SHORT_CONVOLUTION,
     "falcon-h1": {"mlp_norm.weight": "ffn_norm"},
+    "nemotron_h": {"mlp_norm": "attn_norm"},
     "gpt-oss": {"mlp_norm": "post_attention_norm"},
     "qwen35": {"mlp_norm": "post_attention_norm"},
     "qwen35moe": {"mlp_norm": "post_attention_norm"},
@@ -158,7 +159,7 @@ class GgufLocator:
 
     def _holds_gate_and_up(self, name: str, prefix: str) -> bool:
         """Whether `ffn_up` holds gate and up, as for Phi-3 and GLM."""
-        width = self.metadata.integer("feed_forward_length")
+        width = max(mlp_widths(self.metadata), default=0)
         return f"{prefix}ffn_gate.weight" not in self.shapes and self.shapes[name][0] == 2 * width
 
     def _of_mamba2(self, block: str, prefix: str, suffix: str) -> dict[str, Location]:
