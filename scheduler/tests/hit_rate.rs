@@ -182,8 +182,8 @@ fn edits(server: &mut Server) {
     }
 }
 
-/// Of a document that is read for the second time, the model with states finds nothing: only then it is known where texts
-/// branch off. So where documents are forgotten about as fast as they return, it finds less.
+/// The model with states finds nothing of a document that is read for the second time, because only then it is known where texts branch
+/// off. So where documents are forgotten about as fast as they return, it finds less.
 #[test]
 fn prefixes_are_found_as_often_as_by_a_model_that_attends_in_all_layers() {
     const GIB: u64 = 1 << 30;

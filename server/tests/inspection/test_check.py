@@ -388,7 +388,7 @@ def verdict_of_loading(folder: Path, num_ranks: int) -> str:
         ("nanochat", 1, True),
         ("nanochat", 2, False),
         ("mamba", 1, False),
-        ("lfm2", 1, False),
+        ("lfm3", 1, False),
         ("marian", 1, False),
         ("lacks a tensor", 1, False),
         ("quantized", 1, False),
@@ -416,7 +416,7 @@ def test_the_verdict_on_models_of_transformers_is_that_of_loading(
             "first_k_dense_replace": 1,
         }
     changes: dict[str, Any] = {}
-    if name in ("mamba", "lfm2", "marian"):
+    if name in ("mamba", "lfm3", "marian"):
         changes = {"model_type": name}
     elif name == "own code":
         changes = {"model_type": "of_its_own", "auto_map": {"AutoModelForCausalLM": "a.B"}}
@@ -432,7 +432,7 @@ def test_the_verdict_on_models_of_transformers_is_that_of_loading(
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
     path = folder / "config.json"
     values = json.loads(path.read_text())
-    if name == "lfm2":
+    if name == "lfm3":
         changes["layer_types"] = ["conv", "full_attention"]
     path.write_text(json.dumps(values | changes))
     status, report = run(capsys, str(folder), "--num-shard", str(num_ranks), "--dtype", "float32")
