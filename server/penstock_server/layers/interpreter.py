@@ -145,7 +145,8 @@ class Run:
         self.registers: dict[Register, Tensor] = {"residual": residual}
         self._ops = ops
         self._unwritten = iter(caches)
-        self._cache = residual  # replaced by the first write
+        # The first one, for attention to what was written before the step; without caches, nothing is read.
+        self._cache = next(iter(caches), residual)
         self._step = step
 
     def apply(self, operation: Operation) -> None:

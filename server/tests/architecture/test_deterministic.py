@@ -146,5 +146,5 @@ def test_models_that_transformers_runs_are_refused(tmp_path: Path) -> None:
 
 
 def test_states_are_refused(tmp_path: Path) -> None:
-    with triton_everywhere(), pytest.raises(ConfigError, match=r"--deterministic .*gated delta network"):
+    with triton_everywhere(), pytest.raises(ConfigError, match=r"--deterministic .*layers that keep a state"):
         load_deterministic(save_case("qwen3-5", tmp_path))

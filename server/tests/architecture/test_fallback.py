@@ -157,7 +157,7 @@ def test_support_is_known_without_loading() -> None:
     assert support_of("nanochat", {}) == "fallback"
     assert "--trust-remote-code" in support_of("unheard_of", {"auto_map": {"AutoModelForCausalLM": "a.B"}})
     layers = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
-    assert "not plain attention: conv" in support_of("lfm2", layers)
+    assert "not plain attention: conv" in support_of("lfm3", layers)
     assert "unquantized" in support_of("nanochat", {"quantization_config": {"quant_method": "awq"}})
 
 

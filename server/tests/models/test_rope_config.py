@@ -246,7 +246,9 @@ OTHERS = {"baichuan", "internlm2", "phi3", "phimoe"}
 STATES = {"bamba", "falcon_h1", "granitemoehybrid", "lfm2_moe"}
 
 
-@pytest.mark.parametrize("model_type", sorted(({*ARCHITECTURES, *ENCODERS} - UNSCALED - OTHERS - STATES) & set(CONFIG_MAPPING)))
+@pytest.mark.parametrize(
+    "model_type", sorted(({*ARCHITECTURES, *ENCODERS} - UNSCALED - OTHERS - STATES) & set(CONFIG_MAPPING))
+)
 def test_an_added_scaling_has_the_theta_and_the_rotary_part_of_transformers(model_type: str, tmp_path: Path) -> None:
     made = AutoConfig.for_model(model_type)
     values = json.loads(made.to_json_string(use_diff=False))
