@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from cases import CASES
+from penstock_server.layers.short_conv import ShortConvSpec
 from penstock_server.models.registry import read_spec
 from shares import num_copied_elements, tables
 from tiny_model import save_case
