@@ -83,19 +83,14 @@ def _model(config: Config, architecture: str, layers: tuple[LayerSpec, ...]) -> 
 
 def _with_drafter(names: NameMap, number: int) -> NameMap:
     """With the names of the layer that drafts, which has this number behind the layers."""
-
-    def moved(value: str | Location) -> str | Location:
-        name = value if isinstance(value, str) else value.name
-        name = name.replace("model.layers.{i}", "mtp.layers.0")
-        return name if isinstance(value, str) else replace(value, name=name)
+    moved = names.renamed(lambda name: name.replace("model.layers.{i}", "mtp.layers.0"))
 
     def own(names: Mapping[str, str | Location]) -> dict[str, str | Location]:
-        layer = {key: value for key, value in names.items() if key.startswith("layers.")}
-        return {key.replace("{i}", str(number)): moved(value) for key, value in layer.items()}
+        return {key.replace("{i}", str(number)): value for key, value in names.items() if key.startswith("layers.")}
 
     mtp: dict[str, str | Location] = {f"layers.{number}.mtp.{ours}": f"mtp.{theirs}" for ours, theirs in MTP.items()}
-    others = {**names.others, **own(names.others)}
-    return replace(names | own(names.names) | mtp, others=others, ignored=(DRAFTER,))
+    others = {**names.others, **own(moved.others)}
+    return replace(names | own(moved.names) | mtp, others=others, ignored=(DRAFTER,))
 
 
 def _layers(config: Config, net: GatedDeltaSpec) -> tuple[LayerSpec, ...]:

@@ -69,27 +69,23 @@ def _rms_epsilon(metadata: Metadata) -> float:
 
 def gated_delta(metadata: Metadata) -> dict[str, Any]:
     """The entries of gated delta networks, which replace attention in all layers but every fourth."""
-    num_heads, inner_size = metadata.size("ssm.time_step_rank"), metadata.integer("ssm.inner_size")
-    if inner_size % num_heads:
-        raise metadata.error(f"ssm.inner_size {inner_size} is not a multiple of ssm.time_step_rank {num_heads}")
+    num_heads, dim = _state_heads(metadata)
     return {
         "linear_conv_kernel_dim": metadata.integer("ssm.conv_kernel"),
         "linear_key_head_dim": metadata.integer("ssm.state_size"),
         "linear_num_key_heads": metadata.integer("ssm.group_count"),
         "linear_num_value_heads": num_heads,
-        "linear_value_head_dim": inner_size // num_heads,
+        "linear_value_head_dim": dim,
         "full_attention_interval": metadata.integer("full_attention_interval", 4),
     }
 
 
 def mamba2(metadata: Metadata) -> dict[str, Any]:
     """The entries of Mamba 2 in place of attention."""
-    num_heads, inner_size = metadata.size("ssm.time_step_rank"), metadata.integer("ssm.inner_size")
-    if inner_size % num_heads:
-        raise metadata.error(f"ssm.inner_size {inner_size} is not a multiple of ssm.time_step_rank {num_heads}")
+    num_heads, dim = _state_heads(metadata)
     return {
         "mamba_n_heads": num_heads,
-        "mamba_d_head": inner_size // num_heads,
+        "mamba_d_head": dim,
         "mamba_n_groups": metadata.integer("ssm.group_count"),
         "mamba_d_state": metadata.integer("ssm.state_size"),
         "mamba_d_conv": metadata.integer("ssm.conv_kernel"),
@@ -98,23 +94,30 @@ def mamba2(metadata: Metadata) -> dict[str, Any]:
 
 
 def kv_heads(metadata: Metadata) -> list[int]:
-    """The KV heads of each layer; 0: it has no attention. Layers with attention have equally many."""
-    num = num_layers(metadata)
-    found = metadata.require_model("attention.head_count_kv")
-    of_layers = found[:num] if isinstance(found, list) else [found] * num
-    if len({*of_layers} - {0}) > 1:
-        raise metadata.error(f"{metadata.architecture}.attention.head_count_kv differs between layers with attention")
-    return of_layers
+    """The KV heads of each layer; 0: it has no attention. Raises ConfigError if those of layers differ."""
+    return _of_layers(metadata, "attention.head_count_kv", "attention")
 
 
 def mlp_widths(metadata: Metadata) -> list[int]:
     """The intermediate size of each layer; 0: it has no MLP. Raises ConfigError if those of layers differ."""
-    num = num_layers(metadata)
-    found = metadata.require_model("feed_forward_length")
-    of_layers = found[:num] if isinstance(found, list) else [found] * num
-    if len({*of_layers} - {0}) > 1:
-        raise metadata.error(f"{metadata.architecture}.feed_forward_length differs between layers with an MLP")
-    return of_layers
+    return _of_layers(metadata, "feed_forward_length", "an MLP")
+
+
+def _of_layers(metadata: Metadata, key: str, part: str) -> list[int]:
+    """The value of each layer, which is equal in all that have the part, and 0 in others."""
+    num, found = num_layers(metadata), metadata.require_model(key)
+    values = found[:num] if isinstance(found, list) else [found] * num
+    if len({*values} - {0}) > 1:
+        raise metadata.error(f"{metadata.architecture}.{key} differs between layers with {part}")
+    return values
+
+
+def _state_heads(metadata: Metadata) -> tuple[int, int]:
+    """The heads that keep a state, and the size of one."""
+    num_heads, inner_size = metadata.size("ssm.time_step_rank"), metadata.integer("ssm.inner_size")
+    if inner_size % num_heads:
+        raise metadata.error(f"ssm.inner_size {inner_size} is not a multiple of ssm.time_step_rank {num_heads}")
+    return num_heads, inner_size // num_heads
 
 
 def with_layer_norm(metadata: Metadata, class_name: str, model_type: str, **more: Any) -> dict[str, Any]:
