@@ -234,10 +234,12 @@ class ModelSpec:
         return replace(self, head=replace(head, logits_bias=has_bias), mtp=self.mtp if drafts else None)
 
     def with_expert_storage(self, storage: str) -> ModelSpec:
-        """The spec for a checkpoint whose format stores experts differently. storage: a key of STORAGES."""
+        """The spec for a checkpoint whose format stores gated experts differently. storage: a key of STORAGES."""
 
         def stored(layer: LayerSpec) -> LayerSpec:
-            return replace(layer, mlp=replace(layer.mlp, storage=storage)) if isinstance(layer.mlp, MoeSpec) else layer
+            if not isinstance(layer.mlp, MoeSpec) or not layer.mlp.is_gated:
+                return layer
+            return replace(layer, mlp=replace(layer.mlp, storage=storage))
 
         mtp = None if self.mtp is None else stored(self.mtp)
         return replace(self, layers=tuple(map(stored, self.layers)), mtp=mtp)

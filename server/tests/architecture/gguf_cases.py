@@ -285,6 +285,36 @@ EXPERTS = {
     "qwen3-5-moe": GgufCase(
         "qwen35moe", "qwen3-5-moe", {"feed_forward_length": None, "rope.dimension_sections": MROPE}, other_order=True
     ),
+    "nemotron-h-moe": GgufCase(
+        "nemotron_h_moe",
+        Case(
+            "NemotronHConfig",
+            {
+                "head_dim": 16,
+                "n_groups": 2,
+                "mamba_num_heads": 12,
+                "mamba_head_dim": 16,
+                "ssm_state_size": 32,
+                "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "linear_attention"],
+                "layer_norm_epsilon": 1e-5,
+                "moe_intermediate_size": 32,
+                "moe_shared_expert_intermediate_size": 40,
+                "n_routed_experts": 6,
+                "num_experts_per_tok": 3,
+                "routed_scaling_factor": 1.5,
+            },
+        ),
+        {
+            **MAMBA_METADATA,
+            "ssm.group_count": 2,
+            "attention.head_count_kv": [0, 0, 2, 0, 0],
+            "attention.layer_norm_rms_epsilon": 1e-5,
+            "feed_forward_length": [0, 32, 0, 32, 0],
+            "expert_feed_forward_length": 32,
+            "expert_shared_feed_forward_length": 40,
+            "expert_weights_norm": True,
+        },
+    ),
     "qwen3next": GgufCase(
         "qwen3next",
         Case(

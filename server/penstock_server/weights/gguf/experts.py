@@ -12,9 +12,8 @@ from penstock_server.weights.gguf.decoder import (
     layer_types,
     llama_like,
     mamba2,
-    num_layers,
 )
-from penstock_server.weights.gguf.llama import granite, granite_like, lfm2, llama
+from penstock_server.weights.gguf.llama import granite, granite_like, lfm2, llama, nemotron_h
 from penstock_server.weights.gguf.metadata import Metadata
 from penstock_server.weights.gguf.rope import rope_parameters
 
@@ -33,9 +32,9 @@ def _routing(metadata: Metadata, normalizes: bool = False) -> dict[str, Any]:
 
 def _expert_width(metadata: Metadata) -> int:
     """The intermediate size of one expert."""
-    last = f"blk.{num_layers(metadata) - 1}.ffn_up_exps.weight"
-    default = metadata.header.tensors[last].shape[1] if metadata.has(last) else None
-    return metadata.integer("expert_feed_forward_length", default)
+    stored = (tensor for name, tensor in metadata.header.tensors.items() if name.endswith("ffn_up_exps.weight"))
+    first = next(stored, None)
+    return metadata.integer("expert_feed_forward_length", None if first is None else first.shape[1])
 
 
 def _llama(metadata: Metadata) -> dict[str, Any]:
@@ -166,6 +165,21 @@ def _dense_width(metadata: Metadata) -> int:
     return metadata.integer("feed_forward_length") if gate is None else gate.shape[0]
 
 
+def _nemotron_h_moe(metadata: Metadata) -> dict[str, Any]:
+    """Layers without Mamba 2 and without attention are experts."""
+    return {
+        **nemotron_h(metadata, mlp="moe"),
+        **_routing(metadata),
+        "n_routed_experts": metadata.integer("expert_count"),
+        "moe_intermediate_size": _expert_width(metadata),
+        "moe_shared_expert_intermediate_size": metadata.integer("expert_shared_feed_forward_length", 0),
+        "moe_latent_size": metadata.integer("moe_latent_size", 0) or None,
+        "n_group": metadata.integer("expert_group_count", 1),
+        "topk_group": metadata.integer("expert_group_used_count", 1),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
+    }
+
+
 def _olmoe(metadata: Metadata) -> dict[str, Any]:
     num_experts = metadata.integer("expert_count")
     return llama_like(metadata, "OlmoeForCausalLM", "olmoe", num_experts=num_experts, **_routing(metadata))
@@ -226,6 +240,7 @@ BUILDERS: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "granitemoe": _granitemoe,
     "lfm2moe": _lfm2moe,
     "llama": _llama,  # Mixtral, where there are experts
+    "nemotron_h_moe": _nemotron_h_moe,
     "olmoe": _olmoe,
     "phimoe": _phimoe,
     "qwen2moe": _qwen2moe,

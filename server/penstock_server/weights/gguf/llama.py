@@ -168,11 +168,11 @@ def _mamba2(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def _nemotron_h(metadata: Metadata) -> dict[str, Any]:
-    """A layer attends if it has KV heads, is an MLP if it has a width, and else has Mamba 2."""
+def nemotron_h(metadata: Metadata, mlp: str = "mlp") -> dict[str, Any]:
+    """A layer attends if it has KV heads, is an MLP of the type `mlp` if it has a width, and else has Mamba 2."""
     of_attention, of_mlp = kv_heads(metadata), mlp_widths(metadata)
     types = [
-        "attention" if heads else "mlp" if width else "mamba" for heads, width in zip(of_attention, of_mlp, strict=True)
+        "attention" if heads else mlp if width else "mamba" for heads, width in zip(of_attention, of_mlp, strict=True)
     ]
     return {
         "architectures": ["NemotronHForCausalLM"],
@@ -247,7 +247,7 @@ BUILDERS: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "internlm2": _internlm2,
     "lfm2": lfm2,
     "mamba2": _mamba2,
-    "nemotron_h": _nemotron_h,
+    "nemotron_h": nemotron_h,
     "olmo2": _olmo2,
     "phi3": _phi3,
     "qwen35": _qwen35,

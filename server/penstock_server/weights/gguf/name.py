@@ -73,6 +73,7 @@ ARCHITECTURE_NAMES = {
     "lfm2moe": SHORT_CONVOLUTION,
     "falcon-h1": {"mlp_norm.weight": "ffn_norm"},
     "nemotron_h": {"mlp_norm": "attn_norm"},
+    "nemotron_h_moe": {"mlp_norm": "attn_norm"},
     "gpt-oss": {"mlp_norm": "post_attention_norm"},
     "qwen35": {"mlp_norm": "post_attention_norm"},
     "qwen35moe": {"mlp_norm": "post_attention_norm"},
