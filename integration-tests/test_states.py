@@ -148,6 +148,22 @@ def test_a_new_worker_gives_the_same_tokens_and_saves_its_own_snapshots(saved: S
         assert hit_tokens(server) > hits
 
 
+def test_stages_preemptions_and_offloaded_blocks_change_no_token(saved: Saved, alone: Server) -> None:
+    """The pool holds one of two answers to a prompt, of one request, so that they run together."""
+    pool = ("--max-batch-total-tokens", "1024", "--kv-offload-gib", "0.1")
+    for server in run(saved[0], "--pipeline-parallel-size", "2", *pool):
+        parameters = {"max_new_tokens": 500, "details": True, "do_sample": True, "top_k": 1, "best_of": 2}
+        details = ask(server, "/generate", {"inputs": SYSTEM, "parameters": parameters}).json["details"]
+        found = [details["tokens"], *(each["tokens"] for each in details["best_of_sequences"])]
+        expected = answer(alone, SYSTEM, 500)
+        assert [[token["id"] for token in each] for each in found] == [expected] * 2
+        if metric(server, "penstock_kv_blocks"):
+            assert metric(server, "penstock_preemptions") > 0
+        os.kill(server.worker_pids()[-1], signal.SIGKILL)
+        assert answer(server, SYSTEM, 500) == expected
+        assert restarts(server) == 1
+
+
 def test_more_requests_than_slots_wait_for_one(server: Server, alone: Server) -> None:
     prompts = [f"{number} is a number, and " for number in range(12)]
     with ThreadPoolExecutor(len(prompts)) as clients:

@@ -219,12 +219,16 @@ impl Settings {
     /// Slots beside the KV pool, each with one block of every rank: in host memory, and on disk.
     pub(crate) fn num_slots(args: &Args, model: &Description) -> ([u32; 2], Option<Choice>) {
         let gib = [("kv-offload-gib", args.kv_offload_gib), ("kv-offload-disk-gib", args.kv_offload_disk_gib)];
-        if let (false, _) = Self::prefix_caching(args, model) {
+        let reason = if let (false, _) = Self::prefix_caching(args, model) {
+            Some("no prefix is cached, so there is nothing to offload")
+        } else {
+            (model.kv_bytes_per_block == 0).then_some("the model keeps no keys and values that could be offloaded")
+        };
+        if let Some(reason) = reason {
             let given = gib.iter().find(|(_, gib)| *gib > 0.0);
-            let reason = "no prefix is cached, so there is nothing to offload";
             return ([0, 0], given.map(|(name, _)| Choice::new(name, 0, reason)));
         }
-        let num_slots = |(_, gib)| (gib * f64::from(1 << 30) / model.kv_bytes_per_block.max(1) as f64) as u32;
+        let num_slots = |(_, gib)| (gib * f64::from(1 << 30) / model.kv_bytes_per_block as f64) as u32;
         (gib.map(num_slots), None)
     }
 

@@ -107,6 +107,16 @@ fn each_pipeline_stage_has_ranks_of_its_own() {
     assert_eq!(refusal("--pipeline-parallel-size 2 --speculate 2"), reason);
 }
 
+#[test]
+fn a_model_without_keys_and_values_offloads_nothing() {
+    let flags = args("--kv-offload-gib 1");
+    let (num_slots, choice) = Settings::num_slots(&flags, &model("cpu"));
+    assert_eq!(num_slots, [0, 0]);
+    assert!(choice.unwrap().reason.contains("keeps no keys and values"));
+    let attending = Description { kv_bytes_per_block: 1 << 20, ..model("cpu") };
+    assert!(matches!(Settings::num_slots(&flags, &attending), ([1024, 0], None)));
+}
+
 fn limits(flags: &str, num_blocks: u32) -> Result<SequenceLimits, ResolveError> {
     limits_of(&model("cpu"), flags, num_blocks)
 }

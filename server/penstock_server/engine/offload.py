@@ -39,8 +39,8 @@ class Offload:
         # On a CPU, a page takes no memory until it is written; see `pages`.
         is_copied = transfer.is_needed(blocks.device)
         self._memory = torch.empty((num_memory_slots, blocks.width), dtype=torch.uint8, pin_memory=is_copied)
-        self._disk = self._memory[:0]
-        if num_disk_slots:
+        self._disk = torch.empty((num_disk_slots, 0), dtype=torch.uint8)
+        if num_disk_slots and blocks.width:
             if folder is None:
                 raise ConfigError(f"{num_disk_slots} slots on disk need --kv-offload-folder")
             self._file = _reserve(folder, num_disk_slots * blocks.width)
@@ -65,7 +65,7 @@ class Offload:
             num_targets = num_blocks if move.kind is TransferKind.LOAD else num_slots
             if move.source >= num_sources or move.target >= num_targets:
                 raise PlanError(f"{move} is beyond {num_blocks} blocks and {num_slots} slots")
-        for move in transfers:
+        for move in transfers if self._blocks.width else ():
             match move.kind:
                 case TransferKind.STORE:
                     self._store(move.source, move.target)

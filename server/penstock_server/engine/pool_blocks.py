@@ -13,24 +13,26 @@ import torch
 from torch import Tensor
 
 
-def pool_blocks(caches: Sequence[Tensor]) -> HostBlocks | DeviceBlocks:
-    """`caches`: those of the layers, each with the blocks as its first dimension."""
-    return HostBlocks(caches) if caches[0].device.type == "cpu" else DeviceBlocks(caches)
+def pool_blocks(caches: Sequence[Tensor], num_blocks: int, device: torch.device) -> HostBlocks | DeviceBlocks:
+    """`caches`: those of the layers, each with the blocks as its first dimension. There are none in a stage whose layers
+    keep states only; its blocks have no bytes."""
+    return (HostBlocks if device.type == "cpu" else DeviceBlocks)(caches, num_blocks, device)
 
 
 class HostBlocks:
     """Blocks of a CPU. Their checksum is the CRC-32."""
 
-    def __init__(self, caches: Sequence[Tensor]) -> None:
-        self.device = caches[0].device
+    def __init__(self, caches: Sequence[Tensor], num_blocks: int, device: torch.device) -> None:
+        self.device = device
+        self._num_blocks = num_blocks
         parts = _bytes_of(caches)
         ends = list(itertools.accumulate(part.shape[1] for part in parts))
-        self.width = ends[-1]
+        self.width = ends[-1] if ends else 0
         # PERF: not torch's copies: their threads wait for each other, on a busy machine for long.
         self._parts = [(part.numpy(), end - part.shape[1], end) for part, end in zip(parts, ends, strict=True)]
 
     def __len__(self) -> int:
-        return len(self._parts[0][0])
+        return self._num_blocks
 
     def store(self, block_id: int, row: Tensor) -> int:
         """Copies a block into the row. Returns its checksum."""
@@ -55,8 +57,9 @@ class DeviceBlocks:
     CRC-32 than the bus for the copy.
     """
 
-    def __init__(self, caches: Sequence[Tensor]) -> None:
-        self.device = caches[0].device
+    def __init__(self, caches: Sequence[Tensor], num_blocks: int, device: torch.device) -> None:
+        self.device = device
+        self._num_blocks = num_blocks
         self._parts = _bytes_of(caches)
         self._widths = [part.shape[1] for part in self._parts]
         self.width = sum(self._widths)
@@ -64,7 +67,7 @@ class DeviceBlocks:
         self._factors = torch.arange(1, self.width // 4 + 1, device=self.device)
 
     def __len__(self) -> int:
-        return len(self._parts[0])
+        return self._num_blocks
 
     def store(self, block_id: int, row: Tensor) -> Tensor:
         """Copies a block into the row. Returns its checksum, [] int64."""

@@ -139,7 +139,8 @@ class Start:
         probe.allocate_cache(num_blocks)
         if config.num_memory_slots or config.num_disk_slots:
             probe.check_offload(replace(config, num_blocks=num_blocks))
-            blocks, sizes = pool_blocks(probe.caches), (config.num_memory_slots, config.num_disk_slots)
+            blocks = pool_blocks(probe.caches, num_blocks, self._parts.device)
+            sizes = config.num_memory_slots, config.num_disk_slots
             self._offload = Offload(blocks, *sizes, config.offload_folder)
             slots = self._offload.pages
         backing = memory.touch_pages_in_background([*probe.caches, *probe.state_tensors, *slots])

@@ -195,7 +195,8 @@ def test_a_shared_or_returning_prefix_is_read_from_its_blocks(reference: Referen
     step(4, Advance(2, 1, (), True, 2))
     assert counts == [36, 1, 2, 1]
     # Blocks that were moved out of the pool and into other ones bring what the model computed.
-    offload = Offload(pool_blocks([*engine.model.caches, *drafter.model.caches]), 2)
+    caches = [*engine.model.caches, *drafter.model.caches]
+    offload = Offload(pool_blocks(caches, len(caches[0]), torch.device("cpu")), 2)
     moves = [
         (TransferKind.STORE, 0, 0),
         (TransferKind.STORE, 1, 1),

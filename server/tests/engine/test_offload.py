@@ -41,7 +41,8 @@ def make_caches() -> list[Tensor]:
 def offload_of(
     folder: Path, kind: type[HostBlocks | DeviceBlocks] = HostBlocks, caches: Sequence[Tensor] | None = None
 ) -> Offload:
-    return Offload(kind(caches or make_caches()), NUM_MEMORY_SLOTS, NUM_DISK_SLOTS, folder)
+    caches = make_caches() if caches is None else caches
+    return Offload(kind(caches, NUM_BLOCKS, torch.device("cpu")), NUM_MEMORY_SLOTS, NUM_DISK_SLOTS, folder)
 
 
 @settings(max_examples=100, deadline=None)
@@ -116,10 +117,19 @@ def test_a_file_takes_its_space_at_the_start_and_has_no_name(tmp_path: Path) -> 
     assert not list(tmp_path.iterdir())
     for folder, slots in ((tmp_path / "missing", 1), (tmp_path, 1 << 50)):
         with pytest.raises(ConfigError, match=r"--kv-offload-folder .* cannot reserve"):
-            Offload(pool_blocks(make_caches()), 0, slots, folder)
+            Offload(pool_blocks(make_caches(), NUM_BLOCKS, torch.device("cpu")), 0, slots, folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_without_bytes_move_to_every_slot(kind: type[HostBlocks | DeviceBlocks], tmp_path: Path) -> None:
+    """A stage whose layers keep states only is told the same moves as the others."""
+    offload = offload_of(tmp_path, kind, [])
+    offload.move([Transfer(STORE, 5, 0), Transfer(DEMOTE, 0, 6), Transfer(LOAD, 6, 1)])
+    with pytest.raises(PlanError, match="is beyond 6 blocks and 7 slots"):
+        offload.move([Transfer(STORE, 6, 0)])
 
 
 def test_only_slots_in_memory_have_pages_to_back(tmp_path: Path) -> None:
-    blocks = pool_blocks(make_caches())
+    blocks = pool_blocks(make_caches(), NUM_BLOCKS, torch.device("cpu"))
     assert [page.shape for page in Offload(blocks, 2, 3, tmp_path).pages] == [(2, blocks.width)]
     assert not Offload(blocks, 0, 3, tmp_path).pages
