@@ -12,6 +12,7 @@ from typing import Any
 
 from penstock_server.errors import ConfigError
 from penstock_server.layers.adapter import OwnAdapter
+from penstock_server.layers.attention import AttentionSpec
 from penstock_server.models import foreign, llama, mllama, moe, phi
 from penstock_server.models.config import Config
 from penstock_server.models.foreign import FOREIGN_ERRORS
@@ -70,7 +71,9 @@ def build(config: Config, text_models: dict[str, Build]) -> tuple[ModelSpec, Nam
     first, *others = (moved(names, layout, family.tower + family.unused) for layout in family.layouts)
     if family.has_grid:
         axes = _axes(config, values["rope_parameters"])
-        spec = replace(spec, layers=tuple(_with_axes(config, layer, axes) for layer in spec.layers))
+        layers = tuple(_with_axes(config, layer, axes) for layer in spec.layers)
+        mtp = None if spec.mtp is None else _with_axes(config, spec.mtp, axes)
+        spec = replace(spec, layers=layers, mtp=mtp)
     if family.is_whole or family.is_prompt_whole:
         spec = replace(spec, layers=tuple(map(_seeing_spans, spec.layers)))
     if family.is_prompt_whole:
@@ -99,7 +102,10 @@ def _axes(config: Config, rope: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _with_axes(config: Config, layer: LayerSpec, axes: tuple[int, ...]) -> LayerSpec:
-    attention = layer.plain_attention
+    """The layer, whose attention, if it has any, rotates by these axes."""
+    attention = layer.attention
+    if not isinstance(attention, AttentionSpec):
+        return layer
     assert attention.rope is not None
     if len(axes) != attention.rope.rotary_dim // 2:
         raise config.refuse(f"mrope_section has {len(axes)} frequencies, must have {attention.rope.rotary_dim // 2}")

@@ -237,6 +237,8 @@ FAMILIES: dict[str, ImageFamily] = {
     ),
     "qwen2_5_vl": _QWEN_VL,
     "qwen2_vl": _QWEN_VL,
+    "qwen3_5": _QWEN_VL,
+    "qwen3_5_moe": _QWEN_VL,
     "qwen3_vl": _QWEN_VL,
     "qwen3_vl_moe": _QWEN_VL,
     "smolvlm": _IDEFICS3,

@@ -28,8 +28,8 @@ SAMPLINGS = [
 ]
 
 
-# Positions of their own, layers that attend to images, and image tokens that attend to each other.
-@pytest.mark.parametrize("name", ["qwen2-vl", "mllama", "gemma3"])
+# Positions of their own, also with states, layers that attend to images, and image tokens that attend to each other.
+@pytest.mark.parametrize("name", ["qwen2-vl", "qwen3.5", "mllama", "gemma3"])
 def test_drafts_change_no_bit_of_sequences_with_images(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -38,7 +38,7 @@ def test_drafts_change_no_bit_of_sequences_with_images(
     cpu = torch.device("cpu")
     model = load_model(LoadOptions(tmp_path, torch.bfloat16, cpu, BLOCK_TOKENS), RankGroup())
     engine = Engine(model, RankGroup(), cpu, BLOCK_TOKENS)
-    engine.warm_up(WarmUpConfig(max_step_tokens=256, max_step_sequences=64, num_blocks=NUM_BLOCKS, proven=True))
+    engine.warm_up(WarmUpConfig(256, 64, num_blocks=NUM_BLOCKS, num_state_slots=8, proven=True))
 
     def generated(max_drafts: int) -> tuple[list[list[int]], list[list[Token]], int]:
         assert model.images is not None

@@ -94,6 +94,18 @@ QWEN3_VISION = {
     "num_position_embeddings": 16,
     "deepstack_visual_indexes": [0, 1],
 }
+# Qwen3-VL's without features for the first layers of the text model.
+QWEN3_5_VISION = {key: value for key, value in QWEN3_VISION.items() if key != "deepstack_visual_indexes"}
+QWEN3_5_TEXT = {
+    "num_hidden_layers": 4,
+    "rms_norm_eps": 0.1,
+    "head_dim": 32,
+    "rope_parameters": {**QWEN, "mrope_interleaved": True, "partial_rotary_factor": 0.5},
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 IMAGE_CASES: dict[str, ImageCase] = {
     "idefics2": ImageCase(
         "Idefics2Config",
@@ -325,6 +337,28 @@ IMAGE_CASES: dict[str, ImageCase] = {
             "mlp_only_layers": [1],
         },
         vision=QWEN3_VISION,
+        processor_values=QWEN_PIXELS,
+        image_token="<|image_pad|>",
+    ),
+    "qwen3.5": ImageCase(
+        "Qwen3_5Config",
+        "Qwen2VLImageProcessorPil",
+        text=QWEN3_5_TEXT,
+        vision=QWEN3_5_VISION,
+        processor_values=QWEN_PIXELS,
+        image_token="<|image_pad|>",
+    ),
+    "qwen3.5-moe": ImageCase(
+        "Qwen3_5MoeConfig",
+        "Qwen2VLImageProcessorPil",
+        text={
+            **QWEN3_5_TEXT,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 40,
+        },
+        vision=QWEN3_5_VISION,
         processor_values=QWEN_PIXELS,
         image_token="<|image_pad|>",
     ),
