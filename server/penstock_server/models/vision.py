@@ -18,10 +18,9 @@ from penstock_server.models.config import Config
 from penstock_server.models.foreign import FOREIGN_ERRORS
 from penstock_server.models.interface import LoadOptions
 from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap
-from penstock_server.vision.crops import CropProcessor
 from penstock_server.vision.encoder import ImageEncoder
 from penstock_server.vision.family import FAMILIES, TextLayout, image_token_id
-from penstock_server.vision.tiles import TileProcessor
+from penstock_server.vision.processor import own_processor
 from penstock_server.vision.tower import VisionTower
 from penstock_server.weights.adapter import highest_rank
 from penstock_server.weights.folder import DEFAULT_ADAPTER, IMAGE_ADAPTER
@@ -165,8 +164,7 @@ def load_images(options: LoadOptions) -> ImageEncoder:
             "models that read images need Pillow: pip install '.[transformers]' in the source tree of Penstock"
         )
     # Refuses a bad file here: the process that reads images could not say why.
-    TileProcessor.of(folder)
-    CropProcessor.of(folder)
+    own_processor(folder)
     config = read_config(folder)
     family = FAMILIES[config.model_type]
     tower = VisionTower.load(folder, config, family, options.dtype, options.device, options.cpu_isa)

@@ -115,6 +115,19 @@ def _canvas(image: str, num_embeddings: int, arrays: Arrays) -> str:
     return f"<|image_start|>{row * rows if num_tiles > 1 else ''}<|image|>{tile}<|image_end|>"
 
 
+def _parts_in_grid(image: str, num_embeddings: int, arrays: Arrays) -> str:
+    """LFM2-VL: the tiles of an image row by row, and all of it; or all of it alone."""
+    patches = arrays["spatial_shapes"].prod(axis=1)
+    rows, columns = arrays["tile_grid"].tolist()
+    marks = [""]
+    if rows * columns > 1:
+        marks = [f"<|img_row_{row + 1}_col_{column + 1}|>" for row in range(rows) for column in range(columns)]
+        marks.append("<|img_thumbnail|>")
+    counts = (patches * num_embeddings // patches.sum()).tolist()
+    parts = (mark + image * count for mark, count in zip(marks, counts, strict=False))  # all of it may be left out
+    return f"<|image_start|>{''.join(parts)}<|image_end|>"
+
+
 def _num_in_lines(config: Any, arrays: Arrays) -> int:
     """Embeddings of an image from Pixtral's tower. 0: another tower, for squares of a fixed size."""
     if "image_sizes" not in arrays:
@@ -127,6 +140,11 @@ def _num_in_lines(config: Any, arrays: Arrays) -> int:
 def _num_in_grid(config: Any, arrays: Arrays) -> int:
     """Embeddings of an image from Qwen's towers, which merge squares of patches."""
     return int(arrays["image_grid_thw"][0].prod()) // config.vision_config.spatial_merge_size**2
+
+
+def _num_in_parts(config: Any, arrays: Arrays) -> int:
+    """Embeddings of an image of LFM2-VL, whose projector merges squares of patches."""
+    return int(arrays["spatial_shapes"].prod(axis=1).sum()) // config.downsample_factor**2
 
 
 def _patch_size(config: Any) -> Mapping[str, Any]:
@@ -190,6 +208,13 @@ FAMILIES: dict[str, ImageFamily] = {
     "idefics3": _IDEFICS3,
     "internvl": replace(
         _LLAVA, expand=_bracketed, inputs=("pixel_values",), options=lambda config: {"crop_to_patches": True}
+    ),
+    "lfm2_vl": replace(
+        _LLAVA,
+        expand=_parts_in_grid,
+        inputs=("pixel_values", "pixel_attention_mask", "spatial_shapes"),
+        options=lambda config: {},
+        num_embeddings=_num_in_parts,
     ),
     "llama4": ImageFamily(
         layouts=(TextLayout("language_model.model.", "language_model."),),

@@ -35,6 +35,8 @@ from penstock_server.vision.crops import CropProcessor
 from penstock_server.vision.encoded import EncodedImage
 from penstock_server.vision.encoder import ImageEncoder, PlacedImage
 from penstock_server.vision.family import FAMILIES
+from penstock_server.vision.patches import PatchProcessor
+from penstock_server.vision.processor import own_processor
 from penstock_server.vision.reader import Arrays, ImageReader
 from penstock_server.vision.tiles import TileProcessor
 from penstock_server.vision.tower import VisionTower, tower_dtype
@@ -42,6 +44,7 @@ from plans import Advance, plan, step
 from rank_threads import run_native_ranks
 from tested_device import DEVICE
 from tiny_models import prompts
+from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 from transformers.models.mllama.processing_mllama import (
     convert_sparse_cross_attention_mask_to_dense,
     get_cross_attention_token_mask,
@@ -50,7 +53,12 @@ from transformers.models.mllama.processing_mllama import (
 PICTURES = [picture(1, 40, 64), picture(2, 90, 30), picture(3, 32, 32)]
 IMAGES = [Image(hashlib.sha256(data).digest(), data) for data in map(file_of, PICTURES)]
 
-BLOCKS_OF_16 = ("phi4-multimodal", "qwen3.5", "qwen3.5-moe")  # for native attention, and the chunks of states
+BLOCKS_OF_16 = (
+    "lfm2-vl",
+    "phi4-multimodal",
+    "qwen3.5",
+    "qwen3.5-moe",
+)  # for native attention, and the chunks of states
 
 
 @dataclass
@@ -84,11 +92,12 @@ class Made:
 
     def inputs(self, pictures: list[Any]) -> dict[str, torch.Tensor]:
         """What the model's image processor makes of pictures."""
-        if (crops := CropProcessor.of(self.folder)) is not None:
-            return stacked([crops([picture]) for picture in pictures])
-        if (tiles := TileProcessor.of(self.folder)) is not None:
-            pixels = [torch.from_numpy(tiles([picture])["pixel_values"]) for picture in pictures]
-            return {"pixel_values": torch.cat(pixels)}
+        if (own := own_processor(self.folder)) is not None:
+            made = [own([picture]) for picture in pictures]
+            if isinstance(own, CropProcessor):
+                return stacked(made)
+            names = FAMILIES[self.reference.config.model_type].inputs
+            return {name: torch.cat([torch.from_numpy(each[name]) for each in made]) for name in names}
         processor = transformers.AutoImageProcessor.from_pretrained(self.folder, backend="pil")
         if self.reference.config.model_type == "mllama":
             pictures = [pictures]
@@ -347,15 +356,22 @@ def test_an_image_becomes_the_tokens_of_transformers(made: Made) -> None:
 
 
 def test_tiles_become_the_tokens_of_transformers(made: Made) -> None:
-    """For Llama 4, whose processor needs torchvision for anything else."""
-    if made.name != "llama4":
-        pytest.skip("the only such family")
+    """For families whose processors need torchvision for anything else."""
+    own = own_processor(made.folder)
+    if not isinstance(own, PatchProcessor | TileProcessor):
+        pytest.skip("the processor of transformers needs no torchvision")
     _, encoder = made.loaded
-    tiles = TileProcessor.of(made.folder)
-    assert tiles is not None
-    split = transformers.Llama4Processor._prompt_split_image
+    names = {"image_token": "<image>", "image_thumbnail_token": "<|img_thumbnail|>"}
+    names |= {f"image_{end}_token": f"<|image_{end}|>" for end in ("start", "end")}
     for image, encoded in zip(PICTURES, encoder.encode(IMAGES), strict=True):
-        text = split(None, tiles.canvas(image.width, image.height), 4)
+        if isinstance(own, TileProcessor):
+            text = transformers.Llama4Processor._prompt_split_image(None, own.canvas(image.width, image.height), 4)
+        else:
+            columns, rows = own.grid(image.width, image.height)
+            width, height = own.whole(image.width, image.height)
+            text = Lfm2VlProcessor._build_image_tokens(
+                SimpleNamespace(**names), rows, columns, 4, width * height // own.unit**2, True, True
+            )
         assert encoder._tokenizer.encode(text).ids == encoded.token_ids.tolist()
 
 

@@ -31,6 +31,8 @@ SPECIAL = [
     *("<|image_start|>", "<|image|>", "<|patch|>", "<|tile_x_separator|>", "<|tile_y_separator|>", "<|image_end|>"),
     "<bos>",
     "<|endoftext10|>",
+    *(f"<|img_row_{row}_col_{column}|>" for row in (1, 2, 3, 4) for column in (1, 2, 3, 4) if row * column <= 4),
+    "<|img_thumbnail|>",
 ]
 CHARACTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 VOCAB = len(CHARACTERS) + len(SPECIAL)
@@ -179,6 +181,28 @@ IMAGE_CASES: dict[str, ImageCase] = {
             "max_patches": 3,
         },
         image_token="<|patch|>",
+    ),
+    # Its image processor in transformers needs torchvision. The second picture is split into tiles.
+    "lfm2-vl": ImageCase(
+        "Lfm2VlConfig",
+        "",
+        values={"projector_hidden_size": 40},
+        text={
+            "model_type": "lfm2",
+            "num_hidden_layers": 3,
+            "full_attn_idxs": [1],
+            "block_multiple_of": 48,
+            "norm_eps": 1e-5,
+        },
+        vision={"model_type": "siglip2_vision_model", "num_patches": 16, "vision_use_head": False},
+        processor_values={
+            "image_processor_type": "Lfm2VlImageProcessor",
+            "tile_size": 32,
+            "encoder_patch_size": 8,
+            "min_image_tokens": 2,
+            "max_image_tokens": 4,
+            "max_tiles": 4,
+        },
     ),
     "llava": ImageCase(
         "LlavaConfig", "CLIPImageProcessorPil", text={"model_type": "llama"}, vision=CLIP, processor_values=SQUARE
