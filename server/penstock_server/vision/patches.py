@@ -44,7 +44,7 @@ class PatchProcessor:
     min_tiles: int = 2
     max_tiles: int = 10  # 1: no image is split into tiles
     has_whole: bool = True  # tiles are followed by the whole image
-    min_tokens: int = 64  # of the whole image
+    min_tokens: int = 64  # bounds of the whole image
     max_tokens: int = 256
     tolerance: float = 2.0  # an image is split if it has more pixels than this many times those of its whole
     mean: Sequence[float] = (0.5, 0.5, 0.5)
