@@ -234,8 +234,7 @@ class Decoder:
             self.encoder.read(self.context(batch.sources), self.layers, self.caches)
             if not len(batch.token_ids):
                 return batch.token_ids.new_empty((0, self.spec.hidden_size), dtype=self.runtime.dtype)
-        if batch.image_positions is not None:
-            batch = self._with_image_positions(batch)
+        batch = self.positioned(batch)
         stage, step, output_pool = self.runtime.group.stage, self.context(batch), self.taps.output_pool
         residual = self._received(batch) if self.embedding is None else self.embedding(step)
         if batch.image_places is not None and batch.image_embeddings is not None:
@@ -287,11 +286,11 @@ class Decoder:
         if images is not None and images.shape[1] > first:
             residual[step.batch.image_places] += images[:, first : first + self.spec.hidden_size]
 
-    def _with_image_positions(self, batch: StepBatch) -> StepBatch:
+    def positioned(self, batch: StepBatch) -> StepBatch:
         """The batch in which the positions of image tokens are rows at the end of the rope tables. Each row has the
         cosines and sines of the token's three positions, for their shares of the frequencies."""
-        assert batch.image_positions is not None
-        assert batch.image_places is not None
+        if batch.image_positions is None or batch.image_places is None:
+            return batch
         device, num_tokens, first = batch.positions.device, len(batch.image_places), self.max_position_tokens
         for spec, tables in self.runtime.ropes.items():
             rows = batch.image_positions[:, torch.tensor(spec.axes, device=device)]

@@ -96,6 +96,7 @@ QWEN3_VISION = {
     "num_position_embeddings": 16,
     "deepstack_visual_indexes": [0, 1],
 }
+DRAFTING_NORMS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
 # Qwen3-VL's without features for the first layers of the text model.
 QWEN3_5_VISION = {key: value for key, value in QWEN3_VISION.items() if key != "deepstack_visual_indexes"}
 QWEN3_5_TEXT = {
@@ -420,6 +421,8 @@ def make_image_model(name: str, folder: Path) -> transformers.PreTrainedModel:
     model.eval().save_pretrained(folder)
     if case.config == "Qwen3VLMoeConfig":
         _transpose_experts(folder / "model.safetensors")
+    if case.config == "Qwen3_5Config":
+        _add_drafting_layer(folder / "model.safetensors", model.config.text_config)
     if case.processor:
         getattr(transformers, case.processor)(**case.processor_values).save_pretrained(folder)
     else:
@@ -438,6 +441,17 @@ def _transpose_experts(file: Path) -> None:
     tensors = load_file(file)
     experts = {name: tensor.mT.contiguous() for name, tensor in tensors.items() if ".experts." in name}
     save_file({**tensors, **experts}, file, {"format": "pt"})
+
+
+def _add_drafting_layer(file: Path, config: Any) -> None:
+    """The multi-token prediction layer, with the weights of the model's last layer."""
+    tensors, last = load_file(file), f"model.language_model.layers.{config.num_hidden_layers - 1}."
+    layer = {
+        name.replace(last, "mtp.layers.0."): each.clone() for name, each in tensors.items() if name.startswith(last)
+    }
+    norms = {f"mtp.{name}.weight": torch.rand(config.hidden_size) - 0.5 for name in DRAFTING_NORMS}
+    project = torch.randn(config.hidden_size, 2 * config.hidden_size) * 0.6 / config.hidden_size**0.5
+    save_file({**tensors, **layer, **norms, "mtp.fc.weight": project}, file, {"format": "pt"})
 
 
 def _add_image_adapter(model: transformers.PreTrainedModel, folder: Path) -> None:
