@@ -272,17 +272,17 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             if observer is not None and index in observer.layers:
                 program.append(Visit("residual", "residual", partial(_show, observer, index)))
+            if index in self.spec.featured_layers:
+                place = self.spec.featured_layers.index(index)
+                program.append(Visit("residual", "residual", partial(self._add_features, place)))
             self._image_layers.append_to(program, index)
-            is_last = index + 1 == len(self.layers)
-            layer.append_to(program, is_last=is_last)
-            if index < self.spec.num_featured_layers and not is_last:
-                program.append(Visit("residual", "residual", partial(self._add_features, index)))
+            layer.append_to(program, is_last=index + 1 == len(self.layers))
         program.output(self.last.norm)
         return program
 
-    def _add_features(self, index: int, residual: Tensor, step: StepContext) -> None:
-        """Adds what image tokens get behind this layer."""
-        images, first = step.batch.image_embeddings, (index + 1) * self.spec.hidden_size
+    def _add_features(self, place: int, residual: Tensor, step: StepContext) -> None:
+        """Adds what image tokens get in front of the featured layer with this place."""
+        images, first = step.batch.image_embeddings, (place + 1) * self.spec.hidden_size
         if images is not None and images.shape[1] > first:
             residual[step.batch.image_places] += images[:, first : first + self.spec.hidden_size]
 

@@ -13,7 +13,7 @@ from typing import Any
 from penstock_server.errors import ConfigError
 from penstock_server.layers.adapter import OwnAdapter
 from penstock_server.layers.attention import AttentionSpec
-from penstock_server.models import foreign, llama, mllama, moe, phi
+from penstock_server.models import foreign, granite, llama, mllama, moe, phi
 from penstock_server.models.config import Config
 from penstock_server.models.foreign import FOREIGN_ERRORS
 from penstock_server.models.interface import LoadOptions
@@ -31,6 +31,7 @@ Build = Callable[[Config], tuple[ModelSpec, NameMap]]
 
 # Text models without a causal model of their type, or with more layers than it.
 _TEXT_MODELS: dict[str, Build] = {
+    "granite4_vision_text": granite.granite,
     "mllama_text_model": mllama.mllama,
     "phi4_multimodal": phi.phi3,
     "qwen2_5_vl_text": llama.qwen2,
@@ -81,12 +82,12 @@ def build(config: Config, text_models: dict[str, Build]) -> tuple[ModelSpec, Nam
         windows = [mask.window for mask in masks if mask.window is not None]
         longest = min([spec.max_position_tokens, *windows])
         spec = replace(spec, max_position_tokens=longest, default_position_tokens=None)
-    num_featured = len(getattr(whole.vision_config, "deepstack_visual_indexes", ()))
-    if num_featured >= spec.num_layers:
-        raise config.refuse(f"{num_featured} layers with features of images need more than {spec.num_layers} layers")
+    featured = tuple(layer for layer in family.features(whole) if layer)
+    if featured and not 0 < featured[0] <= featured[-1] < spec.num_layers:
+        raise config.refuse(f"image features for layer {featured[-1]} need more than {spec.num_layers} layers")
     if spec.image_layers:
         spec = replace(spec, max_image_states=_max_states(whole.vision_config))
-    spec = replace(spec, architecture=model_type, reads_images=True, num_featured_layers=num_featured)
+    spec = replace(spec, architecture=model_type, reads_images=True, featured_layers=featured)
     return spec, replace(first, alternatives=tuple(others))
 
 

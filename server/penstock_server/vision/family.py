@@ -42,6 +42,10 @@ class ImageFamily:
     # Embeddings that an image becomes, by the configuration and what the image processor made. None: known only when it
     # is encoded; the image processor makes a bounded number of squares of a fixed size.
     num_embeddings: Callable[[Any, Arrays], int] | None = None
+    # Configuration → the text model's layers in front of which image tokens get features, ascending. Those of layer 0
+    # are the embeddings. has_layer_features: the tower names the layer of each.
+    features: Callable[[Any], tuple[int, ...]] = lambda config: ()
+    has_layer_features: bool = False
     # Image tokens have positions of their own: a row and a column (M-RoPE, https://arxiv.org/abs/2409.12191).
     has_grid: bool = False
     is_whole: bool = False  # the image tokens that follow each other attend to each other
@@ -147,6 +151,16 @@ def _num_in_parts(config: Any, arrays: Arrays) -> int:
     return int(arrays["spatial_shapes"].prod(axis=1).sum()) // config.downsample_factor**2
 
 
+def _first_layers(config: Any) -> tuple[int, ...]:
+    """Qwen3-VL: features of a layer of the tower each for the first layers."""
+    return tuple(range(1, 1 + len(config.vision_config.deepstack_visual_indexes)))
+
+
+def _chosen_layers(config: Any) -> tuple[int, ...]:
+    """Granite 4 Vision: features of several layers of the tower, and of four places in each square of patches."""
+    return tuple(sorted({layer for _, layer in config.deepstack_layer_map} | set(config.spatial_target_layers)))
+
+
 def _patch_size(config: Any) -> Mapping[str, Any]:
     """Setting of Pixtral's image processor: the side in pixels of what becomes one embedding."""
     if config.vision_config.model_type != "pixtral":
@@ -178,6 +192,7 @@ _QWEN_VL = ImageFamily(
     num_embeddings=_num_in_grid,
     has_grid=True,
 )
+_QWEN3_VL = replace(_QWEN_VL, features=_first_layers)
 _IDEFICS3 = ImageFamily(
     text_model="text_model",
     layouts=(TextLayout("model.text_model."),),
@@ -203,6 +218,14 @@ FAMILIES: dict[str, ImageFamily] = {
         placeholder="\n\n<start_of_image>\n\n",
         template_text="<start_of_image>",
         is_whole=True,
+    ),
+    "granite4_vision": replace(
+        _LLAVA,
+        tower=(r"(model\.)?(vision_tower|layerwise_projectors|spatial_projectors)\..*", r"(model\.)?image_newline"),
+        expand=_repeated,
+        options=lambda config: {},
+        features=_chosen_layers,
+        has_layer_features=True,
     ),
     "idefics2": replace(_IDEFICS3, expand=_parts, options=lambda config: {}),
     "idefics3": _IDEFICS3,
@@ -264,8 +287,8 @@ FAMILIES: dict[str, ImageFamily] = {
     "qwen2_vl": _QWEN_VL,
     "qwen3_5": _QWEN_VL,
     "qwen3_5_moe": _QWEN_VL,
-    "qwen3_vl": _QWEN_VL,
-    "qwen3_vl_moe": _QWEN_VL,
+    "qwen3_vl": _QWEN3_VL,
+    "qwen3_vl_moe": _QWEN3_VL,
     "smolvlm": _IDEFICS3,
     "vipllava": replace(_LLAVA, expand=_repeated, inputs=("pixel_values",), options=lambda config: {}),
 }

@@ -61,8 +61,8 @@ class PatchProcessor:
         found = cls(**{field: settings[key] for key, field in _KEYS.items() if key in settings})
         if not settings.get("do_image_splitting", True):
             found = replace(found, min_tiles=1, max_tiles=1)
-        counts = (found.side, found.patch, found.merged, found.min_tiles, found.max_tiles)
-        counts += found.min_tokens, found.max_tokens
+        sizes = found.side, found.patch, found.merged
+        counts = *sizes, found.min_tiles, found.max_tiles, found.min_tokens, found.max_tokens
         if any(type(count) is not int or count < 1 for count in counts) or found.side % found.unit:
             raise ConfigError(
                 f"{folder}: the image processor's tile_size is {found.side!r}, encoder_patch_size {found.patch!r} and "

@@ -322,6 +322,10 @@ def test_every_family_has_a_case() -> None:
 
 PROCESSORS = {
     "aya-vision": ("AyaVisionProcessor", {"patch_size": 8, "img_size": 32, "downsample_factor": 2}),
+    "granite4-vision": (
+        "Granite4VisionProcessor",
+        {"patch_size": 8, "vision_feature_select_strategy": "full", "downsample_rate": "1/2"},
+    ),
     "idefics2": ("Idefics2Processor", {"image_seq_len": 5}),
     "idefics3": ("Idefics3Processor", {"image_seq_len": 4}),
     "llava": ("LlavaProcessor", {"patch_size": 8, "vision_feature_select_strategy": "default"}),
@@ -576,9 +580,18 @@ def test_a_paligemma_whose_prompts_are_not_seen_as_a_whole_is_refused(made: Made
         read_spec(tmp_path)
 
 
+def test_features_for_a_layer_that_is_not_there_are_refused(made: Made, tmp_path: Path) -> None:
+    if made.name != "granite4-vision":
+        pytest.skip("the only family that names layers")
+    values = json.loads((made.folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**values, "spatial_target_layers": [1, 4]}))
+    with pytest.raises(ConfigError, match="image features for layer 4 need more than 4 layers"):
+        read_spec(tmp_path)
+
+
 def test_other_image_models_are_refused_by_name() -> None:
     config = transformers.Glm4vConfig()
-    assert "supported: aya_vision, gemma3, idefics2, idefics3" in support_of(config.model_type, config.to_dict())
+    assert "supported: aya_vision, gemma3, granite4_vision, idefics2" in support_of(config.model_type, config.to_dict())
 
 
 def test_a_tower_computes_in_16_bits_where_the_chosen_instructions_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,6 +183,22 @@ IMAGE_CASES: dict[str, ImageCase] = {
         },
         image_token="<|patch|>",
     ),
+    # The third layer gets the features that name it last.
+    "granite4-vision": ImageCase(
+        "Granite4VisionConfig",
+        "LlavaNextImageProcessorPil",
+        values={
+            "image_grid_pinpoints": GRIDS,
+            "vision_feature_select_strategy": "full",
+            "downsample_rate": "1/2",
+            "deepstack_layer_map": [[1, 0], [-1, 2]],
+            "spatial_target_layers": [1, 2, 3],
+            "qformer_config": {"model_type": "blip_2_qformer", "num_hidden_layers": 1, "intermediate_size": 40},
+        },
+        text={"num_hidden_layers": 4, "attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 2.0},
+        vision={**SIGLIP, "hidden_size": 64},
+        processor_values={**SQUARE, "image_grid_pinpoints": GRIDS},
+    ),
     # Its image processor in transformers needs torchvision. The second picture is split into tiles.
     "lfm2-vl": ImageCase(
         "Lfm2VlConfig",
