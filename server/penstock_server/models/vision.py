@@ -70,7 +70,7 @@ def build(config: Config, text_models: dict[str, Build]) -> tuple[ModelSpec, Nam
     spec, names = text_models[text.model_type](Config(values, config.path))
     first, *others = (moved(names, layout, family.tower + family.unused) for layout in family.layouts)
     if family.has_grid:
-        axes = _axes(config, values["rope_parameters"])
+        axes = _axes(config, values["rope_parameters"], family.sections)
         layers = tuple(_with_axes(config, layer, axes) for layer in spec.layers)
         mtp = None if spec.mtp is None else _with_axes(config, spec.mtp, axes)
         spec = replace(spec, layers=layers, mtp=mtp)
@@ -91,12 +91,13 @@ def build(config: Config, text_models: dict[str, Build]) -> tuple[ModelSpec, Nam
     return spec, replace(first, alternatives=tuple(others))
 
 
-def _axes(config: Config, rope: dict[str, Any]) -> tuple[int, ...]:
-    """`RopeSpec.axes`: frequencies by time, row and column in sections, or in turn while a section lasts."""
-    sections = Config(rope, config.path).integers("mrope_section")
+def _axes(config: Config, rope: dict[str, Any], default: tuple[int, ...]) -> tuple[int, ...]:
+    """`RopeSpec.axes`: frequencies by time, row and column in sections, or in turn while a section lasts. default: as
+    of `ImageFamily.sections`."""
+    sections = Config(rope, config.path).integers("mrope_section") or default or None
     if sections is None or len(sections) != 3:
         raise config.refuse(f"mrope_section must be a list of three numbers, not {sections!r}")
-    if rope.get("mrope_interleaved", False):
+    if default or rope.get("mrope_interleaved", False):
         return tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(sum(sections)))
     return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
 

@@ -48,6 +48,9 @@ class ImageFamily:
     has_layer_features: bool = False
     # Image tokens have positions of their own: a row and a column (M-RoPE, https://arxiv.org/abs/2409.12191).
     has_grid: bool = False
+    # COMPAT: sections of the rope's frequencies where the configuration has none, by time, row and column. With them,
+    # frequencies take turns, whatever the configuration says.
+    sections: tuple[int, ...] = ()
     is_whole: bool = False  # the image tokens that follow each other attend to each other
     is_prompt_whole: bool = False  # all tokens of a prompt attend to each other
     # An image is one token, and layers of their own attend to its states (Mllama), see `vision/states.py`.
@@ -192,7 +195,8 @@ _QWEN_VL = ImageFamily(
     num_embeddings=_num_in_grid,
     has_grid=True,
 )
-_QWEN3_VL = replace(_QWEN_VL, features=_first_layers)
+_QWEN3_VL = replace(_QWEN_VL, features=_first_layers, sections=(24, 20, 20))
+_QWEN3_5 = replace(_QWEN_VL, sections=(11, 11, 10))
 _IDEFICS3 = ImageFamily(
     text_model="text_model",
     layouts=(TextLayout("model.text_model."),),
@@ -285,8 +289,8 @@ FAMILIES: dict[str, ImageFamily] = {
     ),
     "qwen2_5_vl": _QWEN_VL,
     "qwen2_vl": _QWEN_VL,
-    "qwen3_5": _QWEN_VL,
-    "qwen3_5_moe": _QWEN_VL,
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_moe": _QWEN3_5,
     "qwen3_vl": _QWEN3_VL,
     "qwen3_vl_moe": _QWEN3_VL,
     "smolvlm": _IDEFICS3,

@@ -580,6 +580,22 @@ def test_a_paligemma_whose_prompts_are_not_seen_as_a_whole_is_refused(made: Made
         read_spec(tmp_path)
 
 
+def test_sections_of_the_rope_are_those_of_transformers_where_none_are_given(made: Made, tmp_path: Path) -> None:
+    if made.name != "qwen3.5":
+        pytest.skip("the same for every family that has them")
+    specs = []
+    for sections in ({"mrope_section": [11, 11, 10], "mrope_interleaved": True}, {}):
+        values = json.loads((made.folder / "config.json").read_text())
+        rope = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5, **sections}
+        values["text_config"] |= {"head_dim": 128, "rope_parameters": rope}
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        specs.append(read_spec(tmp_path)[0])
+    assert specs[0] == specs[1]
+    rope = specs[0].layers[3].plain_attention.rope
+    assert rope is not None
+    assert rope.axes[:6] == (0, 1, 2, 0, 1, 2)
+
+
 def test_features_for_a_layer_that_is_not_there_are_refused(made: Made, tmp_path: Path) -> None:
     if made.name != "granite4-vision":
         pytest.skip("the only family that names layers")
