@@ -119,6 +119,6 @@ def test_a_drafting_layer_sees_images_and_changes_no_bit(tmp_path: Path, monkeyp
         engine.close()
     assert found[0] == found[1]
     assert len(drafts) > 20
-    for text, draft in drafts:
+    for text, draft in drafts[::3]:
         (prompt,) = [each for each in prompts if text[: len(each.token_ids)] == each.token_ids]
         assert draft == draft_of(made, prompt, text, len(draft))

@@ -32,7 +32,7 @@ def test_states_of_images_have_the_same_bits(name: str, tmp_path: Path) -> None:
         sequence = driven(driver, encoder, prompt)
         assert torch.equal(advance(driver, sequence, length, chunk), whole), chunk
         driver.free(sequence)
-    for back_to in range(BEFORE - 1, end + 2):
+    for back_to in (BEFORE - 1, BEFORE, CHUNK_TOKENS - 1, CHUNK_TOKENS, CHUNK_TOKENS + 1, end):
         sequence = driven(driver, encoder, prompt)
         advance(driver, sequence, back_to + 5, length)
         sequence.num_computed = back_to
