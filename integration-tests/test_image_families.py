@@ -1,5 +1,5 @@
-"""Families whose images differ from LLaVA's, on the real server: positions in a grid, tokens that see each other, and
-layers that attend to images."""
+"""Families whose images differ from LLaVA's, on the real server: positions in a grid, tokens that see each other,
+layers that attend to images, and layers that keep a state."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import torch
 import transformers
 from binary import start
 from client import ask
+from fault.probe import metric
 from image_cases import IMAGE_CASES, file_of, make_image_model, picture, token_id
-from penstock_server.vision.tiles import TileProcessor
+from penstock_server.vision.family import FAMILIES
+from penstock_server.vision.processor import own_processor
 from test_worker_death import Stream, answers_across_a_kill
 from tokenizers import Tokenizer
 
@@ -52,17 +54,20 @@ PROMPTS = {
     "gemma3": ("\n\n<start_of_image>{}<end_of_image>\n\nWhat?", 9),
     "paligemma": ("{}<bos>What?\n", 9),
     "mllama": ("{}What?", 1),
+    "qwen3.5": ("<|vision_start|>{}<|vision_end|>What?", 4),
+    "lfm2-vl": ("<|image_start|>{}<|image_end|>What?", 4),
 }
 
 
 @torch.inference_mode()
-def greedy(model: transformers.PreTrainedModel, folder: Path, prompt: list[int]) -> list[int]:
-    """The tokens of transformers after a prompt with one image."""
-    if (tiles := TileProcessor.of(folder)) is not None:
-        inputs = {"pixel_values": torch.from_numpy(tiles([picture(3, 32, 32)])["pixel_values"])}
+def greedy(model: transformers.PreTrainedModel, folder: Path, prompt: list[int], seed: int = 3) -> list[int]:
+    """The tokens of transformers after a prompt with one image. seed: of the picture."""
+    if (own := own_processor(folder)) is not None:
+        made, names = own([picture(seed, 32, 32)]), FAMILIES[model.config.model_type].inputs
+        inputs = {name: torch.from_numpy(made[name]) for name in names}
     else:
         processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
-        inputs = dict(processor(images=[picture(3, 32, 32)], return_tensors="pt"))
+        inputs = dict(processor(images=[picture(seed, 32, 32)], return_tensors="pt"))
     inputs.pop("num_crops", None)
     num_tiles = inputs.pop("num_tiles", None)
     ids = list(prompt)
@@ -70,7 +75,7 @@ def greedy(model: transformers.PreTrainedModel, folder: Path, prompt: list[int])
         tokens = torch.tensor([ids])
         is_image = (tokens == model.config.image_token_id).int()
         match model.config.model_type:
-            case "qwen3_vl":
+            case "qwen3_vl" | "qwen3_5":
                 inputs["mm_token_type_ids"] = is_image
                 model.model.rope_deltas = None  # it would be that of the last call
             case "gemma3":
@@ -88,6 +93,7 @@ def greedy(model: transformers.PreTrainedModel, folder: Path, prompt: list[int])
     "name",
     [
         "qwen3-vl",
+        pytest.param("lfm2-vl", marks=pytest.mark.slow),
         pytest.param("gemma3", marks=pytest.mark.slow),
         pytest.param("llama4", marks=pytest.mark.slow),
         "paligemma",
@@ -181,5 +187,31 @@ def test_layers_attend_to_images_also_after_a_workers_death(tmp_path: Path) -> N
         assert found.status == 200, found.text
         assert [token["id"] for token in found.json["details"]["tokens"]] == greedy(model, tmp_path, prompt)
         assert answers_across_a_kill(server, requests) == undisturbed
+    finally:
+        assert server.stop() == 0, server.last_lines()
+
+
+def test_states_continue_behind_the_same_image_only(tmp_path: Path) -> None:
+    """Snapshots of states belong to the text and images before them."""
+    name = "qwen3.5"
+    model = make_image_model(name, tmp_path)
+    text, num_embeddings = PROMPTS[name]
+    image = text.removesuffix("What?").format(IMAGE_CASES[name].image_token * num_embeddings)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    server = start("--model-id", str(tmp_path), "--dtype", "float32", "--standby", "off")
+    try:
+        hits = []
+        for number, seed in enumerate((3, 3, 4, 3)):
+            uri = "data:image/png;base64," + base64.b64encode(file_of(picture(seed, 32, 32))).decode()
+            question = f"{'Who is seen here, and where do they go? ' * 4}And {number}?"
+            parameters = {"max_new_tokens": NUM_TOKENS, "details": True}
+            before = metric(server, "penstock_prefix_hit_tokens")
+            found = ask(server, "/generate", {"inputs": f"![]({uri}){question}", "parameters": parameters})
+            assert found.status == 200, found.text
+            hits.append(metric(server, "penstock_prefix_hit_tokens") - before)
+            expected = greedy(model, tmp_path, tokenizer.encode(image + question).ids, seed)
+            assert [token["id"] for token in found.json["details"]["tokens"]] == expected
+        assert hits[0] == hits[2] == 0
+        assert hits[3] >= 128
     finally:
         assert server.stop() == 0, server.last_lines()

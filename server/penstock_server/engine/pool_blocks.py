@@ -14,8 +14,8 @@ from torch import Tensor
 
 
 def pool_blocks(caches: Sequence[Tensor], num_blocks: int, device: torch.device) -> HostBlocks | DeviceBlocks:
-    """`caches`: those of the layers, each with the blocks as its first dimension. A stage whose layers keep states only has
-    none, and its blocks have no bytes."""
+    """`caches`: those of the layers, each with the blocks as its first dimension. A stage whose layers keep states only
+    has none, and its blocks have no bytes."""
     return (HostBlocks if device.type == "cpu" else DeviceBlocks)(caches, num_blocks, device)
 
 

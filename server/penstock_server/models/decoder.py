@@ -234,8 +234,7 @@ class Decoder:
             self.encoder.read(self.context(batch.sources), self.layers, self.caches)
             if not len(batch.token_ids):
                 return batch.token_ids.new_empty((0, self.spec.hidden_size), dtype=self.runtime.dtype)
-        if batch.image_positions is not None:
-            batch = self._with_image_positions(batch)
+        batch = self.positioned(batch)
         stage, step, output_pool = self.runtime.group.stage, self.context(batch), self.taps.output_pool
         residual = self._received(batch) if self.embedding is None else self.embedding(step)
         if batch.image_places is not None and batch.image_embeddings is not None:
@@ -273,25 +272,25 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             if observer is not None and index in observer.layers:
                 program.append(Visit("residual", "residual", partial(_show, observer, index)))
+            if index in self.spec.featured_layers:
+                place = self.spec.featured_layers.index(index)
+                program.append(Visit("residual", "residual", partial(self._add_features, place)))
             self._image_layers.append_to(program, index)
-            is_last = index + 1 == len(self.layers)
-            layer.append_to(program, is_last=is_last)
-            if index < self.spec.num_featured_layers and not is_last:
-                program.append(Visit("residual", "residual", partial(self._add_features, index)))
+            layer.append_to(program, is_last=index + 1 == len(self.layers))
         program.output(self.last.norm)
         return program
 
-    def _add_features(self, index: int, residual: Tensor, step: StepContext) -> None:
-        """Adds what image tokens get behind this layer."""
-        images, first = step.batch.image_embeddings, (index + 1) * self.spec.hidden_size
+    def _add_features(self, place: int, residual: Tensor, step: StepContext) -> None:
+        """Adds what image tokens get in front of the featured layer with this place."""
+        images, first = step.batch.image_embeddings, (place + 1) * self.spec.hidden_size
         if images is not None and images.shape[1] > first:
             residual[step.batch.image_places] += images[:, first : first + self.spec.hidden_size]
 
-    def _with_image_positions(self, batch: StepBatch) -> StepBatch:
+    def positioned(self, batch: StepBatch) -> StepBatch:
         """The batch in which the positions of image tokens are rows at the end of the rope tables. Each row has the
         cosines and sines of the token's three positions, for their shares of the frequencies."""
-        assert batch.image_positions is not None
-        assert batch.image_places is not None
+        if batch.image_positions is None or batch.image_places is None:
+            return batch
         device, num_tokens, first = batch.positions.device, len(batch.image_places), self.max_position_tokens
         for spec, tables in self.runtime.ropes.items():
             rows = batch.image_positions[:, torch.tensor(spec.axes, device=device)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from penstock_server.layers.attention import AttentionSpec
@@ -12,8 +12,6 @@ from penstock_server.layers.qk_norm import QkNormSpec
 from penstock_server.models import llama, moe
 from penstock_server.models.config import Config
 from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap
-from penstock_server.models.vision import moved
-from penstock_server.vision.family import TextLayout
 from penstock_server.weights.location import Location, fused
 
 KINDS = ("linear_attention", "full_attention")
@@ -21,7 +19,6 @@ NET = "layers.{i}.attention.net"
 MODULE = "model.layers.{i}.linear_attn"
 MTP = {"token_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden", "project": "fc", "norm": "norm"}
 DRAFTER = r"mtp\..+"  # what is left of the layer that drafts
-VISION = r"model\.visual\..+"
 
 
 def qwen3_next(config: Config) -> tuple[ModelSpec, NameMap]:
@@ -52,27 +49,6 @@ def qwen3_5_moe_text(config: Config) -> tuple[ModelSpec, NameMap]:
     net = _net(config)
     layers = moe.with_shared_expert(config, _layers(config, net), 256)
     return _model(config, "qwen3_5_moe_text", layers), _names_3_5(moe.QWEN_NAMES, net, len(layers))
-
-
-def qwen3_5(config: Config) -> tuple[ModelSpec, NameMap]:
-    return _text_of(config, "qwen3_5", qwen3_5_text)
-
-
-def qwen3_5_moe(config: Config) -> tuple[ModelSpec, NameMap]:
-    return _text_of(config, "qwen3_5_moe", qwen3_5_moe_text)
-
-
-def _text_of(
-    config: Config, architecture: str, build: Callable[[Config], tuple[ModelSpec, NameMap]]
-) -> tuple[ModelSpec, NameMap]:
-    """The text model of a checkpoint that also encodes images, which are not read."""
-    tied = config.get("tie_word_embeddings", False)
-    values = config.values.get("text_config")
-    if not isinstance(values, dict):
-        raise config.refuse(f"text_config must be an object, not {values!r}")
-    spec, names = build(config.part({**values, "tie_word_embeddings": tied}))
-    whole = moved(names, TextLayout("model.language_model."), (DRAFTER, VISION))
-    return replace(spec, architecture=architecture), replace(whole, alternatives=(names,))
 
 
 def _model(config: Config, architecture: str, layers: tuple[LayerSpec, ...]) -> ModelSpec:

@@ -135,8 +135,6 @@ ARCHITECTURES: dict[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
     "qwen2": llama.qwen2,
     "qwen2_moe": moe.qwen2_moe,
     "qwen3": llama.qwen3,
-    "qwen3_5": qwen3_next.qwen3_5,
-    "qwen3_5_moe": qwen3_next.qwen3_5_moe,
     "qwen3_5_moe_text": qwen3_next.qwen3_5_moe_text,
     "qwen3_5_text": qwen3_next.qwen3_5_text,
     "qwen3_moe": moe.qwen3_moe,

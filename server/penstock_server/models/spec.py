@@ -149,7 +149,7 @@ class ModelSpec:
     # is none, or it is not used.
     mtp: LayerSpec | None = None
     reads_images: bool = False  # its architecture is a key of `FAMILIES`
-    num_featured_layers: int = 0  # the first ones, behind which image tokens get features
+    featured_layers: tuple[int, ...] = ()  # in front of these, image tokens get features
     # Layers that attend to images: the layer that each is in front of, and the largest number of states of an image.
     image_layers: tuple[tuple[int, LayerSpec], ...] = ()
     max_image_states: int = 0

@@ -12,15 +12,15 @@ from typing import Any
 
 from penstock_server.errors import ConfigError
 from penstock_server.layers.adapter import OwnAdapter
-from penstock_server.models import foreign, llama, mllama, moe, phi
+from penstock_server.layers.attention import AttentionSpec
+from penstock_server.models import foreign, granite, llama, mllama, moe, phi
 from penstock_server.models.config import Config
 from penstock_server.models.foreign import FOREIGN_ERRORS
 from penstock_server.models.interface import LoadOptions
 from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap
-from penstock_server.vision.crops import CropProcessor
 from penstock_server.vision.encoder import ImageEncoder
 from penstock_server.vision.family import FAMILIES, TextLayout, image_token_id
-from penstock_server.vision.tiles import TileProcessor
+from penstock_server.vision.processor import own_processor
 from penstock_server.vision.tower import VisionTower
 from penstock_server.weights.adapter import highest_rank
 from penstock_server.weights.folder import DEFAULT_ADAPTER, IMAGE_ADAPTER
@@ -31,6 +31,7 @@ Build = Callable[[Config], tuple[ModelSpec, NameMap]]
 
 # Text models without a causal model of their type, or with more layers than it.
 _TEXT_MODELS: dict[str, Build] = {
+    "granite4_vision_text": granite.granite,
     "mllama_text_model": mllama.mllama,
     "phi4_multimodal": phi.phi3,
     "qwen2_5_vl_text": llama.qwen2,
@@ -69,8 +70,10 @@ def build(config: Config, text_models: dict[str, Build]) -> tuple[ModelSpec, Nam
     spec, names = text_models[text.model_type](Config(values, config.path))
     first, *others = (moved(names, layout, family.tower + family.unused) for layout in family.layouts)
     if family.has_grid:
-        axes = _axes(config, values["rope_parameters"])
-        spec = replace(spec, layers=tuple(_with_axes(config, layer, axes) for layer in spec.layers))
+        axes = _axes(config, values["rope_parameters"], family.sections)
+        layers = tuple(_with_axes(config, layer, axes) for layer in spec.layers)
+        mtp = None if spec.mtp is None else _with_axes(config, spec.mtp, axes)
+        spec = replace(spec, layers=layers, mtp=mtp)
     if family.is_whole or family.is_prompt_whole:
         spec = replace(spec, layers=tuple(map(_seeing_spans, spec.layers)))
     if family.is_prompt_whole:
@@ -79,27 +82,31 @@ def build(config: Config, text_models: dict[str, Build]) -> tuple[ModelSpec, Nam
         windows = [mask.window for mask in masks if mask.window is not None]
         longest = min([spec.max_position_tokens, *windows])
         spec = replace(spec, max_position_tokens=longest, default_position_tokens=None)
-    num_featured = len(getattr(whole.vision_config, "deepstack_visual_indexes", ()))
-    if num_featured >= spec.num_layers:
-        raise config.refuse(f"{num_featured} layers with features of images need more than {spec.num_layers} layers")
+    featured = tuple(layer for layer in family.features(whole) if layer)
+    if featured and not 0 < featured[0] <= featured[-1] < spec.num_layers:
+        raise config.refuse(f"image features for layer {featured[-1]} need more than {spec.num_layers} layers")
     if spec.image_layers:
         spec = replace(spec, max_image_states=_max_states(whole.vision_config))
-    spec = replace(spec, architecture=model_type, reads_images=True, num_featured_layers=num_featured)
+    spec = replace(spec, architecture=model_type, reads_images=True, featured_layers=featured)
     return spec, replace(first, alternatives=tuple(others))
 
 
-def _axes(config: Config, rope: dict[str, Any]) -> tuple[int, ...]:
-    """`RopeSpec.axes`: frequencies by time, row and column in sections, or in turn while a section lasts."""
-    sections = Config(rope, config.path).integers("mrope_section")
+def _axes(config: Config, rope: dict[str, Any], default: tuple[int, ...]) -> tuple[int, ...]:
+    """`RopeSpec.axes`: frequencies by time, row and column in sections, or in turn while a section lasts. default: as
+    of `ImageFamily.sections`."""
+    sections = Config(rope, config.path).integers("mrope_section") or default or None
     if sections is None or len(sections) != 3:
         raise config.refuse(f"mrope_section must be a list of three numbers, not {sections!r}")
-    if rope.get("mrope_interleaved", False):
+    if default or rope.get("mrope_interleaved", False):
         return tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(sum(sections)))
     return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
 
 
 def _with_axes(config: Config, layer: LayerSpec, axes: tuple[int, ...]) -> LayerSpec:
-    attention = layer.plain_attention
+    """The layer, whose attention, if it has any, rotates by these axes."""
+    attention = layer.attention
+    if not isinstance(attention, AttentionSpec):
+        return layer
     assert attention.rope is not None
     if len(axes) != attention.rope.rotary_dim // 2:
         raise config.refuse(f"mrope_section has {len(axes)} frequencies, must have {attention.rope.rotary_dim // 2}")
@@ -159,8 +166,7 @@ def load_images(options: LoadOptions) -> ImageEncoder:
             "models that read images need Pillow: pip install '.[transformers]' in the source tree of Penstock"
         )
     # Refuses a bad file here: the process that reads images could not say why.
-    TileProcessor.of(folder)
-    CropProcessor.of(folder)
+    own_processor(folder)
     config = read_config(folder)
     family = FAMILIES[config.model_type]
     tower = VisionTower.load(folder, config, family, options.dtype, options.device, options.cpu_isa)

@@ -115,6 +115,11 @@ class CropProcessor:
         return sorted(grids, key=lambda grid: grid[0] * grid[1])
 
     @property
+    def max_patches(self) -> int:
+        """The most patches of an image."""
+        return (self.max_crops + 1) * self._patches**2
+
+    @property
     def _patches(self) -> int:
         """Patches of a crop in each direction."""
         return self.side // self.patch

@@ -27,6 +27,8 @@ from penstock_server.protocol.plan import Image, ImageSpan
 from penstock_server.vision.crops import CropProcessor
 from penstock_server.vision.encoded import EncodedImage, ImageSize, ImageStates
 from penstock_server.vision.family import Arrays, ImageFamily, image_token_id
+from penstock_server.vision.patches import PatchProcessor
+from penstock_server.vision.processor import own_processor
 from penstock_server.vision.reader import ImageReader
 from penstock_server.vision.states import ImageGroup, ImageKvPool
 from penstock_server.vision.stored import stored_max_pixels
@@ -141,10 +143,10 @@ def _num_activations(folder: Path, config: Any, family: ImageFamily, max_tokens:
         return max(_ACTIVATIONS, num_patches * _activations_per_patch(tower))
     # A tower that encodes all crops of an image at once has the most in an MLP: its input, the residual, and two of its
     # wider rows for each patch.
-    if (crops := CropProcessor.of(folder)) is None:
+    processor = own_processor(folder)
+    if not isinstance(processor, CropProcessor | PatchProcessor):
         return _ACTIVATIONS
-    num_patches = (crops.max_crops + 1) * (crops.side // crops.patch) ** 2
-    return max(_ACTIVATIONS, 2 * num_patches * (tower.hidden_size + tower.intermediate_size))
+    return max(_ACTIVATIONS, 2 * processor.max_patches * (tower.hidden_size + tower.intermediate_size))
 
 
 def _activations_per_patch(tower: Any) -> int:

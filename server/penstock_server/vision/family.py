@@ -42,8 +42,15 @@ class ImageFamily:
     # Embeddings that an image becomes, by the configuration and what the image processor made. None: known only when it
     # is encoded; the image processor makes a bounded number of squares of a fixed size.
     num_embeddings: Callable[[Any, Arrays], int] | None = None
+    # Configuration → the text model's layers in front of which image tokens get features, ascending. Those of layer 0
+    # are the embeddings. has_layer_features: the tower names the layer of each.
+    features: Callable[[Any], tuple[int, ...]] = lambda config: ()
+    has_layer_features: bool = False
     # Image tokens have positions of their own: a row and a column (M-RoPE, https://arxiv.org/abs/2409.12191).
     has_grid: bool = False
+    # COMPAT: sections of the rope's frequencies where the configuration has none, by time, row and column. With them,
+    # frequencies take turns, whatever the configuration says.
+    sections: tuple[int, ...] = ()
     is_whole: bool = False  # the image tokens that follow each other attend to each other
     is_prompt_whole: bool = False  # all tokens of a prompt attend to each other
     # An image is one token, and layers of their own attend to its states (Mllama), see `vision/states.py`.
@@ -115,6 +122,19 @@ def _canvas(image: str, num_embeddings: int, arrays: Arrays) -> str:
     return f"<|image_start|>{row * rows if num_tiles > 1 else ''}<|image|>{tile}<|image_end|>"
 
 
+def _parts_in_grid(image: str, num_embeddings: int, arrays: Arrays) -> str:
+    """LFM2-VL: the tiles of an image row by row, and all of it; or all of it alone."""
+    patches = arrays["spatial_shapes"].prod(axis=1)
+    rows, columns = arrays["tile_grid"].tolist()
+    marks = [""]
+    if rows * columns > 1:
+        marks = [f"<|img_row_{row + 1}_col_{column + 1}|>" for row in range(rows) for column in range(columns)]
+        marks.append("<|img_thumbnail|>")
+    counts = (patches * num_embeddings // patches.sum()).tolist()
+    parts = (mark + image * count for mark, count in zip(marks, counts, strict=False))  # all of it may be left out
+    return f"<|image_start|>{''.join(parts)}<|image_end|>"
+
+
 def _num_in_lines(config: Any, arrays: Arrays) -> int:
     """Embeddings of an image from Pixtral's tower. 0: another tower, for squares of a fixed size."""
     if "image_sizes" not in arrays:
@@ -127,6 +147,21 @@ def _num_in_lines(config: Any, arrays: Arrays) -> int:
 def _num_in_grid(config: Any, arrays: Arrays) -> int:
     """Embeddings of an image from Qwen's towers, which merge squares of patches."""
     return int(arrays["image_grid_thw"][0].prod()) // config.vision_config.spatial_merge_size**2
+
+
+def _num_in_parts(config: Any, arrays: Arrays) -> int:
+    """Embeddings of an image of LFM2-VL, whose projector merges squares of patches."""
+    return int(arrays["spatial_shapes"].prod(axis=1).sum()) // config.downsample_factor**2
+
+
+def _first_layers(config: Any) -> tuple[int, ...]:
+    """Qwen3-VL: features of a layer of the tower each for the first layers."""
+    return tuple(range(1, 1 + len(config.vision_config.deepstack_visual_indexes)))
+
+
+def _chosen_layers(config: Any) -> tuple[int, ...]:
+    """Granite 4 Vision: features of several layers of the tower, and of four places in each square of patches."""
+    return tuple(sorted({layer for _, layer in config.deepstack_layer_map} | set(config.spatial_target_layers)))
 
 
 def _patch_size(config: Any) -> Mapping[str, Any]:
@@ -160,6 +195,8 @@ _QWEN_VL = ImageFamily(
     num_embeddings=_num_in_grid,
     has_grid=True,
 )
+_QWEN3_VL = replace(_QWEN_VL, features=_first_layers, sections=(24, 20, 20))
+_QWEN3_5 = replace(_QWEN_VL, sections=(11, 11, 10))
 _IDEFICS3 = ImageFamily(
     text_model="text_model",
     layouts=(TextLayout("model.text_model."),),
@@ -186,10 +223,25 @@ FAMILIES: dict[str, ImageFamily] = {
         template_text="<start_of_image>",
         is_whole=True,
     ),
+    "granite4_vision": replace(
+        _LLAVA,
+        tower=(r"(model\.)?(vision_tower|layerwise_projectors|spatial_projectors)\..*", r"(model\.)?image_newline"),
+        expand=_repeated,
+        options=lambda config: {},
+        features=_chosen_layers,
+        has_layer_features=True,
+    ),
     "idefics2": replace(_IDEFICS3, expand=_parts, options=lambda config: {}),
     "idefics3": _IDEFICS3,
     "internvl": replace(
         _LLAVA, expand=_bracketed, inputs=("pixel_values",), options=lambda config: {"crop_to_patches": True}
+    ),
+    "lfm2_vl": replace(
+        _LLAVA,
+        expand=_parts_in_grid,
+        inputs=("pixel_values", "pixel_attention_mask", "spatial_shapes"),
+        options=lambda config: {},
+        num_embeddings=_num_in_parts,
     ),
     "llama4": ImageFamily(
         layouts=(TextLayout("language_model.model.", "language_model."),),
@@ -237,8 +289,10 @@ FAMILIES: dict[str, ImageFamily] = {
     ),
     "qwen2_5_vl": _QWEN_VL,
     "qwen2_vl": _QWEN_VL,
-    "qwen3_vl": _QWEN_VL,
-    "qwen3_vl_moe": _QWEN_VL,
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_moe": _QWEN3_5,
+    "qwen3_vl": _QWEN3_VL,
+    "qwen3_vl_moe": _QWEN3_VL,
     "smolvlm": _IDEFICS3,
     "vipllava": replace(_LLAVA, expand=_repeated, inputs=("pixel_values",), options=lambda config: {}),
 }

@@ -1,7 +1,6 @@
 """Decodes image files and makes their pixel values in a separate process, so that a hostile file cannot do harm.
 
-The pixel values are those of the model's own image processor in transformers; Llama 4's is in `tiles`,
-Phi-4-multimodal's in `crops`.
+The pixel values are those of the model's own image processor in transformers, or of one of ours (`processor`).
 """
 
 from __future__ import annotations
@@ -87,10 +86,9 @@ def main(folder: str, options: str) -> None:
 
         from safetensors.numpy import save
 
-        from penstock_server.vision.crops import CropProcessor
-        from penstock_server.vision.tiles import TileProcessor
+        from penstock_server.vision.processor import own_processor
 
-        processor: Any = TileProcessor.of(Path(folder)) or CropProcessor.of(Path(folder))
+        processor: Any = own_processor(Path(folder))
         # PERF: transformers would import it, which takes seconds and most of the memory, but pixel values need it not.
         sys.modules["torch"] = None  # type: ignore[assignment]
         if processor is None:

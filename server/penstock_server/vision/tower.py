@@ -94,8 +94,8 @@ class VisionTower:
         return cls(model, family, dtype, computed_in, device)
 
     def __call__(self, arrays: Arrays) -> Tensor:
-        """What the image processor made of one image → its embeddings [image tokens, hidden]; with features for the
-        first n layers [image tokens, (1 + n) * hidden]; of attended images, their states [states, hidden]."""
+        """What the image processor made of one image → its embeddings [image tokens, hidden]; with features for n
+        layers [image tokens, (1 + n) * hidden]; of attended images, their states [states, hidden]."""
         inputs = {}
         for name in self._family.inputs:
             if name in arrays:
@@ -106,6 +106,10 @@ class VisionTower:
         if self._family.writer:
             return self._written(inputs, int(arrays["num_image_tokens"].item()))
         made = self._model.get_image_features(**inputs)
+        if self._family.has_layer_features:
+            features = {layer: _joined(part) for layer, part in made.deepstack_features}
+            features.setdefault(0, torch.zeros_like(next(iter(features.values()))))
+            return torch.cat([features[layer] for layer in sorted(features)], dim=1).to(self._dtype)
         embeddings = made.get("pooler_output")
         if embeddings is None:  # Llama 4 projects them apart
             embeddings = self._model.multi_modal_projector(made.last_hidden_state)

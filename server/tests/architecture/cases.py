@@ -25,8 +25,6 @@ from published import (
     MLLAMA_TEXT,
     OLMO_HYBRID,
     PHI_FIRST,
-    QWEN3_5,
-    QWEN3_5_MOE,
     REFINED_WEB,
     REFINED_WEB_MODEL,
     Published,
@@ -441,8 +439,6 @@ CASES: dict[str, Case] = {
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         },
     ),
-    "qwen3-5-images": Case("Qwen3_5TextConfig", DELTA, published=QWEN3_5),
-    "qwen3-5-moe-images": Case("Qwen3_5MoeTextConfig", DELTA_EXPERTS, published=QWEN3_5_MOE),
     "qwen3-5-moe": Case("Qwen3_5MoeTextConfig", {**DELTA_EXPERTS, "tie_word_embeddings": True}),
     "qwen3-5": Case("Qwen3_5TextConfig", {**DELTA, "tie_word_embeddings": True}),
     # One convolution: it multiplies three numbers, and rounding adds up.

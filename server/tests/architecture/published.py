@@ -37,12 +37,10 @@ class Published:
     tensors: Callable[[Tensors, LlamaConfig], Tensors]
     values: dict[str, Any]  # changes of config.json; None removes a key
     reference: type[PreTrainedModel] = LlamaForCausalLM
-    part: str = ""  # the key of config.json that holds the model's configuration; empty: it is all of it
 
     def save(self, model: PreTrainedModel, folder: Path) -> Path:
         folder.mkdir()
-        whole = model.config.to_dict()
-        config = {**({self.part: whole} if self.part else whole), **self.values, "model_type": self.model_type}
+        config = {**model.config.to_dict(), **self.values, "model_type": self.model_type}
         config = {key: value for key, value in config.items() if value is not None}
         (folder / "config.json").write_text(json.dumps(config))
         tensors = self.tensors(dict(model.state_dict()), model.config)
@@ -143,22 +141,6 @@ BAICHUAN_13B = Published(
     AlibiLlama,
 )
 MLLAMA_TEXT = Published("mllama_text_model", lambda tensors, _: tensors, {}, MllamaForCausalLM)
-
-
-def qwen3_5(tensors: Tensors, _: LlamaConfig) -> Tensors:
-    """The text model under another name, with what encodes images and the layer that drafts."""
-    others = {name: torch.zeros(2) for name in ("model.visual.blocks.0.norm1.weight", "mtp.fc.weight")}
-    return {name.replace("model.", "model.language_model."): tensor for name, tensor in tensors.items()} | others
-
-
-# With a head of its own. Older versions of transformers do not have it.
-QWEN3_5 = Published(
-    "qwen3_5", qwen3_5, {}, getattr(transformers, "Qwen3_5ForCausalLM", LlamaForCausalLM), part="text_config"
-)
-# One tensor for all experts, as in transformers' module.
-QWEN3_5_MOE = Published(
-    "qwen3_5_moe", qwen3_5, {}, getattr(transformers, "Qwen3_5MoeForCausalLM", LlamaForCausalLM), part="text_config"
-)
 
 
 OLMO_HYBRID_NORMS = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}

@@ -47,7 +47,7 @@ def adapter_of(folder: Path, base: Path, targets: str) -> tuple[Path, Any]:
 @pytest.mark.parametrize(
     "name",
     [
-        *("llava", "qwen2-vl", "qwen3-vl", "idefics3", "mllama", "phi4-multimodal"),
+        *("llava", "qwen2-vl", "qwen3-vl", "qwen3.5", "idefics3", "mllama", "phi4-multimodal"),
         pytest.param("gemma3", marks=pytest.mark.slow),
     ],
 )

@@ -22,8 +22,8 @@ from penstock_server.vision import encoder as encoder_module
 from penstock_server.vision.encoder import ImageEncoder
 from tested_device import DEVICE
 
-# Their images have any size.
-GROWING = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "llava-pixtral", "mistral3")
+# Their images have any size, or many tiles.
+GROWING = ("lfm2-vl", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5", "llava-pixtral", "mistral3")
 
 
 def image(seed: int, width: int, height: int) -> Image:

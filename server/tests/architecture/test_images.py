@@ -35,6 +35,8 @@ from penstock_server.vision.crops import CropProcessor
 from penstock_server.vision.encoded import EncodedImage
 from penstock_server.vision.encoder import ImageEncoder, PlacedImage
 from penstock_server.vision.family import FAMILIES
+from penstock_server.vision.patches import PatchProcessor
+from penstock_server.vision.processor import own_processor
 from penstock_server.vision.reader import Arrays, ImageReader
 from penstock_server.vision.tiles import TileProcessor
 from penstock_server.vision.tower import VisionTower, tower_dtype
@@ -42,6 +44,7 @@ from plans import Advance, plan, step
 from rank_threads import run_native_ranks
 from tested_device import DEVICE
 from tiny_models import prompts
+from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 from transformers.models.mllama.processing_mllama import (
     convert_sparse_cross_attention_mask_to_dense,
     get_cross_attention_token_mask,
@@ -49,6 +52,13 @@ from transformers.models.mllama.processing_mllama import (
 
 PICTURES = [picture(1, 40, 64), picture(2, 90, 30), picture(3, 32, 32)]
 IMAGES = [Image(hashlib.sha256(data).digest(), data) for data in map(file_of, PICTURES)]
+
+BLOCKS_OF_16 = (
+    "lfm2-vl",
+    "phi4-multimodal",
+    "qwen3.5",
+    "qwen3.5-moe",
+)  # for native attention, and the chunks of states
 
 
 @dataclass
@@ -82,11 +92,12 @@ class Made:
 
     def inputs(self, pictures: list[Any]) -> dict[str, torch.Tensor]:
         """What the model's image processor makes of pictures."""
-        if (crops := CropProcessor.of(self.folder)) is not None:
-            return stacked([crops([picture]) for picture in pictures])
-        if (tiles := TileProcessor.of(self.folder)) is not None:
-            pixels = [torch.from_numpy(tiles([picture])["pixel_values"]) for picture in pictures]
-            return {"pixel_values": torch.cat(pixels)}
+        if (own := own_processor(self.folder)) is not None:
+            made = [own([picture]) for picture in pictures]
+            if isinstance(own, CropProcessor):
+                return stacked(made)
+            names = FAMILIES[self.reference.config.model_type].inputs
+            return {name: torch.cat([torch.from_numpy(each[name]) for each in made]) for name in names}
         processor = transformers.AutoImageProcessor.from_pretrained(self.folder, backend="pil")
         if self.reference.config.model_type == "mllama":
             pictures = [pictures]
@@ -256,7 +267,7 @@ def test_greedy_tokens_are_those_of_transformers(made: Made) -> None:
     run = EngineRun(
         made.folder,
         max_step_tokens=160 if "paligemma" in made.name else MAX_STEP_TOKENS,  # whole prompts are not cut into chunks
-        block_tokens=16 if made.name == "phi4-multimodal" else BLOCK_TOKENS,  # adapters need native attention
+        block_tokens=16 if made.name in BLOCKS_OF_16 else BLOCK_TOKENS,
     )
     assert run.engine.model.images is not None
     one, two, none, _ = prompts_of(run.engine.model.images)
@@ -273,7 +284,8 @@ def test_greedy_tokens_are_those_of_transformers(made: Made) -> None:
     image_token = min(encoder.image_token_id, run.engine.model.traits.vocab_size - 1)
     run.sampling = Sampling(logit_bias=[(image_token, -1e4)])
     texts = [one, two, again]
-    found = run.greedy([prompt.token_ids for prompt in texts], 64, shared_tokens=shared, chunk=7)
+    num_shared = 0 if run.engine.model.states is not None else shared  # it would need a snapshot
+    found = run.greedy([prompt.token_ids for prompt in texts], 64, shared_tokens=num_shared, chunk=7)
     for prompt, tokens in zip(texts, found, strict=True):
         logits = made.logits(prompt, tokens)[len(prompt.token_ids) - 1 : -1].clone()
         logits[:, image_token] = -torch.inf
@@ -310,6 +322,10 @@ def test_every_family_has_a_case() -> None:
 
 PROCESSORS = {
     "aya-vision": ("AyaVisionProcessor", {"patch_size": 8, "img_size": 32, "downsample_factor": 2}),
+    "granite4-vision": (
+        "Granite4VisionProcessor",
+        {"patch_size": 8, "vision_feature_select_strategy": "full", "downsample_rate": "1/2"},
+    ),
     "idefics2": ("Idefics2Processor", {"image_seq_len": 5}),
     "idefics3": ("Idefics3Processor", {"image_seq_len": 4}),
     "llava": ("LlavaProcessor", {"patch_size": 8, "vision_feature_select_strategy": "default"}),
@@ -344,15 +360,22 @@ def test_an_image_becomes_the_tokens_of_transformers(made: Made) -> None:
 
 
 def test_tiles_become_the_tokens_of_transformers(made: Made) -> None:
-    """For Llama 4, whose processor needs torchvision for anything else."""
-    if made.name != "llama4":
-        pytest.skip("the only such family")
+    """For families whose processors need torchvision for anything else."""
+    own = own_processor(made.folder)
+    if not isinstance(own, PatchProcessor | TileProcessor):
+        pytest.skip("the processor of transformers needs no torchvision")
     _, encoder = made.loaded
-    tiles = TileProcessor.of(made.folder)
-    assert tiles is not None
-    split = transformers.Llama4Processor._prompt_split_image
+    names = {"image_token": "<image>", "image_thumbnail_token": "<|img_thumbnail|>"}
+    names |= {f"image_{end}_token": f"<|image_{end}|>" for end in ("start", "end")}
     for image, encoded in zip(PICTURES, encoder.encode(IMAGES), strict=True):
-        text = split(None, tiles.canvas(image.width, image.height), 4)
+        if isinstance(own, TileProcessor):
+            text = transformers.Llama4Processor._prompt_split_image(None, own.canvas(image.width, image.height), 4)
+        else:
+            columns, rows = own.grid(image.width, image.height)
+            width, height = own.whole(image.width, image.height)
+            text = Lfm2VlProcessor._build_image_tokens(
+                SimpleNamespace(**names), rows, columns, 4, width * height // own.unit**2, True, True
+            )
         assert encoder._tokenizer.encode(text).ids == encoded.token_ids.tolist()
 
 
@@ -557,9 +580,34 @@ def test_a_paligemma_whose_prompts_are_not_seen_as_a_whole_is_refused(made: Made
         read_spec(tmp_path)
 
 
+def test_sections_of_the_rope_are_those_of_transformers_where_none_are_given(made: Made, tmp_path: Path) -> None:
+    if made.name != "qwen3.5":
+        pytest.skip("the same for every family that has them")
+    specs = []
+    for sections in ({"mrope_section": [11, 11, 10], "mrope_interleaved": True}, {}):
+        values = json.loads((made.folder / "config.json").read_text())
+        rope = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5, **sections}
+        values["text_config"] |= {"head_dim": 128, "rope_parameters": rope}
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        specs.append(read_spec(tmp_path)[0])
+    assert specs[0] == specs[1]
+    rope = specs[0].layers[3].plain_attention.rope
+    assert rope is not None
+    assert rope.axes[:6] == (0, 1, 2, 0, 1, 2)
+
+
+def test_features_for_a_layer_that_is_not_there_are_refused(made: Made, tmp_path: Path) -> None:
+    if made.name != "granite4-vision":
+        pytest.skip("the only family that names layers")
+    values = json.loads((made.folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**values, "spatial_target_layers": [1, 4]}))
+    with pytest.raises(ConfigError, match="image features for layer 4 need more than 4 layers"):
+        read_spec(tmp_path)
+
+
 def test_other_image_models_are_refused_by_name() -> None:
     config = transformers.Glm4vConfig()
-    assert "supported: aya_vision, gemma3, idefics2, idefics3" in support_of(config.model_type, config.to_dict())
+    assert "supported: aya_vision, gemma3, granite4_vision, idefics2" in support_of(config.model_type, config.to_dict())
 
 
 def test_a_tower_computes_in_16_bits_where_the_chosen_instructions_do(monkeypatch: pytest.MonkeyPatch) -> None:

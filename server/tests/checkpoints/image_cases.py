@@ -31,6 +31,8 @@ SPECIAL = [
     *("<|image_start|>", "<|image|>", "<|patch|>", "<|tile_x_separator|>", "<|tile_y_separator|>", "<|image_end|>"),
     "<bos>",
     "<|endoftext10|>",
+    *(f"<|img_row_{row}_col_{column}|>" for row in (1, 2, 3, 4) for column in (1, 2, 3, 4) if row * column <= 4),
+    "<|img_thumbnail|>",
 ]
 CHARACTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 VOCAB = len(CHARACTERS) + len(SPECIAL)
@@ -93,6 +95,19 @@ QWEN3_VISION = {
     "intermediate_size": 48,
     "num_position_embeddings": 16,
     "deepstack_visual_indexes": [0, 1],
+}
+DRAFTING_NORMS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+# Qwen3-VL's without features for the first layers of the text model.
+QWEN3_5_VISION = {key: value for key, value in QWEN3_VISION.items() if key != "deepstack_visual_indexes"}
+QWEN3_5_TEXT = {
+    "num_hidden_layers": 4,
+    "rms_norm_eps": 0.1,
+    "head_dim": 32,
+    "rope_parameters": {**QWEN, "mrope_interleaved": True, "partial_rotary_factor": 0.5},
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
 }
 IMAGE_CASES: dict[str, ImageCase] = {
     "idefics2": ImageCase(
@@ -167,6 +182,44 @@ IMAGE_CASES: dict[str, ImageCase] = {
             "max_patches": 3,
         },
         image_token="<|patch|>",
+    ),
+    # The third layer gets the features that name it last.
+    "granite4-vision": ImageCase(
+        "Granite4VisionConfig",
+        "LlavaNextImageProcessorPil",
+        values={
+            "image_grid_pinpoints": GRIDS,
+            "vision_feature_select_strategy": "full",
+            "downsample_rate": "1/2",
+            "deepstack_layer_map": [[1, 0], [-1, 2]],
+            "spatial_target_layers": [1, 2, 3],
+            "qformer_config": {"model_type": "blip_2_qformer", "num_hidden_layers": 1, "intermediate_size": 40},
+        },
+        text={"num_hidden_layers": 4, "attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 2.0},
+        vision={**SIGLIP, "hidden_size": 64},
+        processor_values={**SQUARE, "image_grid_pinpoints": GRIDS},
+    ),
+    # Its image processor in transformers needs torchvision. The second picture is split into tiles.
+    "lfm2-vl": ImageCase(
+        "Lfm2VlConfig",
+        "",
+        values={"projector_hidden_size": 40},
+        text={
+            "model_type": "lfm2",
+            "num_hidden_layers": 3,
+            "full_attn_idxs": [1],
+            "block_multiple_of": 48,
+            "norm_eps": 1e-5,
+        },
+        vision={"model_type": "siglip2_vision_model", "num_patches": 16, "vision_use_head": False},
+        processor_values={
+            "image_processor_type": "Lfm2VlImageProcessor",
+            "tile_size": 32,
+            "encoder_patch_size": 8,
+            "min_image_tokens": 2,
+            "max_image_tokens": 4,
+            "max_tiles": 4,
+        },
     ),
     "llava": ImageCase(
         "LlavaConfig", "CLIPImageProcessorPil", text={"model_type": "llama"}, vision=CLIP, processor_values=SQUARE
@@ -328,6 +381,28 @@ IMAGE_CASES: dict[str, ImageCase] = {
         processor_values=QWEN_PIXELS,
         image_token="<|image_pad|>",
     ),
+    "qwen3.5": ImageCase(
+        "Qwen3_5Config",
+        "Qwen2VLImageProcessorPil",
+        text=QWEN3_5_TEXT,
+        vision=QWEN3_5_VISION,
+        processor_values=QWEN_PIXELS,
+        image_token="<|image_pad|>",
+    ),
+    "qwen3.5-moe": ImageCase(
+        "Qwen3_5MoeConfig",
+        "Qwen2VLImageProcessorPil",
+        text={
+            **QWEN3_5_TEXT,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 40,
+        },
+        vision=QWEN3_5_VISION,
+        processor_values=QWEN_PIXELS,
+        image_token="<|image_pad|>",
+    ),
     "idefics3": ImageCase(
         "Idefics3Config", "Idefics3ImageProcessorPil", text={"model_type": "llama"}, processor_values=IDEFICS3_PIXELS
     ),
@@ -362,6 +437,8 @@ def make_image_model(name: str, folder: Path) -> transformers.PreTrainedModel:
     model.eval().save_pretrained(folder)
     if case.config == "Qwen3VLMoeConfig":
         _transpose_experts(folder / "model.safetensors")
+    if case.config == "Qwen3_5Config":
+        _add_drafting_layer(folder / "model.safetensors", model.config.text_config)
     if case.processor:
         getattr(transformers, case.processor)(**case.processor_values).save_pretrained(folder)
     else:
@@ -380,6 +457,17 @@ def _transpose_experts(file: Path) -> None:
     tensors = load_file(file)
     experts = {name: tensor.mT.contiguous() for name, tensor in tensors.items() if ".experts." in name}
     save_file({**tensors, **experts}, file, {"format": "pt"})
+
+
+def _add_drafting_layer(file: Path, config: Any) -> None:
+    """The multi-token prediction layer, with the weights of the model's last layer."""
+    tensors, last = load_file(file), f"model.language_model.layers.{config.num_hidden_layers - 1}."
+    layer = {
+        name.replace(last, "mtp.layers.0."): each.clone() for name, each in tensors.items() if name.startswith(last)
+    }
+    norms = {f"mtp.{name}.weight": torch.rand(config.hidden_size) - 0.5 for name in DRAFTING_NORMS}
+    project = torch.randn(config.hidden_size, 2 * config.hidden_size) * 0.6 / config.hidden_size**0.5
+    save_file({**tensors, **layer, **norms, "mtp.fc.weight": project}, file, {"format": "pt"})
 
 
 def _add_image_adapter(model: transformers.PreTrainedModel, folder: Path) -> None:

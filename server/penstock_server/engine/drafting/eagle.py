@@ -7,7 +7,7 @@ size, and a vocabulary of its own, whose tokens `d2t` maps to the model's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from penstock_server.models.config import Config
 from penstock_server.models.decoder import Decoder
 from penstock_server.models.interface import LoadOptions
 from penstock_server.models.rope_config import read_rope
+from penstock_server.vision.encoder import PlacedImage
 from penstock_server.weights.folder import find_weights
 from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
 from penstock_server.weights.safetensors_header import read_header
@@ -115,7 +116,10 @@ class EagleHead:
         columns = self.caches[0].view(-1, len(self.layers), residual.shape[1])
         columns[slots, self.layers.index(layer)] = residual.to(self._dtype)
 
-    def forward(self, batch: HostBatch, step: StepBatch, outputs: Tensor | None) -> Drafted:
+    def forward(
+        self, batch: HostBatch, step: StepBatch, outputs: Tensor | None, images: Sequence[Sequence[PlacedImage]]
+    ) -> Drafted:
+        """Implements `Head.forward`. Images are tokens like others."""
         residual = linear(self.caches[0].flatten(0, 1)[step.slots], self._fuse) if outputs is None else outputs
         x = torch.cat(
             (self._normed(self._embed(step.token_ids), self._token_norm), self._normed(residual, self._hidden_norm)), 1

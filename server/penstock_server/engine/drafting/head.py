@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -14,14 +15,18 @@ from penstock_server.engine.batch import text_batch
 from penstock_server.engine.drafting.pooled import Drafted, PooledDrafter, PooledModel
 from penstock_server.engine.host_batch import HostBatch, Rows
 from penstock_server.engine.sequence import SequenceTable
+from penstock_server.vision.encoder import PlacedImage
 
 
 class Head(PooledModel, Protocol):
     """A head with its pool, which also holds what it reads of the model."""
 
-    def forward(self, batch: HostBatch, step: StepBatch, outputs: Tensor | None) -> Drafted:
+    def forward(
+        self, batch: HostBatch, step: StepBatch, outputs: Tensor | None, images: Sequence[Sequence[PlacedImage]]
+    ) -> Drafted:
         """batch, step: on the host and on the device, where `token_ids` are the tokens behind the positions. outputs
-        [tokens, hidden]: of this head, in place of what the model computes there."""
+        [tokens, hidden]: of this head, in place of what the model computes there. images [sequences]; empty: no
+        sequence of the server has any."""
         ...
 
 
@@ -44,6 +49,7 @@ class HeadDrafter(PooledDrafter):
         following = table.token_ids[token_rows, batch.positions + 1].astype(np.int64)
         batch = replace(batch, token_ids=following)
         step = batch.copied_to(self.device)
+        images = table.images_of(rows) if table.has_images else ()
         if last is None:
-            return self._head.forward(batch, step, None)
-        return self._head.forward(batch, replace(step, token_ids=last.ids), last.outputs)
+            return self._head.forward(batch, step, None, images)
+        return self._head.forward(batch, replace(step, token_ids=last.ids), last.outputs, images)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from penstock_server.device.attention.interface import StepBatch
+from penstock_server.engine.batch import with_images
 from penstock_server.engine.drafting.pooled import NUM_PADDING_BLOCKS, Drafted
 from penstock_server.engine.host_batch import HostBatch
+from penstock_server.engine.transfer import upload
 from penstock_server.models.decoder import Decoder
 from penstock_server.models.mtp import MtpLayer
+from penstock_server.vision.encoder import PlacedImage, image_tokens
 
 
 class MtpHead:
@@ -35,10 +42,20 @@ class MtpHead:
     def serve_up_to(self, max_sequence_tokens: int) -> None:
         pass  # the rope tables are the model's
 
-    def forward(self, batch: HostBatch, step: StepBatch, outputs: Tensor | None) -> Drafted:
+    def forward(
+        self, batch: HostBatch, step: StepBatch, outputs: Tensor | None, images: Sequence[Sequence[PlacedImage]]
+    ) -> Drafted:
         outputs_of_model, cache = self.caches[0].flatten(0, 1), self.caches[1]
+        contexts = batch.context_lens.astype(np.int64)
+        computed, following = contexts - np.diff(batch.query_starts), None
+        if any(images):
+            placed = with_images(batch, images, computed).copied_to(self._device)
+            step = self._model.positioned(replace(placed, token_ids=step.token_ids))
+            following = image_tokens(images, computed + 1, contexts + 1)
         context = self._model.context(step)
         assert self._model.embedding is not None, "the model is not split into stages"
         tokens = self._model.embedding(context)
+        if following is not None:
+            tokens[upload(following.places, self._device)] = following.embeddings[:, : tokens.shape[1]]
         found = self._layer(tokens, outputs_of_model[step.slots] if outputs is None else outputs, cache, context)
         return Drafted(self._model.logits(found).argmax(1), found)
