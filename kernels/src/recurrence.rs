@@ -7,6 +7,7 @@
 mod convolution;
 mod gated_delta;
 mod mamba2;
+mod project;
 mod short_conv;
 
 pub(crate) use gated_delta::{GatedDelta, GatedDeltaParts};
@@ -79,6 +80,7 @@ impl dyn Recurrence + '_ {
                     state_floats: self.state_floats(),
                     row_floats: self.row_floats(),
                     output: std::ptr::null_mut(),
+                    is_cold: true,
                 };
                 for index in first..end {
                     for (place, (input, width)) in row.inputs.iter_mut().zip(operands.inputs.iter().zip(widths)) {
@@ -87,6 +89,7 @@ impl dyn Recurrence + '_ {
                     row.output = operands.output.at(index * self.output_width());
                     self.advance(part, &row);
                     row.position += 1;
+                    row.is_cold = false;
                 }
             }
         });
@@ -120,6 +123,8 @@ pub(crate) struct Row {
     state_floats: usize,
     row_floats: usize,
     output: *mut Element,
+    /// It is the first of its sequence in the step, so what it reads of the slot is probably in no cache.
+    is_cold: bool,
 }
 
 impl Row {

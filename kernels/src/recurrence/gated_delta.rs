@@ -2,6 +2,7 @@
 //! `device/gated_delta.py` has the formulas. A part is a key head and the heads that it serves.
 
 use super::convolution::Convolution;
+use super::project::project;
 use super::{CHUNK, Recurrence, Row, softplus};
 use crate::element::Element;
 use crate::simd::{F32, LANES, SUMS};
@@ -184,7 +185,8 @@ impl GatedDelta {
             let of_head = head * self.key_dim * dim;
             let old = row.state().map(|state| state.add(of_head));
             if let Some(old) = old {
-                self.project(old, [key, query], [of_key.as_mut_ptr(), of_query.as_mut_ptr()]);
+                let products = [of_key.as_mut_ptr(), of_query.as_mut_ptr()];
+                project::<2, VECTORS>(old, self.key_dim, dim, [key, query], products, row.is_cold);
             }
             let mut squares = F32::splat(0.0);
             for lane in (0..dim).step_by(LANES) {
@@ -258,51 +260,6 @@ impl GatedDelta {
             sum = unsafe { F32::load(one.add(lane)).mul_add(F32::load(other.add(lane)), sum) };
         }
         sum.reduce_sum()
-    }
-
-    /// The products of two vectors with a state [key_dim, value_dim].
-    unsafe fn project(&self, state: *const f32, vectors: [*const f32; 2], products: [*mut f32; 2]) {
-        let mut first = 0;
-        while first < self.value_dim {
-            let products = products.map(|product| product.wrapping_add(first));
-            // SAFETY: the columns are in the state and in the products.
-            unsafe {
-                if self.value_dim - first >= VECTORS * LANES {
-                    self.project_columns::<VECTORS>(state.add(first), vectors, products);
-                    first += VECTORS * LANES;
-                } else {
-                    self.project_columns::<1>(state.add(first), vectors, products);
-                    first += LANES;
-                }
-            }
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn project_columns<const N: usize>(
-        &self,
-        state: *const f32,
-        vectors: [*const f32; 2],
-        products: [*mut f32; 2],
-    ) {
-        let mut sums = [[F32::splat(0.0); N]; 2];
-        // SAFETY: guaranteed by the caller.
-        unsafe {
-            for element in 0..self.key_dim {
-                let factors = vectors.map(|vector| F32::splat(*vector.add(element)));
-                for column in 0..N {
-                    let number = F32::load(state.add(element * self.value_dim + column * LANES));
-                    for (sums, factor) in sums.iter_mut().zip(factors) {
-                        sums[column] = number.mul_add(factor, sums[column]);
-                    }
-                }
-            }
-            for (sums, product) in sums.into_iter().zip(products) {
-                for (column, sum) in sums.into_iter().enumerate() {
-                    sum.store(product.add(column * LANES));
-                }
-            }
-        }
     }
 }
 

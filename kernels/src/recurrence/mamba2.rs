@@ -2,6 +2,7 @@
 //! formulas. A part is a block of heads, which has B and C of its own in the ring.
 
 use super::convolution::Convolution;
+use super::project::project;
 use super::{CHUNK, Recurrence, Row, softplus};
 use crate::element::Element;
 use crate::simd::{F32, LANES, SUMS};
@@ -182,7 +183,7 @@ impl Mamba2 {
             let of_head = head * self.state_dim * dim;
             let old = row.state().map(|state| state.add(of_head));
             if let Some(old) = old {
-                self.project(old, c, of_state.as_mut_ptr());
+                project::<1, VECTORS>(old, self.state_dim, dim, [c], [of_state.as_mut_ptr()], row.is_cold);
             }
             for lane in (0..dim).step_by(LANES) {
                 let x = F32::load(x.as_ptr().add(lane));
@@ -223,40 +224,6 @@ impl Mamba2 {
                 Element::load(row.inputs[0].add(column + lane)).store(row.kept(row.position).add(channel));
                 let sum = self.conv.add(row, channel, F32::load(self.conv_bias.as_ptr().add(channel)));
                 sum.silu().store(target.add(lane));
-            }
-        }
-    }
-
-    /// The product of C with a state [state_dim, head_dim].
-    unsafe fn project(&self, state: *const f32, c: *const f32, product: *mut f32) {
-        let mut first = 0;
-        while first < self.head_dim {
-            // SAFETY: the columns are in the state and in the product.
-            unsafe {
-                if self.head_dim - first >= VECTORS * LANES {
-                    self.project_columns::<VECTORS>(state.add(first), c, product.add(first));
-                    first += VECTORS * LANES;
-                } else {
-                    self.project_columns::<1>(state.add(first), c, product.add(first));
-                    first += LANES;
-                }
-            }
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn project_columns<const N: usize>(&self, state: *const f32, c: *const f32, product: *mut f32) {
-        let mut sums = [F32::splat(0.0); N];
-        // SAFETY: guaranteed by the caller.
-        unsafe {
-            for element in 0..self.state_dim {
-                let factor = F32::splat(*c.add(element));
-                for (column, sum) in sums.iter_mut().enumerate() {
-                    *sum = F32::load(state.add(element * self.head_dim + column * LANES)).mul_add(factor, *sum);
-                }
-            }
-            for (column, sum) in sums.into_iter().enumerate() {
-                sum.store(product.add(column * LANES));
             }
         }
     }
