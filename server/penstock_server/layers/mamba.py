@@ -89,7 +89,7 @@ class MambaBlock:
 
     @staticmethod
     def parameters(spec: MambaSpec, prefix: str, layout: WeightLayout) -> dict[str, Parameter]:
-        """`net.{x,z}`, `conv`, `{dt,b,c}` and their norms, `steps` with `dt_bias`, `a_log`, `skip`, `output`."""
+        """`net.{x,z}`, `conv`, `rates.{dt,b,c}` and their norms, `steps` with `dt_bias`, `a_log`, `skip`, `output`."""
         prefix = f"{prefix}.net"
         mine, size = Part(0, spec.split(layout.shard).mine), spec.channels
         table: dict[str, Parameter] = {}
@@ -99,9 +99,9 @@ class MambaBlock:
         table[f"{prefix}.conv.weight"] = Parameter((size, 1, spec.conv_width), mine, dtype=torch.float32)
         if spec.has_conv_bias:
             table[f"{prefix}.conv.bias"] = Parameter((size,), mine, dtype=torch.float32)
-        table |= layout.linear(f"{prefix}.dt", (spec.step_rank, size))
+        table |= layout.linear(f"{prefix}.rates.dt", (spec.step_rank, size))
         for name in ("b", "c"):
-            table |= layout.linear(f"{prefix}.{name}", (spec.state_dim, size), layer=f"{prefix}.rates")
+            table |= layout.linear(f"{prefix}.rates.{name}", (spec.state_dim, size), layer=f"{prefix}.rates")
         for name, (norm, width) in spec.norms.items():
             table |= norm_parameters(f"{prefix}.{name}", norm, (width,))
         table |= layout.linear(f"{prefix}.steps", (size, spec.step_rank), part=mine)
@@ -130,7 +130,8 @@ class MambaBlock:
             dt_bias=loader.read(f"{prefix}.dt_bias"),
             skip=loader.read(f"{prefix}.skip"),
         )
-        linears = [[f"{prefix}.{name}" for name in names] for names in (("x", "z"), ("dt",), ("b", "c"), ("steps",))]
+        groups = ("x", "z"), ("rates.dt",), ("rates.b", "rates.c"), ("steps",)
+        linears = [[f"{prefix}.{name}" for name in names] for names in groups]
         mixed, latents, rates, steps = (context.linear(*names) for names in linears)
         return cls(
             mixed=mixed,

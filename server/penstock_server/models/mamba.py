@@ -72,5 +72,5 @@ def net_names(net: MambaSpec, module: str) -> dict[str, str | Location]:
         **{f"{NET}.{name}": f"{module}.{theirs}" for name, theirs in own.items()},
         f"{NET}.output": f"{module}.out_proj",
         **fused(NET, f"{module}.in_proj", {"x": net.channels, "z": net.channels}),
-        **fused(NET, f"{module}.x_proj", {"dt": net.step_rank, "b": net.state_dim, "c": net.state_dim}),
+        **fused(f"{NET}.rates", f"{module}.x_proj", {"dt": net.step_rank, "b": net.state_dim, "c": net.state_dim}),
     }

@@ -177,8 +177,10 @@ MAMBA2: dict[str, Any] = {"n_groups": 2, "conv_kernel": 3, "use_bias": True, "ti
 # Twice 72 channels are no multiple of the parts of 128 that a thread computes.
 MAMBA_SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 72, "num_hidden_layers": 3}
 MAMBA1: dict[str, Any] = {"state_size": 8, "time_step_rank": 6}
+# A small epsilon makes rounding to bfloat16 large here, as in DELTA.
 JAMBA: dict[str, Any] = {
     "hidden_size": 48,
+    "rms_norm_eps": 0.1,
     "attn_layer_period": 3,
     "attn_layer_offset": 1,
     "mamba_d_state": 8,

@@ -180,6 +180,13 @@ def test_a_sequence_continues_from_a_snapshot_with_the_same_bits(made: tuple[Any
         ("lfm2", {"conv_L_cache": 17}, "conv_L_cache must be from 1 to 16, not 17"),
         ("lfm2", {"block_multiple_of": 0}, "block_multiple_of must be at least 1, not 0"),
         ("lfm2-moe", {"layer_types": None}, "it lacks layer_types"),
+        ("mamba", {"state_size": 257}, "state_size of Mamba must be from 1 to 256, not 257"),
+        ("mamba", {"conv_kernel": 17}, "conv_kernel of Mamba must be from 1 to 16, not 17"),
+        ("mamba", {"time_step_rank": 0}, "time_step_rank of Mamba must be at least 1, not 0"),
+        ("mamba", {"expand": 0}, "intermediate_size of Mamba must be at least 1, not 0"),
+        ("mamba", {"hidden_act": "gelu"}, "hidden_act must be silu"),
+        ("jamba", {"attn_layer_offset": 3}, "attn_layer_offset must be from 0 to below attn_layer_period 3, not 3"),
+        ("jamba", {"expert_layer_offset": -1}, "expert_layer_offset must be from 0 to below expert_layer_period 2"),
     ],
 )
 def test_layers_that_cannot_be_computed_are_refused(

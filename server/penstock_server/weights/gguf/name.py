@@ -142,9 +142,10 @@ class GgufLocator:
         if block == "attention.net" and of_short in self.shapes and key in ("b", "c", "x"):
             widths = dict.fromkeys(("b", "c", "x"), self.metadata.integer("embedding_length"))
             return fused(block, of_short, widths)[stem]
+        if f"{prefix}ssm_x.weight" in self.shapes and block in ("attention.net", "attention.net.rates"):
+            return self._of_mamba(prefix, suffix).get(stem)
         if f"{prefix}ssm_in.weight" in self.shapes and block in ("attention.net", "attention.net.conv"):
-            is_first = f"{prefix}ssm_x.weight" in self.shapes
-            return (self._of_mamba if is_first else self._of_mamba2)(block, prefix, suffix).get(stem)
+            return self._of_mamba2(block, prefix, suffix).get(stem)
         if block == "attention.net" and key in ("b", "a"):
             return fused(block, f"{prefix}ssm_ba.{suffix}", *self._net_rates())[stem]
         if block in ("attention.net", "attention.net.conv"):
@@ -167,12 +168,12 @@ class GgufLocator:
         width = max(mlp_widths(self.metadata), default=0)
         return f"{prefix}ffn_gate.weight" not in self.shapes and self.shapes[name][0] == 2 * width
 
-    def _of_mamba(self, block: str, prefix: str, suffix: str) -> dict[str, Location]:
+    def _of_mamba(self, prefix: str, suffix: str) -> dict[str, Location]:
         """The strips of the projections of a layer of Mamba."""
         channels, keys = self.metadata.integer("ssm.inner_size"), self.metadata.integer("ssm.state_size")
         rates = {"dt": self.metadata.integer("ssm.time_step_rank"), "b": keys, "c": keys}
-        mixed = fused(block, f"{prefix}ssm_in.{suffix}", {"x": channels, "z": channels})
-        return mixed | fused(block, f"{prefix}ssm_x.{suffix}", rates)
+        mixed = fused("attention.net", f"{prefix}ssm_in.{suffix}", {"x": channels, "z": channels})
+        return mixed | fused("attention.net.rates", f"{prefix}ssm_x.{suffix}", rates)
 
     def _of_mamba2(self, block: str, prefix: str, suffix: str) -> dict[str, Location]:
         """The strips of the projection, or of the convolution, of a layer of Mamba 2."""
