@@ -1,10 +1,10 @@
 """What layers keep of a sequence between tokens instead of keys and values: a state at the start of each chunk of
 positions, and what the rows since then have left behind. Imports no torch.
 
-A slot holds, in float32, two states and a ring of rows. The state at the start of chunk c is in half c % 2; the row of
-position p is row p % (2 * CHUNK_TOKENS) of the ring. The last row of a chunk also computes the next chunk's state, into
-the half that it does not read. So a sequence may go back by up to CHUNK_TOKENS positions, as it does after rejected
-drafts: what it reads there is still in the slot.
+A slot holds, in float32, two states, a ring of rows, and for some layers a running state. The state at the start of
+chunk c is in half c % 2; the row of position p is row p % (2 * CHUNK_TOKENS) of the ring. The last row of a chunk also
+computes the next chunk's state, into the half that it does not read. So a sequence may go back by up to CHUNK_TOKENS
+positions, as it does after rejected drafts: what it reads there is still in the slot.
 
 INVARIANT: a row's arithmetic depends on its position and on what came before, never on what else is in the step. A row
 of the first chunk does not read a state, nor rows before position 0, so a slot needs no initialization.

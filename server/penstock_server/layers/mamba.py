@@ -75,7 +75,7 @@ class MambaBlock:
     conv: PackedRecurrence
     latents: PackedLinear
     rates: PackedLinear
-    norms: tuple[PackedNorm, ...]  # of latents, B and C, or none
+    norms: tuple[PackedNorm, ...]  # those of latents, B and C; empty: the model has none
     steps: PackedLinear
     scan: PackedRecurrence
     output: RowParallelLinear

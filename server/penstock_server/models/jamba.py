@@ -26,9 +26,7 @@ def jamba(config: Config) -> tuple[ModelSpec, NameMap]:
         sparse = MoeSpec(routing, mlp.intermediate_size, config.activation())
     attends, expert_layers = _repeats(config, "attn_layer", (8, 4)), _repeats(config, "expert_layer", (2, 1))
     layers = tuple(
-        LayerSpec(
-            attention if index in attends else net, sparse if sparse and index in expert_layers else mlp, norm
-        )
+        LayerSpec(attention if index in attends else net, sparse if sparse and index in expert_layers else mlp, norm)
         for index in range(llama.num_layers(config))
     )
     return llama.llama_model(config, "jamba", layers), NAMES | net_names(net, f"{LAYER}.mamba")

@@ -180,7 +180,9 @@ DENSE = {
     "hunyuan": GgufCase("hunyuan-dense", "hunyuan", {"rope.freq_base": 1000.0 * 50.0 ** (16 / 14)}),
     "internlm2": GgufCase("internlm2", "internlm2"),
     "mamba": GgufCase("mamba", Case("MambaConfig", MAMBA1, MAMBA_SIZES), MAMBA1_METADATA),
-    "falcon-mamba": GgufCase("mamba", "falcon-mamba", {**MAMBA1_METADATA, "ssm.dt_b_c_rms": True, "ssm.conv_kernel": 3}),
+    "falcon-mamba": GgufCase(
+        "mamba", "falcon-mamba", {**MAMBA1_METADATA, "ssm.dt_b_c_rms": True, "ssm.conv_kernel": 3}
+    ),
     "mamba2": GgufCase(
         "mamba2",
         Case(

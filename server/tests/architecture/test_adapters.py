@@ -164,7 +164,9 @@ def test_logits_are_those_of_peft_and_neighbours_keep_their_bits(name: str, tmp_
     torch.testing.assert_close(together[0], reference(merged, texts()[0]), **ACCURATE)
 
 
-@pytest.mark.parametrize("name", ["bamba", "deepseek-v2", "falcon-40b", "gpt2", "jamba-dense", "lfm2", "llama", "phi3", "qwen3-5"])
+@pytest.mark.parametrize(
+    "name", ["bamba", "deepseek-v2", "falcon-40b", "gpt2", "jamba-dense", "lfm2", "llama", "phi3", "qwen3-5"]
+)
 def test_two_ranks_compute_the_bits_of_one(name: str, tmp_path: Path) -> None:
     folder = save(name, widened(CASES[name]), tmp_path / "base")
     one, _ = make_adapter(tmp_path / "one", folder, 1, **targets(name))

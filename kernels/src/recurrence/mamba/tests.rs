@@ -19,7 +19,7 @@ fn convolution() -> MambaConv {
     MambaConv::new(&numbers(3, CHANNELS * WIDTH), &numbers(4, CHANNELS)).unwrap()
 }
 
-/// Of each channel and element of its state.
+/// The rate of each element of each channel's state.
 fn rates() -> Vec<f32> {
     numbers(5, STATE_DIM * CHANNELS).into_iter().map(|number| 0.1 + number.abs()).collect()
 }
