@@ -94,7 +94,7 @@ class Case:
     @property
     def keeps_state(self) -> bool:
         """Whether some layers keep a state between tokens instead of keys and values."""
-        keys = ("linear_num_key_heads", "mamba_n_heads", "state_size", "ssm_state_size")
+        keys = ("linear_num_key_heads", "mamba_d_state", "state_size", "ssm_state_size")
         return any(key in self.values for key in keys) or self.config.startswith("Lfm2")
 
     @property
