@@ -17,6 +17,7 @@ SPELLINGS = {
     "mamba_d_state": "state_size",
     "mamba_d_conv": "conv_kernel",
     "mamba_expand": "expand",
+    "mamba_d_inner": "intermediate_size",
     "mamba_dt_rank": "time_step_rank",
     "mamba_conv_bias": "use_conv_bias",
     "mamba_proj_bias": "use_bias",
@@ -53,10 +54,11 @@ def read_net(config: Config) -> MambaSpec:
     """A layer by the keys of Jamba, without norms."""
     if config.activation() != "silu":
         raise config.refuse(f"hidden_act must be silu, not {config.activation()!r}")
-    hidden_size = config.require("hidden_size", int)
+    hidden_size, channels = config.require("hidden_size", int), config.optional_int("mamba_d_inner")
     is_auto = config.values.get("mamba_dt_rank") in (None, "auto")
     return MambaSpec(
-        channels=int(config.get("mamba_expand", 2.0) * hidden_size),
+        # COMPAT: the published Falcon Mamba has an expand that is not the factor of its size.
+        channels=int(config.get("mamba_expand", 2.0) * hidden_size) if channels is None else channels,
         state_dim=config.get("mamba_d_state", 16),
         step_rank=ceil(hidden_size / 16) if is_auto else config.require("mamba_dt_rank", int),
         conv_width=config.get("mamba_d_conv", 4),

@@ -331,7 +331,14 @@ CASES: dict[str, Case] = {
     "mamba": Case("MambaConfig", {**MAMBA1, "use_bias": True}, MAMBA_SIZES),
     "falcon-mamba": Case(
         "FalconMambaConfig",
-        {**MAMBA1, "conv_kernel": 3, "use_conv_bias": False, "tie_word_embeddings": False},
+        {
+            **MAMBA1,
+            "conv_kernel": 3,
+            "use_conv_bias": False,
+            "tie_word_embeddings": False,
+            "expand": 16,
+            "intermediate_size": 144,
+        },
         MAMBA_SIZES,
     ),
     "jamba": Case("JambaConfig", {**JAMBA, "num_experts": 4, "expert_layer_period": 2, "expert_layer_offset": 1}),
