@@ -75,7 +75,7 @@ class MambaBlock:
     conv: PackedRecurrence
     latents: PackedLinear
     rates: PackedLinear
-    norms: tuple[PackedNorm, ...]  # those of latents, B and C; empty: the model has none
+    norms: tuple[PackedNorm, ...]  # for latents, for B and for C, if the model has norms
     steps: PackedLinear
     scan: PackedRecurrence
     output: RowParallelLinear
