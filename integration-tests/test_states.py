@@ -49,10 +49,8 @@ MODELS = {
             max_position_embeddings=1024,
         )
     ),
-    # It has no keys and values.
-    "mamba2": lambda: transformers.Mamba2ForCausalLM(
-        transformers.Mamba2Config(**SIZES, num_heads=6, head_dim=16, state_size=16, n_groups=1)
-    ),
+    # It has no keys and values, two caches in each layer, and a state that runs.
+    "mamba": lambda: transformers.MambaForCausalLM(transformers.MambaConfig(**SIZES, state_size=8)),
 }
 
 

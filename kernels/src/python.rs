@@ -31,7 +31,7 @@ use norm::PackedNorm;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use quantized::{QuantizedPacking, SegmentParts};
-use recurrence::{GatedDeltaParts, Mamba2Parts, PackedRecurrence, ShortConvParts};
+use recurrence::{GatedDeltaParts, Mamba2Parts, MambaConvParts, MambaScanParts, PackedRecurrence, ShortConvParts};
 use routing::{Routing, RoutingSpec};
 use stack::{Program, Stack};
 use std::ffi::CString;
@@ -201,6 +201,16 @@ impl Kernels {
 
     /// The part of a gated delta network between its projections. Its parameters are copied.
     fn gated_delta(&self, parts: GatedDeltaParts<'_>) -> PyResult<PackedRecurrence> {
+        Ok(PackedRecurrence::new(self.pool, parts.pack()?))
+    }
+
+    /// The convolution of Mamba, and the activation behind it. Its parameters are copied.
+    fn mamba_conv(&self, parts: MambaConvParts<'_>) -> PyResult<PackedRecurrence> {
+        Ok(PackedRecurrence::new(self.pool, parts.pack()?))
+    }
+
+    /// The scan of Mamba. Its parameters are copied.
+    fn mamba_scan(&self, parts: MambaScanParts<'_>) -> PyResult<PackedRecurrence> {
         Ok(PackedRecurrence::new(self.pool, parts.pack()?))
     }
 

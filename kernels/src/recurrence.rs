@@ -6,11 +6,13 @@
 
 mod convolution;
 mod gated_delta;
+mod mamba;
 mod mamba2;
 mod project;
 mod short_conv;
 
 pub(crate) use gated_delta::{GatedDelta, GatedDeltaParts};
+pub(crate) use mamba::{MambaConv, MambaScan};
 pub(crate) use mamba2::{Mamba2, Mamba2Parts};
 pub(crate) use short_conv::ShortConv;
 
@@ -39,6 +41,11 @@ pub(crate) trait Recurrence: Send + Sync {
     /// Numbers of a row of the ring.
     fn row_floats(&self) -> usize;
 
+    /// Numbers behind the ring, of what need not be computed from the chunk's start again. They may be of other rows.
+    fn running_floats(&self) -> usize {
+        0
+    }
+
     /// Computes one part of a row.
     ///
     /// # Safety
@@ -47,9 +54,9 @@ pub(crate) trait Recurrence: Send + Sync {
 }
 
 impl dyn Recurrence + '_ {
-    /// Two states and the ring.
+    /// Two states, the ring, and what runs.
     pub(crate) fn slot_floats(&self) -> usize {
-        2 * self.state_floats() + RING * self.row_floats()
+        2 * self.state_floats() + RING * self.row_floats() + self.running_floats()
     }
 
     /// About how many numbers a step of one row reads.
@@ -77,6 +84,7 @@ impl dyn Recurrence + '_ {
                     inputs: [std::ptr::null(); MAX_INPUTS],
                     states: slot,
                     ring: slot.add(2 * self.state_floats()),
+                    running: slot.add(self.slot_floats() - self.running_floats()),
                     state_floats: self.state_floats(),
                     row_floats: self.row_floats(),
                     output: std::ptr::null_mut(),
@@ -120,6 +128,7 @@ pub(crate) struct Row {
     inputs: [*const Element; MAX_INPUTS],
     states: *mut f32,
     ring: *mut f32,
+    running: *mut f32,
     state_floats: usize,
     row_floats: usize,
     output: *mut Element,

@@ -18,10 +18,18 @@ from pathlib import Path
 
 from penstock_server.errors import ConfigError
 from penstock_server.tokenizer.folder import with_tokenizer
+from penstock_server.tokenizer.settings import read_object
 from penstock_server.tokenizer.slow import vocabulary_files
 from penstock_server.weights.adapted import adapted_folder, base_of
 from penstock_server.weights.conversion import converted_folder
-from penstock_server.weights.folder import ADAPTER_CONFIG, DEFAULT_ADAPTER, find_gguf, find_model, find_weights
+from penstock_server.weights.folder import (
+    ADAPTER_CONFIG,
+    DEFAULT_ADAPTER,
+    check_layout,
+    find_gguf,
+    find_model,
+    find_weights,
+)
 from penstock_server.weights.gguf.folder import gguf_folder
 from penstock_server.weights.gguf.selection import Reference
 from penstock_server.weights.override import with_weights as override
@@ -152,6 +160,7 @@ def readable_folder(folder: Path, name: str, with_weights: bool = True) -> Path:
     """
     if not any(folder.iterdir()):
         raise ConfigError(f"{folder} is empty; a model folder holds config.json, a tokenizer and weights")
+    check_layout(folder / "config.json", read_object(folder / "config.json"))
     if not with_weights and (folder / "config.json").is_file():
         return with_tokenizer(folder, name)
     files = find_weights(folder)

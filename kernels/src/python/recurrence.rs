@@ -4,7 +4,7 @@ use super::view::{Number, Rows, View};
 use super::{maybe_detached, require};
 use crate::element::Element;
 use crate::pool::{Pool, Source, Target};
-use crate::recurrence::{self, GatedDelta, Mamba2, Operands, Recurrence, Sequences, ShortConv};
+use crate::recurrence::{self, GatedDelta, Mamba2, MambaConv, MambaScan, Operands, Recurrence, Sequences, ShortConv};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use std::sync::Arc;
@@ -63,6 +63,35 @@ pub(super) struct ShortConvParts<'py> {
 impl ShortConvParts<'_> {
     pub(super) fn pack(&self) -> PyResult<ShortConv> {
         ShortConv::new(self.conv.elements("conv")?, self.bias.elements("bias")?).map_err(PyValueError::new_err)
+    }
+}
+
+/// The attributes of Python's `MambaConv`.
+#[derive(FromPyObject)]
+pub(super) struct MambaConvParts<'py> {
+    conv: View<'py, f32, 2>,
+    bias: View<'py, f32, 1>,
+}
+
+impl MambaConvParts<'_> {
+    pub(super) fn pack(&self) -> PyResult<MambaConv> {
+        MambaConv::new(self.conv.elements("conv")?, self.bias.elements("bias")?).map_err(PyValueError::new_err)
+    }
+}
+
+/// The attributes of Python's `MambaScan`.
+#[derive(FromPyObject)]
+pub(super) struct MambaScanParts<'py> {
+    part_channels: usize,
+    decay: View<'py, f32, 2>,
+    dt_bias: View<'py, f32, 1>,
+    skip: View<'py, f32, 1>,
+}
+
+impl MambaScanParts<'_> {
+    pub(super) fn pack(&self) -> PyResult<MambaScan> {
+        let (decay, dt_bias) = (self.decay.elements("decay")?, self.dt_bias.elements("dt_bias")?);
+        MambaScan::new(self.part_channels, decay, dt_bias, self.skip.elements("skip")?).map_err(PyValueError::new_err)
     }
 }
 

@@ -1,7 +1,7 @@
 //! A causal convolution of each channel over its last inputs, which are the leading numbers of the rows in the ring.
 
 use super::{CHUNK, Row};
-use crate::simd::F32;
+use crate::simd::{F32, LANES};
 
 pub(super) struct Convolution {
     pub(super) channels: usize,
@@ -38,4 +38,11 @@ impl Convolution {
         }
         sum
     }
+}
+
+/// The numbers of each channel, and zeros for the channels that whole vectors have besides.
+pub(super) fn padded(numbers: &[f32], channels: usize) -> Vec<f32> {
+    let mut numbers = numbers.to_vec();
+    numbers.resize(numbers.len() / channels * channels.next_multiple_of(LANES), 0.0);
+    numbers
 }

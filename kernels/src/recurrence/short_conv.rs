@@ -1,6 +1,6 @@
 //! Short convolutions between two gates. The Python module `device/short_conv.py` has the formula. A part is some channels.
 
-use super::convolution::Convolution;
+use super::convolution::{Convolution, padded};
 use super::{Recurrence, Row};
 use crate::element::Element;
 use crate::simd::{F32, LANES};
@@ -25,15 +25,10 @@ impl ShortConv {
         if channels == 0 || !conv.len().is_multiple_of(channels) {
             return Err(format!("{} weights of a convolution over {channels} channels", conv.len()));
         }
-        let padded = |numbers: &[f32]| {
-            let mut numbers = numbers.to_vec();
-            numbers.resize(numbers.len() / channels * channels.next_multiple_of(LANES), 0.0);
-            numbers
-        };
         Ok(ShortConv {
             channels,
-            conv: Convolution::new(channels.next_multiple_of(LANES), &padded(conv))?,
-            bias: padded(bias),
+            conv: Convolution::new(channels.next_multiple_of(LANES), &padded(conv, channels))?,
+            bias: padded(bias, channels),
             input_widths: [3 * channels],
         })
     }

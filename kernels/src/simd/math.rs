@@ -72,6 +72,21 @@ impl F32 {
         (self * F32::splat(LOG2_E)).exp2()
     }
 
+    /// ln(1 + e^x)
+    #[inline(always)]
+    pub(crate) fn softplus(self) -> F32 {
+        let zero = F32::splat(0.0);
+        let power = self.min(zero - self).exp();
+        // ln(1 + p) is twice the area hyperbolic tangent of p / (2 + p), which is at most 1/3.
+        let ratio = power / (F32::splat(2.0) + power);
+        let square = ratio * ratio;
+        let mut sum = F32::splat(2.0 / 15.0);
+        for divisor in [13.0, 11.0, 9.0, 7.0, 5.0, 3.0, 1.0] {
+            sum = sum.mul_add(square, F32::splat(2.0 / divisor));
+        }
+        sum.mul_add(ratio, self.max(zero))
+    }
+
     /// tanh(x), to about 4e-7 of the result. NaN stays NaN.
     #[inline(always)]
     pub(crate) fn tanh(self) -> F32 {

@@ -224,6 +224,18 @@ fn powers_of_two_are_exact_to_some_bits_everywhere() {
 }
 
 #[test]
+fn softplus_is_exact_to_some_bits_everywhere() {
+    let softplus_of = |x: f32| lane(F32::splat(x).softplus());
+    for step in -8000..8000 {
+        let x = step as f32 * 0.01;
+        let expected = f64::from(x).exp().ln_1p();
+        assert!((f64::from(softplus_of(x)) / expected - 1.0).abs() < 8e-6, "{x}: {}", softplus_of(x));
+        assert!((f64::from(softplus_of(x)) - expected).abs() < 3e-7 * expected.max(1.0), "{x}: {}", softplus_of(x));
+    }
+    assert_eq!([f32::NEG_INFINITY, f32::MIN, f32::MAX].map(softplus_of), [0.0, 0.0, f32::MAX]);
+}
+
+#[test]
 fn tanh_is_exact_to_some_bits_everywhere() {
     let tanh_of = |x: f32| lane(F32::splat(x).tanh());
     for step in -20_000..20_000 {

@@ -16,10 +16,14 @@ pub(crate) enum Register {
     Gates,
     /// The input of a layer that keeps a state.
     Mixed,
-    /// Its numbers for each head.
+    /// What a convolution makes of it.
+    Convolved,
+    /// Its numbers for each head, or for all channels.
     Rates,
+    /// Its numbers for each channel.
+    Steps,
     /// What all heads of latent attention share, before it is normed and rotated: the latent of the queries if there is
-    /// one, the latent of keys and values, and the rotated part of the keys.
+    /// one, the latent of keys and values, and the rotated part of the keys. Or what steps are made of.
     Latents,
     /// The normed latent of the queries.
     QueryLatent,

@@ -1,10 +1,10 @@
 """What layers keep of a sequence between tokens instead of keys and values: a state at the start of each chunk of
 positions, and what the rows since then have left behind. Imports no torch.
 
-A slot holds, in float32, two states and a ring of rows. The state at the start of chunk c is in half c % 2; the row of
-position p is row p % (2 * CHUNK_TOKENS) of the ring. The last row of a chunk also computes the next chunk's state, into
-the half that it does not read. So a sequence may go back by up to CHUNK_TOKENS positions, as it does after rejected
-drafts: what it reads there is still in the slot.
+A slot holds, in float32, two states, a ring of rows, and for some layers a running state. The state at the start of
+chunk c is in half c % 2; the row of position p is row p % (2 * CHUNK_TOKENS) of the ring. The last row of a chunk also
+computes the next chunk's state, into the half that it does not read. So a sequence may go back by up to CHUNK_TOKENS
+positions, as it does after rejected drafts: what it reads there is still in the slot.
 
 INVARIANT: a row's arithmetic depends on its position and on what came before, never on what else is in the step. A row
 of the first chunk does not read a state, nor rows before position 0, so a slot needs no initialization.
@@ -50,16 +50,17 @@ class Recurrence(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """Numbers of a slot of one layer, which are float32: two states, then the ring of rows."""
+    """Numbers of a slot of one layer, which are float32: two states, the ring of rows, and a running state."""
 
     state: int  # numbers of a state
     row: int  # numbers of a row
     inputs: int = 0  # the leading numbers of a row that rows of the next chunk read: inputs of a convolution
     window: int = 0  # the last rows whose inputs a row reads; at most CHUNK_TOKENS
+    running: int = 0  # numbers of what native kernels keep behind the last row, to begin there and not at its chunk
 
     @property
     def slot(self) -> int:
-        return 2 * self.state + RING_TOKENS * self.row
+        return 2 * self.state + RING_TOKENS * self.row + self.running
 
     @property
     def slot_bytes(self) -> int:
@@ -80,7 +81,8 @@ class StateLayout:
 
     def rows(self, slots: Tensor) -> Tensor:
         """[slots, slot] → [slots, RING_TOKENS, row]"""
-        return slots[:, 2 * self.state :].unflatten(1, (RING_TOKENS, self.row))
+        rows = slots[:, 2 * self.state : self.slot - self.running]
+        return rows.unflatten(1, (RING_TOKENS, self.row))
 
     def save(self, slots: Tensor, slot: int, position: int, snapshots: Tensor, snapshot: int) -> None:
         """Copies what a sequence needs to continue at `position`, a multiple of CHUNK_TOKENS, from slots [slots, slot]

@@ -19,6 +19,7 @@ from penstock_server.errors import ConfigError
 from penstock_server.inspection.files import ModelFiles, StoredTensor
 from penstock_server.inspection.quantization import Quantized, quantized
 from penstock_server.layers.layout import WeightLayout
+from penstock_server.layers.mamba import MambaSpec
 from penstock_server.layers.shard import Shard
 from penstock_server.layers.short_conv import ShortConvSpec
 from penstock_server.models import is_described
@@ -291,9 +292,9 @@ def _share(
     attention = attention[:1] if spec.is_encoder else attention  # the layers of an encoder take turns in one cache
     parts = [(ATTENTION_PARTS[type(each)], each) for each in attention]
     kv_numbers = sum(part.kv_elements_per_token(each, shard) for part, each in parts)
-    states = [layout for part, each in parts if (layout := part.state_layout(each, shard)) is not None]
+    states = [layout for part, each in parts for layout in part.state_layouts(each, shard)]
     with_kv = [each for part, each in parts if part.kv_elements_per_token(each, shard)]
-    with_heads = [each for each in (*with_kv, *attention) if not isinstance(each, ShortConvSpec)]
+    with_heads = [each for each in (*with_kv, *attention) if not isinstance(each, ShortConvSpec | MambaSpec)]
     heads = [shard.heads(each.num_heads, each.num_kv_heads) for each in with_heads[:1]]
     kv_bytes = kv_numbers * dtype.itemsize
     return RankShare(

@@ -116,7 +116,7 @@ class AttentionSpec:
 class AttentionBlock:
     """Implements `AttentionPart`."""
 
-    state: ClassVar[None] = None
+    states: ClassVar[tuple[()]] = ()
     spec: AttentionSpec
     qkv: PackedLinear
     output: RowParallelLinear
@@ -158,8 +158,9 @@ class AttentionBlock:
         return 2 * len(spec.heads(shard).my_kv) * spec.head_dim
 
     @staticmethod
-    def state_layout(spec: AttentionSpec, shard: Shard) -> None:
+    def state_layouts(spec: AttentionSpec, shard: Shard) -> tuple[()]:
         """It keeps keys and values, no state."""
+        return ()
 
     @classmethod
     def load(cls, spec: AttentionSpec, prefix: str, context: BuildContext) -> AttentionBlock:

@@ -98,8 +98,8 @@ class GatedDeltaBlock:
     sites: tuple[int | None, int | None]  # adapter sites of `mixed` and of `rates`
 
     @property
-    def state(self) -> StateLayout:
-        return self.net.net.layout
+    def states(self) -> tuple[StateLayout]:
+        return (self.net.net.layout,)
 
     @staticmethod
     def parameters(spec: GatedDeltaSpec, prefix: str, layout: WeightLayout) -> dict[str, Parameter]:
@@ -134,9 +134,9 @@ class GatedDeltaBlock:
         return 0
 
     @staticmethod
-    def state_layout(spec: GatedDeltaSpec, shard: Shard) -> StateLayout:
+    def state_layouts(spec: GatedDeltaSpec, shard: Shard) -> tuple[StateLayout]:
         heads = spec.heads(shard)
-        return state_layout(len(heads.mine), len(heads.my_kv), spec.key_dim, spec.value_dim, spec.conv_width)
+        return (state_layout(len(heads.mine), len(heads.my_kv), spec.key_dim, spec.value_dim, spec.conv_width),)
 
     @classmethod
     def load(cls, spec: GatedDeltaSpec, prefix: str, context: BuildContext) -> GatedDeltaBlock:

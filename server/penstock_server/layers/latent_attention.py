@@ -85,7 +85,7 @@ class LatentAttentionSpec:
 class LatentAttentionBlock:
     """Implements `AttentionPart`."""
 
-    state: ClassVar[None] = None
+    states: ClassVar[tuple[()]] = ()
     spec: LatentAttentionSpec
     # From hidden to what all heads share: the latent of the queries if there is one, the latent, the rotated key part.
     down: PackedLinear
@@ -129,8 +129,9 @@ class LatentAttentionBlock:
         return spec.key_dim
 
     @staticmethod
-    def state_layout(spec: LatentAttentionSpec, shard: Shard) -> None:
+    def state_layouts(spec: LatentAttentionSpec, shard: Shard) -> tuple[()]:
         """It keeps keys and values, no state."""
+        return ()
 
     @classmethod
     def load(cls, spec: LatentAttentionSpec, prefix: str, context: BuildContext) -> LatentAttentionBlock:

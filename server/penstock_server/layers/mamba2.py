@@ -89,8 +89,8 @@ class Mamba2Block:
     site: int | None  # adapter site of `mixed`
 
     @property
-    def state(self) -> StateLayout:
-        return self.net.net.layout
+    def states(self) -> tuple[StateLayout]:
+        return (self.net.net.layout,)
 
     @staticmethod
     def parameters(spec: Mamba2Spec, prefix: str, layout: WeightLayout) -> dict[str, Parameter]:
@@ -128,9 +128,9 @@ class Mamba2Block:
         return 0
 
     @staticmethod
-    def state_layout(spec: Mamba2Spec, shard: Shard) -> StateLayout:
+    def state_layouts(spec: Mamba2Spec, shard: Shard) -> tuple[StateLayout]:
         heads = spec.heads(shard)
-        return state_layout(len(heads.mine), len(heads.my_kv), spec.state_dim, spec.head_dim, spec.conv_width)
+        return (state_layout(len(heads.mine), len(heads.my_kv), spec.state_dim, spec.head_dim, spec.conv_width),)
 
     @classmethod
     def load(cls, spec: Mamba2Spec, prefix: str, context: BuildContext) -> Mamba2Block:

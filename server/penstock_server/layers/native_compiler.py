@@ -161,7 +161,7 @@ class _Compiler:
         self._native.add(add.other or add.source, add.target)
 
     def _norm_heads(self, operation: op.NormHeads, register: str) -> None:
-        if self._has_padded:
+        if self._has_padded and operation.target == "qkv":
             raise NotNativeError(f"norm of rotated heads of {operation.head_dim} elements, which are padded")
         first = 0
         for norm, num_heads in zip(operation.norms, operation.num_heads, strict=True):

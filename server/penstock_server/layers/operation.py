@@ -32,8 +32,10 @@ Register = Literal[
     "gated_qkv",  # queries, keys and values, and a gate for each element of "attended"
     "gates",  # these gates
     "mixed",  # input of a layer that keeps a state
-    "rates",  # its numbers for each head
-    "latents",  # what all heads of latent attention share, before it is normed and rotated
+    "convolved",  # what a convolution makes of it
+    "rates",  # its numbers for each head, or for all channels
+    "steps",  # its numbers for each channel
+    "latents",  # what all heads of latent attention share, before it is normed and rotated; what "steps" are made of
     "query_latent",  # normed
     "queries",  # queries of latent attention: the plain parts of all heads, then their rotated parts
     "values",  # values of all heads, of what latent attention attended to

@@ -53,8 +53,8 @@ class ShortConvBlock:
     site: int | None  # adapter site of `inputs`
 
     @property
-    def state(self) -> StateLayout:
-        return self.net.net.layout
+    def states(self) -> tuple[StateLayout]:
+        return (self.net.net.layout,)
 
     @staticmethod
     def parameters(spec: ShortConvSpec, prefix: str, layout: WeightLayout) -> dict[str, Parameter]:
@@ -75,8 +75,8 @@ class ShortConvBlock:
         return 0
 
     @staticmethod
-    def state_layout(spec: ShortConvSpec, shard: Shard) -> StateLayout:
-        return state_layout(len(spec.channels(shard).mine), spec.width)
+    def state_layouts(spec: ShortConvSpec, shard: Shard) -> tuple[StateLayout]:
+        return (state_layout(len(spec.channels(shard).mine), spec.width),)
 
     @classmethod
     def load(cls, spec: ShortConvSpec, prefix: str, context: BuildContext) -> ShortConvBlock:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from penstock_server.device.activation import ACTIVATIONS
 from penstock_server.errors import ConfigError
 from penstock_server.models.context import default_position_tokens, max_position_tokens
+from penstock_server.weights.folder import check_layout
 
 T = TypeVar("T", int, float, bool, str)
 
@@ -24,9 +25,11 @@ class Config:
     @classmethod
     def read(cls, folder: Path) -> Config:
         try:
-            return cls.of_file(folder / "config.json")
+            config = cls.of_file(folder / "config.json")
         except FileNotFoundError:
             raise ConfigError(f"{folder} holds no config.json, so it is not a model folder") from None
+        check_layout(config.path, config.values)
+        return config
 
     @classmethod
     def of_file(cls, path: Path) -> Config:

@@ -139,8 +139,9 @@ class Decoder:
         if self.adapters is not None:
             self.weight_bytes += self.adapters.own_bytes
         parts = [part for layer in self.layers for part in layer.memories]
-        layouts = {index: part.state for index, part in enumerate(parts) if part.state is not None}
-        self.caches: list[Tensor] = [torch.empty(0)] * len(parts)
+        kinds = [layout for layer in self.layers for layout in layer.caches]
+        layouts = {index: layout for index, layout in enumerate(kinds) if layout is not None}
+        self.caches: list[Tensor] = [torch.empty(0)] * len(kinds)
         self.states: States | None = DecoderStates(layouts, self.caches, loader.device) if layouts else None
         window = window_tokens([part.attention for part in parts if part.attention is not None])
         is_recordable = context.attention.is_recordable and context.ops.name == "triton" and stage.size == 1
@@ -178,8 +179,8 @@ class Decoder:
         self.executor = executor_of(self._program(), self.runtime.ops, "")
 
     def allocate_cache(self, num_blocks: int) -> None:
-        parts = [part for layer in self.layers for part in layer.memories]
-        places = [index for index, part in enumerate(parts) if part.state is None]
+        kinds = [layout for layer in self.layers for layout in layer.caches]
+        places = [index for index, layout in enumerate(kinds) if layout is None]
         for index in places:  # first: the old and the new pool may not fit together
             self.caches[index] = torch.empty(0)
         caches = [attention.allocate(num_blocks) for attention in self._cached]
@@ -206,7 +207,7 @@ class Decoder:
         sample = copy.copy(self)
         sample.traits = replace(self.traits, num_layers=len(indices))
         sample.layers = [self.layers[index] for index in indices]
-        layer_of = [index for index, layer in enumerate(self.layers) for _ in layer.memories]
+        layer_of = [index for index, layer in enumerate(self.layers) for _ in layer.caches]
         sample.caches = [cache for index, cache in zip(layer_of, self.caches, strict=True) if index in indices]
         sample.executor = executor_of(sample._program(), self.runtime.ops, "")
         return sample

@@ -15,6 +15,7 @@ from penstock_server.layers.experts import MixtureOfExperts, MoeSpec
 from penstock_server.layers.gated_delta import GatedDeltaBlock, GatedDeltaSpec
 from penstock_server.layers.latent_attention import LatentAttentionBlock, LatentAttentionSpec
 from penstock_server.layers.layout import WeightLayout
+from penstock_server.layers.mamba import MambaBlock, MambaSpec
 from penstock_server.layers.mamba2 import Mamba2Block, Mamba2Spec
 from penstock_server.layers.mlp import Mlp, MlpSpec
 from penstock_server.layers.norm import load_norm, norm_parameters
@@ -34,8 +35,8 @@ class AttentionPart(Protocol):
         ...
 
     @property
-    def state(self) -> StateLayout | None:
-        """What it keeps of a sequence between tokens."""
+    def states(self) -> tuple[StateLayout, ...]:
+        """What it keeps of a sequence between tokens, in the program's order; none: keys and values."""
         ...
 
     @property
@@ -62,6 +63,7 @@ ATTENTION_PARTS: dict[type, Any] = {
     LatentAttentionSpec: LatentAttentionBlock,
     ShortConvSpec: ShortConvBlock,
     Mamba2Spec: Mamba2Block,
+    MambaSpec: MambaBlock,
 }
 MLP_PARTS: dict[type, Any] = {MlpSpec: Mlp, MoeSpec: MixtureOfExperts}
 
@@ -109,6 +111,11 @@ class Layer:
     def memories(self) -> tuple[AttentionPart, ...]:
         """The parts with a cache, in the program's order."""
         return tuple(part for part in (self.beside, self.attention) if part is not None)
+
+    @property
+    def caches(self) -> tuple[StateLayout | None, ...]:
+        """The layout of each cache, in the program's order; None: it is for keys and values."""
+        return tuple(layout for part in self.memories for layout in part.states or (None,))
 
     def append_to(self, program: Program, *, is_last: bool) -> None:
         """Appends the layer. is_last: after its last attention, only the sampled rows continue."""

@@ -13,6 +13,7 @@ from penstock_server.layers.embedding import EmbeddingSpec
 from penstock_server.layers.experts import MoeSpec
 from penstock_server.layers.gated_delta import GatedDeltaSpec
 from penstock_server.layers.latent_attention import LatentAttentionSpec
+from penstock_server.layers.mamba import MambaSpec
 from penstock_server.layers.mamba2 import Mamba2Spec
 from penstock_server.layers.mlp import MlpSpec
 from penstock_server.layers.norm import NormSpec
@@ -31,7 +32,7 @@ class NormPlacement(Enum):
 
 
 # Parts that remember earlier tokens, by keys and values or by a state.
-MemorySpec = AttentionSpec | GatedDeltaSpec | LatentAttentionSpec | Mamba2Spec | ShortConvSpec
+MemorySpec = AttentionSpec | GatedDeltaSpec | LatentAttentionSpec | Mamba2Spec | MambaSpec | ShortConvSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,15 @@ class WeightFiles:
     note: str = ""  # for people: which index is not used
 
 
+def check_layout(path: Path, config: Mapping[str, Any]) -> None:
+    """Raises ConfigError if a config.json describes a checkpoint in the layout of the package mamba_ssm."""
+    if "ssm_cfg" in config and "hidden_size" not in config:
+        raise ConfigError(
+            f"{path} is of the package mamba_ssm, whose checkpoints are not supported; use one in the layout of "
+            "transformers, such as state-spaces/mamba-130m-hf in place of state-spaces/mamba-130m"
+        )
+
+
 def find_weights(folder: Path) -> WeightFiles:
     """Raises ConfigError when the folder holds no supported weights, or lacks files that its index names."""
     files = find_model(folder)

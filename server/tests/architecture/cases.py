@@ -94,7 +94,7 @@ class Case:
     @property
     def keeps_state(self) -> bool:
         """Whether some layers keep a state between tokens instead of keys and values."""
-        keys = ("linear_num_key_heads", "mamba_n_heads", "state_size", "ssm_state_size")
+        keys = ("linear_num_key_heads", "mamba_d_state", "state_size", "ssm_state_size")
         return any(key in self.values for key in keys) or self.config.startswith("Lfm2")
 
     @property
@@ -174,6 +174,18 @@ MAMBA: dict[str, Any] = {
 }
 # Two groups of three heads, so that three ranks share a group.
 MAMBA2: dict[str, Any] = {"n_groups": 2, "conv_kernel": 3, "use_bias": True, "time_step_limit": (0.0, 0.5)}
+# Twice 72 channels are no multiple of the parts of 128 that a thread computes.
+MAMBA_SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 72, "num_hidden_layers": 3}
+MAMBA1: dict[str, Any] = {"state_size": 8, "time_step_rank": 6}
+# A small epsilon makes rounding to bfloat16 large here, as in DELTA.
+JAMBA: dict[str, Any] = {
+    "hidden_size": 48,
+    "rms_norm_eps": 0.1,
+    "attn_layer_period": 3,
+    "attn_layer_offset": 1,
+    "mamba_d_state": 8,
+    "mamba_dt_rank": 6,
+}
 DEEPSEEK_YARN = rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=1.2)
 
 CASES: dict[str, Case] = {
@@ -316,6 +328,21 @@ CASES: dict[str, Case] = {
         {**MAMBA2, "num_heads": 6, "head_dim": 16, "state_size": 32},
         {"vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 3},
     ),
+    "mamba": Case("MambaConfig", {**MAMBA1, "use_bias": True}, MAMBA_SIZES),
+    "falcon-mamba": Case(
+        "FalconMambaConfig",
+        {
+            **MAMBA1,
+            "conv_kernel": 3,
+            "use_conv_bias": False,
+            "tie_word_embeddings": False,
+            "expand": 16,
+            "intermediate_size": 144,
+        },
+        MAMBA_SIZES,
+    ),
+    "jamba": Case("JambaConfig", {**JAMBA, "num_experts": 4, "expert_layer_period": 2, "expert_layer_offset": 1}),
+    "jamba-dense": Case("JambaConfig", {**JAMBA, "num_experts": 1, "mamba_proj_bias": True}),
     "falcon-h1": Case(
         "FalconH1Config",
         {

@@ -13,8 +13,11 @@ from cases import (
     DELTA,
     GPT2_SIZES,
     GRANITE,
+    JAMBA,
     LONGROPE,
     MAMBA,
+    MAMBA1,
+    MAMBA_SIZES,
     PLAIN,
     SIZES,
     T5_SIZES,
@@ -73,6 +76,22 @@ MAMBA_METADATA = {
     "ssm.time_step_rank": 12,
     "ssm.inner_size": 192,
     "rope.scaling.finetuned": False,
+}
+MAMBA1_METADATA = {
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 8,
+    "ssm.time_step_rank": 6,
+    "ssm.inner_size": 144,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "context_length": 1 << 20,
+    "attention.head_count": 0,
+}
+JAMBA_METADATA = {
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 8,
+    "ssm.time_step_rank": 6,
+    "ssm.inner_size": 96,
+    "attention.head_count_kv": [0, 2, 0],
 }
 # The converter multiplies the weights by these.
 FALCON_MULTIPLIERS = {
@@ -160,6 +179,10 @@ DENSE = {
     "granite": GgufCase("granite", "granite"),
     "hunyuan": GgufCase("hunyuan-dense", "hunyuan", {"rope.freq_base": 1000.0 * 50.0 ** (16 / 14)}),
     "internlm2": GgufCase("internlm2", "internlm2"),
+    "mamba": GgufCase("mamba", Case("MambaConfig", MAMBA1, MAMBA_SIZES), MAMBA1_METADATA),
+    "falcon-mamba": GgufCase(
+        "mamba", "falcon-mamba", {**MAMBA1_METADATA, "ssm.dt_b_c_rms": True, "ssm.conv_kernel": 3}
+    ),
     "mamba2": GgufCase(
         "mamba2",
         Case(
@@ -332,6 +355,8 @@ EXPERTS = {
         "qwen3moe",
         Case("Qwen3MoeConfig", {**CASES["qwen3-moe"].values, "norm_topk_prob": True, "head_dim": 16}),
     ),
+    "jamba": GgufCase("jamba", "jamba", JAMBA_METADATA),
+    "jamba-dense": GgufCase("jamba", Case("JambaConfig", {**JAMBA, "num_experts": 1}), JAMBA_METADATA),
     "lfm2moe": GgufCase(
         "lfm2moe",
         "lfm2-moe",

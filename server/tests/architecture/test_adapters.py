@@ -59,7 +59,7 @@ OFTEN = (
     "qwen3",
     "qwen3-5",
 )
-STATES = ("bamba", "lfm2", "qwen3-5")
+STATES = ("bamba", "jamba-dense", "lfm2", "qwen3-5")
 BY_PEFT = [
     pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow)
     for name in (*SUPPORTED, *PADDED, *EXPERTS, *STATES)
@@ -96,6 +96,8 @@ def targets(name: str) -> dict[str, Any]:
     projections."""
     if name == "opt-350m":
         return {"target_modules": r".*layers.*(_proj|fc1|fc2)"}
+    if name == "jamba-dense":  # transformers calls its other projection past peft
+        return {"target_modules": r".*layers.*\.([qkvox]|in|out|gate|up|down)_proj"}
     is_mixture = "moe" in name or name.startswith(("dbrx", "deepseek", "gpt-oss", "mixtral"))
     return {"target_modules": DENSE_PARTS} if is_mixture else {}
 
@@ -162,7 +164,9 @@ def test_logits_are_those_of_peft_and_neighbours_keep_their_bits(name: str, tmp_
     torch.testing.assert_close(together[0], reference(merged, texts()[0]), **ACCURATE)
 
 
-@pytest.mark.parametrize("name", ["bamba", "deepseek-v2", "falcon-40b", "gpt2", "lfm2", "llama", "phi3", "qwen3-5"])
+@pytest.mark.parametrize(
+    "name", ["bamba", "deepseek-v2", "falcon-40b", "gpt2", "jamba-dense", "lfm2", "llama", "phi3", "qwen3-5"]
+)
 def test_two_ranks_compute_the_bits_of_one(name: str, tmp_path: Path) -> None:
     folder = save(name, widened(CASES[name]), tmp_path / "base")
     one, _ = make_adapter(tmp_path / "one", folder, 1, **targets(name))

@@ -137,8 +137,8 @@ def test_some_cases_have_no_native_decoder() -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ("MambaConfig", "keeps a state"),
-        ("JambaConfig", "keeps a state"),
+        ("RecurrentGemmaConfig", "keeps a state"),
+        ("ZambaConfig", "keeps a state"),
         ("RwkvConfig", "keeps a state"),
         ("MarianConfig", "an encoder-decoder model"),
         ("XGLMConfig", "does not use transformers' attention interface"),

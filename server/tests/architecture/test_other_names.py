@@ -12,6 +12,7 @@ from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tiny_model import make_model, save_case
 from tiny_models import prompts
 
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 # Some of the names that only such a checkpoint has.
 CHANGED = {
+    "jamba": "model.layers.1.feed_forward.experts.gate_up_proj",
     "lfm2-moe": "model.layers.1.feed_forward.experts.gate_up_proj",
     "olmo-hybrid": "model.layers.0.linear_attn.conv1d.weight",
     "qwen2-moe": "model.layers.0.mlp.experts.gate_up_proj",
@@ -40,3 +42,11 @@ def test_the_names_of_modules_are_known(name: str, tmp_path: Path) -> None:
     with safe_open(other / "model.safetensors", "pt") as file:
         assert CHANGED[name] in file.keys()  # noqa: SIM118 - not iterable
     assert torch.equal(logits(other), logits(published))
+
+
+def test_the_first_name_of_the_embedding_of_mamba_is_known(tmp_path: Path) -> None:
+    expected = logits(save_case("mamba", tmp_path))
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["backbone.embedding.weight"] = tensors.pop("backbone.embeddings.weight")
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert torch.equal(logits(tmp_path), expected)

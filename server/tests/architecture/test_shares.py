@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from cases import CASES
+from penstock_server.layers.mamba import MambaSpec
 from penstock_server.layers.short_conv import ShortConvSpec
 from penstock_server.models.registry import read_spec
 from shares import num_copied_elements, tables
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # which all heads share.
 WHOLE = (
     r"(.*norm.*|(encoder\.)?positions\.weight|project_(in|out)\.weight|.*\.(router|alpha_[pn]).*|"
-    r".*\.(q_a|kv_a|shared_gate)\..*)"
+    r".*\.(q_a|kv_a|shared_gate|rates)\..*)"
 )
 KV = r".*\.(attention|beside)\.((k|v)(_norm)?|net\.(conv\.)?(q|k|b|c))\.(weight|bias)"
 
@@ -35,8 +36,9 @@ def test_only_expected_parameters_are_replicated(name: str, tmp_path: Path) -> N
 
 def fewest_kv_heads(folder: Path) -> int:
     spec, _ = read_spec(folder)
-    parts = [part for layer in spec.layers for part in layer.memories if not isinstance(part, ShortConvSpec)]
-    return min(getattr(part, "num_kv_heads", part.num_heads) for part in parts)
+    of_channels = (MambaSpec, ShortConvSpec)
+    parts = [part for layer in spec.layers for part in layer.memories if not isinstance(part, of_channels)]
+    return min((getattr(part, "num_kv_heads", part.num_heads) for part in parts), default=4)
 
 
 def test_ranks_hold_whole_experts_if_there_are_enough(tmp_path: Path) -> None:

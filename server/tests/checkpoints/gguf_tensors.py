@@ -135,9 +135,9 @@ def _split_mamba(tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
         layer = re.fullmatch(r".*\.layers\.(\d+)\.(mamba|mixer|shared_mlp)\.(.+)", name)
         block, part = (f"blk.{layer[1]}", layer[3]) if layer else ("", "")
         if part == "A_log":
-            found[f"{block}.ssm_a"] = -tensor.exp()[:, None]
+            found[f"{block}.ssm_a"] = -(tensor.exp() if tensor.dim() == 2 else tensor.exp()[:, None])
         elif part == "D":
-            found[f"{block}.ssm_d"] = tensor[:, None]
+            found[f"{block}.ssm_d"] = tensor[:, None] if name.replace(".D", ".dt_bias") in tensors else tensor
         elif part == "dt_bias":
             found[f"{block}.ssm_dt.bias"] = tensor
         elif part == "norm.weight":
@@ -182,7 +182,7 @@ def _split_nets(tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
 
 
 def _ordered(tensor: Tensor, name: str, config: Any, architecture: str) -> Tensor:
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // getattr(config, "num_attention_heads", 1)
     stem = name.split(".")[-2]
     if architecture in PERMUTED and stem in ("attn_q", "attn_k"):
         return interleave(tensor, head_dim)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from gguf_files import save_gguf
 from penstock_server import prepare as program
 from penstock_server.errors import ConfigError
@@ -73,6 +74,13 @@ def test_without_weights_configuration_and_tokenizer_are_enough(tmp_path: Path) 
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer.json").write_text("{}")
     assert prepare(str(tmp_path), with_weights=False).folder == str(tmp_path)
+
+
+def test_checkpoints_of_mamba_ssm_are_refused_before_they_are_converted(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"d_model": 64, "n_layer": 2, "ssm_cfg": {}, "vocab_size": 131}')
+    torch.save({"backbone.embedding.weight": torch.zeros(136, 64)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"of the package mamba_ssm.*such as state-spaces/mamba-130m-hf"):
+        prepare(str(tmp_path))
 
 
 def test_a_gguf_file_gets_a_new_folder_when_it_changes(tmp_path: Path) -> None:

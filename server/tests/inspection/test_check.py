@@ -95,7 +95,7 @@ def test_the_stated_memory_equals_that_of_loading(folder: Path, capsys: Any) -> 
     assert (rank["state_bytes"], rank["snapshot_bytes"], model.states) == (0, 0, None)
 
 
-@pytest.mark.parametrize("name", ["falcon-h1", "mamba2", "nemotron-h", "qwen3-5"])
+@pytest.mark.parametrize("name", ["falcon-h1", "mamba", "mamba2", "nemotron-h", "qwen3-5"])
 def test_the_states_of_a_sequence_are_stated(name: str, tmp_path: Path, capsys: Any) -> None:
     folder = with_tokenizer(save_case(name, tmp_path))
     _, report = run(capsys, str(folder), "--dtype", "float32")
@@ -387,7 +387,7 @@ def verdict_of_loading(folder: Path, num_ranks: int) -> str:
         ("glm4_moe", 1, True),
         ("nanochat", 1, True),
         ("nanochat", 2, False),
-        ("mamba", 1, False),
+        ("zamba", 1, False),
         ("lfm3", 1, False),
         ("marian", 1, False),
         ("lacks a tensor", 1, False),
@@ -416,7 +416,7 @@ def test_the_verdict_on_models_of_transformers_is_that_of_loading(
             "first_k_dense_replace": 1,
         }
     changes: dict[str, Any] = {}
-    if name in ("mamba", "lfm3", "marian"):
+    if name in ("zamba", "lfm3", "marian"):
         changes = {"model_type": name}
     elif name == "own code":
         changes = {"model_type": "of_its_own", "auto_map": {"AutoModelForCausalLM": "a.B"}}

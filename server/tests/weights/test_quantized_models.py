@@ -82,6 +82,21 @@ MAMBA_METADATA = {
     "rope.scaling.finetuned": False,
     "expert_count": None,
 }
+JAMBA = {
+    "num_experts": 1,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "mamba_dt_rank": 32,
+    "mamba_d_state": 16,
+    "rms_norm_eps": 0.1,
+}
+JAMBA_METADATA = {
+    "attention.head_count_kv": [0, 2],
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 16,
+    "ssm.time_step_rank": 32,
+    "ssm.inner_size": 128,
+}
 SHORT_CONV_METADATA = {
     "attention.head_count_kv": [0, 2],
     "attention.layer_norm_rms_epsilon": 1e-5,
@@ -115,6 +130,7 @@ ARCHITECTURES = {
         "GraniteMoeHybridConfig", GROUPED | MAMBA, "granitehybrid", 3, MAMBA_METADATA, rounding=0.12
     ),
     "lfm2": Architecture("Lfm2Config", GROUPED | SHORT_CONV, "lfm2", metadata=SHORT_CONV_METADATA, rounding=0.12),
+    "jamba": Architecture("JambaConfig", GROUPED | JAMBA, "jamba", 3, JAMBA_METADATA, rounding=0.12),
     "llama-wide": Architecture("LlamaConfig", GROUPED | WIDE, "llama"),
     "mixtral-wide": Architecture("MixtralConfig", EXPERTS | WIDE, "llama"),
 }
@@ -133,7 +149,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
 # The slow tests have every other format that one architecture is tested with. Its "dynamic" names this one's layers.
 MORE_FORMATS = {name: case for name, case in CHECKPOINTS.items() if name not in {*FORMATS, "gptq dynamic"}}
 # These architectures differ from others in what the formats do not touch: here they have one format of each layout.
-FEW = ("qwen2", "mixtral-cut", "gpt-neox", "granitehybrid", "lfm2", "qwen3-5")
+FEW = ("qwen2", "mixtral-cut", "gpt-neox", "granitehybrid", "jamba", "lfm2", "qwen3-5")
 FORMATS_OF_FEW = ("gptq", "nf4", "fp8 in blocks", "Q4_0")
 FLAGS, GGUF, MORE_GGUF = ("eetq", "fp8 at load"), ("Q4_0", "Q5_1", "MXFP4"), ("Q4_1", "Q5_0", "Q8_0")
 MORE_OF_WIDE = ("Q2_K", "Q3_K", "Q5_K", "IQ4_NL")

@@ -14,6 +14,7 @@ import torch
 from penstock_server.device import ACTIVATION_BITS
 from penstock_server.device.activation import native_form
 from penstock_server.device.gated_delta import GatedDelta
+from penstock_server.device.mamba import MambaConv, MambaScan
 from penstock_server.device.mamba2 import Mamba2
 from penstock_server.device.native.build import find_build
 from penstock_server.device.quantized import Kept
@@ -339,6 +340,8 @@ class NativeOps:
         packers: dict[type, Any] = {
             GatedDelta: self._kernels.gated_delta,
             Mamba2: self._kernels.mamba2,
+            MambaConv: self._kernels.mamba_conv,
+            MambaScan: self._kernels.mamba_scan,
             ShortConv: self._kernels.short_conv,
         }
         return NativeRecurrence(packers[type(net)](net), net)

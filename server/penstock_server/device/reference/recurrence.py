@@ -10,8 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from penstock_server.device.gated_delta import GatedDelta
+from penstock_server.device.mamba import MambaConv, MambaScan
 from penstock_server.device.mamba2 import Mamba2
-from penstock_server.device.reference import gated_delta, mamba2, short_conv
+from penstock_server.device.reference import gated_delta, mamba, mamba2, short_conv
 from penstock_server.device.reference.chunk import Chunk
 from penstock_server.device.short_conv import ShortConv
 from penstock_server.device.state import CHUNK_TOKENS, Recurrence, StateRows
@@ -19,6 +20,8 @@ from penstock_server.device.state import CHUNK_TOKENS, Recurrence, StateRows
 _ADVANCES: dict[type, Callable[[Any, list[Tensor], Chunk], Tensor]] = {
     GatedDelta: gated_delta.advance,
     Mamba2: mamba2.advance,
+    MambaConv: mamba.convolve,
+    MambaScan: mamba.scan,
     ShortConv: short_conv.advance,
 }
 

@@ -87,6 +87,8 @@ class GgufCheckpoint:
             self.matrices.read(replace(info, shape=info.shape[::2]), part, out.squeeze(1))
         else:
             self.matrices.read(info, part, out, self.head_dim if self._is_interleaved(name) else 0)
+        if name.endswith(RATES):
+            out.neg_().log_()
         check_finite(out, out, name, self.files[info.file].path)
 
     def has_independent_rows(self, name: str) -> bool:
@@ -107,8 +109,6 @@ class GgufCheckpoint:
             return vector.view(-1, self.head_dim // 2, 2).transpose(1, 2).reshape(info.shape)
         if self.metadata.architecture in NORMS_PLUS_ONE and info.name.endswith("norm.weight"):
             return vector if info.name.endswith(STATE_NORM) else vector - 1
-        if info.name.endswith(RATES):
-            return vector.neg().log()
         return vector
 
     def _read_latent_expansion(self, tensor: LatentExpansion, part: Part | None, out: Tensor) -> None:

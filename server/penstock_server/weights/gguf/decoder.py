@@ -80,6 +80,17 @@ def gated_delta(metadata: Metadata) -> dict[str, Any]:
     }
 
 
+def mamba(metadata: Metadata) -> dict[str, Any]:
+    """The entries of Mamba in place of attention."""
+    return {
+        "mamba_expand": metadata.integer("ssm.inner_size") / metadata.size("embedding_length"),
+        "mamba_d_state": metadata.integer("ssm.state_size"),
+        "mamba_d_conv": metadata.integer("ssm.conv_kernel"),
+        "mamba_dt_rank": metadata.integer("ssm.time_step_rank"),
+        "mamba_conv_bias": _has_convolution_bias(metadata),
+    }
+
+
 def mamba2(metadata: Metadata) -> dict[str, Any]:
     """The entries of Mamba 2 in place of attention."""
     num_heads, dim = _state_heads(metadata)
@@ -89,8 +100,12 @@ def mamba2(metadata: Metadata) -> dict[str, Any]:
         "mamba_n_groups": metadata.integer("ssm.group_count"),
         "mamba_d_state": metadata.integer("ssm.state_size"),
         "mamba_d_conv": metadata.integer("ssm.conv_kernel"),
-        "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in metadata.header.tensors),
+        "mamba_conv_bias": _has_convolution_bias(metadata),
     }
+
+
+def _has_convolution_bias(metadata: Metadata) -> bool:
+    return any(name.endswith("ssm_conv1d.bias") for name in metadata.header.tensors)
 
 
 def kv_heads(metadata: Metadata) -> list[int]:

@@ -10,7 +10,7 @@ from penstock_server.weights.gguf.decoder import num_layers
 from penstock_server.weights.gguf.header import TensorInfo
 from penstock_server.weights.gguf.metadata import Metadata
 
-# llama.cpp's converter gives vectors of Mamba 2 two dimensions.
+# llama.cpp's converter gives vectors of Mamba 2 two dimensions. Mamba has a rate for each element of a state.
 VECTORS = (".ssm_a", ".ssm_d", ".ssm_norm.weight")
 CONVOLUTIONS = (".ssm_conv1d.weight", ".shortconv.conv.weight")
 
@@ -38,7 +38,7 @@ def stored_tensors(metadata: Metadata) -> dict[str, TensorInfo]:
     for name, info in metadata.header.tensors.items():
         if name.endswith("ffn_gate_inp_shexp.weight") and len(info.shape) == 1:
             info = replace(info, shape=(1, *info.shape))  # llama.cpp's converter drops dimensions of size 1
-        if name.endswith(VECTORS):
+        if name.endswith(VECTORS) and not (name.endswith(".ssm_a") and info.shape[-1] > 1):
             info = replace(info, shape=(math.prod(info.shape),))
         if name.endswith(CONVOLUTIONS) and len(info.shape) == 2:
             info = replace(info, shape=(info.shape[0], 1, info.shape[1]))

@@ -11,7 +11,10 @@ from penstock_server.weights.gguf.decoder import (
     kv_heads,
     layer_types,
     llama_like,
+    mamba,
     mamba2,
+    num_layers,
+    sizes,
 )
 from penstock_server.weights.gguf.llama import granite, granite_like, lfm2, llama, nemotron_h
 from penstock_server.weights.gguf.metadata import Metadata
@@ -159,6 +162,34 @@ def _granitehybrid(metadata: Metadata) -> dict[str, Any]:
     }
 
 
+def _jamba(metadata: Metadata) -> dict[str, Any]:
+    """Jamba, dense or with experts. Layers without KV heads have Mamba."""
+    num_experts, num = metadata.integer("expert_count", 0), num_layers(metadata)
+    attending = [index for index, heads in enumerate(kv_heads(metadata)) if heads]
+    sparse = [index for index in range(num) if metadata.has(f"blk.{index}.ffn_gate_inp.weight")]
+    return {
+        "architectures": ["JambaForCausalLM"],
+        "model_type": "jamba",
+        **sizes(metadata),
+        "hidden_act": "silu",
+        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        **mamba(metadata),
+        **({"num_experts_per_tok": metadata.integer("expert_used_count")} if sparse else {}),
+        "num_experts": num_experts if sparse else 1,
+        **_repeated(metadata, "attn_layer", attending, num),
+        **_repeated(metadata, "expert_layer", sparse, num),
+    }
+
+
+def _repeated(metadata: Metadata, name: str, layers: list[int], num_layers: int) -> dict[str, int]:
+    """The period and the offset of these layers."""
+    offset = layers[0] if layers else num_layers
+    period = layers[1] - offset if len(layers) > 1 else num_layers + 1
+    if offset >= period or layers != list(range(offset, num_layers, period)):
+        raise metadata.error(f"{name} {layers} do not repeat from the first {num_layers} layers on")
+    return {f"{name}_period": period, f"{name}_offset": offset}
+
+
 def _dense_width(metadata: Metadata) -> int:
     """The intermediate size of an MLP without experts."""
     gate = metadata.header.tensors.get("blk.0.ffn_gate.weight")
@@ -238,6 +269,7 @@ BUILDERS: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "gpt-oss": _gpt_oss,
     "granitehybrid": _granitehybrid,
     "granitemoe": _granitemoe,
+    "jamba": _jamba,
     "lfm2moe": _lfm2moe,
     "llama": _llama,  # Mixtral, where there are experts
     "nemotron_h_moe": _nemotron_h_moe,

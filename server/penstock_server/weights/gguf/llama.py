@@ -12,6 +12,7 @@ from penstock_server.weights.gguf.decoder import (
     kv_heads,
     layer_types,
     llama_like,
+    mamba,
     mamba2,
     mlp_widths,
     num_layers,
@@ -155,16 +156,34 @@ def lfm2(metadata: Metadata, class_name: str = "Lfm2ForCausalLM", model_type: st
     }
 
 
+def _mamba(metadata: Metadata) -> dict[str, Any]:
+    """Mamba, or Falcon Mamba, which norms the rates of its layers. Files lack the epsilon of these norms."""
+    is_falcon = bool(metadata.model("ssm.dt_b_c_rms", False))
+    return {
+        "architectures": ["FalconMambaForCausalLM" if is_falcon else "MambaForCausalLM"],
+        "model_type": "falcon_mamba" if is_falcon else "mamba",
+        **_without_attention(metadata),
+        **mamba(metadata),
+    }
+
+
 def _mamba2(metadata: Metadata) -> dict[str, Any]:
     return {
         "architectures": ["Mamba2ForCausalLM"],
         "model_type": "mamba2",
+        **_without_attention(metadata),
+        **mamba2(metadata),
+    }
+
+
+def _without_attention(metadata: Metadata) -> dict[str, Any]:
+    """What models have in common whose layers all keep a state."""
+    return {
         "hidden_size": metadata.integer("embedding_length"),
         "num_hidden_layers": num_layers(metadata),
         "layer_norm_epsilon": metadata.number("attention.layer_norm_rms_epsilon"),
         "hidden_act": "silu",
         "max_position_embeddings": metadata.integer("context_length"),
-        **mamba2(metadata),
     }
 
 
@@ -246,6 +265,7 @@ BUILDERS: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "granite": granite,
     "internlm2": _internlm2,
     "lfm2": lfm2,
+    "mamba": _mamba,
     "mamba2": _mamba2,
     "nemotron_h": nemotron_h,
     "olmo2": _olmo2,

@@ -22,6 +22,9 @@ LAYER_NAMES = {
     "attention.net.a": "ssm_alpha",
     "attention.net.b": "ssm_beta",
     "attention.net.a_log": "ssm_a",
+    "attention.net.conv": "ssm_conv1d",
+    "attention.net.steps": "ssm_dt",
+    **{f"attention.net.{name}_norm": f"ssm_{name}_norm" for name in ("dt", "b", "c")},
     "attention.net.skip": "ssm_d",
     "attention.net.dt_bias": "ssm_dt.bias",
     "attention.net.norm": "ssm_norm",
@@ -139,6 +142,8 @@ class GgufLocator:
         if block == "attention.net" and of_short in self.shapes and key in ("b", "c", "x"):
             widths = dict.fromkeys(("b", "c", "x"), self.metadata.integer("embedding_length"))
             return fused(block, of_short, widths)[stem]
+        if f"{prefix}ssm_x.weight" in self.shapes and block in ("attention.net", "attention.net.rates"):
+            return self._of_mamba(prefix, suffix).get(stem)
         if f"{prefix}ssm_in.weight" in self.shapes and block in ("attention.net", "attention.net.conv"):
             return self._of_mamba2(block, prefix, suffix).get(stem)
         if block == "attention.net" and key in ("b", "a"):
@@ -162,6 +167,13 @@ class GgufLocator:
         """Whether `ffn_up` holds gate and up, as for Phi-3 and GLM."""
         width = max(mlp_widths(self.metadata), default=0)
         return f"{prefix}ffn_gate.weight" not in self.shapes and self.shapes[name][0] == 2 * width
+
+    def _of_mamba(self, prefix: str, suffix: str) -> dict[str, Location]:
+        """The strips of the projections of a layer of Mamba."""
+        channels, keys = self.metadata.integer("ssm.inner_size"), self.metadata.integer("ssm.state_size")
+        rates = {"dt": self.metadata.integer("ssm.time_step_rank"), "b": keys, "c": keys}
+        mixed = fused("attention.net", f"{prefix}ssm_in.{suffix}", {"x": channels, "z": channels})
+        return mixed | fused("attention.net.rates", f"{prefix}ssm_x.{suffix}", rates)
 
     def _of_mamba2(self, block: str, prefix: str, suffix: str) -> dict[str, Location]:
         """The strips of the projection, or of the convolution, of a layer of Mamba 2."""
