@@ -87,6 +87,7 @@ ARCHITECTURES: dict[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
     "gemma3_text": gemma.gemma3,
     "glm": glm.glm,
     "glm4": glm.glm4,
+    "glm4_moe": glm.glm4_moe,
     "gpt2": gpt2.gpt2,
     "gpt_bigcode": gpt2.gpt_bigcode,
     "gpt_neo": gpt_neo.gpt_neo,

@@ -139,6 +139,16 @@ DEEPSEEK: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "n_shared_experts": 2,
 }
+# Llamas with experts as DeepSeek V3 has them, and heads of 16 elements.
+V3_EXPERTS: dict[str, Any] = {
+    **{key: value for key, value in DEEPSEEK.items() if key in ("moe_intermediate_size", "n_routed_experts")},
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "head_dim": 16,
+    "routed_scaling_factor": 1.5,
+}
 # Three heads for each key head; heads of attention get 16 elements, of which 4 are rotated. Some outputs of random
 # states are almost zero, and with a small epsilon their norm makes rounding to bfloat16 as large as the logits.
 DELTA: dict[str, Any] = {
@@ -535,6 +545,7 @@ CASES: dict[str, Case] = {
     "baichuan-13b": Case("LlamaConfig", {}, PLAIN, published=BAICHUAN_13B),
     "glm": Case("GlmConfig", {"head_dim": 16}),
     "glm4": Case("Glm4Config", {"head_dim": 16}),
+    "glm4-moe": Case("Glm4MoeConfig", {**V3_EXPERTS, "use_qk_norm": True, "attention_bias": True}),
     "helium": Case("HeliumConfig", {"head_dim": 8}),
     "nemotron": Case("NemotronConfig", {"hidden_size": 96}),
     "ministral": Case(

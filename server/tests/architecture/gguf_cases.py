@@ -277,6 +277,7 @@ LAYER_NORM = {
     "starcoder2": GgufCase("starcoder2", "starcoder2"),
 }
 EXPERTS = {
+    "glm4moe": GgufCase("glm4moe", "glm4-moe", {"expert_gating_func": 2, "expert_weights_norm": True}),
     "mixtral": GgufCase("llama", "mixtral"),
     "qwen2moe": GgufCase(
         "qwen2moe",

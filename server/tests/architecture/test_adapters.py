@@ -96,7 +96,7 @@ def targets(name: str) -> dict[str, Any]:
     projections."""
     if name == "opt-350m":
         return {"target_modules": r".*layers.*(_proj|fc1|fc2)"}
-    is_mixture = "moe" in name or name.startswith(("dbrx", "deepseek", "gpt-oss", "mixtral"))
+    is_mixture = name in EXPERTS or "moe" in name
     return {"target_modules": DENSE_PARTS} if is_mixture else {}
 
 

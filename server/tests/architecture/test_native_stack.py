@@ -95,6 +95,7 @@ EXPERTS = [
     "deepseek-v2",
     "deepseek-v2-lite",
     "deepseek-v3",
+    "glm4-moe",
     "gpt-oss",
     "granitemoe",
     "granitemoeshared",

@@ -31,7 +31,7 @@ def make_model(name: str, case: Case) -> transformers.PreTrainedModel:
         model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
     with torch.no_grad():
         for name, buffer in model.named_buffers():
-            if name.endswith(("final_logits_bias", "expert_bias")):
+            if name.endswith(("final_logits_bias", "expert_bias", "e_score_correction_bias")):
                 buffer.uniform_(-0.4, 0.4)
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:

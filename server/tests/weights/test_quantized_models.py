@@ -53,6 +53,14 @@ DEEPSEEK = {
     "num_experts_per_tok": 4,
     "n_shared_experts": 1,
 }
+# Llamas with experts as DeepSeek V3 has them.
+SIGMOID = {
+    **GROUPED,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 4,
+}
 # Value heads of a whole group each, so that ranks and formats cut between them.
 DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
@@ -118,6 +126,11 @@ ARCHITECTURES = {
     "llama-wide": Architecture("LlamaConfig", GROUPED | WIDE, "llama"),
     "mixtral-wide": Architecture("MixtralConfig", EXPERTS | WIDE, "llama"),
 }
+# New combinations of layers that others have. Each has one format of either kind of file.
+COMBINED = {
+    "glm4-moe": Architecture("Glm4MoeConfig", SIGMOID | {"n_shared_experts": 1, "use_qk_norm": True}, "glm4moe"),
+}
+ARCHITECTURES |= COMBINED
 FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
     "gptq": (
         {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False},
@@ -142,6 +155,8 @@ MORE_OF_WIDE = ("Q2_K", "Q3_K", "Q5_K", "IQ4_NL")
 def kinds_of(name: str) -> tuple[str, ...]:
     if name.endswith("-wide"):
         return tuple(FACTORS)
+    if name in COMBINED:
+        return ("gptq", "Q4_0") if ARCHITECTURES[name].gguf else ("gptq",)
     return (*FORMATS, *MORE_FORMATS, *FLAGS, *((*GGUF, *MORE_GGUF) if ARCHITECTURES[name].gguf else ()))
 
 

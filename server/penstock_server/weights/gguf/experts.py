@@ -30,6 +30,12 @@ def _routing(metadata: Metadata, normalizes: bool = False) -> dict[str, Any]:
     }
 
 
+def _require_sigmoid(metadata: Metadata) -> None:
+    scoring = metadata.integer("expert_gating_func", SIGMOID)
+    if scoring != SIGMOID:
+        raise metadata.error(f"expert_gating_func {scoring} is not supported; supported: 2 (sigmoid)")
+
+
 def _expert_width(metadata: Metadata) -> int:
     """The intermediate size of one expert."""
     stored = (tensor for name, tensor in metadata.header.tensors.items() if name.endswith("ffn_up_exps.weight"))
@@ -101,6 +107,32 @@ def _deepseek2(metadata: Metadata) -> dict[str, Any]:
     }
 
 
+def _sigmoid_experts(metadata: Metadata) -> dict[str, Any]:
+    """The experts of models that route as DeepSeek V3 does, and are Llamas otherwise."""
+    _require_sigmoid(metadata)
+    return {
+        **_routing(metadata, normalizes=True),
+        "first_k_dense_replace": metadata.integer("leading_dense_block_count", 0),
+        "n_routed_experts": metadata.integer("expert_count"),
+        "n_shared_experts": metadata.integer("expert_shared_count", 0),
+        "moe_intermediate_size": _expert_width(metadata),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 0.0) or 1.0,
+        "n_group": metadata.integer("expert_group_count", 1),
+        "topk_group": metadata.integer("expert_group_used_count", 1),
+    }
+
+
+def _glm4moe(metadata: Metadata) -> dict[str, Any]:
+    return llama_like(
+        metadata,
+        "Glm4MoeForCausalLM",
+        "glm4_moe",
+        use_qk_norm=metadata.has("blk.0.attn_q_norm.weight"),
+        num_nextn_predict_layers=0,
+        **_sigmoid_experts(metadata),
+    )
+
+
 def _gpt_oss(metadata: Metadata) -> dict[str, Any]:
     config = llama_like(
         metadata,
@@ -130,9 +162,7 @@ def _granitemoe(metadata: Metadata) -> dict[str, Any]:
 
 
 def _lfm2moe(metadata: Metadata) -> dict[str, Any]:
-    scoring = metadata.integer("expert_gating_func", SIGMOID)
-    if scoring != SIGMOID:
-        raise metadata.error(f"expert_gating_func {scoring} is not supported; supported: 2 (sigmoid)")
+    _require_sigmoid(metadata)
     return {
         **lfm2(metadata, "Lfm2MoeForCausalLM", "lfm2_moe"),
         **_routing(metadata, normalizes=True),
@@ -235,6 +265,7 @@ def _qwen35moe(metadata: Metadata) -> dict[str, Any]:
 BUILDERS: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "dbrx": _dbrx,
     "deepseek2": _deepseek2,
+    "glm4moe": _glm4moe,
     "gpt-oss": _gpt_oss,
     "granitehybrid": _granitehybrid,
     "granitemoe": _granitemoe,
