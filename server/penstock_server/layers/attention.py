@@ -12,7 +12,6 @@ from torch import Tensor
 from penstock_server.device.attention.fp8 import KvScales
 from penstock_server.device.attention.interface import Alibi, Attention, AttentionMask, AttentionShape, HeadNorms
 from penstock_server.device.ops import Elementwise, PackedLinear
-from penstock_server.errors import ConfigError
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.operation import (
@@ -34,26 +33,9 @@ from penstock_server.layers.relative_bias import RelativeBiasSpec
 from penstock_server.layers.rope import RopeSpec
 from penstock_server.layers.row_parallel import RowParallelLinear
 from penstock_server.layers.shard import HeadSplit, Shard
+from penstock_server.layers.temperature import TemperatureSpec
 from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.loader import Parameter
-
-
-@dataclass(frozen=True, slots=True)
-class TemperatureSpec:
-    """Queries grow with their position, so that attention over long contexts stays as sharp
-    (https://arxiv.org/abs/2501.19399)."""
-
-    period: int  # positions between two steps of the factor, which is 1 in the first period
-    strength: float
-
-    def __post_init__(self) -> None:
-        if self.period < 1:
-            raise ConfigError(f"config.json: floor_scale must be at least 1, not {self.period}")
-
-    def factors(self, max_positions: int, device: torch.device) -> Tensor:
-        """[periods] float32; of a position, the one at (position + 1) // period."""
-        periods = torch.arange((max_positions + 1) // self.period + 1, dtype=torch.float32, device=device)
-        return torch.log1p(periods) * self.strength + 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +54,7 @@ class AttentionSpec:
     alibi: Alibi | None = None  # with a slope for each head of all ranks
     sinks: bool = False
     relative_bias: RelativeBiasSpec | None = None
-    temperature: TemperatureSpec | None = None  # for layers without rope and norms of queries (Llama 4)
+    temperature: TemperatureSpec | None = None  # queries have one after norms and rope
     # What is attended to is multiplied by the sigmoid of a gate for each element. Each head of the projection of
     # queries has its query and then its gates (Qwen3-Next).
     has_gates: bool = False
@@ -185,9 +167,7 @@ class AttentionBlock:
             bias=None if spec.relative_bias is None else context.relative_bias(spec.relative_bias),
             scales=context.kv_scales(f"{prefix}.k", f"{prefix}.v"),
             gate=context.ops.elementwise(torch.sigmoid) if spec.has_gates else None,
-            factors=None
-            if spec.temperature is None
-            else spec.temperature.factors(context.max_position_tokens, loader.device),
+            factors=None if spec.temperature is None else context.query_factors(spec.temperature),
             site=context.site(*names),
         )
 
@@ -209,7 +189,7 @@ class AttentionBlock:
         if self.norms is not None and self.norms_follow_rope:
             program.append(self._norm_heads(self.norms))
         if spec.temperature is not None and self.factors is not None:
-            program.append(ScaleQueries("qkv", "qkv", attention, self.factors, spec.temperature.period))
+            program.append(ScaleQueries("qkv", "qkv", attention, self.factors, spec.temperature.row_positions))
         program.append(Write("qkv", "qkv", attention, self.scales))
         program.append(Attend("qkv", "attended", attention, self.sinks, self.bias, self.scales))
         if self.gate is not None:

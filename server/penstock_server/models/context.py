@@ -37,7 +37,7 @@ DEFAULT_TOKENS = {
             "cwm ernie4_5 gemma3_text glm glm4 glm4_moe gpt_oss llama4_text ministral mistral mixtral "
             "mllama_text_model phimoe"
         ),
-        262144: "bamba",
+        262144: "bamba ministral3",
         524288: "seed_oss",
     }.items()
     for model_type in model_types.split()

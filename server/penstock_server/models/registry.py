@@ -113,6 +113,7 @@ ARCHITECTURES: dict[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
     "mamba2": mamba2.mamba2,
     "mbart": bart.mbart,
     "ministral": llama.ministral,
+    "ministral3": llama.ministral3,
     "mistral": llama.mistral,
     "mixformer-sequential": phi.phi_msft,
     "mixtral": moe.mixtral,

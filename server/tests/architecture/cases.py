@@ -556,6 +556,22 @@ CASES: dict[str, Case] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    # Four steps of the queries' scale within 64 tokens.
+    "ministral3": Case(
+        "Ministral3Config",
+        {
+            "head_dim": 16,
+            "hidden_size": 96,
+            **rope(
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=16,
+                mscale=1.0,
+                mscale_all_dim=1.0,
+                llama_4_scaling_beta=0.3,
+            ),
+        },
+    ),
     "cwm": Case("CwmConfig", {"head_dim": 16, "sliding_window": 12, "bos_token_id": 1, **LLAMA3}),
     "seed-oss": Case("SeedOssConfig", {"head_dim": 16}),
     "exaone4": Case("Exaone4Config", {"sliding_window": 12, "sliding_window_pattern": 2}),

@@ -105,6 +105,18 @@ DENSE = {
     "llama-head-dim": GgufCase("llama", Case("LlamaConfig", {"head_dim": 16})),
     "llama-yarn": GgufCase("llama", "llama-yarn", YARN_METADATA),
     "mistral": GgufCase("llama", "mistral-no-window"),
+    "mistral3": GgufCase("mistral3", "mistral-no-window"),
+    "ministral3": GgufCase(
+        "mistral3",
+        "ministral3",
+        {
+            "attention.temperature_scale": 0.3,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 16,
+            "rope.scaling.yarn_log_multiplier": 1.0,
+        },
+    ),
     "apertus": GgufCase("apertus", Case("ApertusConfig", rope("default")), facts=activation_constants),
     "arcee": GgufCase("arcee", "arcee"),
     "baichuan": GgufCase("baichuan", "baichuan"),

@@ -65,6 +65,7 @@ SUPPORTED = [
     "llama-biases",
     "llama-gelu",
     "ministral",
+    "ministral3",
     "mistral",
     "mpt",
     "nemotron",

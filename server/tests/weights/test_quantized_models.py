@@ -95,6 +95,13 @@ SHORT_CONV_METADATA = {
     "attention.layer_norm_rms_epsilon": 1e-5,
     "shortconv.l_cache": 3,
 }
+MINISTRAL3_METADATA = {
+    "attention.temperature_scale": 0.1,
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 16.0,
+    "rope.scaling.original_context_length": 16384,
+    "rope.scaling.yarn_log_multiplier": 1.0,
+}
 SHORT_CONV = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
 
 
@@ -128,6 +135,9 @@ ARCHITECTURES = {
 }
 # New combinations of layers that others have. Each has one format of either kind of file.
 COMBINED = {
+    "ministral3": Architecture(
+        "Ministral3Config", GROUPED | {"head_dim": 16}, "mistral3", metadata=MINISTRAL3_METADATA
+    ),
     "glm4-moe": Architecture("Glm4MoeConfig", SIGMOID | {"n_shared_experts": 1, "use_qk_norm": True}, "glm4moe"),
 }
 ARCHITECTURES |= COMBINED
