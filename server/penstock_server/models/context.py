@@ -24,8 +24,8 @@ DEFAULT_TOKENS = {
     model_type: tokens
     for tokens, model_types in {
         2048: (
-            "deepseek_v2 exaone4 gpt_neo gpt_neox granite granitemoe granitemoehybrid granitemoeshared "
-            "hunyuan_v1_dense llama olmo olmo2 olmo3 opt phi"
+            "deepseek_v2 exaone4 gpt_neo gpt_neox granite granitemoe granitemoehybrid "
+            "granitemoeshared hunyuan_v1_dense llama olmo olmo2 olmo3 opt phi"
         ),
         4096: "arcee deepseek_v3 helium nemotron nemotron_h olmoe phi3 stablelm starcoder2",
         8192: "cohere cohere2 falcon_h1 gemma gemma2 jais2",
@@ -34,9 +34,11 @@ DEFAULT_TOKENS = {
         65536: "apertus olmo_hybrid",
         128000: "lfm2 lfm2_moe",
         131072: (
-            "cwm ernie4_5 gemma3_text glm glm4 glm4_moe gpt_oss llama4_text ministral mistral mixtral "
-            "mllama_text_model phimoe"
+            "cwm ernie4_5 gemma3_text glm glm4 glm4_moe gpt_oss llama4_text ministral mistral "
+            "mixtral mllama_text_model phimoe "
         ),
+        196608: "minimax_m2",
+        202752: "",
         262144: "bamba ministral3",
         524288: "seed_oss",
     }.items()

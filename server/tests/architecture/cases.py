@@ -546,6 +546,9 @@ CASES: dict[str, Case] = {
     "glm": Case("GlmConfig", {"head_dim": 16}),
     "glm4": Case("Glm4Config", {"head_dim": 16}),
     "glm4-moe": Case("Glm4MoeConfig", {**V3_EXPERTS, "use_qk_norm": True, "attention_bias": True}),
+    "minimax-m2": Case(
+        "MiniMaxM2Config", {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 3}
+    ),
     "helium": Case("HeliumConfig", {"head_dim": 8}),
     "nemotron": Case("NemotronConfig", {"hidden_size": 96}),
     "ministral": Case(

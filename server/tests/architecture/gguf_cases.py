@@ -289,6 +289,7 @@ LAYER_NORM = {
     "starcoder2": GgufCase("starcoder2", "starcoder2"),
 }
 EXPERTS = {
+    "minimax-m2": GgufCase("minimax-m2", "minimax-m2", {"expert_gating_func": 2, "expert_feed_forward_length": 80}),
     "glm4moe": GgufCase("glm4moe", "glm4-moe", {"expert_gating_func": 2, "expert_weights_norm": True}),
     "mixtral": GgufCase("llama", "mixtral"),
     "qwen2moe": GgufCase(

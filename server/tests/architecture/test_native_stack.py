@@ -101,6 +101,7 @@ EXPERTS = [
     "granitemoe",
     "granitemoeshared",
     "llama4",
+    "minimax-m2",
     "mixtral",
     "mixtral-two-experts",
     "olmoe",

@@ -61,6 +61,7 @@ SIGMOID = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 4,
 }
+ALL_OF_FOUR = {"num_experts": 4, "num_experts_per_tok": 4}
 # Value heads of a whole group each, so that ranks and formats cut between them.
 DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
@@ -135,6 +136,9 @@ ARCHITECTURES = {
 }
 # New combinations of layers that others have. Each has one format of either kind of file.
 COMBINED = {
+    "minimax-m2": Architecture(
+        "MiniMaxM2Config", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 4, "head_dim": 16}, "minimax-m2"
+    ),
     "ministral3": Architecture(
         "Ministral3Config", GROUPED | {"head_dim": 16}, "mistral3", metadata=MINISTRAL3_METADATA
     ),

@@ -133,6 +133,18 @@ def _glm4moe(metadata: Metadata) -> dict[str, Any]:
     )
 
 
+def _minimax_m2(metadata: Metadata) -> dict[str, Any]:
+    _require_sigmoid(metadata)
+    return llama_like(
+        metadata,
+        "MiniMaxM2ForCausalLM",
+        "minimax_m2",
+        intermediate_size=_expert_width(metadata),
+        num_local_experts=metadata.integer("expert_count"),
+        num_experts_per_tok=metadata.integer("expert_used_count"),
+    )
+
+
 def _gpt_oss(metadata: Metadata) -> dict[str, Any]:
     config = llama_like(
         metadata,
@@ -271,6 +283,7 @@ BUILDERS: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "granitemoe": _granitemoe,
     "lfm2moe": _lfm2moe,
     "llama": _llama,  # Mixtral, where there are experts
+    "minimax-m2": _minimax_m2,
     "nemotron_h_moe": _nemotron_h_moe,
     "olmoe": _olmoe,
     "phimoe": _phimoe,
