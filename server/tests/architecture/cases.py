@@ -549,6 +549,17 @@ CASES: dict[str, Case] = {
     "minimax-m2": Case(
         "MiniMaxM2Config", {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 3}
     ),
+    "ernie4-5-moe": Case(
+        "Ernie4_5_MoeConfig",
+        {
+            "head_dim": 16,
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_num_shared_experts": 2,
+            "moe_intermediate_size": 32,
+            "tie_word_embeddings": False,
+        },
+    ),
     "helium": Case("HeliumConfig", {"head_dim": 8}),
     "nemotron": Case("NemotronConfig", {"hidden_size": 96}),
     "ministral": Case(

@@ -109,6 +109,8 @@ EXPERTS = [
     "qwen2-moe",
     "qwen3-moe",
 ]
+# Their layers are new combinations of parts that the others have.
+COMBINED = ["ernie4-5-moe"]
 # Values that differ from the case's, and the operation.
 NOT_NATIVE: dict[str, tuple[dict[str, int], str]] = {
     "deepseek-v3": ({}, "latent attention with heads of 20 elements, which are padded"),
@@ -163,6 +165,7 @@ def logits_of_steps(model: Decoder) -> list[torch.Tensor]:
     ("name", "dtype"),
     [
         *((name, torch.bfloat16) for name in (*SUPPORTED, *PADDED, *EXPERTS)),
+        *(pytest.param(name, torch.bfloat16, marks=pytest.mark.slow) for name in COMBINED),
         *((name, dtype) for name in ("llama", "qwen2-moe", "deepseek-v3") for dtype in (torch.float16, torch.float32)),
     ],
     ids=str,

@@ -136,6 +136,12 @@ ARCHITECTURES = {
 }
 # New combinations of layers that others have. Each has one format of either kind of file.
 COMBINED = {
+    "ernie4-5-moe": Architecture(
+        "Ernie4_5_MoeConfig",
+        GROUPED | {"moe_num_experts": 4, "moe_k": 4, "moe_num_shared_experts": 1, "moe_intermediate_size": 64},
+        "ernie4_5-moe",
+        metadata={"expert_shared_count": 1, "leading_dense_block_count": 1},
+    ),
     "minimax-m2": Architecture(
         "MiniMaxM2Config", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 4, "head_dim": 16}, "minimax-m2"
     ),

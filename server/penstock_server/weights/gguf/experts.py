@@ -133,6 +133,20 @@ def _glm4moe(metadata: Metadata) -> dict[str, Any]:
     )
 
 
+def _ernie4_5_moe(metadata: Metadata) -> dict[str, Any]:
+    return llama_like(
+        metadata,
+        "Ernie4_5_MoeForCausalLM",
+        "ernie4_5_moe",
+        moe_num_experts=metadata.integer("expert_count"),
+        moe_k=metadata.integer("expert_used_count"),
+        moe_num_shared_experts=metadata.integer("expert_shared_count", 0),
+        moe_intermediate_size=_expert_width(metadata),
+        moe_layer_start_index=metadata.integer("leading_dense_block_count", 0),
+        moe_layer_interval=metadata.integer("interleave_moe_layer_step", 1),
+    )
+
+
 def _minimax_m2(metadata: Metadata) -> dict[str, Any]:
     _require_sigmoid(metadata)
     return llama_like(
@@ -277,6 +291,7 @@ def _qwen35moe(metadata: Metadata) -> dict[str, Any]:
 BUILDERS: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "dbrx": _dbrx,
     "deepseek2": _deepseek2,
+    "ernie4_5-moe": _ernie4_5_moe,
     "glm4moe": _glm4moe,
     "gpt-oss": _gpt_oss,
     "granitehybrid": _granitehybrid,
