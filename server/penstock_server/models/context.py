@@ -24,7 +24,7 @@ DEFAULT_TOKENS = {
     model_type: tokens
     for tokens, model_types in {
         2048: (
-            "deepseek_v2 exaone4 gpt_neo gpt_neox granite granitemoe granitemoehybrid "
+            "deepseek_v2 dots1 exaone4 gpt_neo gpt_neox granite granitemoe granitemoehybrid "
             "granitemoeshared hunyuan_v1_dense llama olmo olmo2 olmo3 opt phi"
         ),
         4096: "arcee deepseek_v3 helium nemotron nemotron_h olmoe phi3 stablelm starcoder2",
@@ -35,7 +35,7 @@ DEFAULT_TOKENS = {
         128000: "lfm2 lfm2_moe",
         131072: (
             "cwm ernie4_5 ernie4_5_moe gemma3_text glm glm4 glm4_moe gpt_oss llama4_text ministral mistral "
-            "mixtral mllama_text_model phimoe "
+            "mixtral mllama_text_model phimoe solar_open"
         ),
         196608: "minimax_m2",
         202752: "",

@@ -546,6 +546,17 @@ CASES: dict[str, Case] = {
     "glm": Case("GlmConfig", {"head_dim": 16}),
     "glm4": Case("Glm4Config", {"head_dim": 16}),
     "glm4-moe": Case("Glm4MoeConfig", {**V3_EXPERTS, "use_qk_norm": True, "attention_bias": True}),
+    "dots1": Case(
+        "Dots1Config",
+        {
+            **V3_EXPERTS,
+            "first_k_dense_replace": 1,
+            "sliding_window": 12,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "attention_bias": True,
+        },
+    ),
+    "solar-open": Case("SolarOpenConfig", {**V3_EXPERTS, "attention_bias": True}),
     "minimax-m2": Case(
         "MiniMaxM2Config", {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 3}
     ),

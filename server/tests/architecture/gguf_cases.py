@@ -18,6 +18,7 @@ from cases import (
     PLAIN,
     SIZES,
     T5_SIZES,
+    V3_EXPERTS,
     VOCAB,
     Case,
     rope,
@@ -289,6 +290,11 @@ LAYER_NORM = {
     "starcoder2": GgufCase("starcoder2", "starcoder2"),
 }
 EXPERTS = {
+    "dots1": GgufCase(
+        "dots1",
+        Case("Dots1Config", {**V3_EXPERTS, "first_k_dense_replace": 1, "sliding_window": None}),
+        {"expert_gating_func": 2, "expert_weights_norm": False},
+    ),
     "ernie4_5-moe": GgufCase(
         "ernie4_5-moe",
         "ernie4-5-moe",

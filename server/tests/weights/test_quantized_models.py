@@ -136,6 +136,7 @@ ARCHITECTURES = {
 }
 # New combinations of layers that others have. Each has one format of either kind of file.
 COMBINED = {
+    "dots1": Architecture("Dots1Config", SIGMOID | {"n_shared_experts": 1}, "dots1"),
     "ernie4-5-moe": Architecture(
         "Ernie4_5_MoeConfig",
         GROUPED | {"moe_num_experts": 4, "moe_k": 4, "moe_num_shared_experts": 1, "moe_intermediate_size": 64},
@@ -145,6 +146,7 @@ COMBINED = {
     "minimax-m2": Architecture(
         "MiniMaxM2Config", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 4, "head_dim": 16}, "minimax-m2"
     ),
+    "solar-open": Architecture("SolarOpenConfig", SIGMOID | {"n_shared_experts": 1, "head_dim": 16}),
     "ministral3": Architecture(
         "Ministral3Config", GROUPED | {"head_dim": 16}, "mistral3", metadata=MINISTRAL3_METADATA
     ),

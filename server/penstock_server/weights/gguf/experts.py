@@ -133,6 +133,10 @@ def _glm4moe(metadata: Metadata) -> dict[str, Any]:
     )
 
 
+def _dots1(metadata: Metadata) -> dict[str, Any]:
+    return llama_like(metadata, "Dots1ForCausalLM", "dots1", sliding_window=None, **_sigmoid_experts(metadata))
+
+
 def _ernie4_5_moe(metadata: Metadata) -> dict[str, Any]:
     return llama_like(
         metadata,
@@ -291,6 +295,7 @@ def _qwen35moe(metadata: Metadata) -> dict[str, Any]:
 BUILDERS: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "dbrx": _dbrx,
     "deepseek2": _deepseek2,
+    "dots1": _dots1,
     "ernie4_5-moe": _ernie4_5_moe,
     "glm4moe": _glm4moe,
     "gpt-oss": _gpt_oss,
