@@ -25,7 +25,7 @@ DEFAULT_TOKENS = {
     for tokens, model_types in {
         2048: (
             "deepseek_v2 dots1 exaone4 gpt_neo gpt_neox granite granitemoe granitemoehybrid "
-            "granitemoeshared hunyuan_v1_dense llama olmo olmo2 olmo3 opt phi"
+            "granitemoeshared hunyuan_v1_dense hunyuan_v1_moe llama olmo olmo2 olmo3 opt phi"
         ),
         4096: "arcee deepseek_v3 helium nemotron nemotron_h olmoe phi3 stablelm starcoder2",
         8192: "cohere cohere2 falcon_h1 gemma gemma2 jais2",
@@ -34,7 +34,7 @@ DEFAULT_TOKENS = {
         65536: "apertus olmo_hybrid",
         128000: "lfm2 lfm2_moe",
         131072: (
-            "cwm ernie4_5 ernie4_5_moe gemma3_text glm glm4 glm4_moe gpt_oss llama4_text ministral mistral "
+            "cwm ernie4_5 ernie4_5_moe gemma3_text glm glm4 glm4_moe gpt_oss hy_v3 llama4_text ministral mistral "
             "mixtral mllama_text_model phimoe solar_open"
         ),
         196608: "minimax_m2",

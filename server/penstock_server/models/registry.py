@@ -105,6 +105,8 @@ ARCHITECTURES: dict[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
     "granitemoeshared": moe.granitemoeshared,
     "helium": helium.helium,
     "hunyuan_v1_dense": hunyuan.hunyuan,
+    "hunyuan_v1_moe": hunyuan.hunyuan_moe,
+    "hy_v3": hunyuan.hy_v3,
     "internlm": internlm.internlm,
     "internlm2": internlm.internlm2,
     "internlm3": internlm.internlm3,

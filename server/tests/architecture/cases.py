@@ -557,6 +557,18 @@ CASES: dict[str, Case] = {
         },
     ),
     "solar-open": Case("SolarOpenConfig", {**V3_EXPERTS, "attention_bias": True}),
+    "hy-v3": Case(
+        "HYV3Config",
+        {
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 2,
+            "moe_intermediate_size": 32,
+            "router_scaling_factor": 1.5,
+            "attention_bias": True,
+        },
+    ),
     "minimax-m2": Case(
         "MiniMaxM2Config", {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 3}
     ),
@@ -569,6 +581,16 @@ CASES: dict[str, Case] = {
             "moe_num_shared_experts": 2,
             "moe_intermediate_size": 32,
             "tie_word_embeddings": False,
+        },
+    ),
+    "hunyuan-moe": Case(
+        "HunYuanMoEV1Config",
+        {
+            "head_dim": 16,
+            "num_experts": 6,
+            "moe_topk": [3, 3, 3],
+            "attention_bias": True,
+            **rope("dynamic", alpha=50.0, factor=1.0),
         },
     ),
     "helium": Case("HeliumConfig", {"head_dim": 8}),

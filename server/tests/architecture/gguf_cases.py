@@ -300,6 +300,11 @@ EXPERTS = {
         "ernie4-5-moe",
         {"expert_shared_count": 2, "leading_dense_block_count": 1, "interleave_moe_layer_step": 1},
     ),
+    "hunyuan-moe": GgufCase(
+        "hunyuan-moe",
+        Case("HunYuanMoEV1Config", {"head_dim": 16, "num_experts": 6, "moe_topk": 3}),
+        {"expert_shared_count": 1},
+    ),
     "minimax-m2": GgufCase("minimax-m2", "minimax-m2", {"expert_gating_func": 2, "expert_feed_forward_length": 80}),
     "glm4moe": GgufCase("glm4moe", "glm4-moe", {"expert_gating_func": 2, "expert_weights_norm": True}),
     "mixtral": GgufCase("llama", "mixtral"),

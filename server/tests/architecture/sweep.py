@@ -56,7 +56,6 @@ PARTS = ("text_config", "decoder", "vision_config", "audio_config")
 # Values that the defaults lack, or that differ from those of published models.
 OTHERS: dict[str, dict[str, Any]] = {
     "dots3_note_text": {"num_key_value_heads": 4},
-    "hunyuan_v1_moe": {"head_dim": 16},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
 }

@@ -143,6 +143,10 @@ COMBINED = {
         "ernie4_5-moe",
         metadata={"expert_shared_count": 1, "leading_dense_block_count": 1},
     ),
+    "hunyuan-moe": Architecture(
+        "HunYuanMoEV1Config", GROUPED | {"num_experts": 4, "moe_topk": 4, "head_dim": 16}, "hunyuan-moe"
+    ),
+    "hy-v3": Architecture("HYV3Config", GROUPED | ALL_OF_FOUR | {"head_dim": 16, "moe_intermediate_size": 64}),
     "minimax-m2": Architecture(
         "MiniMaxM2Config", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 4, "head_dim": 16}, "minimax-m2"
     ),

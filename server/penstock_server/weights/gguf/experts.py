@@ -151,6 +151,16 @@ def _ernie4_5_moe(metadata: Metadata) -> dict[str, Any]:
     )
 
 
+def _hunyuan_moe(metadata: Metadata) -> dict[str, Any]:
+    return llama_like(
+        metadata,
+        "HunYuanMoEV1ForCausalLM",
+        "hunyuan_v1_moe",
+        num_experts=metadata.integer("expert_count"),
+        moe_topk=metadata.integer("expert_used_count"),
+    )
+
+
 def _minimax_m2(metadata: Metadata) -> dict[str, Any]:
     _require_sigmoid(metadata)
     return llama_like(
@@ -301,6 +311,7 @@ BUILDERS: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "gpt-oss": _gpt_oss,
     "granitehybrid": _granitehybrid,
     "granitemoe": _granitemoe,
+    "hunyuan-moe": _hunyuan_moe,
     "lfm2moe": _lfm2moe,
     "llama": _llama,  # Mixtral, where there are experts
     "minimax-m2": _minimax_m2,
