@@ -24,7 +24,7 @@ DEFAULT_TOKENS = {
     model_type: tokens
     for tokens, model_types in {
         2048: (
-            "deepseek_v2 dots1 exaone4 gpt_neo gpt_neox granite granitemoe granitemoehybrid "
+            "deepseek_v2 dots1 exaone4 exaone_moe gpt_neo gpt_neox granite granitemoe granitemoehybrid "
             "granitemoeshared hunyuan_v1_dense hunyuan_v1_moe llama olmo olmo2 olmo3 opt phi"
         ),
         4096: "arcee deepseek_v3 helium nemotron nemotron_h olmoe phi3 stablelm starcoder2",

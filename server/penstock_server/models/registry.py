@@ -85,6 +85,7 @@ ARCHITECTURES: dict[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
     "ernie4_5_moe": ernie.ernie4_5_moe,
     "exaone": exaone.exaone,
     "exaone4": exaone.exaone4,
+    "exaone_moe": exaone.exaone_moe,
     "falcon": falcon.falcon,
     "falcon_h1": falcon_h1.falcon_h1,
     "gemma": gemma.gemma,

@@ -557,6 +557,17 @@ CASES: dict[str, Case] = {
         },
     ),
     "solar-open": Case("SolarOpenConfig", {**V3_EXPERTS, "attention_bias": True}),
+    "exaone-moe": Case(
+        "ExaoneMoeConfig",
+        {
+            **{key: value for key, value in V3_EXPERTS.items() if not key.startswith("n_")},
+            "num_experts": 8,
+            "n_group": 4,
+            "num_shared_experts": 2,
+            "sliding_window": 12,
+            "sliding_window_pattern": 2,
+        },
+    ),
     "hy-v3": Case(
         "HYV3Config",
         {

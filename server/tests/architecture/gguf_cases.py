@@ -300,6 +300,15 @@ EXPERTS = {
         "ernie4-5-moe",
         {"expert_shared_count": 2, "leading_dense_block_count": 1, "interleave_moe_layer_step": 1},
     ),
+    "exaone-moe": GgufCase(
+        "exaone-moe",
+        "exaone-moe",
+        {
+            "expert_shared_count": 2,
+            "expert_gating_func": 2,
+            "attention.sliding_window_pattern": [True, False, True],
+        },
+    ),
     "hunyuan-moe": GgufCase(
         "hunyuan-moe",
         Case("HunYuanMoEV1Config", {"head_dim": 16, "num_experts": 6, "moe_topk": 3}),

@@ -143,6 +143,12 @@ COMBINED = {
         "ernie4_5-moe",
         metadata={"expert_shared_count": 1, "leading_dense_block_count": 1},
     ),
+    "exaone-moe": Architecture(
+        "ExaoneMoeConfig",
+        GROUPED | ALL_OF_FOUR | {"moe_intermediate_size": 64},
+        "exaone-moe",
+        metadata={"expert_shared_count": 1},
+    ),
     "hunyuan-moe": Architecture(
         "HunYuanMoEV1Config", GROUPED | {"num_experts": 4, "moe_topk": 4, "head_dim": 16}, "hunyuan-moe"
     ),

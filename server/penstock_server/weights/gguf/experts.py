@@ -13,7 +13,7 @@ from penstock_server.weights.gguf.decoder import (
     llama_like,
     mamba2,
 )
-from penstock_server.weights.gguf.llama import granite, granite_like, lfm2, llama, nemotron_h
+from penstock_server.weights.gguf.llama import EXAONE4_PERIOD, granite, granite_like, lfm2, llama, nemotron_h
 from penstock_server.weights.gguf.metadata import Metadata
 from penstock_server.weights.gguf.rope import rope_parameters
 
@@ -135,6 +135,16 @@ def _glm4moe(metadata: Metadata) -> dict[str, Any]:
 
 def _dots1(metadata: Metadata) -> dict[str, Any]:
     return llama_like(metadata, "Dots1ForCausalLM", "dots1", sliding_window=None, **_sigmoid_experts(metadata))
+
+
+def _exaone_moe(metadata: Metadata) -> dict[str, Any]:
+    config = llama_like(metadata, "ExaoneMoeForCausalLM", "exaone_moe", **_sigmoid_experts(metadata))
+    return {
+        **config,
+        "num_shared_experts": config["n_shared_experts"],
+        "sliding_window": metadata.integer("attention.sliding_window"),
+        "layer_types": layer_types(metadata, EXAONE4_PERIOD),
+    }
 
 
 def _ernie4_5_moe(metadata: Metadata) -> dict[str, Any]:
@@ -307,6 +317,7 @@ BUILDERS: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "deepseek2": _deepseek2,
     "dots1": _dots1,
     "ernie4_5-moe": _ernie4_5_moe,
+    "exaone-moe": _exaone_moe,
     "glm4moe": _glm4moe,
     "gpt-oss": _gpt_oss,
     "granitehybrid": _granitehybrid,
