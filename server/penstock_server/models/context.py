@@ -38,7 +38,7 @@ DEFAULT_TOKENS = {
             "mixtral mllama_text_model phimoe solar_open"
         ),
         196608: "minimax_m2",
-        202752: "",
+        202752: "glm4_moe_lite",
         262144: "bamba ministral3",
         524288: "seed_oss",
     }.items()

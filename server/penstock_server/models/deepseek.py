@@ -107,12 +107,12 @@ def deepseek_v2(config: Config) -> tuple[ModelSpec, NameMap]:
         routing = _with_groups(config, routing)
     elif method != "greedy":
         raise config.refuse(f"topk_method {method!r} is not supported; supported: greedy, group_limited_greedy")
-    return _model(config, "deepseek_v2", routing)
+    return latent_model(config, "deepseek_v2", routing)
 
 
 def deepseek_v3(config: Config) -> tuple[ModelSpec, NameMap]:
     config = config.with_defaults(**V3_DEFAULTS)
-    return _model(config, "deepseek_v3", v3_routing(config))
+    return latent_model(config, "deepseek_v3", v3_routing(config))
 
 
 def v3_routing(config: Config) -> RoutingSpec:
@@ -165,7 +165,7 @@ def with_mtp(config: Config, spec: ModelSpec, names: NameMap, layer: LayerSpec) 
     return replace(spec, mtp=layer if num_mtp else None), replace(names, ignored=(*names.ignored, *ignored))
 
 
-def _model(config: Config, architecture: str, routing: RoutingSpec) -> tuple[ModelSpec, NameMap]:
+def latent_model(config: Config, architecture: str, routing: RoutingSpec) -> tuple[ModelSpec, NameMap]:
     sparse = experts(config, routing, config.get("n_shared_experts", 0))
     layer = LayerSpec(_attention(config), sparse, llama.rms_norm(config))
     layers = tuple(replace(layer, mlp=mlp) for mlp in mlps(config, sparse))

@@ -109,6 +109,21 @@ def glm4_moe(config: Config) -> tuple[ModelSpec, NameMap]:
     return deepseek.with_mtp(config, spec, deepseek.EXPERT_NAMES | deepseek.MTP_NAMES, layer)
 
 
+def glm4_moe_lite(config: Config) -> tuple[ModelSpec, NameMap]:
+    """GLM 4.7 Flash: latent attention, as DeepSeek V3 in other sizes."""
+    sizes = {
+        "kv_lora_rank": 512,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 256,
+    }
+    experts = {"n_routed_experts": 64, "n_shared_experts": 1, "moe_intermediate_size": 1536, "num_experts_per_tok": 4}
+    groups = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8, "first_k_dense_replace": 1}
+    config = config.with_defaults(rms_norm_eps=1e-5, **sizes, **experts, **groups)
+    return deepseek.latent_model(config, "glm4_moe_lite", deepseek.v3_routing(config))
+
+
 def _glm(config: Config, architecture: str, placement: NormPlacement) -> tuple[ModelSpec, MlpSpec]:
     config = config.with_defaults(
         head_dim=128, num_key_value_heads=2, partial_rotary_factor=0.5, rms_norm_eps=1.5625e-7

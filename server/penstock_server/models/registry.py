@@ -94,6 +94,7 @@ ARCHITECTURES: dict[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
     "glm": glm.glm,
     "glm4": glm.glm4,
     "glm4_moe": glm.glm4_moe,
+    "glm4_moe_lite": glm.glm4_moe_lite,
     "gpt2": gpt2.gpt2,
     "gpt_bigcode": gpt2.gpt_bigcode,
     "gpt_neo": gpt_neo.gpt_neo,

@@ -546,6 +546,11 @@ CASES: dict[str, Case] = {
     "glm": Case("GlmConfig", {"head_dim": 16}),
     "glm4": Case("Glm4Config", {"head_dim": 16}),
     "glm4-moe": Case("Glm4MoeConfig", {**V3_EXPERTS, "use_qk_norm": True, "attention_bias": True}),
+    "glm4-moe-lite": Case(
+        "Glm4MoeLiteConfig",
+        {key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"}
+        | {"q_lora_rank": 24, "mlp_layer_types": ["dense", "sparse", "sparse"], **DEEPSEEK_YARN},
+    ),
     "dots1": Case(
         "Dots1Config",
         {

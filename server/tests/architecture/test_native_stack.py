@@ -110,7 +110,7 @@ EXPERTS = [
     "qwen3-moe",
 ]
 # Their layers are new combinations of parts that the others have.
-COMBINED = ["dots1", "ernie4-5-moe", "exaone-moe", "hunyuan-moe", "hy-v3", "solar-open"]
+COMBINED = ["dots1", "ernie4-5-moe", "exaone-moe", "glm4-moe-lite", "hunyuan-moe", "hy-v3", "solar-open"]
 # Values that differ from the case's, and the operation.
 NOT_NATIVE: dict[str, tuple[dict[str, int], str]] = {
     "deepseek-v3": ({}, "latent attention with heads of 20 elements, which are padded"),

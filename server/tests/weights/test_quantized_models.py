@@ -149,6 +149,10 @@ COMBINED = {
         "exaone-moe",
         metadata={"expert_shared_count": 1},
     ),
+    "glm4-moe-lite": Architecture(
+        "Glm4MoeLiteConfig",
+        {key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"} | {"q_lora_rank": 32},
+    ),
     "hunyuan-moe": Architecture(
         "HunYuanMoEV1Config", GROUPED | {"num_experts": 4, "moe_topk": 4, "head_dim": 16}, "hunyuan-moe"
     ),
