@@ -28,7 +28,7 @@ DEFAULT_TOKENS = {
             "granitemoeshared hunyuan_v1_dense hunyuan_v1_moe llama olmo olmo2 olmo3 opt phi"
         ),
         4096: "arcee deepseek_v3 helium nemotron nemotron_h olmoe phi3 stablelm starcoder2",
-        8192: "cohere cohere2 falcon_h1 gemma gemma2 jais2",
+        8192: "cohere cohere2 cohere2_moe falcon_h1 gemma gemma2 jais2",
         16384: "persimmon",
         32768: "internlm3 qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next smollm3",
         65536: "apertus olmo_hybrid",

@@ -75,6 +75,7 @@ ARCHITECTURES: dict[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
     "codegen": gptj.codegen,
     "cohere": cohere.cohere,
     "cohere2": cohere.cohere2,
+    "cohere2_moe": cohere.cohere2_moe,
     "cwm": llama.cwm,
     "dbrx": dbrx.dbrx,
     "deepseek": deepseek.deepseek,

@@ -92,6 +92,7 @@ SUPPORTED = [
 # Their heads have 8 elements, so the cache pads them. Those of the other models get 16.
 PADDED = ["cohere-qk-norm", "gptj", "llama-nine-heads", "olmo2"]
 EXPERTS = [
+    "cohere2-moe",
     "dbrx",
     "deepseek-v2",
     "deepseek-v2-lite",

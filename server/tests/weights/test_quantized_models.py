@@ -136,6 +136,7 @@ ARCHITECTURES = {
 }
 # New combinations of layers that others have. Each has one format of either kind of file.
 COMBINED = {
+    "cohere2-moe": Architecture("Cohere2MoeConfig", GROUPED | ALL_OF_FOUR | {"head_dim": 16, "num_shared_experts": 1}),
     "dots1": Architecture("Dots1Config", SIGMOID | {"n_shared_experts": 1}, "dots1"),
     "ernie4-5-moe": Architecture(
         "Ernie4_5_MoeConfig",
