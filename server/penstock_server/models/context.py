@@ -25,7 +25,7 @@ DEFAULT_TOKENS = {
     for tokens, model_types in {
         2048: (
             "deepseek_v2 dots1 exaone4 exaone_moe gpt_neo gpt_neox granite granitemoe granitemoehybrid "
-            "granitemoeshared hunyuan_v1_dense hunyuan_v1_moe llama olmo olmo2 olmo3 opt phi"
+            "granitemoeshared hunyuan_v1_dense hunyuan_v1_moe llama nanochat olmo olmo2 olmo3 opt phi"
         ),
         4096: "arcee deepseek_v3 helium nemotron nemotron_h olmoe phi3 stablelm starcoder2",
         8192: "cohere cohere2 cohere2_moe falcon_h1 gemma gemma2 jais2",

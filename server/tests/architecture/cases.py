@@ -637,6 +637,7 @@ CASES: dict[str, Case] = {
             "logit_scale": 0.5,
         },
     ),
+    "nanochat": Case("NanoChatConfig", {"head_dim": 16, "num_key_value_heads": 2, "attention_bias": True}),
     "helium": Case("HeliumConfig", {"head_dim": 8}),
     "nemotron": Case("NemotronConfig", {"hidden_size": 96}),
     "ministral": Case(

@@ -68,6 +68,7 @@ SUPPORTED = [
     "ministral3",
     "mistral",
     "mpt",
+    "nanochat",
     "nemotron",
     "olmo",
     "olmo3",

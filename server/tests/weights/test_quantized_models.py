@@ -161,6 +161,7 @@ COMBINED = {
     "minimax-m2": Architecture(
         "MiniMaxM2Config", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 4, "head_dim": 16}, "minimax-m2"
     ),
+    "nanochat": Architecture("NanoChatConfig", GROUPED),
     "solar-open": Architecture("SolarOpenConfig", SIGMOID | {"n_shared_experts": 1, "head_dim": 16}),
     "ministral3": Architecture(
         "Ministral3Config", GROUPED | {"head_dim": 16}, "mistral3", metadata=MINISTRAL3_METADATA
