@@ -58,6 +58,7 @@ class AttentionSpec:
     # What is attended to is multiplied by the sigmoid of a gate for each element. Each head of the projection of
     # queries has its query and then its gates (Qwen3-Next).
     has_gates: bool = False
+    value_dim: int | None = None  # elements of a value's head; None: as many as of a key's (MiMo V2 has fewer)
 
     def heads(self, shard: Shard) -> HeadSplit:
         return shard.heads(self.num_heads, self.num_kv_heads)
@@ -69,6 +70,7 @@ class AttentionSpec:
             num_heads=len(heads.mine),
             num_kv_heads=len(heads.my_kv),
             head_dim=self.head_dim,
+            value_dim=self.value_dim,
             scale=self.scale,
             block_tokens=block_tokens,
             mask=self.mask,
@@ -80,13 +82,19 @@ class AttentionSpec:
 
     def output_widths(self, shard: Shard) -> tuple[int, ...]:
         """The input features of the output projection on each rank."""
-        return self.heads(shard).heads.widths(self.head_dim)
+        return self.heads(shard).heads.widths(self.output_dim)
+
+    @property
+    def output_dim(self) -> int:
+        """Elements of a value's head."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def widths(self) -> dict[str, int]:
         """Output features of q, k and v, for checkpoints that store them as one tensor."""
-        kv_width = self.num_kv_heads * self.head_dim
-        return {"q": self.num_heads * self.query_width, "k": kv_width, "v": kv_width}
+        num_kv_heads = self.num_kv_heads
+        keys, values = num_kv_heads * self.head_dim, num_kv_heads * self.output_dim
+        return {"q": self.num_heads * self.query_width, "k": keys, "v": values}
 
     @property
     def query_width(self) -> int:
@@ -120,12 +128,14 @@ class AttentionBlock:
         heads = spec.heads(shard)
         table: dict[str, Parameter] = {}
         for name, width in spec.widths.items():
-            mine, head = (heads.mine, spec.query_width) if name == "q" else (heads.my_kv, dim)
+            mine = heads.mine if name == "q" else heads.my_kv
+            head = {"q": spec.query_width, "k": dim, "v": spec.output_dim}[name]
             part = Part(0, range(mine.start * head, mine.stop * head))
             shape, layer = (width, shard.hidden_size), f"{prefix}.qkv"
             table |= layout.linear(f"{prefix}.{name}", shape, bias=spec.qkv_bias, part=part, layer=layer)
-        columns = range(heads.mine.start * dim, heads.mine.stop * dim)
-        table |= layout.into_hidden(f"{prefix}.output", spec.num_heads * dim, columns, bias=spec.output_bias)
+        columns = range(heads.mine.start * spec.output_dim, heads.mine.stop * spec.output_dim)
+        into_hidden = spec.num_heads * spec.output_dim
+        table |= layout.into_hidden(f"{prefix}.output", into_hidden, columns, bias=spec.output_bias)
         if spec.qk_norm is not None:
             table |= qk_norm_parameters(spec.qk_norm, prefix, dim, heads)
         if spec.sinks:
@@ -137,7 +147,7 @@ class AttentionBlock:
     @staticmethod
     def kv_elements_per_token(spec: AttentionSpec, shard: Shard) -> int:
         """Cache elements of one token on this rank."""
-        return 2 * len(spec.heads(shard).my_kv) * spec.head_dim
+        return len(spec.heads(shard).my_kv) * (spec.head_dim + spec.output_dim)
 
     @staticmethod
     def state_layout(spec: AttentionSpec, shard: Shard) -> None:

@@ -638,6 +638,20 @@ CASES: dict[str, Case] = {
         },
     ),
     "nanochat": Case("NanoChatConfig", {"head_dim": 16, "num_key_value_heads": 2, "attention_bias": True}),
+    "mimo-v2-flash": Case(
+        "MiMoV2FlashConfig",
+        {
+            **{key: value for key, value in V3_EXPERTS.items() if key != "n_shared_experts"},
+            "v_head_dim": 8,
+            "num_key_value_heads": 1,
+            "sliding_window": 12,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}
+                for kind, theta in (("full_attention", 5000.0), ("sliding_attention", 100.0))
+            },
+        },
+    ),
     "helium": Case("HeliumConfig", {"head_dim": 8}),
     "nemotron": Case("NemotronConfig", {"hidden_size": 96}),
     "ministral": Case(

@@ -116,6 +116,7 @@ COMBINED = ["dots1", "ernie4-5-moe", "exaone-moe", "glm4-moe-lite", "hunyuan-moe
 # Values that differ from the case's, and the operation.
 NOT_NATIVE: dict[str, tuple[dict[str, int], str]] = {
     "deepseek-v3": ({}, "latent attention with heads of 20 elements, which are padded"),
+    "mimo-v2-flash": ({}, "attention to values of 8 elements by keys of 16"),
     "t5": ({}, "attention with a learned bias"),
     "bart": ({}, "cross-attention"),
     "hunyuan": ({"head_dim": 8}, "norm of rotated heads of 8 elements, which are padded"),

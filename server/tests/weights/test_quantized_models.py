@@ -158,6 +158,7 @@ COMBINED = {
         "HunYuanMoEV1Config", GROUPED | {"num_experts": 4, "moe_topk": 4, "head_dim": 16}, "hunyuan-moe"
     ),
     "hy-v3": Architecture("HYV3Config", GROUPED | ALL_OF_FOUR | {"head_dim": 16, "moe_intermediate_size": 64}),
+    "mimo-v2-flash": Architecture("MiMoV2FlashConfig", SIGMOID | {"head_dim": 24, "v_head_dim": 16}),
     "minimax-m2": Architecture(
         "MiniMaxM2Config", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 4, "head_dim": 16}, "minimax-m2"
     ),
