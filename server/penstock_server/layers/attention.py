@@ -12,7 +12,6 @@ from torch import Tensor
 from penstock_server.device.attention.fp8 import KvScales
 from penstock_server.device.attention.interface import Alibi, Attention, AttentionMask, AttentionShape, HeadNorms
 from penstock_server.device.ops import Elementwise, PackedLinear
-from penstock_server.errors import ConfigError
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.operation import (
@@ -34,26 +33,9 @@ from penstock_server.layers.relative_bias import RelativeBiasSpec
 from penstock_server.layers.rope import RopeSpec
 from penstock_server.layers.row_parallel import RowParallelLinear
 from penstock_server.layers.shard import HeadSplit, Shard
+from penstock_server.layers.temperature import TemperatureSpec
 from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.loader import Parameter
-
-
-@dataclass(frozen=True, slots=True)
-class TemperatureSpec:
-    """Queries grow with their position, so that attention over long contexts stays as sharp
-    (https://arxiv.org/abs/2501.19399)."""
-
-    period: int  # positions between two steps of the factor, which is 1 in the first period
-    strength: float
-
-    def __post_init__(self) -> None:
-        if self.period < 1:
-            raise ConfigError(f"config.json: floor_scale must be at least 1, not {self.period}")
-
-    def factors(self, max_positions: int, device: torch.device) -> Tensor:
-        """[periods] float32; of a position, the one at (position + 1) // period."""
-        periods = torch.arange((max_positions + 1) // self.period + 1, dtype=torch.float32, device=device)
-        return torch.log1p(periods) * self.strength + 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +54,11 @@ class AttentionSpec:
     alibi: Alibi | None = None  # with a slope for each head of all ranks
     sinks: bool = False
     relative_bias: RelativeBiasSpec | None = None
-    temperature: TemperatureSpec | None = None  # for layers without rope and norms of queries (Llama 4)
+    temperature: TemperatureSpec | None = None  # queries have one after norms and rope
     # What is attended to is multiplied by the sigmoid of a gate for each element. Each head of the projection of
     # queries has its query and then its gates (Qwen3-Next).
     has_gates: bool = False
+    value_dim: int | None = None  # elements of a value's head; None: as many as of a key's (MiMo V2 has fewer)
 
     def heads(self, shard: Shard) -> HeadSplit:
         return shard.heads(self.num_heads, self.num_kv_heads)
@@ -87,6 +70,7 @@ class AttentionSpec:
             num_heads=len(heads.mine),
             num_kv_heads=len(heads.my_kv),
             head_dim=self.head_dim,
+            value_dim=self.value_dim,
             scale=self.scale,
             block_tokens=block_tokens,
             mask=self.mask,
@@ -98,13 +82,19 @@ class AttentionSpec:
 
     def output_widths(self, shard: Shard) -> tuple[int, ...]:
         """The input features of the output projection on each rank."""
-        return self.heads(shard).heads.widths(self.head_dim)
+        return self.heads(shard).heads.widths(self.output_dim)
+
+    @property
+    def output_dim(self) -> int:
+        """Elements of a value's head."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def widths(self) -> dict[str, int]:
         """Output features of q, k and v, for checkpoints that store them as one tensor."""
-        kv_width = self.num_kv_heads * self.head_dim
-        return {"q": self.num_heads * self.query_width, "k": kv_width, "v": kv_width}
+        num_kv_heads = self.num_kv_heads
+        keys, values = num_kv_heads * self.head_dim, num_kv_heads * self.output_dim
+        return {"q": self.num_heads * self.query_width, "k": keys, "v": values}
 
     @property
     def query_width(self) -> int:
@@ -138,12 +128,14 @@ class AttentionBlock:
         heads = spec.heads(shard)
         table: dict[str, Parameter] = {}
         for name, width in spec.widths.items():
-            mine, head = (heads.mine, spec.query_width) if name == "q" else (heads.my_kv, dim)
+            mine = heads.mine if name == "q" else heads.my_kv
+            head = {"q": spec.query_width, "k": dim, "v": spec.output_dim}[name]
             part = Part(0, range(mine.start * head, mine.stop * head))
             shape, layer = (width, shard.hidden_size), f"{prefix}.qkv"
             table |= layout.linear(f"{prefix}.{name}", shape, bias=spec.qkv_bias, part=part, layer=layer)
-        columns = range(heads.mine.start * dim, heads.mine.stop * dim)
-        table |= layout.into_hidden(f"{prefix}.output", spec.num_heads * dim, columns, bias=spec.output_bias)
+        columns = range(heads.mine.start * spec.output_dim, heads.mine.stop * spec.output_dim)
+        into_hidden = spec.num_heads * spec.output_dim
+        table |= layout.into_hidden(f"{prefix}.output", into_hidden, columns, bias=spec.output_bias)
         if spec.qk_norm is not None:
             table |= qk_norm_parameters(spec.qk_norm, prefix, dim, heads)
         if spec.sinks:
@@ -155,7 +147,7 @@ class AttentionBlock:
     @staticmethod
     def kv_elements_per_token(spec: AttentionSpec, shard: Shard) -> int:
         """Cache elements of one token on this rank."""
-        return 2 * len(spec.heads(shard).my_kv) * spec.head_dim
+        return len(spec.heads(shard).my_kv) * (spec.head_dim + spec.output_dim)
 
     @staticmethod
     def state_layouts(spec: AttentionSpec, shard: Shard) -> tuple[()]:
@@ -186,9 +178,7 @@ class AttentionBlock:
             bias=None if spec.relative_bias is None else context.relative_bias(spec.relative_bias),
             scales=context.kv_scales(f"{prefix}.k", f"{prefix}.v"),
             gate=context.ops.elementwise(torch.sigmoid) if spec.has_gates else None,
-            factors=None
-            if spec.temperature is None
-            else spec.temperature.factors(context.max_position_tokens, loader.device),
+            factors=None if spec.temperature is None else context.query_factors(spec.temperature),
             site=context.site(*names),
         )
 
@@ -210,7 +200,7 @@ class AttentionBlock:
         if self.norms is not None and self.norms_follow_rope:
             program.append(self._norm_heads(self.norms))
         if spec.temperature is not None and self.factors is not None:
-            program.append(ScaleQueries("qkv", "qkv", attention, self.factors, spec.temperature.period))
+            program.append(ScaleQueries("qkv", "qkv", attention, self.factors, spec.temperature.row_positions))
         program.append(Write("qkv", "qkv", attention, self.scales))
         program.append(Attend("qkv", "attended", attention, self.sinks, self.bias, self.scales))
         if self.gate is not None:

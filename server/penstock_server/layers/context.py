@@ -15,13 +15,15 @@ from penstock_server.layers.linear import LinearWeights
 from penstock_server.layers.relative_bias import RelativeBiasSpec
 from penstock_server.layers.rope import RopeSpec, rope_tables
 from penstock_server.layers.shard import Shard
+from penstock_server.layers.temperature import TemperatureSpec
 from penstock_server.weights.kv_scale import read_scales
 from penstock_server.weights.loader import Loader
 
 
 @dataclass(frozen=True, slots=True)
 class BuildContext:
-    """Layers of one attention shape share its implementation; layers of one rope or relative bias share its tables."""
+    """Layers of one attention shape share its implementation; layers of one rope, relative bias
+    or scaling of queries share its tables."""
 
     loader: Loader
     ops: Ops
@@ -31,6 +33,7 @@ class BuildContext:
     block_tokens: int
     ropes: dict[RopeSpec, tuple[Tensor, Tensor]] = field(default_factory=dict)
     relative_biases: dict[RelativeBiasSpec, Tensor] = field(default_factory=dict)
+    temperatures: dict[TemperatureSpec, Tensor] = field(default_factory=dict)
     default_position_tokens: int | None = None  # see `ModelSpec`
     adapter_sites: AdapterSites | None = None  # None: the model is loaded without adapters
 
@@ -66,6 +69,12 @@ class BuildContext:
             return None
         key_weight, value_weight = (self.loader.locator.locate(f"{name}.weight").name for name in (keys, values))
         return KvScales(*read_scales(self.loader.checkpoint, key_weight, value_weight))
+
+    def query_factors(self, spec: TemperatureSpec) -> Tensor:
+        """See `TemperatureSpec.factors`."""
+        if spec not in self.temperatures:
+            self.temperatures[spec] = spec.factors(self.max_position_tokens, self.loader.device)
+        return self.temperatures[spec]
 
     def relative_bias(self, spec: RelativeBiasSpec) -> Tensor:
         """[heads on this rank, distances] float32."""

@@ -281,10 +281,16 @@ class Run:
 
 
 def _heads(x: Tensor, attention: interface.Attention) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [rows, heads, head_dim], of which the last two may be missing."""
-    heads = x.view(len(x), x.shape[1] // attention.shape.head_dim, attention.shape.head_dim)
-    first, second = attention.shape.num_heads, attention.shape.num_heads + attention.shape.num_kv_heads
-    return heads[:, :first], heads[:, first:second], heads[:, second:]
+    """Queries, keys and values [rows, heads, dim], of which the last two may be missing."""
+    shape = attention.shape
+    first = shape.num_heads * shape.head_dim
+    second = first + shape.num_kv_heads * shape.head_dim
+
+    def by_heads(part: Tensor, dim: int) -> Tensor:
+        return part.unflatten(1, (part.shape[1] // dim, dim))
+
+    queries, keys, values = x[:, :first], x[:, first:second], x[:, second:]
+    return by_heads(queries, shape.head_dim), by_heads(keys, shape.head_dim), by_heads(values, shape.output_dim)
 
 
 def _picked(x: Tensor, pieces: op.Pieces) -> Tensor:

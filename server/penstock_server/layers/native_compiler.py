@@ -192,6 +192,8 @@ class _Compiler:
     def _padded(self, attention: Attention) -> NativeAttention:
         """The attention, after its heads in "qkv" have been padded."""
         native, shape = _native_attention(attention), attention.shape
+        if shape.output_dim != shape.head_dim:
+            raise NotNativeError(f"attention to values of {shape.output_dim} elements by keys of {shape.head_dim}")
         if self._places.pop("qkv", None) is not None:
             self._has_padded = True
             num_heads = shape.num_heads + 2 * shape.num_kv_heads

@@ -171,7 +171,8 @@ class _OfAttention(Operation):
 
     def width(self, widths: Widths) -> int:
         shape = self.attention.shape
-        _expect(self, widths, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
+        num_keys = shape.num_heads + shape.num_kv_heads
+        _expect(self, widths, num_keys * shape.head_dim + shape.num_kv_heads * shape.output_dim)
         return widths[self.source]
 
 

@@ -27,6 +27,7 @@ class RopeSpec:
     long_factors: tuple[float, ...] = ()  # longrope: the same if sequences may be longer
     magnitude: float = 1.0  # factor of cosines and sines
     long_magnitude: float | None = None  # longrope: the same if sequences may be longer; None: `magnitude`
+    is_backward: bool = False  # pairs are turned the other way (nanochat)
     interleaved: bool = False  # a pair is elements 2i and 2i + 1 (GPT-J), not i and i + rotary_dim / 2
     # For each frequency, which of an image token's positions it rotates by: 0 in time, 1 row, 2 column (M-RoPE); empty:
     # the token has one position for all.
@@ -67,7 +68,7 @@ def _fill(spec: RopeSpec, tables: tuple[Tensor, Tensor], rows: range, max_sequen
         stop = min(start + _PIECE_ROWS, rows.stop)
         angles = torch.outer(torch.arange(start, stop, dtype=torch.float32), frequencies)
         tables[0][start:stop] = angles.cos() * magnitude
-        tables[1][start:stop] = angles.sin() * magnitude
+        tables[1][start:stop] = angles.sin() * (-magnitude if spec.is_backward else magnitude)
 
 
 def inverse_frequencies(spec: RopeSpec, max_sequence_tokens: int) -> Tensor:

@@ -156,9 +156,10 @@ class Config:
         self,
         default: list[str],
         known: tuple[str, ...] = ("full_attention", "sliding_attention", "chunked_attention"),
+        key: str = "layer_types",
     ) -> list[str]:
-        """Each layer's kind of attention, in the terms of transformers."""
-        types = self.values.get("layer_types") or default
+        """Each layer's kind of attention, in the terms of transformers; with another key, of what that names."""
+        types = self.values.get(key) or default
         if not isinstance(types, list) or len(types) != len(default) or any(name not in known for name in types):
-            raise self.refuse(f"layer_types must name {len(default)} layers, each one of {', '.join(known)}")
+            raise self.refuse(f"{key} must name {len(default)} layers, each one of {', '.join(known)}")
         return types

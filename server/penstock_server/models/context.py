@@ -24,19 +24,22 @@ DEFAULT_TOKENS = {
     model_type: tokens
     for tokens, model_types in {
         2048: (
-            "deepseek_v2 exaone4 gpt_neo gpt_neox granite granitemoe granitemoehybrid granitemoeshared "
-            "hunyuan_v1_dense llama olmo olmo2 olmo3 opt phi"
+            "deepseek_v2 dots1 exaone4 exaone_moe gpt_neo gpt_neox granite granitemoe granitemoehybrid "
+            "granitemoeshared hunyuan_v1_dense hunyuan_v1_moe llama nanochat olmo olmo2 olmo3 opt phi"
         ),
         4096: "arcee deepseek_v3 helium nemotron nemotron_h olmoe phi3 stablelm starcoder2",
-        8192: "cohere cohere2 falcon_h1 gemma gemma2 jais2",
+        8192: "cohere cohere2 cohere2_moe falcon_h1 gemma gemma2 jais2",
         16384: "persimmon",
         32768: "internlm3 qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next smollm3",
         65536: "apertus olmo_hybrid",
         128000: "lfm2 lfm2_moe",
         131072: (
-            "cwm ernie4_5 gemma3_text glm glm4 gpt_oss llama4_text ministral mistral mixtral mllama_text_model phimoe"
+            "cwm ernie4_5 ernie4_5_moe gemma3_text glm glm4 glm4_moe gpt_oss hy_v3 llama4_text mimo_v2_flash ministral "
+            "mistral mixtral mllama_text_model phimoe solar_open"
         ),
-        262144: "bamba jamba",
+        196608: "minimax_m2",
+        202752: "glm4_moe_lite",
+        262144: "bamba jamba ministral3",
         524288: "seed_oss",
     }.items()
     for model_type in model_types.split()

@@ -15,6 +15,7 @@ from penstock_server.models.config import Config
 from penstock_server.models.context import rope_parameters
 from penstock_server.models.rope_config import read_rope
 from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap
+from penstock_server.weights.location import Location
 
 ATTENTION = "model.layers.{i}.self_attn"
 EXPERT_NAMES = moe.with_experts(
@@ -26,17 +27,20 @@ EXPERT_NAMES = moe.with_experts(
         "shared.down": f"{moe.MLP}.shared_experts.down_proj",
     }
 )
+MTP_NAMES: dict[str, str | Location] = {
+    "layers.{i}.mtp.token_norm": "model.layers.{i}.enorm",
+    "layers.{i}.mtp.hidden_norm": "model.layers.{i}.hnorm",
+    "layers.{i}.mtp.project": "model.layers.{i}.eh_proj",
+    "layers.{i}.mtp.norm": "model.layers.{i}.shared_head.norm",
+}
 NAMES = EXPERT_NAMES | {
+    **MTP_NAMES,
     "layers.{i}.attention.q_a": f"{ATTENTION}.q_a_proj",
     "layers.{i}.attention.q_norm": f"{ATTENTION}.q_a_layernorm",
     "layers.{i}.attention.q_b": f"{ATTENTION}.q_b_proj",
     "layers.{i}.attention.kv_a": f"{ATTENTION}.kv_a_proj_with_mqa",
     "layers.{i}.attention.kv_norm": f"{ATTENTION}.kv_a_layernorm",
     "layers.{i}.attention.kv_b": f"{ATTENTION}.kv_b_proj",
-    "layers.{i}.mtp.token_norm": "model.layers.{i}.enorm",
-    "layers.{i}.mtp.hidden_norm": "model.layers.{i}.hnorm",
-    "layers.{i}.mtp.project": "model.layers.{i}.eh_proj",
-    "layers.{i}.mtp.norm": "model.layers.{i}.shared_head.norm",
 }
 
 
@@ -103,12 +107,12 @@ def deepseek_v2(config: Config) -> tuple[ModelSpec, NameMap]:
         routing = _with_groups(config, routing)
     elif method != "greedy":
         raise config.refuse(f"topk_method {method!r} is not supported; supported: greedy, group_limited_greedy")
-    return _model(config, "deepseek_v2", routing)
+    return latent_model(config, "deepseek_v2", routing)
 
 
 def deepseek_v3(config: Config) -> tuple[ModelSpec, NameMap]:
     config = config.with_defaults(**V3_DEFAULTS)
-    return _model(config, "deepseek_v3", v3_routing(config))
+    return latent_model(config, "deepseek_v3", v3_routing(config))
 
 
 def v3_routing(config: Config) -> RoutingSpec:
@@ -135,23 +139,37 @@ def _with_groups(config: Config, routing: RoutingSpec) -> RoutingSpec:
     return replace(routing, num_groups=config.require("n_group", int), top_groups=config.require("topk_group", int))
 
 
-def _model(config: Config, architecture: str, routing: RoutingSpec) -> tuple[ModelSpec, NameMap]:
-    attention, norm, activation = _attention(config), llama.rms_norm(config), config.activation()
-    width, bias = config.require("moe_intermediate_size", int), config.get("mlp_bias", False)
-    if bias:
+def experts(config: Config, routing: RoutingSpec, num_shared: int) -> MoeSpec:
+    """num_shared: experts that process every token."""
+    if config.get("mlp_bias", False):
         raise config.refuse("mlp_bias is not supported for experts; it must be false")
-    experts = MoeSpec(routing, width, activation, shared_intermediate_size=width * config.get("n_shared_experts", 0))
-    dense = MlpSpec(config.require("intermediate_size", int), activation)
-    num_dense = config.get("first_k_dense_replace", 0)
-    num_layers, num_mtp = llama.num_layers(config), config.get("num_nextn_predict_layers", 0)
-    layers = tuple(
-        LayerSpec(attention, dense if index < num_dense else experts, norm) for index in range(num_layers + num_mtp)
+    width = config.require("moe_intermediate_size", int)
+    return MoeSpec(routing, width, config.activation(), shared_intermediate_size=width * num_shared)
+
+
+def mlps(config: Config, sparse: MoeSpec) -> list[MlpSpec | MoeSpec]:
+    """Each layer's: as `mlp_layer_types` says, or experts behind `first_k_dense_replace` plain MLPs."""
+    num = llama.num_layers(config)
+    num_dense = min(num, config.get("first_k_dense_replace", 0))
+    types = config.layer_types(
+        ["dense"] * num_dense + ["sparse"] * (num - num_dense), ("dense", "sparse"), key="mlp_layer_types"
     )
-    # The first multi-token prediction layer may draft. What is not loaded: the others, copies of embedding and head.
-    ignored = tuple(rf"model\.layers\.{index}\..*" for index in range(num_layers, len(layers)))
-    spec = llama.llama_model(config, architecture, layers[:num_layers])
-    names = replace(NAMES, ignored=(*NAMES.ignored, *ignored))
-    return replace(spec, mtp=layers[num_layers] if num_mtp else None), names
+    return [sparse if kind == "sparse" else llama.llama_mlp(config) for kind in types]
+
+
+def with_mtp(config: Config, spec: ModelSpec, names: NameMap, layer: LayerSpec) -> tuple[ModelSpec, NameMap]:
+    """With the multi-token prediction layers, the first of which may draft, numbered behind the others. layer: such a
+    layer. What is not loaded: the others, copies of embedding and head."""
+    num_mtp = config.get("num_nextn_predict_layers", 0)
+    ignored = tuple(rf"model\.layers\.{spec.num_layers + index}\..*" for index in range(num_mtp))
+    return replace(spec, mtp=layer if num_mtp else None), replace(names, ignored=(*names.ignored, *ignored))
+
+
+def latent_model(config: Config, architecture: str, routing: RoutingSpec) -> tuple[ModelSpec, NameMap]:
+    sparse = experts(config, routing, config.get("n_shared_experts", 0))
+    layer = LayerSpec(_attention(config), sparse, llama.rms_norm(config))
+    layers = tuple(replace(layer, mlp=mlp) for mlp in mlps(config, sparse))
+    return with_mtp(config, llama.llama_model(config, architecture, layers), NAMES, layer)
 
 
 def _attention(config: Config) -> LatentAttentionSpec:

@@ -1,9 +1,14 @@
-"""ChatGLM and GLM 4: Llama with interleaved rope in half of each head; `glm4` has norms before and after each part."""
+"""ChatGLM and GLM 4: Llama with interleaved rope in half of each head; `glm4` has norms before and after each part.
+
+GLM 4.5 to 4.7: Llama with DeepSeek V3's experts, and rope in half of each head, which is not interleaved."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from penstock_server.layers.mlp import MlpSpec
-from penstock_server.models import llama
+from penstock_server.layers.qk_norm import QkNormSpec
+from penstock_server.models import deepseek, llama
 from penstock_server.models.config import Config
 from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap, NormPlacement
 from penstock_server.weights.location import fused
@@ -75,6 +80,48 @@ def chatglm(config: Config) -> tuple[ModelSpec, NameMap]:
         prefix="transformer.",
     )
     return llama.llama_model(config, "chatglm", (layer,) * llama.num_layers(config)), names
+
+
+def glm4_moe(config: Config) -> tuple[ModelSpec, NameMap]:
+    config = config.with_defaults(
+        num_key_value_heads=8,
+        rms_norm_eps=1e-5,
+        moe_intermediate_size=1408,
+        n_routed_experts=128,
+        n_shared_experts=1,
+        num_experts_per_tok=8,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+        num_nextn_predict_layers=1,
+    )
+    norm = llama.rms_norm(config)
+    attention = llama.llama_attention(
+        config,
+        qkv_bias=config.get("attention_bias", False),
+        qk_norm=QkNormSpec(norm) if config.get("use_qk_norm", False) else None,
+        default_partial=0.5,
+    )
+    sparse = deepseek.experts(config, deepseek.v3_routing(config), config.get("n_shared_experts", 0))
+    layer = LayerSpec(attention, sparse, norm)
+    layers = tuple(replace(layer, mlp=mlp) for mlp in deepseek.mlps(config, sparse))
+    spec = llama.llama_model(config, "glm4_moe", layers)
+    return deepseek.with_mtp(config, spec, deepseek.EXPERT_NAMES | deepseek.MTP_NAMES, layer)
+
+
+def glm4_moe_lite(config: Config) -> tuple[ModelSpec, NameMap]:
+    """GLM 4.7 Flash: latent attention, as DeepSeek V3 in other sizes."""
+    sizes = {
+        "kv_lora_rank": 512,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 256,
+    }
+    experts = {"n_routed_experts": 64, "n_shared_experts": 1, "moe_intermediate_size": 1536, "num_experts_per_tok": 4}
+    groups = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8, "first_k_dense_replace": 1}
+    config = config.with_defaults(rms_norm_eps=1e-5, **sizes, **experts, **groups)
+    return deepseek.latent_model(config, "glm4_moe_lite", deepseek.v3_routing(config))
 
 
 def _glm(config: Config, architecture: str, placement: NormPlacement) -> tuple[ModelSpec, MlpSpec]:

@@ -10,7 +10,9 @@ from penstock_server.layers.embedding import EmbeddingSpec
 from penstock_server.layers.mlp import MlpSpec
 from penstock_server.layers.norm import NormSpec
 from penstock_server.layers.qk_norm import QkNormSpec
+from penstock_server.layers.temperature import TemperatureSpec
 from penstock_server.models.config import Config
+from penstock_server.models.context import original_tokens, rope_parameters
 from penstock_server.models.rope_config import read_rope
 from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec, NameMap
 from penstock_server.weights.location import Location
@@ -52,6 +54,21 @@ def ministral(config: Config) -> tuple[ModelSpec, NameMap]:
     has_window = config.values["sliding_window"] is not None
     types = config.layer_types(["sliding_attention" if has_window else "full_attention"] * num_layers(config))
     return llama_model(config, "ministral", windowed_by_type(config, types)), NAMES
+
+
+def ministral3(config: Config) -> tuple[ModelSpec, NameMap]:
+    """Queries grow with the number of lengths that the model was trained for first."""
+    config = config.with_defaults(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5)
+    if not (config.values.get("rope_scaling") or config.values.get("rope_parameters")):
+        lengths = {"factor": 16.0, "original_max_position_embeddings": 16384}
+        magnitudes = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+        yarn = {"rope_type": "yarn", "rope_theta": 1e6, **lengths, **magnitudes}
+        config = config.part({**config.values, "rope_parameters": yarn})
+    layer, rope = llama_layer(config, mask=AttentionMask(window=config.window())), rope_parameters(config)
+    if strength := rope.get("llama_4_scaling_beta", 0.0):
+        temperature = TemperatureSpec(original_tokens(config, rope), strength, counts_from_one=False)
+        layer = replace(layer, attention=replace(layer.plain_attention, temperature=temperature))
+    return llama_model(config, "ministral3", (layer,) * num_layers(config)), NAMES
 
 
 def cwm(config: Config) -> tuple[ModelSpec, NameMap]:

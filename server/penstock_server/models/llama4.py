@@ -6,11 +6,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock_server.device.attention.interface import AttentionMask
-from penstock_server.layers.attention import TemperatureSpec
 from penstock_server.layers.experts import MoeSpec, RoutingSpec
 from penstock_server.layers.mlp import MlpSpec
 from penstock_server.layers.norm import NormSpec
 from penstock_server.layers.qk_norm import QkNormSpec
+from penstock_server.layers.temperature import TemperatureSpec
 from penstock_server.models import llama
 from penstock_server.models.config import Config
 from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap

@@ -258,7 +258,8 @@ class NameMap:
     ignored: tuple[str, ...] = field(default=())  # regular expressions, matched against whole names
     prefix: str = ""  # prefix of names; absent from a model that was saved without its head
     layers: tuple[int, ...] = ()  # the checkpoint's number of each layer; empty: all have ours
-    alternatives: tuple[NameMap, ...] = ()  # for checkpoints in other layouts, in which the prefix has no names
+    # For checkpoints in other layouts, in which the prefix has no names, and for adapters, which may have any of them.
+    alternatives: tuple[NameMap, ...] = ()
     copies: tuple[str, ...] = ()  # tensors that hold the embedding once more, if they are there
     # Other names, for checkpoints that have tensors of these names and none of those in `names`.
     others: Mapping[str, str | Location] = field(default_factory=dict)

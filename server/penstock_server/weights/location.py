@@ -46,6 +46,7 @@ class Location:
     transposed: bool = False  # the last two dimensions are swapped, as in GPT-2's Conv1D
     strip: Strip | None = None  # the parameter's share of dimension `dim`; None: the tensor holds only this parameter
     dim: int = 0  # a dimension of the parameter, not counting the one that {e} stands for
+    is_row: bool = False  # the tensor is a matrix whose only row is the parameter
 
     def names(self, shape: tuple[int, ...]) -> list[str]:
         """The tensors that hold a parameter of this shape."""
@@ -60,7 +61,7 @@ class Location:
             sizes[self.dim] = sizes[self.dim] // self.strip.width * self.strip.stride
         if self.transposed and len(sizes) > 1:
             sizes[-2], sizes[-1] = sizes[-1], sizes[-2]
-        return tuple(sizes)
+        return (1, *sizes) if self.is_row else tuple(sizes)
 
     def read(self, checkpoint: Checkpoint, shape: tuple[int, ...], part: Part | None, out: Tensor) -> None:
         """Fills `out` with a parameter of this shape, or with a part of it."""
@@ -107,6 +108,10 @@ class Location:
     def _read_tensor(
         self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], part: Part | None, out: Tensor
     ) -> None:
+        if self.is_row:
+            assert part is None, "every rank has all of it"
+            checkpoint.read(name, None, out[None])
+            return
         if self.strip is None:
             checkpoint.read(name, self._transpose_part(part, len(shape)), self._transpose(out))
             return

@@ -139,6 +139,16 @@ DEEPSEEK: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "n_shared_experts": 2,
 }
+# Llamas with experts as DeepSeek V3 has them, and heads of 16 elements.
+V3_EXPERTS: dict[str, Any] = {
+    **{key: value for key, value in DEEPSEEK.items() if key in ("moe_intermediate_size", "n_routed_experts")},
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "head_dim": 16,
+    "routed_scaling_factor": 1.5,
+}
 # Three heads for each key head; heads of attention get 16 elements, of which 4 are rotated. Some outputs of random
 # states are almost zero, and with a small epsilon their norm makes rounding to bfloat16 as large as the logits.
 DELTA: dict[str, Any] = {
@@ -562,6 +572,113 @@ CASES: dict[str, Case] = {
     "baichuan-13b": Case("LlamaConfig", {}, PLAIN, published=BAICHUAN_13B),
     "glm": Case("GlmConfig", {"head_dim": 16}),
     "glm4": Case("Glm4Config", {"head_dim": 16}),
+    "glm4-moe": Case("Glm4MoeConfig", {**V3_EXPERTS, "use_qk_norm": True, "attention_bias": True}),
+    "glm4-moe-lite": Case(
+        "Glm4MoeLiteConfig",
+        {key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"}
+        | {"q_lora_rank": 24, "mlp_layer_types": ["dense", "sparse", "sparse"], **DEEPSEEK_YARN},
+    ),
+    "dots1": Case(
+        "Dots1Config",
+        {
+            **V3_EXPERTS,
+            "first_k_dense_replace": 1,
+            "sliding_window": 12,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "attention_bias": True,
+        },
+    ),
+    "solar-open": Case("SolarOpenConfig", {**V3_EXPERTS, "attention_bias": True}),
+    "exaone-moe": Case(
+        "ExaoneMoeConfig",
+        {
+            **{key: value for key, value in V3_EXPERTS.items() if not key.startswith("n_")},
+            "num_experts": 8,
+            "n_group": 4,
+            "num_shared_experts": 2,
+            "sliding_window": 12,
+            "sliding_window_pattern": 2,
+        },
+    ),
+    "hy-v3": Case(
+        "HYV3Config",
+        {
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 2,
+            "moe_intermediate_size": 32,
+            "router_scaling_factor": 1.5,
+            "attention_bias": True,
+        },
+    ),
+    "minimax-m2": Case(
+        "MiniMaxM2Config", {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 3}
+    ),
+    "ernie4-5-moe": Case(
+        "Ernie4_5_MoeConfig",
+        {
+            "head_dim": 16,
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_num_shared_experts": 2,
+            "moe_intermediate_size": 32,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "hunyuan-moe": Case(
+        "HunYuanMoEV1Config",
+        {
+            "head_dim": 16,
+            "num_experts": 6,
+            "moe_topk": [3, 3, 3],
+            "attention_bias": True,
+            **rope("dynamic", alpha=50.0, factor=1.0),
+        },
+    ),
+    "cohere2-moe": Case(
+        "Cohere2MoeConfig",
+        {
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 2,
+            "expert_selection_fn": "sigmoid",
+            "first_k_dense_replace": 1,
+            "prefix_dense_intermediate_size": 112,
+            "sliding_window": 12,
+            "sliding_window_pattern": 2,
+            "logit_scale": 0.5,
+        },
+    ),
+    "cohere2-moe-softmax": Case(
+        "Cohere2MoeConfig",
+        {
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_shared_experts": 1,
+            "shared_expert_combination_strategy": "sum",
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 12,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "logit_scale": 0.5,
+        },
+    ),
+    "nanochat": Case("NanoChatConfig", {"head_dim": 16, "num_key_value_heads": 2, "attention_bias": True}),
+    "mimo-v2-flash": Case(
+        "MiMoV2FlashConfig",
+        {
+            **{key: value for key, value in V3_EXPERTS.items() if key != "n_shared_experts"},
+            "v_head_dim": 8,
+            "num_key_value_heads": 1,
+            "sliding_window": 12,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}
+                for kind, theta in (("full_attention", 5000.0), ("sliding_attention", 100.0))
+            },
+        },
+    ),
     "helium": Case("HeliumConfig", {"head_dim": 8}),
     "nemotron": Case("NemotronConfig", {"hidden_size": 96}),
     "ministral": Case(
@@ -570,6 +687,22 @@ CASES: dict[str, Case] = {
             "head_dim": 8,
             "sliding_window": 12,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    # Four steps of the queries' scale within 64 tokens.
+    "ministral3": Case(
+        "Ministral3Config",
+        {
+            "head_dim": 16,
+            "hidden_size": 96,
+            **rope(
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=16,
+                mscale=1.0,
+                mscale_all_dim=1.0,
+                llama_4_scaling_beta=0.3,
+            ),
         },
     ),
     "cwm": Case("CwmConfig", {"head_dim": 16, "sliding_window": 12, "bos_token_id": 1, **LLAMA3}),

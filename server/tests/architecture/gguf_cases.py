@@ -21,6 +21,7 @@ from cases import (
     PLAIN,
     SIZES,
     T5_SIZES,
+    V3_EXPERTS,
     VOCAB,
     Case,
     rope,
@@ -124,6 +125,18 @@ DENSE = {
     "llama-head-dim": GgufCase("llama", Case("LlamaConfig", {"head_dim": 16})),
     "llama-yarn": GgufCase("llama", "llama-yarn", YARN_METADATA),
     "mistral": GgufCase("llama", "mistral-no-window"),
+    "mistral3": GgufCase("mistral3", "mistral-no-window"),
+    "ministral3": GgufCase(
+        "mistral3",
+        "ministral3",
+        {
+            "attention.temperature_scale": 0.3,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 16,
+            "rope.scaling.yarn_log_multiplier": 1.0,
+        },
+    ),
     "apertus": GgufCase("apertus", Case("ApertusConfig", rope("default")), facts=activation_constants),
     "arcee": GgufCase("arcee", "arcee"),
     "baichuan": GgufCase("baichuan", "baichuan"),
@@ -300,6 +313,32 @@ LAYER_NORM = {
     "starcoder2": GgufCase("starcoder2", "starcoder2"),
 }
 EXPERTS = {
+    "dots1": GgufCase(
+        "dots1",
+        Case("Dots1Config", {**V3_EXPERTS, "first_k_dense_replace": 1, "sliding_window": None}),
+        {"expert_gating_func": 2, "expert_weights_norm": False},
+    ),
+    "ernie4_5-moe": GgufCase(
+        "ernie4_5-moe",
+        "ernie4-5-moe",
+        {"expert_shared_count": 2, "leading_dense_block_count": 1, "interleave_moe_layer_step": 1},
+    ),
+    "exaone-moe": GgufCase(
+        "exaone-moe",
+        "exaone-moe",
+        {
+            "expert_shared_count": 2,
+            "expert_gating_func": 2,
+            "attention.sliding_window_pattern": [True, False, True],
+        },
+    ),
+    "hunyuan-moe": GgufCase(
+        "hunyuan-moe",
+        Case("HunYuanMoEV1Config", {"head_dim": 16, "num_experts": 6, "moe_topk": 3}),
+        {"expert_shared_count": 1},
+    ),
+    "minimax-m2": GgufCase("minimax-m2", "minimax-m2", {"expert_gating_func": 2, "expert_feed_forward_length": 80}),
+    "glm4moe": GgufCase("glm4moe", "glm4-moe", {"expert_gating_func": 2, "expert_weights_norm": True}),
     "mixtral": GgufCase("llama", "mixtral"),
     "qwen2moe": GgufCase(
         "qwen2moe",

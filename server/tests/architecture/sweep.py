@@ -55,9 +55,7 @@ PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types
 PARTS = ("text_config", "decoder", "vision_config", "audio_config")
 # Values that the defaults lack, or that differ from those of published models.
 OTHERS: dict[str, dict[str, Any]] = {
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note_text": {"num_key_value_heads": 4},
-    "hunyuan_v1_moe": {"head_dim": 16},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
 }

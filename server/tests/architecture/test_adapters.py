@@ -31,7 +31,7 @@ from penstock_server.weights.adapted import adapted_folder
 from plans import Advance, plan, step
 from rank_threads import run_native_ranks
 from safetensors.torch import load_file, save_file
-from test_native_stack import BLOCK_TOKENS, EXPERTS, PADDED, SUPPORTED, sized, widened
+from test_native_stack import BLOCK_TOKENS, COMBINED, EXPERTS, PADDED, SUPPORTED, sized, widened
 from tiny_model import make_model, save_model
 from tiny_models import prompts
 from torch import Tensor
@@ -62,7 +62,7 @@ OFTEN = (
 STATES = ("bamba", "jamba-dense", "lfm2", "qwen3-5")
 BY_PEFT = [
     pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow)
-    for name in (*SUPPORTED, *PADDED, *EXPERTS, *STATES)
+    for name in (*SUPPORTED, *PADDED, *EXPERTS, *COMBINED, *STATES)
     if CASES[name].published is None  # transformers does not have these layouts, so peft has no adapters for them
 ]
 # Attention, dense layers, and experts that all tokens share.
@@ -98,7 +98,7 @@ def targets(name: str) -> dict[str, Any]:
         return {"target_modules": r".*layers.*(_proj|fc1|fc2)"}
     if name == "jamba-dense":  # transformers calls its other projection past peft
         return {"target_modules": r".*layers.*\.([qkvox]|in|out|gate|up|down)_proj"}
-    is_mixture = "moe" in name or name.startswith(("dbrx", "deepseek", "gpt-oss", "mixtral"))
+    is_mixture = name in (*EXPERTS, *COMBINED)
     return {"target_modules": DENSE_PARTS} if is_mixture else {}
 
 

@@ -140,7 +140,7 @@ def test_no_step_multiplies_by_the_matrix_library(name: str, tmp_path: Path) -> 
 
 
 def test_models_that_transformers_runs_are_refused(tmp_path: Path) -> None:
-    transformers.NanoChatConfig().save_pretrained(tmp_path)
+    transformers.DiffLlamaConfig().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="results depend on the batch; remove --deterministic"):
         load_model(LoadOptions(tmp_path, torch.float32, DEVICE, 16, deterministic=True), RankGroup())
 

@@ -34,9 +34,9 @@ CPU = torch.device("cpu")
 LAYERS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 12}
 CASES: dict[str, Case] = {
     "diffllama": Case("DiffLlamaConfig"),  # calls attention twice per layer
-    "nanochat": Case("NanoChatConfig"),  # caps its logits
     "afmoe": Case("AfmoeConfig", {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, **LAYERS}),
     # Architectures with a native decoder, which these tests bypass.
+    "nanochat": Case("NanoChatConfig"),  # caps its logits
     "jais2": Case("Jais2Config"),
     "helium": Case("HeliumConfig", {"head_dim": 8}),
     "apertus": Case("ApertusConfig"),
@@ -131,7 +131,7 @@ def test_bfloat16_logits_are_those_of_transformers(make: Callable[[str], Made], 
 
 def test_some_cases_have_no_native_decoder() -> None:
     types = {getattr(transformers, case.config).model_type for case in CASES.values()}
-    assert types - set(ARCHITECTURES) == {"afmoe", "diffllama", "nanochat"}
+    assert types - set(ARCHITECTURES) == {"afmoe", "diffllama"}
 
 
 @pytest.mark.parametrize(
@@ -154,32 +154,32 @@ def test_unsupported_models_are_refused_with_the_reason(tmp_path: Path, config: 
 
 def test_support_is_known_without_loading() -> None:
     assert support_of("llama", {}) == "native"
-    assert support_of("nanochat", {}) == "fallback"
+    assert support_of("diffllama", {}) == "fallback"
     assert "--trust-remote-code" in support_of("unheard_of", {"auto_map": {"AutoModelForCausalLM": "a.B"}})
     layers = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
     assert "not plain attention: conv" in support_of("lfm3", layers)
-    assert "unquantized" in support_of("nanochat", {"quantization_config": {"quant_method": "awq"}})
+    assert "unquantized" in support_of("diffllama", {"quantization_config": {"quant_method": "awq"}})
 
 
 def test_a_checkpoint_that_a_tool_s_own_file_calls_quantized_is_refused(
     make: Callable[[str], Made], tmp_path: Path
 ) -> None:
     folder = tmp_path / "quantized"
-    shutil.copytree(make("nanochat").folder, folder)
+    shutil.copytree(make("diffllama").folder, folder)
     (folder / "quantize_config.json").write_text('{"bits": 4, "group_size": 128}')
-    with pytest.raises(ConfigError, match=r"'nanochat' is served unquantized only, and this checkpoint is quantized"):
+    with pytest.raises(ConfigError, match=r"'diffllama' is served unquantized only, and this checkpoint is quantized"):
         load(folder)
 
 
 def test_several_ranks_are_refused_with_a_list_of_supported_types(make: Callable[[str], Made]) -> None:
-    options = LoadOptions(make("nanochat").folder, torch.float32, CPU, 4)
-    with pytest.raises(ConfigError, match=r"'nanochat'.*one rank only, not on 2; `penstock models` lists"):
+    options = LoadOptions(make("diffllama").folder, torch.float32, CPU, 4)
+    with pytest.raises(ConfigError, match=r"'diffllama'.*one rank only, not on 2; `penstock models` lists"):
         load_model(options, RankGroup(0, 2))
 
 
 def test_an_fp8_cache_is_refused(make: Callable[[str], Made]) -> None:
-    options = LoadOptions(make("nanochat").folder, torch.float32, CPU, 4, kv_dtype=torch.float8_e5m2)
-    with pytest.raises(ConfigError, match=r"'nanochat' is run by transformers.*remove --kv-cache-dtype"):
+    options = LoadOptions(make("diffllama").folder, torch.float32, CPU, 4, kv_dtype=torch.float8_e5m2)
+    with pytest.raises(ConfigError, match=r"'diffllama' is run by transformers.*remove --kv-cache-dtype"):
         load_model(options, RankGroup())
 
 

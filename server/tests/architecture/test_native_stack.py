@@ -65,8 +65,10 @@ SUPPORTED = [
     "llama-biases",
     "llama-gelu",
     "ministral",
+    "ministral3",
     "mistral",
     "mpt",
+    "nanochat",
     "nemotron",
     "olmo",
     "olmo3",
@@ -91,14 +93,17 @@ SUPPORTED = [
 # Their heads have 8 elements, so the cache pads them. Those of the other models get 16.
 PADDED = ["cohere-qk-norm", "gptj", "llama-nine-heads", "olmo2"]
 EXPERTS = [
+    "cohere2-moe",
     "dbrx",
     "deepseek-v2",
     "deepseek-v2-lite",
     "deepseek-v3",
+    "glm4-moe",
     "gpt-oss",
     "granitemoe",
     "granitemoeshared",
     "llama4",
+    "minimax-m2",
     "mixtral",
     "mixtral-two-experts",
     "olmoe",
@@ -106,9 +111,12 @@ EXPERTS = [
     "qwen2-moe",
     "qwen3-moe",
 ]
+# Their layers are new combinations of parts that the others have.
+COMBINED = ["dots1", "ernie4-5-moe", "exaone-moe", "glm4-moe-lite", "hunyuan-moe", "hy-v3", "solar-open"]
 # Values that differ from the case's, and the operation.
 NOT_NATIVE: dict[str, tuple[dict[str, int], str]] = {
     "deepseek-v3": ({}, "latent attention with heads of 20 elements, which are padded"),
+    "mimo-v2-flash": ({}, "attention to values of 8 elements by keys of 16"),
     "t5": ({}, "attention with a learned bias"),
     "bart": ({}, "cross-attention"),
     "hunyuan": ({"head_dim": 8}, "norm of rotated heads of 8 elements, which are padded"),
@@ -160,6 +168,7 @@ def logits_of_steps(model: Decoder) -> list[torch.Tensor]:
     ("name", "dtype"),
     [
         *((name, torch.bfloat16) for name in (*SUPPORTED, *PADDED, *EXPERTS)),
+        *(pytest.param(name, torch.bfloat16, marks=pytest.mark.slow) for name in COMBINED),
         *((name, dtype) for name in ("llama", "qwen2-moe", "deepseek-v3") for dtype in (torch.float16, torch.float32)),
     ],
     ids=str,

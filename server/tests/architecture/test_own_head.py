@@ -246,8 +246,8 @@ def test_a_quantized_model_may_have_a_head_of_its_own(has_quantized_head: bool, 
 
 
 def test_a_model_of_transformers_may_have_a_head_of_its_own(tmp_path: Path) -> None:
-    case = Case("NanoChatConfig", {"tie_word_embeddings": True})
-    folder = save_model(make_model("nanochat", case), tmp_path)
+    case = Case("VaultGemmaConfig", {"head_dim": 16, "tie_word_embeddings": True})
+    folder = save_model(make_model("vaultgemma", case), tmp_path)
     rewrite(folder, lambda each: each.update({"lm_head.weight": another(each["model.embed_tokens.weight"])}))
     with torch.inference_mode():
         model = load_model(LoadOptions(folder, torch.float32, torch.device("cpu"), 16), RankGroup())

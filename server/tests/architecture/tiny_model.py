@@ -31,9 +31,11 @@ def make_model(name: str, case: Case) -> transformers.PreTrainedModel:
         model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
     with torch.no_grad():
         for name, buffer in model.named_buffers():
-            if name.endswith(("final_logits_bias", "expert_bias")):
+            if name.endswith(("final_logits_bias", "expert_bias", "e_score_correction_bias")):
                 buffer.uniform_(-0.4, 0.4)
         for name, parameter in model.named_parameters():
+            if name.endswith("e_score_correction_bias"):
+                parameter.uniform_(-0.4, 0.4)
             if not parameter.requires_grad:
                 continue  # a computed table
             if parameter.dim() == 1:

@@ -17,7 +17,18 @@ from torch import Tensor
 
 # What llama.cpp's converter does, listed here again so that the reader is not tested against its own tables: these
 # architectures derive from its LlamaModel with permuted q and k rows, and these store norm weights plus one.
-PERMUTED = ("arcee", "baichuan", "granite", "granitehybrid", "granitemoe", "internlm2", "llama", "olmo", "smollm3")
+PERMUTED = (
+    "arcee",
+    "baichuan",
+    "granite",
+    "granitehybrid",
+    "granitemoe",
+    "internlm2",
+    "llama",
+    "mistral3",
+    "olmo",
+    "smollm3",
+)
 NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", "qwen3next", "qwen35", "qwen35moe")
 # Parts of gated delta networks that have rows for value heads, which go round the key heads in qwen35 files.
 OF_VALUE_HEADS = ("attn_gate", "ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")

@@ -323,6 +323,16 @@ IMAGE_CASES: dict[str, ImageCase] = {
         image_token="[IMG]",
         options={"patch_size": 16},
     ),
+    "ministral3": ImageCase(
+        "Mistral3Config",
+        "PixtralImageProcessorPil",
+        values={"spatial_merge_size": 2},
+        text={"model_type": "ministral3", "head_dim": 16},
+        vision=PIXTRAL,
+        processor_values={"size": {"longest_edge": 60}, "patch_size": {"height": 8, "width": 8}},
+        image_token="[IMG]",
+        options={"patch_size": 16},
+    ),
     "internvl": ImageCase(
         "InternVLConfig",
         "GotOcr2ImageProcessorPil",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-DEEPSEEK = {
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 32,
-    "v_head_dim": 32,
+EXPERTS = {
     "first_k_dense_replace": 1,
     "moe_intermediate_size": 64,
     "n_routed_experts": 4,
@@ -40,6 +35,15 @@ DEEPSEEK = {
     "n_group": 1,
     "topk_group": 1,
 }
+DEEPSEEK = {
+    **EXPERTS,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+}
+GLM = {**EXPERTS, "num_key_value_heads": 2, "head_dim": 16, "use_qk_norm": True}
 QWEN = {
     "head_dim": 16,
     "layer_types": ["linear_attention", "full_attention", "full_attention"],
@@ -67,6 +71,7 @@ OF_LAYER = f"model.layers.{NUM_LAYERS}."
 DEEPSEEK_V3 = Layout(
     "DeepseekV3Config", DEEPSEEK, ("enorm", "hnorm", "eh_proj", "shared_head.norm"), OF_LAYER, OF_LAYER, True
 )
+GLM4_MOE = replace(DEEPSEEK_V3, config="Glm4MoeConfig", values=GLM)
 QWEN3_5 = Layout(
     "Qwen3_5TextConfig",
     QWEN,

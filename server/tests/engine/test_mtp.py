@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from mtp_checkpoint import DEEPSEEK_V3, NUM_LAYERS, QWEN3_5, SIZES, Reference
+from mtp_checkpoint import DEEPSEEK_V3, GLM4_MOE, NUM_LAYERS, QWEN3_5, SIZES, Reference
 from penstock_server.engine import Engine
 from penstock_server.engine.drafting.head import HeadDrafter
 from penstock_server.engine.drafting.load import load_drafter
@@ -47,7 +47,7 @@ def folder(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return reference.save(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module", params=[DEEPSEEK_V3, QWEN3_5], ids=["deepseek", "qwen"])
+@pytest.fixture(scope="module", params=[DEEPSEEK_V3, GLM4_MOE, QWEN3_5], ids=["deepseek", "glm", "qwen"])
 def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Reference, Path]:
     """A model of each family, and its folder."""
     made = Reference.random(request.param)

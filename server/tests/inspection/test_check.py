@@ -384,9 +384,9 @@ def verdict_of_loading(folder: Path, num_ranks: int) -> str:
 @pytest.mark.parametrize(
     ("name", "num_ranks", "is_served"),
     [
-        ("glm4_moe", 1, True),
-        ("nanochat", 1, True),
-        ("nanochat", 2, False),
+        ("flex_olmo", 1, True),
+        ("vaultgemma", 1, True),
+        ("vaultgemma", 2, False),
         ("zamba", 1, False),
         ("lfm3", 1, False),
         ("marian", 1, False),
@@ -399,7 +399,7 @@ def verdict_of_loading(folder: Path, num_ranks: int) -> str:
 def test_the_verdict_on_models_of_transformers_is_that_of_loading(
     name: str, num_ranks: int, is_served: bool, tmp_path: Path, capsys: Any
 ) -> None:
-    model_type = name if name in ("glm4_moe", "nanochat") else "nanochat"
+    model_type = name if name in ("flex_olmo", "vaultgemma") else "vaultgemma"
     sizes = {
         "num_hidden_layers": 2,
         "hidden_size": 32,
@@ -408,13 +408,8 @@ def test_the_verdict_on_models_of_transformers_is_that_of_loading(
         "head_dim": 16,
     }
     sizes |= {"vocab_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    if model_type == "glm4_moe":
-        sizes |= {
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "first_k_dense_replace": 1,
-        }
+    if model_type == "flex_olmo":
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None}
     changes: dict[str, Any] = {}
     if name in ("zamba", "lfm3", "marian"):
         changes = {"model_type": name}
@@ -428,7 +423,7 @@ def test_the_verdict_on_models_of_transformers_is_that_of_loading(
     folder = with_tokenizer(save_model(model, tmp_path / "model"))
     if name == "lacks a tensor":
         weights = load_file(folder / "model.safetensors")
-        del weights["model.layers.1.mlp.fc1.weight"]
+        del weights["model.layers.1.mlp.up_proj.weight"]
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
     path = folder / "config.json"
     values = json.loads(path.read_text())

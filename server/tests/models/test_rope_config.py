@@ -240,14 +240,15 @@ def test_scalings_that_cannot_be_read_are_refused(
 
 
 UNSCALED = {"gptj", "codegen"}
-# transformers refuses linear scaling for Phi, and does not know some others.
-OTHERS = {"baichuan", "internlm2", "phi3", "phimoe"}
-# By default, these have no layer that attends, layers without names, or heads that are refused.
-STATES = {"bamba", "falcon_h1", "granitemoehybrid", "lfm2_moe"}
+# transformers refuses linear scaling for Phi, does not know some others, ignores a scaling beside Cohere's parameters,
+# and loses MiMo's parameters of each type of layer with one.
+OTHERS = {"baichuan", "cohere2_moe", "internlm2", "mimo_v2_flash", "phi3", "phimoe"}
+# By default, these have no layer that attends, layers without names, no experts, or heads that are refused.
+INCOMPLETE = {"bamba", "dots1", "falcon_h1", "glm4_moe", "granitemoehybrid", "lfm2_moe"}
 
 
 @pytest.mark.parametrize(
-    "model_type", sorted(({*ARCHITECTURES, *ENCODERS} - UNSCALED - OTHERS - STATES) & set(CONFIG_MAPPING))
+    "model_type", sorted(({*ARCHITECTURES, *ENCODERS} - UNSCALED - OTHERS - INCOMPLETE) & set(CONFIG_MAPPING))
 )
 def test_an_added_scaling_has_the_theta_and_the_rotary_part_of_transformers(model_type: str, tmp_path: Path) -> None:
     made = AutoConfig.for_model(model_type)

@@ -53,6 +53,15 @@ DEEPSEEK = {
     "num_experts_per_tok": 4,
     "n_shared_experts": 1,
 }
+# Llamas with experts as DeepSeek V3 has them.
+SIGMOID = {
+    **GROUPED,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 4,
+}
+ALL_OF_FOUR = {"num_experts": 4, "num_experts_per_tok": 4}
 # Value heads of a whole group each, so that ranks and formats cut between them.
 DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
@@ -102,6 +111,13 @@ SHORT_CONV_METADATA = {
     "attention.layer_norm_rms_epsilon": 1e-5,
     "shortconv.l_cache": 3,
 }
+MINISTRAL3_METADATA = {
+    "attention.temperature_scale": 0.1,
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 16.0,
+    "rope.scaling.original_context_length": 16384,
+    "rope.scaling.yarn_log_multiplier": 1.0,
+}
 SHORT_CONV = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
 
 
@@ -134,6 +150,42 @@ ARCHITECTURES = {
     "llama-wide": Architecture("LlamaConfig", GROUPED | WIDE, "llama"),
     "mixtral-wide": Architecture("MixtralConfig", EXPERTS | WIDE, "llama"),
 }
+# New combinations of layers that others have. Each has one format of either kind of file.
+COMBINED = {
+    "cohere2-moe": Architecture("Cohere2MoeConfig", GROUPED | ALL_OF_FOUR | {"head_dim": 16, "num_shared_experts": 1}),
+    "dots1": Architecture("Dots1Config", SIGMOID | {"n_shared_experts": 1}, "dots1"),
+    "ernie4-5-moe": Architecture(
+        "Ernie4_5_MoeConfig",
+        GROUPED | {"moe_num_experts": 4, "moe_k": 4, "moe_num_shared_experts": 1, "moe_intermediate_size": 64},
+        "ernie4_5-moe",
+        metadata={"expert_shared_count": 1, "leading_dense_block_count": 1},
+    ),
+    "exaone-moe": Architecture(
+        "ExaoneMoeConfig",
+        GROUPED | ALL_OF_FOUR | {"moe_intermediate_size": 64},
+        "exaone-moe",
+        metadata={"expert_shared_count": 1},
+    ),
+    "glm4-moe-lite": Architecture(
+        "Glm4MoeLiteConfig",
+        {key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"} | {"q_lora_rank": 32},
+    ),
+    "hunyuan-moe": Architecture(
+        "HunYuanMoEV1Config", GROUPED | {"num_experts": 4, "moe_topk": 4, "head_dim": 16}, "hunyuan-moe"
+    ),
+    "hy-v3": Architecture("HYV3Config", GROUPED | ALL_OF_FOUR | {"head_dim": 16, "moe_intermediate_size": 64}),
+    "mimo-v2-flash": Architecture("MiMoV2FlashConfig", SIGMOID | {"head_dim": 24, "v_head_dim": 16}),
+    "minimax-m2": Architecture(
+        "MiniMaxM2Config", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 4, "head_dim": 16}, "minimax-m2"
+    ),
+    "nanochat": Architecture("NanoChatConfig", GROUPED),
+    "solar-open": Architecture("SolarOpenConfig", SIGMOID | {"n_shared_experts": 1, "head_dim": 16}),
+    "ministral3": Architecture(
+        "Ministral3Config", GROUPED | {"head_dim": 16}, "mistral3", metadata=MINISTRAL3_METADATA
+    ),
+    "glm4-moe": Architecture("Glm4MoeConfig", SIGMOID | {"n_shared_experts": 1, "use_qk_norm": True}, "glm4moe"),
+}
+ARCHITECTURES |= COMBINED
 FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
     "gptq": (
         {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False},
@@ -158,6 +210,8 @@ MORE_OF_WIDE = ("Q2_K", "Q3_K", "Q5_K", "IQ4_NL")
 def kinds_of(name: str) -> tuple[str, ...]:
     if name.endswith("-wide"):
         return tuple(FACTORS)
+    if name in COMBINED:
+        return ("gptq", "Q4_0") if ARCHITECTURES[name].gguf else ("gptq",)
     return (*FORMATS, *MORE_FORMATS, *FLAGS, *((*GGUF, *MORE_GGUF) if ARCHITECTURES[name].gguf else ()))
 
 

@@ -32,7 +32,18 @@ logger = logging.getLogger(__name__)
 
 # For these architectures llama.cpp's converter interleaves the two halves of each head's q and k rows, because its rope
 # rotates neighbouring pairs.
-INTERLEAVED = ("arcee", "baichuan", "granite", "granitehybrid", "granitemoe", "internlm2", "llama", "olmo", "smollm3")
+INTERLEAVED = (
+    "arcee",
+    "baichuan",
+    "granite",
+    "granitehybrid",
+    "granitemoe",
+    "internlm2",
+    "llama",
+    "mistral3",
+    "olmo",
+    "smollm3",
+)
 INTERLEAVED_ROWS = (".attn_q.", ".attn_k.")
 # For these architectures the file stores norm weights plus one.
 NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", "qwen3next", "qwen35", "qwen35moe")

@@ -16,7 +16,7 @@ from penstock_server.weights.gguf.decoder import (
     num_layers,
     sizes,
 )
-from penstock_server.weights.gguf.llama import granite, granite_like, lfm2, llama, nemotron_h
+from penstock_server.weights.gguf.llama import EXAONE4_PERIOD, granite, granite_like, lfm2, llama, nemotron_h
 from penstock_server.weights.gguf.metadata import Metadata
 from penstock_server.weights.gguf.rope import rope_parameters
 
@@ -31,6 +31,12 @@ def _routing(metadata: Metadata, normalizes: bool = False) -> dict[str, Any]:
         "num_experts_per_tok": metadata.integer("expert_used_count"),
         "norm_topk_prob": bool(metadata.model("expert_weights_norm", normalizes)),
     }
+
+
+def _require_sigmoid(metadata: Metadata) -> None:
+    scoring = metadata.integer("expert_gating_func", SIGMOID)
+    if scoring != SIGMOID:
+        raise metadata.error(f"expert_gating_func {scoring} is not supported; supported: 2 (sigmoid)")
 
 
 def _expert_width(metadata: Metadata) -> int:
@@ -104,6 +110,82 @@ def _deepseek2(metadata: Metadata) -> dict[str, Any]:
     }
 
 
+def _sigmoid_experts(metadata: Metadata) -> dict[str, Any]:
+    """The experts of models that route as DeepSeek V3 does, and are Llamas otherwise."""
+    _require_sigmoid(metadata)
+    return {
+        **_routing(metadata, normalizes=True),
+        "first_k_dense_replace": metadata.integer("leading_dense_block_count", 0),
+        "n_routed_experts": metadata.integer("expert_count"),
+        "n_shared_experts": metadata.integer("expert_shared_count", 0),
+        "moe_intermediate_size": _expert_width(metadata),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 0.0) or 1.0,
+        "n_group": metadata.integer("expert_group_count", 1),
+        "topk_group": metadata.integer("expert_group_used_count", 1),
+    }
+
+
+def _glm4moe(metadata: Metadata) -> dict[str, Any]:
+    return llama_like(
+        metadata,
+        "Glm4MoeForCausalLM",
+        "glm4_moe",
+        use_qk_norm=metadata.has("blk.0.attn_q_norm.weight"),
+        num_nextn_predict_layers=0,
+        **_sigmoid_experts(metadata),
+    )
+
+
+def _dots1(metadata: Metadata) -> dict[str, Any]:
+    return llama_like(metadata, "Dots1ForCausalLM", "dots1", sliding_window=None, **_sigmoid_experts(metadata))
+
+
+def _exaone_moe(metadata: Metadata) -> dict[str, Any]:
+    config = llama_like(metadata, "ExaoneMoeForCausalLM", "exaone_moe", **_sigmoid_experts(metadata))
+    return {
+        **config,
+        "num_shared_experts": config["n_shared_experts"],
+        "sliding_window": metadata.integer("attention.sliding_window"),
+        "layer_types": layer_types(metadata, EXAONE4_PERIOD),
+    }
+
+
+def _ernie4_5_moe(metadata: Metadata) -> dict[str, Any]:
+    return llama_like(
+        metadata,
+        "Ernie4_5_MoeForCausalLM",
+        "ernie4_5_moe",
+        moe_num_experts=metadata.integer("expert_count"),
+        moe_k=metadata.integer("expert_used_count"),
+        moe_num_shared_experts=metadata.integer("expert_shared_count", 0),
+        moe_intermediate_size=_expert_width(metadata),
+        moe_layer_start_index=metadata.integer("leading_dense_block_count", 0),
+        moe_layer_interval=metadata.integer("interleave_moe_layer_step", 1),
+    )
+
+
+def _hunyuan_moe(metadata: Metadata) -> dict[str, Any]:
+    return llama_like(
+        metadata,
+        "HunYuanMoEV1ForCausalLM",
+        "hunyuan_v1_moe",
+        num_experts=metadata.integer("expert_count"),
+        moe_topk=metadata.integer("expert_used_count"),
+    )
+
+
+def _minimax_m2(metadata: Metadata) -> dict[str, Any]:
+    _require_sigmoid(metadata)
+    return llama_like(
+        metadata,
+        "MiniMaxM2ForCausalLM",
+        "minimax_m2",
+        intermediate_size=_expert_width(metadata),
+        num_local_experts=metadata.integer("expert_count"),
+        num_experts_per_tok=metadata.integer("expert_used_count"),
+    )
+
+
 def _gpt_oss(metadata: Metadata) -> dict[str, Any]:
     config = llama_like(
         metadata,
@@ -133,9 +215,7 @@ def _granitemoe(metadata: Metadata) -> dict[str, Any]:
 
 
 def _lfm2moe(metadata: Metadata) -> dict[str, Any]:
-    scoring = metadata.integer("expert_gating_func", SIGMOID)
-    if scoring != SIGMOID:
-        raise metadata.error(f"expert_gating_func {scoring} is not supported; supported: 2 (sigmoid)")
+    _require_sigmoid(metadata)
     return {
         **lfm2(metadata, "Lfm2MoeForCausalLM", "lfm2_moe"),
         **_routing(metadata, normalizes=True),
@@ -266,12 +346,18 @@ def _qwen35moe(metadata: Metadata) -> dict[str, Any]:
 BUILDERS: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "dbrx": _dbrx,
     "deepseek2": _deepseek2,
+    "dots1": _dots1,
+    "ernie4_5-moe": _ernie4_5_moe,
+    "exaone-moe": _exaone_moe,
+    "glm4moe": _glm4moe,
     "gpt-oss": _gpt_oss,
     "granitehybrid": _granitehybrid,
     "granitemoe": _granitemoe,
+    "hunyuan-moe": _hunyuan_moe,
     "jamba": _jamba,
     "lfm2moe": _lfm2moe,
     "llama": _llama,  # Mixtral, where there are experts
+    "minimax-m2": _minimax_m2,
     "nemotron_h_moe": _nemotron_h_moe,
     "olmoe": _olmoe,
     "phimoe": _phimoe,

@@ -78,6 +78,15 @@ def _gemma(metadata: Metadata) -> dict[str, Any]:
     return llama_like(metadata, "GemmaForCausalLM", "gemma", hidden_act="gelu_pytorch_tanh")
 
 
+def _mistral3(metadata: Metadata) -> dict[str, Any]:
+    """Mistral Small 3 and Ministral 3, whose queries grow with their positions."""
+    strength = metadata.number("attention.temperature_scale", 0.0)
+    if not strength:
+        return llama_like(metadata, "MistralForCausalLM", "mistral", sliding_window=None)
+    config = llama_like(metadata, "Ministral3ForCausalLM", "ministral3", sliding_window=None)
+    return {**config, "rope_parameters": {**config["rope_parameters"], "llama_4_scaling_beta": strength}}
+
+
 def _newer_gemma(metadata: Metadata, class_name: str, model_type: str) -> dict[str, Any]:
     config = llama_like(metadata, class_name, model_type)
     is_largest = config["num_hidden_layers"] == GEMMA_LARGEST_LAYERS[metadata.architecture]
@@ -267,6 +276,7 @@ BUILDERS: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "lfm2": lfm2,
     "mamba": _mamba,
     "mamba2": _mamba2,
+    "mistral3": _mistral3,
     "nemotron_h": nemotron_h,
     "olmo2": _olmo2,
     "phi3": _phi3,

@@ -77,6 +77,7 @@ ARCHITECTURE_NAMES = {
     "falcon-h1": {"mlp_norm.weight": "ffn_norm"},
     "nemotron_h": {"mlp_norm": "attn_norm"},
     "nemotron_h_moe": {"mlp_norm": "attn_norm"},
+    "glm4moe": {"mlp_norm": "post_attention_norm"},
     "gpt-oss": {"mlp_norm": "post_attention_norm"},
     "qwen35": {"mlp_norm": "post_attention_norm"},
     "qwen35moe": {"mlp_norm": "post_attention_norm"},
