@@ -34,6 +34,9 @@ pub(super) struct GatedDeltaParts<'py> {
     norm: View<'py, f32, 1>,
     eps: f32,
     strength: f32,
+    decay_floor: Option<f32>,
+    has_sigmoid_gates: bool,
+    is_apart: bool,
 }
 
 impl GatedDeltaParts<'_> {
@@ -48,6 +51,9 @@ impl GatedDeltaParts<'_> {
             norm: self.norm.elements("norm")?,
             eps: self.eps,
             strength: self.strength,
+            decay_floor: self.decay_floor,
+            has_sigmoid_gates: self.has_sigmoid_gates,
+            is_apart: self.is_apart,
         };
         GatedDelta::new(&parts).map_err(PyValueError::new_err)
     }

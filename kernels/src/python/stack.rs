@@ -33,6 +33,7 @@ impl<'py> FromPyObject<'_, 'py> for Register {
             "gates" => Register::Gates,
             "mixed" => Register::Mixed,
             "rates" => Register::Rates,
+            "decays" => Register::Decays,
             "latents" => Register::Latents,
             "query_latent" => Register::QueryLatent,
             "queries" => Register::Queries,

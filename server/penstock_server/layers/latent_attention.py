@@ -38,7 +38,7 @@ class LatentAttentionSpec:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
-    rope: RopeSpec  # rope of the rotated part; `interleaved` as DeepSeek stores it
+    rope: RopeSpec | None  # rope of the rotated part; `interleaved` as DeepSeek stores it; None: it is not rotated
     q_lora_rank: int | None = None  # None: queries are projected directly
     norm_eps: float = 1e-6  # epsilon of the latents' norms; transformers has no setting for it
     has_bias: bool = False  # for the projections from and to the hidden dimension, except the direct one of queries
@@ -137,7 +137,7 @@ class LatentAttentionBlock:
         loader, ops = context.loader, context.ops
         heads = context.shard.heads(spec.num_heads, spec.num_kv_heads).heads
         shape = spec.attention_shape(heads.mine, context.block_tokens)
-        cos, sin = context.rope(spec.rope)
+        cos, sin = context.rope(spec.rope or RopeSpec("none", 1.0, spec.qk_rope_head_dim))
         norm = NormSpec("rms", spec.norm_eps)
         has_query_latent = spec.q_lora_rank is not None
         down_names = [*([f"{prefix}.q_a"] if has_query_latent else []), f"{prefix}.kv_a"]
@@ -202,4 +202,4 @@ def _rope_order(spec: LatentAttentionSpec, device: torch.device) -> Tensor:
     """Interleaved pairs → halves, as `Ops.rotate` takes them. Products of queries and keys do not change if both are
     reordered."""
     order = torch.arange(spec.qk_rope_head_dim, device=device)
-    return torch.cat([order[0::2], order[1::2]]) if spec.rope.interleaved else order
+    return torch.cat([order[0::2], order[1::2]]) if spec.rope is not None and spec.rope.interleaved else order

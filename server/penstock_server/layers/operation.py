@@ -30,14 +30,15 @@ Register = Literal[
     "qkv",  # queries, keys and values; of attention over a source: queries
     "attended",
     "gated_qkv",  # queries, keys and values, and a gate for each element of "attended"
-    "gates",  # these gates
+    "gates",  # these gates, or those of a layer that keeps a state, if they are computed apart
     "mixed",  # input of a layer that keeps a state
     "rates",  # its numbers for each head
+    "decays",  # its decays, if these are computed apart
     "latents",  # what all heads of latent attention share, before it is normed and rotated
     "query_latent",  # normed
     "queries",  # queries of latent attention: the plain parts of all heads, then their rotated parts
     "values",  # values of all heads, of what latent attention attended to
-    "inner",  # the MLP's first product
+    "inner",  # the first product of an MLP or of a projection of low rank
     "activated",
     "projected",  # what attention or MLP add to the residual
     "sum",  # what the MLP adds to it besides

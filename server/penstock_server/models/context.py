@@ -36,8 +36,9 @@ DEFAULT_TOKENS = {
         131072: (
             "cwm ernie4_5 gemma3_text glm glm4 gpt_oss llama4_text ministral mistral mixtral mllama_text_model phimoe"
         ),
-        262144: "bamba",
+        262144: "bamba bailing_hybrid",
         524288: "seed_oss",
+        1048576: "kimi_linear",
     }.items()
     for model_type in model_types.split()
 }

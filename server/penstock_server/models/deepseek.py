@@ -8,13 +8,13 @@ from typing import Any
 
 from penstock_server.layers.experts import MoeSpec, RoutingSpec
 from penstock_server.layers.latent_attention import LatentAttentionSpec
-from penstock_server.layers.mlp import MlpSpec
-from penstock_server.layers.rope import yarn_magnitude
+from penstock_server.layers.rope import RopeSpec, yarn_magnitude
 from penstock_server.models import llama, moe
 from penstock_server.models.config import Config
 from penstock_server.models.context import rope_parameters
 from penstock_server.models.rope_config import read_rope
 from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap
+from penstock_server.weights.location import Location
 
 ATTENTION = "model.layers.{i}.self_attn"
 EXPERT_NAMES = moe.with_experts(
@@ -26,18 +26,24 @@ EXPERT_NAMES = moe.with_experts(
         "shared.down": f"{moe.MLP}.shared_experts.down_proj",
     }
 )
-NAMES = EXPERT_NAMES | {
+ATTENTION_NAMES: dict[str, str | Location] = {
     "layers.{i}.attention.q_a": f"{ATTENTION}.q_a_proj",
     "layers.{i}.attention.q_norm": f"{ATTENTION}.q_a_layernorm",
     "layers.{i}.attention.q_b": f"{ATTENTION}.q_b_proj",
     "layers.{i}.attention.kv_a": f"{ATTENTION}.kv_a_proj_with_mqa",
     "layers.{i}.attention.kv_norm": f"{ATTENTION}.kv_a_layernorm",
     "layers.{i}.attention.kv_b": f"{ATTENTION}.kv_b_proj",
-    "layers.{i}.mtp.token_norm": "model.layers.{i}.enorm",
-    "layers.{i}.mtp.hidden_norm": "model.layers.{i}.hnorm",
-    "layers.{i}.mtp.project": "model.layers.{i}.eh_proj",
-    "layers.{i}.mtp.norm": "model.layers.{i}.shared_head.norm",
 }
+NAMES = (
+    EXPERT_NAMES
+    | ATTENTION_NAMES
+    | {
+        "layers.{i}.mtp.token_norm": "model.layers.{i}.enorm",
+        "layers.{i}.mtp.hidden_norm": "model.layers.{i}.hnorm",
+        "layers.{i}.mtp.project": "model.layers.{i}.eh_proj",
+        "layers.{i}.mtp.norm": "model.layers.{i}.shared_head.norm",
+    }
+)
 
 
 # Values of keys that a configuration leaves out.
@@ -136,12 +142,11 @@ def _with_groups(config: Config, routing: RoutingSpec) -> RoutingSpec:
 
 
 def _model(config: Config, architecture: str, routing: RoutingSpec) -> tuple[ModelSpec, NameMap]:
-    attention, norm, activation = _attention(config), llama.rms_norm(config), config.activation()
-    width, bias = config.require("moe_intermediate_size", int), config.get("mlp_bias", False)
-    if bias:
+    if config.get("mlp_bias", False):
         raise config.refuse("mlp_bias is not supported for experts; it must be false")
-    experts = MoeSpec(routing, width, activation, shared_intermediate_size=width * config.get("n_shared_experts", 0))
-    dense = MlpSpec(config.require("intermediate_size", int), activation)
+    rope = read_rope(config, config.require("qk_rope_head_dim", int), interleaved=config.get("rope_interleave", True))
+    attention, norm = latent_attention(config, rope), llama.rms_norm(config)
+    dense, experts = llama.llama_mlp(config), with_shared_experts(config, routing)
     num_dense = config.get("first_k_dense_replace", 0)
     num_layers, num_mtp = llama.num_layers(config), config.get("num_nextn_predict_layers", 0)
     layers = tuple(
@@ -154,18 +159,22 @@ def _model(config: Config, architecture: str, routing: RoutingSpec) -> tuple[Mod
     return replace(spec, mtp=layers[num_layers] if num_mtp else None), names
 
 
-def _attention(config: Config) -> LatentAttentionSpec:
-    rope_dim = config.require("qk_rope_head_dim", int)
-    rope = read_rope(config, rope_dim, interleaved=config.get("rope_interleave", True))
+def with_shared_experts(config: Config, routing: RoutingSpec) -> MoeSpec:
+    width = config.require("moe_intermediate_size", int)
+    shared = width * config.get("n_shared_experts", 0)
+    return MoeSpec(routing, width, config.activation(), shared_intermediate_size=shared)
+
+
+def latent_attention(config: Config, rope: RopeSpec | None) -> LatentAttentionSpec:
     mscale = rope_parameters(config).get("mscale_all_dim", 0.0)
     return LatentAttentionSpec(
         num_heads=config.require("num_attention_heads", int),
         kv_lora_rank=config.require("kv_lora_rank", int),
         qk_nope_head_dim=config.require("qk_nope_head_dim", int),
-        qk_rope_head_dim=rope_dim,
+        qk_rope_head_dim=config.require("qk_rope_head_dim", int),
         v_head_dim=config.require("v_head_dim", int),
         rope=rope,
         q_lora_rank=config.optional_int("q_lora_rank"),
         has_bias=config.get("attention_bias", False),
-        mscale=1.0 if rope.kind == "default" else yarn_magnitude(rope.factor, mscale),
+        mscale=yarn_magnitude(rope.factor, mscale) if rope is not None and rope.kind != "default" else 1.0,
     )

@@ -94,7 +94,7 @@ class Case:
     @property
     def keeps_state(self) -> bool:
         """Whether some layers keep a state between tokens instead of keys and values."""
-        keys = ("linear_num_key_heads", "mamba_n_heads", "state_size", "ssm_state_size")
+        keys = ("linear_num_key_heads", "linear_num_heads", "mamba_n_heads", "state_size", "ssm_state_size")
         return any(key in self.values for key in keys) or self.config.startswith("Lfm2")
 
     @property
@@ -138,6 +138,11 @@ DEEPSEEK: dict[str, Any] = {
     "topk_group": 2,
     "num_experts_per_tok": 3,
     "n_shared_experts": 2,
+}
+KDA_EXPERTS: dict[str, Any] = {
+    **{key: value for key, value in DEEPSEEK.items() if key not in ("n_routed_experts", "first_k_dense_replace")},
+    "num_local_experts": 8,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
 }
 # Three heads for each key head; heads of attention get 16 elements, of which 4 are rotated. Some outputs of random
 # states are almost zero, and with a small epsilon their norm makes rounding to bfloat16 as large as the logits.
@@ -526,6 +531,15 @@ CASES: dict[str, Case] = {
         "DeepseekV3Config",
         {**DEEPSEEK, "n_group": 1, "topk_group": 1, "q_lora_rank": 24, **DEEPSEEK_YARN},
         published=KIMI_K2,
+    ),
+    "kimi-linear": Case(
+        "KimiLinearConfig",
+        {
+            **KDA_EXPERTS,
+            "linear_num_heads": 6,
+            "linear_head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
     ),
     "internlm2": Case("LlamaConfig", published=INTERNLM2),
     "internlm2-biases": Case("LlamaConfig", {"attention_bias": True}, published=INTERNLM2_BIAS),

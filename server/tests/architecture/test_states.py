@@ -37,6 +37,7 @@ NAMES = [
     "falcon-h1-norm",
     "granitemoehybrid",
     "granitemoehybrid-dense",
+    "kimi-linear",
     "lfm2",
     "lfm2-biases",
     "lfm2-moe",
