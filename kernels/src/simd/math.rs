@@ -95,7 +95,7 @@ impl F32 {
         F32::splat(1.0) / (F32::splat(1.0) + power.exp2())
     }
 
-    /// ln(1 + e^x), to about 3e-7 of the result
+    /// ln(1 + e^x)
     #[inline(always)]
     pub(crate) fn softplus(self) -> F32 {
         let zero = F32::splat(0.0);

@@ -15,13 +15,21 @@ import torch
 from torch import Tensor
 
 from penstock_server.device.attention.interface import Attention, AttentionShape
-from penstock_server.device.ops import PackedLinear
+from penstock_server.device.ops import Elementwise, PackedLinear
 from penstock_server.errors import ConfigError
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.head_linear import HeadLinear
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.norm import NormSpec, load_norm
-from penstock_server.layers.operation import AttendLatents, LatentOperands, Multiply, NormLatents, Program, Register
+from penstock_server.layers.operation import (
+    AttendLatents,
+    Gate,
+    LatentOperands,
+    Multiply,
+    NormLatents,
+    Program,
+    Register,
+)
 from penstock_server.layers.rope import RopeSpec
 from penstock_server.layers.row_parallel import RowParallelLinear
 from penstock_server.layers.shard import Shard
@@ -43,6 +51,7 @@ class LatentAttentionSpec:
     norm_eps: float = 1e-6  # epsilon of the latents' norms; transformers has no setting for it
     has_bias: bool = False  # for the projections from and to the hidden dimension, except the direct one of queries
     mscale: float = 1.0  # its square is a factor of the softmax scale: yarn's magnitude for `mscale_all_dim`
+    has_gates: bool = False  # the output of each head is multiplied by the sigmoid of a gate
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
@@ -93,6 +102,7 @@ class LatentAttentionBlock:
     latents: LatentOperands
     output: RowParallelLinear
     sites: tuple[int | None, int | None]  # adapter sites of `down` and of `queries`
+    gates: HeadGates | None
 
     @property
     def attention(self) -> Attention:
@@ -100,8 +110,8 @@ class LatentAttentionBlock:
 
     @staticmethod
     def parameters(spec: LatentAttentionSpec, prefix: str, layout: WeightLayout) -> dict[str, Parameter]:
-        """`{q_a,q_norm,q_b}` or `q`, `{kv_a,kv_norm,kv_b}`, `output`. The heads of q, q_b, kv_b and output are
-        split."""
+        """`{q_a,q_norm,q_b}` or `q`, `{kv_a,kv_norm,kv_b}`, `gates`, `output`. The heads of q, q_b, kv_b, gates and
+        output are split."""
         shard = layout.shard
         hidden_size, mine = shard.hidden_size, shard.heads(spec.num_heads, spec.num_kv_heads).mine
 
@@ -117,6 +127,8 @@ class LatentAttentionBlock:
         table |= layout.linear(f"{prefix}.kv_b", expansion, part=by_heads(kv_dim), is_dense=True)
         columns = by_heads(spec.v_head_dim).range
         table |= layout.into_hidden(f"{prefix}.output", spec.num_heads * spec.v_head_dim, columns, bias=spec.has_bias)
+        if spec.has_gates:
+            table |= layout.linear(f"{prefix}.gates", (spec.num_heads, hidden_size), part=by_heads(1))
         if spec.q_lora_rank is None:
             return table | reordered(f"{prefix}.q", (num_queries, hidden_size), part=by_heads(spec.query_dim))
         table |= down(f"{prefix}.q_a", (spec.q_lora_rank, hidden_size))
@@ -172,6 +184,7 @@ class LatentAttentionBlock:
             latents=latents,
             output=RowParallelLinear.load(f"{prefix}.output", heads.widths(spec.v_head_dim), context),
             sites=sites,
+            gates=HeadGates.load(f"{prefix}.gates", context) if spec.has_gates else None,
         )
 
     def append_to(self, program: Program, source: Register) -> Register:
@@ -181,7 +194,24 @@ class LatentAttentionBlock:
         program.append(NormLatents("latents", "query_latent", self.latents))
         program.append(Multiply("query_latent" if has_query_latent else source, "queries", self.queries, self.sites[1]))
         program.append(AttendLatents("queries", "values", self.latents))
+        if self.gates is not None:
+            heads = self.latents.attention.shape.num_heads, self.spec.v_head_dim
+            program.append(Multiply(source, "gates", self.gates.linear, self.gates.site))
+            program.append(Gate("gates", "values", self.gates.sigmoid, heads))
         return "values"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadGates:
+    """A gate for the output of each head."""
+
+    linear: PackedLinear
+    sigmoid: Elementwise
+    site: int | None  # adapter site
+
+    @classmethod
+    def load(cls, name: str, context: BuildContext) -> HeadGates:
+        return cls(context.linear(name), context.ops.elementwise(torch.sigmoid), context.site(name))
 
 
 def _down_order(spec: LatentAttentionSpec, device: torch.device) -> Tensor:

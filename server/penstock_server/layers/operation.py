@@ -240,13 +240,20 @@ class Gate(Operation):
     """target *= function(source)"""
 
     function: Elementwise  # operator of `Ops.elementwise`
+    # Number and dimension of the target's heads, of which each has a gate; None: each column has one.
+    heads: tuple[int, int] | None = None
 
     @property
     def reads(self) -> tuple[Register, ...]:
         return self.source, self.target
 
     def width(self, widths: Widths) -> int:
-        _expect(self, widths, widths[self.target])
+        num_gates, dim = self.heads or (widths[self.target], 1)
+        _expect(self, widths, num_gates)
+        if num_gates * dim != widths[self.target]:
+            raise ValueError(
+                f"{num_gates} heads of {dim} columns are gated, but {self.target} has {widths[self.target]}"
+            )
         return widths[self.target]
 
 

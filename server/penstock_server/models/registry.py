@@ -9,6 +9,7 @@ from pathlib import Path
 from penstock_server.models import (
     apertus,
     baichuan,
+    bailing_hybrid,
     bamba,
     bart,
     bert,
@@ -66,6 +67,7 @@ ARCHITECTURES: dict[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
     "apertus": apertus.apertus,
     "arcee": llama.arcee,
     "baichuan": baichuan.baichuan,
+    "bailing_hybrid": bailing_hybrid.bailing_hybrid,
     "bamba": bamba.bamba,
     "bart": bart.bart,
     "bloom": bloom.bloom,

@@ -94,7 +94,14 @@ class Case:
     @property
     def keeps_state(self) -> bool:
         """Whether some layers keep a state between tokens instead of keys and values."""
-        keys = ("linear_num_key_heads", "linear_num_heads", "mamba_n_heads", "state_size", "ssm_state_size")
+        keys = (
+            "linear_num_key_heads",
+            "linear_num_heads",
+            "layer_group_size",
+            "mamba_n_heads",
+            "state_size",
+            "ssm_state_size",
+        )
         return any(key in self.values for key in keys) or self.config.startswith("Lfm2")
 
     @property
@@ -540,6 +547,13 @@ CASES: dict[str, Case] = {
             "linear_head_dim": 16,
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         },
+    ),
+    "bailing-hybrid": Case(
+        "BailingHybridConfig",
+        {**KDA_EXPERTS, "head_dim": 16, "short_conv_kernel_size": 3, "layer_group_size": 2, "num_mtp_layers": 0},
+    ),
+    "bailing-hybrid-no-limit": Case(
+        "BailingHybridConfig", {**KDA_EXPERTS, "head_dim": 16, "layer_group_size": 2, "kda_safe_gate": False}
     ),
     "internlm2": Case("LlamaConfig", published=INTERNLM2),
     "internlm2-biases": Case("LlamaConfig", {"attention_bias": True}, published=INTERNLM2_BIAS),

@@ -32,6 +32,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCK_TOKENS = 16
 CPU = torch.device("cpu")
 NAMES = [
+    "bailing-hybrid",
+    "bailing-hybrid-no-limit",
     "bamba",
     "falcon-h1",
     "falcon-h1-norm",
