@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from penstock_server.device.attention.interface import Attention, AttentionShape
-from penstock_server.device.ops import Elementwise, PackedLinear
+from penstock_server.device.ops import PackedLinear
 from penstock_server.errors import ConfigError
 from penstock_server.layers.context import BuildContext
+from penstock_server.layers.gates import Gates
 from penstock_server.layers.head_linear import HeadLinear
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.norm import NormSpec, load_norm
 from penstock_server.layers.operation import (
     AttendLatents,
-    Gate,
     LatentOperands,
     Multiply,
     NormLatents,
@@ -102,7 +102,7 @@ class LatentAttentionBlock:
     latents: LatentOperands
     output: RowParallelLinear
     sites: tuple[int | None, int | None]  # adapter sites of `down` and of `queries`
-    gates: HeadGates | None
+    gates: Gates | None
 
     @property
     def attention(self) -> Attention:
@@ -184,7 +184,7 @@ class LatentAttentionBlock:
             latents=latents,
             output=RowParallelLinear.load(f"{prefix}.output", heads.widths(spec.v_head_dim), context),
             sites=sites,
-            gates=HeadGates.load(f"{prefix}.gates", context) if spec.has_gates else None,
+            gates=Gates.load(f"{prefix}.gates", context) if spec.has_gates else None,
         )
 
     def append_to(self, program: Program, source: Register) -> Register:
@@ -196,22 +196,8 @@ class LatentAttentionBlock:
         program.append(AttendLatents("queries", "values", self.latents))
         if self.gates is not None:
             heads = self.latents.attention.shape.num_heads, self.spec.v_head_dim
-            program.append(Multiply(source, "gates", self.gates.linear, self.gates.site))
-            program.append(Gate("gates", "values", self.gates.sigmoid, heads))
+            self.gates.append_to(program, source, "values", heads)
         return "values"
-
-
-@dataclass(frozen=True, slots=True)
-class HeadGates:
-    """A gate for the output of each head."""
-
-    linear: PackedLinear
-    sigmoid: Elementwise
-    site: int | None  # adapter site
-
-    @classmethod
-    def load(cls, name: str, context: BuildContext) -> HeadGates:
-        return cls(context.linear(name), context.ops.elementwise(torch.sigmoid), context.site(name))
 
 
 def _down_order(spec: LatentAttentionSpec, device: torch.device) -> Tensor:

@@ -34,7 +34,8 @@ DEFAULT_TOKENS = {
         65536: "apertus olmo_hybrid",
         128000: "lfm2 lfm2_moe",
         131072: (
-            "cwm ernie4_5 gemma3_text glm glm4 gpt_oss llama4_text ministral mistral mixtral mllama_text_model phimoe"
+            "cwm ernie4_5 gemma3_text glm glm4 gpt_oss llama4_text minimax ministral mistral mixtral mllama_text_model "
+            "phimoe"
         ),
         262144: "bamba bailing_hybrid",
         524288: "seed_oss",

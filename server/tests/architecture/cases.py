@@ -101,6 +101,7 @@ class Case:
             "mamba_n_heads",
             "state_size",
             "ssm_state_size",
+            "linear_attn_alpha_factor",
         )
         return any(key in self.values for key in keys) or self.config.startswith("Lfm2")
 
@@ -554,6 +555,19 @@ CASES: dict[str, Case] = {
     ),
     "bailing-hybrid-no-limit": Case(
         "BailingHybridConfig", {**KDA_EXPERTS, "head_dim": 16, "layer_group_size": 2, "kda_safe_gate": False}
+    ),
+    "minimax": Case(
+        "MiniMaxConfig",
+        {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_attn_alpha_factor": 1.5,
+            "linear_attn_beta_factor": 0.8,
+            "full_attn_alpha_factor": 1.3,
+            "mlp_alpha_factor": 2.0,
+            "mlp_beta_factor": 0.7,
+        },
     ),
     "internlm2": Case("LlamaConfig", published=INTERNLM2),
     "internlm2-biases": Case("LlamaConfig", {"attention_bias": True}, published=INTERNLM2_BIAS),

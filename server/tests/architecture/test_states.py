@@ -44,6 +44,7 @@ NAMES = [
     "lfm2-biases",
     "lfm2-moe",
     "mamba2",
+    "minimax",
     "nemotron-h",
     "olmo-hybrid",
     "olmo-hybrid-no-rope",
