@@ -231,7 +231,8 @@ impl GatedDelta {
                     weights.keys[index] = self.dot(kept_key(within), key);
                     weights.queries[index] = self.dot(query, key);
                 }
-                readers = [&raw const (*decayed.as_ptr()).key, &raw const (*decayed.as_ptr()).query].map(<*const _>::cast);
+                readers =
+                    [&raw const (*decayed.as_ptr()).key, &raw const (*decayed.as_ptr()).query].map(<*const _>::cast);
             }
             let of_head = head * self.key_dim * dim;
             let old = row.state().map(|state| state.add(of_head));

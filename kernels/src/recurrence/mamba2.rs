@@ -147,9 +147,10 @@ impl Mamba2 {
             dt_factor: of.dt_factor,
             has_gates: of.has_gates,
             has_dt: of.has_dt,
-            input_widths: [
-                values + 2 * keys + if of.has_gates { values } else { 0 } + if of.has_dt { num_heads } else { 0 }
-            ],
+            input_widths: [values
+                + 2 * keys
+                + if of.has_gates { values } else { 0 }
+                + if of.has_dt { num_heads } else { 0 }],
         })
     }
 

@@ -149,6 +149,7 @@ DEEPSEEK: dict[str, Any] = {
 }
 KDA_EXPERTS: dict[str, Any] = {
     **{key: value for key, value in DEEPSEEK.items() if key not in ("n_routed_experts", "first_k_dense_replace")},
+    "qk_rope_head_dim": 16,  # so that native kernels need not pad the latents
     "num_local_experts": 8,
     "mlp_layer_types": ["dense", "sparse", "sparse"],
 }

@@ -80,11 +80,8 @@ fn advance(
     };
     let rows = inputs.iter().zip(&net.input_widths).map(|(input, width)| Source::new(input[first * width..].as_ptr()));
     let rows: Vec<_> = rows.collect();
-    let operands = Operands {
-        inputs: &rows,
-        slots: Target::new(slots.as_mut_ptr()),
-        output: Target::new(output.as_mut_ptr()),
-    };
+    let operands =
+        Operands { inputs: &rows, slots: Target::new(slots.as_mut_ptr()), output: Target::new(output.as_mut_ptr()) };
     let net: &dyn Recurrence = net;
     // SAFETY: the vectors have the sizes said.
     unsafe { net.run(pool, &sequences, &operands) };
