@@ -37,7 +37,7 @@ class Mamba2Spec:
     num_groups: int
     head_dim: int
     state_dim: int
-    conv_width: int  # rows that the convolution mixes; 0: there is none
+    conv_width: int  # rows that the convolution mixes; 0, if decays are constant: there is none
     norm_eps: float | None  # epsilon of the norm of each group's gated outputs; None: there is no norm
     dt_limits: tuple[float, float] = (0.0, float("inf"))
     has_conv_bias: bool = True
@@ -63,9 +63,9 @@ class Mamba2Spec:
                     f"config.json: the {name} dimension of Mamba 2 must be a multiple of {_DIM_MULTIPLE} up to "
                     f"{_MAX_DIM}, not {dim}"
                 )
-        if not 0 <= self.conv_width <= CHUNK_TOKENS:
+        if not (self.conv_width == 0 and self.decay) and not 0 < self.conv_width <= CHUNK_TOKENS:
             raise ConfigError(
-                f"config.json: the convolution of Mamba 2 must be from 0 to {CHUNK_TOKENS} wide, not {self.conv_width}"
+                f"config.json: the convolution of Mamba 2 must be from 1 to {CHUNK_TOKENS} wide, not {self.conv_width}"
             )
 
     def heads(self, shard: Shard) -> HeadSplit:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # which all heads share.
 WHOLE = (
     r"(.*norm.*|(encoder\.)?positions\.weight|project_(in|out)\.weight|.*\.(router|alpha_[pn]).*|"
-    r".*\.(q_a|kv_a|shared_gate)\..*)"
+    r".*\.(q_a|kv_a|shared_gate|down)\..*)"
 )
 KV = r".*\.(attention|beside)\.((k|v)(_norm)?|net\.(conv\.)?(q|k|b|c))\.(weight|bias)"
 
