@@ -8,13 +8,14 @@ from typing import Any
 from penstock_server.layers.gated_delta import GatedDeltaSpec
 from penstock_server.models import deepseek, llama
 from penstock_server.models.config import Config
-from penstock_server.models.kimi_linear import KINDS, NET, SPELLINGS, layers_of, net_names
+from penstock_server.models.kimi_linear import KINDS, NET, layers_of, net_names, with_defaults
 from penstock_server.models.rope_config import read_rope
 from penstock_server.models.spec import ModelSpec, NameMap
 
 ATTENTION = "model.layers.{i}.attention"
 DEFAULTS: dict[str, Any] = {
     **deepseek.V3_DEFAULTS,
+    "max_position_embeddings": 1 << 18,
     "n_routed_experts": 512,
     "moe_intermediate_size": 768,
     "first_k_dense_replace": 2,
@@ -23,7 +24,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def bailing_hybrid(config: Config) -> tuple[ModelSpec, NameMap]:
-    config = config.renamed(**SPELLINGS).with_defaults(**DEFAULTS)
+    config = with_defaults(config, DEFAULTS)
     config = config.part({**config.values, "q_lora_rank": None})  # transformers has no key for it
     num, group = llama.num_layers(config), config.get("layer_group_size", 6)
     if group < 1:

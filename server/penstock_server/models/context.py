@@ -37,9 +37,8 @@ DEFAULT_TOKENS = {
             "cwm ernie4_5 gemma3_text glm glm4 gpt_oss llama4_text minimax ministral mistral mixtral mllama_text_model "
             "phimoe"
         ),
-        262144: "bamba bailing_hybrid",
+        262144: "bamba",
         524288: "seed_oss",
-        1048576: "kimi_linear",
     }.items()
     for model_type in model_types.split()
 }

@@ -30,6 +30,7 @@ SPELLINGS = {
 }
 DEFAULTS: dict[str, Any] = {
     **deepseek.V3_DEFAULTS,
+    "max_position_embeddings": 1 << 20,
     "q_lora_rank": None,
     "n_routed_experts": 256,
     "moe_intermediate_size": 1024,
@@ -42,7 +43,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def kimi_linear(config: Config) -> tuple[ModelSpec, NameMap]:
-    config = config.renamed(**SPELLINGS).with_defaults(**DEFAULTS)
+    config = with_defaults(config, DEFAULTS)
     linear = config.part(config.values.get("linear_attn_config") or {})
     num = llama.num_layers(config)
     default = [KINDS[index > 0 and index % 4 == 0] for index in range(num)]
@@ -63,6 +64,11 @@ def kimi_linear(config: Config) -> tuple[ModelSpec, NameMap]:
     )
     layers = layers_of(config, net, deepseek.latent_attention(config, None), config.layer_types(default, KINDS))
     return llama.llama_model(config, "kimi_linear", layers), NAMES
+
+
+def with_defaults(config: Config, defaults: dict[str, Any]) -> Config:
+    """In the keys of DeepSeek V3."""
+    return config.renamed(**SPELLINGS).renamed(n_routed_experts="num_local_experts").with_defaults(**defaults)
 
 
 def layers_of(

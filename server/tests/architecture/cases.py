@@ -150,6 +150,7 @@ DEEPSEEK: dict[str, Any] = {
 KDA_EXPERTS: dict[str, Any] = {
     **{key: value for key, value in DEEPSEEK.items() if key not in ("n_routed_experts", "first_k_dense_replace")},
     "qk_rope_head_dim": 16,  # so that native kernels need not pad the latents
+    "rms_norm_eps": 0.1,  # as for DELTA
     "num_local_experts": 8,
     "mlp_layer_types": ["dense", "sparse", "sparse"],
 }

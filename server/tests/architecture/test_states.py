@@ -244,11 +244,11 @@ def test_published_configurations_of_kimi_linear_describe_the_same_model() -> No
     case = CASES["kimi-linear"]
     own = ("linear_num_heads", "linear_head_dim", "layer_types", "mlp_layer_types")
     values = {**case.sizes, **case.values}
-    values["num_experts"] = values.pop("num_local_experts")  # as transformers saves it
     old = {key: value for key, value in values.items() if key not in own}
     for ours, theirs in kimi_linear.SPELLINGS.items():
         if ours in old:
             old[theirs] = old.pop(ours)
+    old["num_experts"] = old.pop("num_local_experts")
     net = {"num_heads": 6, "head_dim": 16, "short_conv_kernel_size": 4, "full_attn_layers": [2], "kda_layers": [1, 3]}
     built = [
         kimi_linear.kimi_linear(Config(each, Path("config.json")))
