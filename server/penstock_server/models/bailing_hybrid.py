@@ -13,6 +13,7 @@ from penstock_server.models.rope_config import read_rope
 from penstock_server.models.spec import ModelSpec, NameMap
 
 ATTENTION = "model.layers.{i}.attention"
+MODULE = "model.layers.{i}.self_attn"
 DEFAULTS: dict[str, Any] = {
     **deepseek.V3_DEFAULTS,
     "max_position_embeddings": 1 << 18,
@@ -53,7 +54,7 @@ def bailing_hybrid(config: Config) -> tuple[ModelSpec, NameMap]:
     return spec, replace(NAMES, ignored=(*NAMES.ignored, *ignored))
 
 
-NAMES = (
+PUBLISHED = (
     deepseek.EXPERT_NAMES
     | {ours: str(theirs).replace("self_attn", "attention") for ours, theirs in deepseek.ATTENTION_NAMES.items()}
     | net_names(ATTENTION)
@@ -68,3 +69,12 @@ NAMES = (
         "layers.{i}.mlp.router.correction": "model.layers.{i}.mlp.gate.expert_bias",
     }
 )
+# The modules of transformers, as adapters name them.
+MODULES = deepseek.NAMES | {
+    **net_names(MODULE),
+    "layers.{i}.attention.gates": f"{MODULE}.g_proj",
+    f"{NET}.a": f"{MODULE}.forget_gate.f_proj",
+    f"{NET}.z": f"{MODULE}.g_proj",
+    f"{NET}.output": f"{MODULE}.o_proj",
+}
+NAMES = replace(PUBLISHED, alternatives=(MODULES,))

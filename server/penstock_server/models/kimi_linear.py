@@ -96,7 +96,7 @@ def net_names(module: str) -> dict[str, str | Location]:
 
 
 ATTENTION = f"{LAYER}.self_attn"
-NAMES = replace(
+PUBLISHED = replace(
     moe.MIXTRAL_NAMES
     | deepseek.ATTENTION_NAMES
     | net_names(ATTENTION)
@@ -113,3 +113,10 @@ NAMES = replace(
     # COMPAT: transformers saves dense layers under the name of the others.
     others={f"layers.{{i}}.mlp.{name}": f"{moe.BLOCK}.{name}_proj" for name in MLP},
 )
+# The modules of transformers, as adapters name them.
+MODULES = PUBLISHED | {
+    f"{NET}.a.down": f"{ATTENTION}.forget_gate.f_a_proj",
+    f"{NET}.a": f"{ATTENTION}.forget_gate.f_b_proj",
+    **{f"layers.{{i}}.mlp.shared.{name}": f"{moe.MLP}.shared_experts.{name}_proj" for name in MLP},
+}
+NAMES = replace(PUBLISHED, alternatives=(MODULES,))

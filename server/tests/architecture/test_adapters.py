@@ -59,15 +59,17 @@ OFTEN = (
     "qwen3",
     "qwen3-5",
 )
-STATES = ("bamba", "lfm2", "qwen3-5")
+STATES = ("bailing-hybrid", "bamba", "kimi-linear", "lfm2", "minimax", "qwen3-5")
 BY_PEFT = [
     pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow)
     for name in (*SUPPORTED, *PADDED, *EXPERTS, *STATES)
     if CASES[name].published is None  # transformers does not have these layouts, so peft has no adapters for them
 ]
+MIXTURES = ("bailing", "dbrx", "deepseek", "gpt-oss", "kimi", "minimax", "mixtral")
 # Attention, dense layers, and experts that all tokens share.
 DENSE_PARTS = (
-    r".*(self_attn\.\w+_proj(_with_mqa)?|attn\.(Wqkv|out_proj)|shared_mlp\.\w+_linear|(mlp|shared_experts?)\.\w+_proj)"
+    r".*(self_attn\.(output_gate|(forget_gate\.)?\w+_proj(_with_mqa)?)|attn\.(Wqkv|out_proj)|shared_mlp\.\w+_linear|"
+    r"(mlp|shared_experts?)\.\w+_proj)"
 )
 ACCURATE = {"rtol": 2e-4, "atol": 2e-4}
 
@@ -96,7 +98,7 @@ def targets(name: str) -> dict[str, Any]:
     projections."""
     if name == "opt-350m":
         return {"target_modules": r".*layers.*(_proj|fc1|fc2)"}
-    is_mixture = "moe" in name or name.startswith(("dbrx", "deepseek", "gpt-oss", "mixtral"))
+    is_mixture = "moe" in name or name.startswith(MIXTURES)
     return {"target_modules": DENSE_PARTS} if is_mixture else {}
 
 
@@ -162,7 +164,9 @@ def test_logits_are_those_of_peft_and_neighbours_keep_their_bits(name: str, tmp_
     torch.testing.assert_close(together[0], reference(merged, texts()[0]), **ACCURATE)
 
 
-@pytest.mark.parametrize("name", ["bamba", "deepseek-v2", "falcon-40b", "gpt2", "lfm2", "llama", "phi3", "qwen3-5"])
+@pytest.mark.parametrize(
+    "name", ["bamba", "deepseek-v2", "falcon-40b", "gpt2", "kimi-linear", "lfm2", "llama", "minimax", "phi3", "qwen3-5"]
+)
 def test_two_ranks_compute_the_bits_of_one(name: str, tmp_path: Path) -> None:
     folder = save(name, widened(CASES[name]), tmp_path / "base")
     one, _ = make_adapter(tmp_path / "one", folder, 1, **targets(name))
