@@ -60,6 +60,7 @@ KIMI = {
     "n_group": 1,
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_heads": 4,
+    "pad_token_id": None,
     "linear_head_dim": 32,
 }
 KIMI_METADATA = {

@@ -31,7 +31,7 @@ def moe_parameters(spec: MoeSpec, prefix: str, layout: WeightLayout) -> dict[str
     router, routing = (num_experts, hidden_size), spec.routing
     table = layout.linear(f"{prefix}.router", router, bias=routing.has_bias, is_dense=routing.is_wide)
     if spec.routing.has_correction:
-        table[f"{prefix}.router.correction"] = Parameter((num_experts,))
+        table[f"{prefix}.router.correction"] = Parameter((num_experts,), dtype=torch.float32)
     for name, matrix in _matrices(spec, ExpertShard.of(spec, layout.shard)).items():
         name = f"{prefix}.experts.{name}"
         bias = matrix.bias.parameter() if matrix.bias is not None else None

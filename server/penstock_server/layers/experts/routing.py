@@ -27,7 +27,7 @@ class Router:
     def load(cls, spec: RoutingSpec, prefix: str, context: BuildContext) -> Router:
         correction = None
         if spec.has_correction:
-            correction = context.loader.read(f"{prefix}.correction", dtype=torch.float32)
+            correction = context.loader.read(f"{prefix}.correction")
         site = None
         if spec.is_wide:
             weight, bias = context.weights(prefix).dense()
