@@ -42,7 +42,7 @@ class GatedDelta:
     strength: float = 1.0  # the largest beta
     # The lowest logarithm of a decay: it is this times a sigmoid; None: softplus times the rate, without a limit.
     decay_floor: float | None = None
-    has_sigmoid_gates: bool = False  # of outputs; otherwise silu
+    has_sigmoid_gates: bool = False  # outputs are gated by sigmoids, otherwise by silu
     is_apart: bool = False  # decays and gates are inputs of their own, the third and the fourth
 
     @property

@@ -40,7 +40,7 @@ class GatedDeltaSpec:
     decays_elements: bool = False  # each element of a head's keys decays by itself (Kimi Linear)
     decay_floor: float | None = None  # see `GatedDelta`
     has_sigmoid_gates: bool = False
-    rank: int | None = None  # of the projections to decays and to output gates; None: they are not of low rank
+    rank: int | None = None  # the projections to decays and to output gates have it; None: they are not of low rank
     rope: ClassVar[None] = None
 
     def __post_init__(self) -> None:
@@ -211,7 +211,8 @@ class Projection:
         return cls(target, linears, tuple(context.site(*layer) for layer in layers))
 
     def append_to(self, program: Program, source: Register) -> None:
-        targets: list[Register] = [*["inner"] * (len(self.linears) - 1), self.target]
-        for linear, site, target in zip(self.linears, self.sites, targets, strict=True):
+        last = len(self.linears) - 1
+        for index, (linear, site) in enumerate(zip(self.linears, self.sites, strict=True)):
+            target: Register = self.target if index == last else "inner"
             program.append(Multiply(source, target, linear, site))
             source = target

@@ -101,7 +101,7 @@ class Mamba2Block:
     mixed: PackedLinear
     net: PackedRecurrence
     norm: NormHeads | None
-    gates: Gates | None  # of normed outputs
+    gates: Gates | None  # they gate normed outputs
     output: RowParallelLinear
     site: int | None  # adapter site of `mixed`
 

@@ -6,8 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from penstock_server.layers.experts import MoeSpec
 from penstock_server.layers.gated_delta import GatedDeltaSpec
 from penstock_server.layers.latent_attention import LatentAttentionSpec
+from penstock_server.layers.mlp import MlpSpec
 from penstock_server.models import deepseek, llama, moe
 from penstock_server.models.config import Config
 from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap
@@ -81,8 +83,8 @@ def layers_of(
     default = [MLP_KINDS[index >= num_dense] for index in range(len(kinds))]
     mlp_kinds = config.part({"layer_types": config.values.get("mlp_layer_types")}).layer_types(default, MLP_KINDS)
     experts = deepseek.with_shared_experts(config, deepseek.v3_routing(config))
-    parts = {"linear_attention": net, "full_attention": attention}
-    mlps = {"dense": llama.llama_mlp(config), "sparse": experts}
+    parts: dict[str, GatedDeltaSpec | LatentAttentionSpec] = {"linear_attention": net, "full_attention": attention}
+    mlps: dict[str, MlpSpec | MoeSpec] = {"dense": llama.llama_mlp(config), "sparse": experts}
     return tuple(
         LayerSpec(parts[kind], mlps[mlp], llama.rms_norm(config)) for kind, mlp in zip(kinds, mlp_kinds, strict=True)
     )

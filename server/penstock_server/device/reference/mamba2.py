@@ -16,7 +16,7 @@ def advance(net: Mamba2, inputs: list[Tensor], chunk: Chunk) -> Tensor:
     (mixed,) = inputs
     *_, gates, dt = mixed.split(net.widths, 1)
     given = mixed[:, net.columns]
-    if net.conv is not None:
+    if net.conv is not None and net.conv_bias is not None:
         rows[within:, : layout.inputs] = given
         given = chunk.convolved(net.conv) + net.conv_bias
     values, keys = net.widths[0], (len(net.columns) - net.widths[0]) // 2
