@@ -34,6 +34,9 @@ pub(super) struct GatedDeltaParts<'py> {
     norm: View<'py, f32, 1>,
     eps: f32,
     strength: f32,
+    decay_floor: Option<f32>,
+    has_sigmoid_gates: bool,
+    is_apart: bool,
 }
 
 impl GatedDeltaParts<'_> {
@@ -48,6 +51,9 @@ impl GatedDeltaParts<'_> {
             norm: self.norm.elements("norm")?,
             eps: self.eps,
             strength: self.strength,
+            decay_floor: self.decay_floor,
+            has_sigmoid_gates: self.has_sigmoid_gates,
+            is_apart: self.is_apart,
         };
         GatedDelta::new(&parts).map_err(PyValueError::new_err)
     }
@@ -102,14 +108,16 @@ pub(super) struct Mamba2Parts<'py> {
     block_heads: usize,
     state_dim: usize,
     head_dim: usize,
-    conv: View<'py, f32, 2>,
-    conv_bias: View<'py, f32, 1>,
+    conv: Option<View<'py, f32, 2>>,
+    conv_bias: Option<View<'py, f32, 1>>,
     decay: View<'py, f32, 1>,
     dt_bias: View<'py, f32, 1>,
     skip: View<'py, f32, 1>,
     dt_limits: (f32, f32),
     gate_factor: f32,
     dt_factor: f32,
+    has_gates: bool,
+    has_dt: bool,
 }
 
 impl Mamba2Parts<'_> {
@@ -119,14 +127,16 @@ impl Mamba2Parts<'_> {
             block_heads: self.block_heads,
             state_dim: self.state_dim,
             head_dim: self.head_dim,
-            conv: self.conv.elements("conv")?,
-            conv_bias: self.conv_bias.elements("conv_bias")?,
+            conv: self.conv.as_ref().map_or(Ok(&[][..]), |conv| conv.elements("conv"))?,
+            conv_bias: self.conv_bias.as_ref().map_or(Ok(&[][..]), |bias| bias.elements("conv_bias"))?,
             decay: self.decay.elements("decay")?,
             dt_bias: self.dt_bias.elements("dt_bias")?,
             skip: self.skip.elements("skip")?,
             dt_limits: self.dt_limits,
             gate_factor: self.gate_factor,
             dt_factor: self.dt_factor,
+            has_gates: self.has_gates,
+            has_dt: self.has_dt,
         };
         Mamba2::new(&parts).map_err(PyValueError::new_err)
     }

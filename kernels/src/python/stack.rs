@@ -35,6 +35,7 @@ impl<'py> FromPyObject<'_, 'py> for Register {
             "convolved" => Register::Convolved,
             "rates" => Register::Rates,
             "steps" => Register::Steps,
+            "decays" => Register::Decays,
             "latents" => Register::Latents,
             "query_latent" => Register::QueryLatent,
             "queries" => Register::Queries,

@@ -20,8 +20,8 @@ pub(crate) struct Mamba2 {
     block: usize,
     state_dim: usize,
     head_dim: usize,
-    /// Over x of all heads, B of all blocks, C of all blocks.
-    conv: Convolution,
+    /// Over x of all heads, B of all blocks, C of all blocks; None: there is none.
+    conv: Option<Convolution>,
     conv_bias: Vec<f32>,
     /// These have a number for each head.
     decay: Vec<f32>,
@@ -30,6 +30,10 @@ pub(crate) struct Mamba2 {
     dt_limits: (f32, f32),
     gate_factor: f32,
     dt_factor: f32,
+    /// Outputs are gated here.
+    has_gates: bool,
+    /// Otherwise it is 1.
+    has_dt: bool,
     /// Columns of "mixed": x, B and C of each group, gates, and dt of each head.
     input_widths: [usize; 1],
 }
@@ -40,6 +44,7 @@ pub(crate) struct Mamba2Parts<'a> {
     pub(crate) block_heads: usize,
     pub(crate) state_dim: usize,
     pub(crate) head_dim: usize,
+    /// Empty: there is no convolution.
     pub(crate) conv: &'a [f32],
     pub(crate) conv_bias: &'a [f32],
     pub(crate) decay: &'a [f32],
@@ -48,6 +53,8 @@ pub(crate) struct Mamba2Parts<'a> {
     pub(crate) dt_limits: (f32, f32),
     pub(crate) gate_factor: f32,
     pub(crate) dt_factor: f32,
+    pub(crate) has_gates: bool,
+    pub(crate) has_dt: bool,
 }
 
 impl Recurrence for Mamba2 {
@@ -69,7 +76,7 @@ impl Recurrence for Mamba2 {
 
     /// Inputs of the convolution, B of each block, u and decays.
     fn row_floats(&self) -> usize {
-        self.conv.channels + self.num_parts() * self.state_dim + self.value_width() + self.num_heads()
+        self.channels() + self.num_parts() * self.state_dim + self.value_width() + self.num_heads()
     }
 
     unsafe fn advance(&self, part: usize, row: &Row) {
@@ -81,7 +88,7 @@ impl Recurrence for Mamba2 {
         let mut scores = [0.0; CHUNK];
         // SAFETY: guaranteed by the caller.
         unsafe {
-            let kept_b = |position: usize| row.kept(position).add(self.conv.channels + place);
+            let kept_b = |position: usize| row.kept(position).add(self.channels() + place);
             self.convolve(row, of_b, self.value_width() + place, dim, kept_b(row.position));
             let of_c = of_b + self.num_groups * dim;
             self.convolve(row, of_c, self.value_width() + of_blocks + place, dim, c.as_mut_ptr());
@@ -115,8 +122,9 @@ impl Mamba2 {
         }
         let (values, keys, group) = (num_heads * of.head_dim, num_groups * of.state_dim, num_heads / num_groups);
         let channels = values + 2 * keys * group.div_ceil(block);
+        let conv = (!of.conv.is_empty()).then(|| Convolution::new(channels, of.conv)).transpose()?;
         for (name, given, wanted) in [
-            ("biases of the convolution", of.conv_bias.len(), channels),
+            ("biases of the convolution", of.conv_bias.len(), conv.as_ref().map_or(0, |conv| conv.channels)),
             ("biases of dt", of.dt_bias.len(), num_heads),
             ("factors of the skip", of.skip.len(), num_heads),
         ] {
@@ -130,7 +138,7 @@ impl Mamba2 {
             block,
             state_dim: of.state_dim,
             head_dim: of.head_dim,
-            conv: Convolution::new(channels, of.conv)?,
+            conv,
             conv_bias: of.conv_bias.to_vec(),
             decay: of.decay.to_vec(),
             dt_bias: of.dt_bias.to_vec(),
@@ -138,12 +146,22 @@ impl Mamba2 {
             dt_limits: of.dt_limits,
             gate_factor: of.gate_factor,
             dt_factor: of.dt_factor,
-            input_widths: [2 * values + 2 * keys + num_heads],
+            has_gates: of.has_gates,
+            has_dt: of.has_dt,
+            input_widths: [values
+                + 2 * keys
+                + if of.has_gates { values } else { 0 }
+                + if of.has_dt { num_heads } else { 0 }],
         })
     }
 
     fn num_heads(&self) -> usize {
         self.decay.len()
+    }
+
+    /// Inputs of the convolution, which are in the ring.
+    fn channels(&self) -> usize {
+        self.conv.as_ref().map_or(0, |conv| conv.channels)
     }
 
     /// Blocks of each group.
@@ -159,7 +177,7 @@ impl Mamba2 {
     /// One head of a block, whose B begins at `place` of those of all blocks.
     unsafe fn advance_head(&self, head: usize, row: &Row, place: usize, c: *const f32, scores: &[f32; CHUNK]) {
         let (dim, within, first) = (self.head_dim, row.within(), row.first());
-        let of_b = self.conv.channels;
+        let of_b = self.channels();
         let of_u = of_b + self.num_parts() * self.state_dim;
         let of_gates = self.value_width() + 2 * self.num_groups * self.state_dim;
         let mut buffers = [[0.0; MAX_DIM]; 2];
@@ -168,9 +186,12 @@ impl Mamba2 {
         unsafe {
             let kept_u = |index: usize| row.kept(first + index).add(of_u + head * dim);
             let kept_decay = |index: usize| row.kept(first + index).add(of_u + self.value_width() + head);
-            let gates = row.inputs[0].add(of_gates + head * dim);
-            let dt = (*row.inputs[0].add(of_gates + self.value_width() + head)).to_f32();
-            let dt = softplus(dt * self.dt_factor + self.dt_bias[head]).max(self.dt_limits.0).min(self.dt_limits.1);
+            let mut dt = 1.0;
+            if self.has_dt {
+                let of_dt = of_gates + if self.has_gates { self.value_width() } else { 0 };
+                let rate = (*row.inputs[0].add(of_dt + head)).to_f32() * self.dt_factor + self.dt_bias[head];
+                dt = softplus(rate).max(self.dt_limits.0).min(self.dt_limits.1);
+            }
             *kept_decay(within) = (-self.decay[head] * dt).exp();
             self.convolve(row, head * dim, head * dim, dim, x.as_mut_ptr());
 
@@ -193,9 +214,12 @@ impl Mamba2 {
                     let weight = F32::splat(left[index] * scores[index]);
                     output = F32::load(kept_u(index).add(lane)).mul_add(weight, output);
                 }
-                let output = x.mul_add(F32::splat(self.skip[head]), output);
-                let gate = (Element::load(gates.add(lane)) * F32::splat(self.gate_factor)).silu();
-                Element::store(output * gate, row.output.add(head * dim + lane));
+                let mut output = x.mul_add(F32::splat(self.skip[head]), output);
+                if self.has_gates {
+                    let gates = Element::load(row.inputs[0].add(of_gates + head * dim + lane));
+                    output = output * (gates * F32::splat(self.gate_factor)).silu();
+                }
+                Element::store(output, row.output.add(head * dim + lane));
             }
             if let Some(next) = row.next_state() {
                 for element in 0..self.state_dim {
@@ -215,15 +239,19 @@ impl Mamba2 {
         }
     }
 
-    /// target = silu of what the convolution makes of `count` channels from `channel` on, whose inputs begin at `column`.
+    /// target = silu of what the convolution makes of `count` channels from `channel` on, whose inputs begin at `column`; of the inputs if
+    /// there is none.
     unsafe fn convolve(&self, row: &Row, column: usize, channel: usize, count: usize, target: *mut f32) {
         // SAFETY: guaranteed by the caller of `advance`.
         unsafe {
             for lane in (0..count).step_by(LANES) {
-                let channel = channel + lane;
-                Element::load(row.inputs[0].add(column + lane)).store(row.kept(row.position).add(channel));
-                let sum = self.conv.add(row, channel, F32::load(self.conv_bias.as_ptr().add(channel)));
-                sum.silu().store(target.add(lane));
+                let mut input = Element::load(row.inputs[0].add(column + lane));
+                if let Some(conv) = &self.conv {
+                    let channel = channel + lane;
+                    input.store(row.kept(row.position).add(channel));
+                    input = conv.add(row, channel, F32::load(self.conv_bias.as_ptr().add(channel)));
+                }
+                input.silu().store(target.add(lane));
             }
         }
     }

@@ -183,6 +183,7 @@ pub(super) enum RowOperation {
     /// Column i of `to` is column `order[i]` of `from`.
     Reorder {
         order: Arc<[u32]>,
+        width: usize,
         from: Register,
         to: Register,
     },
@@ -295,8 +296,8 @@ impl RowOperation {
                         target.add(width).write_bytes(0, step - width);
                     }
                 }
-                RowOperation::Reorder { ref order, from, to } => {
-                    let (from, to) = (at(from, order.len()), at(to, order.len()));
+                RowOperation::Reorder { ref order, width, from, to } => {
+                    let (from, to) = (at(from, width), at(to, order.len()));
                     for (index, &column) in order.iter().enumerate() {
                         to.add(index).write(from.add(column as usize).read());
                     }

@@ -182,15 +182,15 @@ impl Program {
         Ok(())
     }
 
-    /// Column i of `to` becomes column `order[i]` of `from`.
+    /// Column i of `to` becomes column `order[i]` of `from`, which may be there several times.
     pub(crate) fn reorder(&mut self, order: Arc<[u32]>, from: Register, to: Register) -> Result<(), String> {
-        self.expect(from, order.len(), "an order of columns")?;
+        let width = self.width(from)?;
         expect_different(from, to)?;
-        if let Some(column) = order.iter().find(|&&column| column as usize >= order.len()) {
-            return Err(format!("an order of {} columns has column {column}", order.len()));
+        if let Some(column) = order.iter().find(|&&column| column as usize >= width) {
+            return Err(format!("an order of columns has column {column}, but {from:?} has {width}"));
         }
         self.assign(to, order.len())?;
-        self.push_row(RowOperation::Reorder { order, from, to });
+        self.push_row(RowOperation::Reorder { order, width, from, to });
         Ok(())
     }
 

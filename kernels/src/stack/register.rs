@@ -22,6 +22,8 @@ pub(crate) enum Register {
     Rates,
     /// Its numbers for each channel.
     Steps,
+    /// Its decays, if these are computed apart.
+    Decays,
     /// What all heads of latent attention share, before it is normed and rotated: the latent of the queries if there is
     /// one, the latent of keys and values, and the rotated part of the keys. Or what steps are made of.
     Latents,
@@ -33,7 +35,7 @@ pub(crate) enum Register {
     Unpadded,
     /// The values of all heads, which latent attention makes of what it attended to.
     Values,
-    /// The MLP's first product.
+    /// The first product of an MLP or of a projection of low rank.
     Inner,
     /// The MLP's activated product.
     Activated,

@@ -1,5 +1,5 @@
-"""A gated delta network in place of attention (Qwen3-Next, Qwen3.5): fused projections, a convolution, the delta rule
-over the sequence's state, gated norm, output projection. Sharded by heads, as attention is.
+"""A gated delta network in place of attention (Qwen3-Next, Qwen3.5, Kimi Linear): fused projections, a convolution, the
+delta rule over the sequence's state, gated norm, output projection. Sharded by heads, as attention is.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ class GatedDeltaSpec:
     norm_eps: float
     is_tiled: bool = False  # heads go round the key heads, as llama.cpp orders them
     strength: float = 1.0  # the largest correction: 2 reflects what is stored of a key (OLMo Hybrid)
+    decays_elements: bool = False  # each element of a head's keys decays by itself (Kimi Linear)
+    decay_floor: float | None = None  # see `GatedDelta`
+    has_sigmoid_gates: bool = False
+    rank: int | None = None  # the projections to decays and to output gates have it; None: they are not of low rank
     rope: ClassVar[None] = None
 
     def __post_init__(self) -> None:
@@ -75,15 +79,28 @@ class GatedDeltaSpec:
         return self.num_key_heads
 
     @property
-    def widths(self) -> dict[str, int]:
-        """Output features of queries, keys, values and output gates."""
-        keys, values = self.num_key_heads * self.key_dim, self.num_heads * self.value_dim
-        return {"q": keys, "k": keys, "v": values, "z": values}
+    def decay_dim(self) -> int:
+        """Decays of a head."""
+        return self.key_dim if self.decays_elements else 1
 
     @property
-    def rates(self) -> dict[str, int]:
-        """Output features of the projections of a number per head."""
-        return {"b": self.num_heads, "a": self.num_heads}
+    def widths(self) -> dict[str, int]:
+        """Output features of the projections: queries, keys, values, output gates, strengths and decays."""
+        keys, values = self.num_key_heads * self.key_dim, self.num_heads * self.value_dim
+        low = {} if self.rank is None else {"z.down": self.rank, "a.down": self.rank}
+        decays = self.num_heads * self.decay_dim
+        return {"q": keys, "k": keys, "v": values, "z": values, "b": self.num_heads, "a": decays, **low}
+
+    @property
+    def layers(self) -> dict[Register, tuple[tuple[str, ...], ...]]:
+        """For each input of the net, linear layers in sequence, and the projections of each."""
+        if self.rank is None:
+            return {"mixed": (("q", "k", "v", "z"),), "rates": (("b", "a"),)}
+        apart: dict[Register, tuple[tuple[str, ...], ...]] = {
+            "decays": (("a.down",), ("a",)),
+            "gates": (("z.down",), ("z",)),
+        }
+        return {"mixed": (("q", "k", "v"),), "rates": (("b",),), **apart}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +108,9 @@ class GatedDeltaBlock:
     """Implements `AttentionPart`."""
 
     attention: ClassVar[None] = None
-    mixed: PackedLinear
-    rates: PackedLinear
+    projections: tuple[Projection, ...]  # to the net's inputs
     net: PackedRecurrence
     output: RowParallelLinear
-    sites: tuple[int | None, int | None]  # adapter sites of `mixed` and of `rates`
 
     @property
     def states(self) -> tuple[StateLayout]:
@@ -103,8 +118,9 @@ class GatedDeltaBlock:
 
     @staticmethod
     def parameters(spec: GatedDeltaSpec, prefix: str, layout: WeightLayout) -> dict[str, Parameter]:
-        """`net.{q,k,v,z,b,a}`, the convolution of the first three, `a_log`, `dt_bias`, `norm`, `output`. A layer of
-        the same model that attends has other names for its own, which are elsewhere in the checkpoint."""
+        """`net.{q,k,v,z,b,a}`, `net.{z,a}.down` if these are of low rank, the convolution of the first three, `a_log`,
+        `dt_bias`, `norm`, `output`. A layer of the same model that attends has other names for its own, which are
+        elsewhere in the checkpoint."""
         prefix = f"{prefix}.net"
         shard, heads = layout.shard, spec.heads(layout.shard)
 
@@ -112,19 +128,22 @@ class GatedDeltaBlock:
             return Part(0, range(of.start * dim, of.stop * dim))
 
         keys, values = by_heads(heads.my_kv, spec.key_dim), by_heads(heads.mine, spec.value_dim)
-        parts = {"q": keys, "k": keys, "v": values, "z": values}
+        rates, decays = Part(0, heads.mine), by_heads(heads.mine, spec.decay_dim)
+        parts = {"q": keys, "k": keys, "v": values, "z": values, "b": rates, "a": decays}
         table: dict[str, Parameter] = {}
-        for name, width in spec.widths.items():
-            shape, layer = (width, shard.hidden_size), f"{prefix}.mixed"
-            table |= layout.linear(f"{prefix}.{name}", shape, part=parts[name], layer=layer)
-        for name, width in spec.rates.items():
-            shape, layer = (width, shard.hidden_size), f"{prefix}.rates"
-            table |= layout.linear(f"{prefix}.{name}", shape, part=Part(0, heads.mine), layer=layer)
+        for target, layers in spec.layers.items():
+            in_features = shard.hidden_size
+            for names in layers:
+                layer = f"{prefix}.{target}" if len(names) > 1 else ""
+                for name in names:
+                    shape = (spec.widths[name], in_features)
+                    table |= layout.linear(f"{prefix}.{name}", shape, part=parts.get(name), layer=layer)
+                in_features = spec.widths[names[0]]
         for name in ("q", "k", "v"):
             conv = (spec.widths[name], 1, spec.conv_width)
             table[f"{prefix}.conv.{name}.weight"] = Parameter(conv, parts[name], dtype=torch.float32)
-        for name in ("a_log", "dt_bias"):
-            table[f"{prefix}.{name}"] = Parameter((spec.num_heads,), Part(0, heads.mine), dtype=torch.float32)
+        table[f"{prefix}.a_log"] = Parameter((spec.num_heads,), rates, dtype=torch.float32)
+        table[f"{prefix}.dt_bias"] = Parameter((spec.widths["a"],), decays, dtype=torch.float32)
         table[f"{prefix}.norm.weight"] = Parameter((spec.value_dim,), dtype=torch.float32)
         columns = values.range
         return table | layout.into_hidden(f"{prefix}.output", spec.num_heads * spec.value_dim, columns)
@@ -135,8 +154,8 @@ class GatedDeltaBlock:
 
     @staticmethod
     def state_layouts(spec: GatedDeltaSpec, shard: Shard) -> tuple[StateLayout]:
-        heads = spec.heads(shard)
-        return (state_layout(len(heads.mine), len(heads.my_kv), spec.key_dim, spec.value_dim, spec.conv_width),)
+        heads, dims = spec.heads(shard), (spec.key_dim, spec.value_dim, spec.decay_dim)
+        return (state_layout(len(heads.mine), len(heads.my_kv), *dims, spec.conv_width),)
 
     @classmethod
     def load(cls, spec: GatedDeltaSpec, prefix: str, context: BuildContext) -> GatedDeltaBlock:
@@ -157,21 +176,43 @@ class GatedDeltaBlock:
             norm=read("norm.weight"),
             eps=spec.norm_eps,
             strength=spec.strength,
+            decay_floor=spec.decay_floor,
+            has_sigmoid_gates=spec.has_sigmoid_gates,
+            is_apart=spec.rank is not None,
         )
         output_widths = heads.heads.widths(spec.value_dim)
         output = RowParallelLinear.load(f"{prefix}.output", output_widths, context)
-        mixed, rates = ([f"{prefix}.{name}" for name in names] for names in (spec.widths, spec.rates))
-        return cls(
-            mixed=context.linear(*mixed),
-            rates=context.linear(*rates),
-            net=context.ops.pack_recurrence(net),
-            output=output,
-            sites=(context.site(*mixed), context.site(*rates)),
+        projections = tuple(
+            Projection.load(target, [[f"{prefix}.{name}" for name in names] for names in layers], context)
+            for target, layers in spec.layers.items()
         )
+        return cls(projections, context.ops.pack_recurrence(net), output)
 
     def append_to(self, program: Program, source: Register) -> Register:
         """Appends all that comes before the output projection, given the block's input. Returns where the result is."""
-        program.append(Multiply(source, "mixed", self.mixed, self.sites[0]))
-        program.append(Multiply(source, "rates", self.rates, self.sites[1]))
-        program.append(AdvanceStates("mixed", "attended", self.net, ("rates",)))
+        for projection in self.projections:
+            projection.append_to(program, source)
+        mixed, *others = (projection.target for projection in self.projections)
+        program.append(AdvanceStates(mixed, "attended", self.net, tuple(others)))
         return "attended"
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A linear layer from the block's input to an input of the net, or two of them in sequence."""
+
+    target: Register
+    linears: tuple[PackedLinear, ...]
+    sites: tuple[int | None, ...]  # adapter sites
+
+    @classmethod
+    def load(cls, target: Register, layers: list[list[str]], context: BuildContext) -> Projection:
+        linears = tuple(context.linear(*layer) for layer in layers)
+        return cls(target, linears, tuple(context.site(*layer) for layer in layers))
+
+    def append_to(self, program: Program, source: Register) -> None:
+        last = len(self.linears) - 1
+        for index, (linear, site) in enumerate(zip(self.linears, self.sites, strict=True)):
+            target: Register = self.target if index == last else "inner"
+            program.append(Multiply(source, target, linear, site))
+            source = target

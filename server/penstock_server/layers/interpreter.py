@@ -181,7 +181,8 @@ class Run:
             case op.Pick(pieces=pieces):
                 registers[target] = torch.cat([_picked(source, each) for each in pieces], 1)
             case op.Gate(function=function):
-                registers[target].mul_(function(source))
+                gates = function(source)
+                registers[target].unflatten(1, (gates.shape[1], -1)).mul_(gates[:, :, None])
             case op.Experts(experts=experts):
                 registers[target] = experts(source, registers.get("shared"), step)
             case op.NormLatents(latents=latents):

@@ -18,10 +18,18 @@ from penstock_server.device.attention.interface import Attention, AttentionShape
 from penstock_server.device.ops import PackedLinear
 from penstock_server.errors import ConfigError
 from penstock_server.layers.context import BuildContext
+from penstock_server.layers.gates import Gates
 from penstock_server.layers.head_linear import HeadLinear
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.norm import NormSpec, load_norm
-from penstock_server.layers.operation import AttendLatents, LatentOperands, Multiply, NormLatents, Program, Register
+from penstock_server.layers.operation import (
+    AttendLatents,
+    LatentOperands,
+    Multiply,
+    NormLatents,
+    Program,
+    Register,
+)
 from penstock_server.layers.rope import RopeSpec
 from penstock_server.layers.row_parallel import RowParallelLinear
 from penstock_server.layers.shard import Shard
@@ -38,11 +46,12 @@ class LatentAttentionSpec:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
-    rope: RopeSpec  # rope of the rotated part; `interleaved` as DeepSeek stores it
+    rope: RopeSpec | None  # rope of the rotated part; `interleaved` as DeepSeek stores it; None: it is not rotated
     q_lora_rank: int | None = None  # None: queries are projected directly
     norm_eps: float = 1e-6  # epsilon of the latents' norms; transformers has no setting for it
     has_bias: bool = False  # for the projections from and to the hidden dimension, except the direct one of queries
     mscale: float = 1.0  # its square is a factor of the softmax scale: yarn's magnitude for `mscale_all_dim`
+    has_gates: bool = False  # the output of each head is multiplied by the sigmoid of a gate
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
@@ -93,6 +102,7 @@ class LatentAttentionBlock:
     latents: LatentOperands
     output: RowParallelLinear
     sites: tuple[int | None, int | None]  # adapter sites of `down` and of `queries`
+    gates: Gates | None
 
     @property
     def attention(self) -> Attention:
@@ -100,8 +110,8 @@ class LatentAttentionBlock:
 
     @staticmethod
     def parameters(spec: LatentAttentionSpec, prefix: str, layout: WeightLayout) -> dict[str, Parameter]:
-        """`{q_a,q_norm,q_b}` or `q`, `{kv_a,kv_norm,kv_b}`, `output`. The heads of q, q_b, kv_b and output are
-        split."""
+        """`{q_a,q_norm,q_b}` or `q`, `{kv_a,kv_norm,kv_b}`, `gates`, `output`. The heads of q, q_b, kv_b, gates and
+        output are split."""
         shard = layout.shard
         hidden_size, mine = shard.hidden_size, shard.heads(spec.num_heads, spec.num_kv_heads).mine
 
@@ -117,6 +127,8 @@ class LatentAttentionBlock:
         table |= layout.linear(f"{prefix}.kv_b", expansion, part=by_heads(kv_dim), is_dense=True)
         columns = by_heads(spec.v_head_dim).range
         table |= layout.into_hidden(f"{prefix}.output", spec.num_heads * spec.v_head_dim, columns, bias=spec.has_bias)
+        if spec.has_gates:
+            table |= layout.linear(f"{prefix}.gates", (spec.num_heads, hidden_size), part=by_heads(1))
         if spec.q_lora_rank is None:
             return table | reordered(f"{prefix}.q", (num_queries, hidden_size), part=by_heads(spec.query_dim))
         table |= down(f"{prefix}.q_a", (spec.q_lora_rank, hidden_size))
@@ -138,7 +150,7 @@ class LatentAttentionBlock:
         loader, ops = context.loader, context.ops
         heads = context.shard.heads(spec.num_heads, spec.num_kv_heads).heads
         shape = spec.attention_shape(heads.mine, context.block_tokens)
-        cos, sin = context.rope(spec.rope)
+        cos, sin = context.rope(spec.rope or RopeSpec("none", 1.0, spec.qk_rope_head_dim))
         norm = NormSpec("rms", spec.norm_eps)
         has_query_latent = spec.q_lora_rank is not None
         down_names = [*([f"{prefix}.q_a"] if has_query_latent else []), f"{prefix}.kv_a"]
@@ -173,6 +185,7 @@ class LatentAttentionBlock:
             latents=latents,
             output=RowParallelLinear.load(f"{prefix}.output", heads.widths(spec.v_head_dim), context),
             sites=sites,
+            gates=Gates.load(f"{prefix}.gates", context) if spec.has_gates else None,
         )
 
     def append_to(self, program: Program, source: Register) -> Register:
@@ -182,6 +195,9 @@ class LatentAttentionBlock:
         program.append(NormLatents("latents", "query_latent", self.latents))
         program.append(Multiply("query_latent" if has_query_latent else source, "queries", self.queries, self.sites[1]))
         program.append(AttendLatents("queries", "values", self.latents))
+        if self.gates is not None:
+            heads = self.latents.attention.shape.num_heads, self.spec.v_head_dim
+            self.gates.append_to(program, source, "values", heads)
         return "values"
 
 
@@ -203,4 +219,4 @@ def _rope_order(spec: LatentAttentionSpec, device: torch.device) -> Tensor:
     """Interleaved pairs → halves, as `Ops.rotate` takes them. Products of queries and keys do not change if both are
     reordered."""
     order = torch.arange(spec.qk_rope_head_dim, device=device)
-    return torch.cat([order[0::2], order[1::2]]) if spec.rope.interleaved else order
+    return torch.cat([order[0::2], order[1::2]]) if spec.rope is not None and spec.rope.interleaved else order

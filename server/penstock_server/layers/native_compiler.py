@@ -77,7 +77,10 @@ class _Compiler:
                 native.advance_states(_native_net(net), sources, target)
             case op.Pick(pieces=pieces):
                 self._pick(operation, pieces, behind)
-            case op.Gate(function=function):
+            case op.Gate(function=function, heads=heads):
+                if heads is not None:
+                    native.reorder([head for head in range(heads[0]) for _ in range(heads[1])], source, "ordered")
+                    source = "ordered"
                 native.gate(_native_activation(function), source, target)
             case op.Activate(function=function):
                 native.activate(_native_activation(function), source, target)

@@ -30,16 +30,17 @@ Register = Literal[
     "qkv",  # queries, keys and values; of attention over a source: queries
     "attended",
     "gated_qkv",  # queries, keys and values, and a gate for each element of "attended"
-    "gates",  # these gates
+    "gates",  # these gates, or those of a layer that keeps a state, if they are computed apart
     "mixed",  # input of a layer that keeps a state
     "convolved",  # what a convolution makes of it
     "rates",  # its numbers for each head, or for all channels
     "steps",  # its numbers for each channel
+    "decays",  # its decays, if these are computed apart
     "latents",  # what all heads of latent attention share, before it is normed and rotated; what "steps" are made of
     "query_latent",  # normed
     "queries",  # queries of latent attention: the plain parts of all heads, then their rotated parts
     "values",  # values of all heads, of what latent attention attended to
-    "inner",  # the MLP's first product
+    "inner",  # the first product of an MLP or of a projection of low rank
     "activated",
     "projected",  # what attention or MLP add to the residual
     "sum",  # what the MLP adds to it besides
@@ -242,13 +243,20 @@ class Gate(Operation):
     """target *= function(source)"""
 
     function: Elementwise  # operator of `Ops.elementwise`
+    # Number and dimension of the target's heads, of which each has a gate; None: each column has one.
+    heads: tuple[int, int] | None = None
 
     @property
     def reads(self) -> tuple[Register, ...]:
         return self.source, self.target
 
     def width(self, widths: Widths) -> int:
-        _expect(self, widths, widths[self.target])
+        num_gates, dim = self.heads or (widths[self.target], 1)
+        _expect(self, widths, num_gates)
+        if num_gates * dim != widths[self.target]:
+            raise ValueError(
+                f"{num_gates} heads of {dim} columns are gated, but {self.target} has {widths[self.target]}"
+            )
         return widths[self.target]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 class RopeSpec:
     """Frequency i of rotary_dim / 2 is theta^(-2i / rotary_dim), scaled as `kind` says."""
 
-    kind: str  # "default", "linear", "dynamic", "llama3", "yarn", "longrope"
+    kind: str  # "default", "linear", "dynamic", "llama3", "yarn", "longrope"; "none": nothing is rotated
     theta: float
     rotary_dim: int  # leading elements of a head that are rotated
     factor: float = 1.0
@@ -73,6 +73,8 @@ def _fill(spec: RopeSpec, tables: tuple[Tensor, Tensor], rows: range, max_sequen
 
 def inverse_frequencies(spec: RopeSpec, max_sequence_tokens: int) -> Tensor:
     """[rotary_dim / 2] float32, for sequences up to this length."""
+    if spec.kind == "none":
+        return torch.zeros(spec.rotary_dim // 2)
     exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.int64).float() / spec.rotary_dim
     theta = spec.theta * _dynamic_stretch(spec, max_sequence_tokens) if spec.kind == "dynamic" else spec.theta
     frequencies = 1.0 / (theta**exponents)

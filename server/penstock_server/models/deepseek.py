@@ -9,7 +9,7 @@ from typing import Any
 from penstock_server.layers.experts import MoeSpec, RoutingSpec
 from penstock_server.layers.latent_attention import LatentAttentionSpec
 from penstock_server.layers.mlp import MlpSpec
-from penstock_server.layers.rope import yarn_magnitude
+from penstock_server.layers.rope import RopeSpec, yarn_magnitude
 from penstock_server.models import llama, moe
 from penstock_server.models.config import Config
 from penstock_server.models.context import rope_parameters
@@ -27,14 +27,7 @@ EXPERT_NAMES = moe.with_experts(
         "shared.down": f"{moe.MLP}.shared_experts.down_proj",
     }
 )
-MTP_NAMES: dict[str, str | Location] = {
-    "layers.{i}.mtp.token_norm": "model.layers.{i}.enorm",
-    "layers.{i}.mtp.hidden_norm": "model.layers.{i}.hnorm",
-    "layers.{i}.mtp.project": "model.layers.{i}.eh_proj",
-    "layers.{i}.mtp.norm": "model.layers.{i}.shared_head.norm",
-}
-NAMES = EXPERT_NAMES | {
-    **MTP_NAMES,
+ATTENTION_NAMES: dict[str, str | Location] = {
     "layers.{i}.attention.q_a": f"{ATTENTION}.q_a_proj",
     "layers.{i}.attention.q_norm": f"{ATTENTION}.q_a_layernorm",
     "layers.{i}.attention.q_b": f"{ATTENTION}.q_b_proj",
@@ -42,6 +35,13 @@ NAMES = EXPERT_NAMES | {
     "layers.{i}.attention.kv_norm": f"{ATTENTION}.kv_a_layernorm",
     "layers.{i}.attention.kv_b": f"{ATTENTION}.kv_b_proj",
 }
+MTP_NAMES: dict[str, str | Location] = {
+    "layers.{i}.mtp.token_norm": "model.layers.{i}.enorm",
+    "layers.{i}.mtp.hidden_norm": "model.layers.{i}.hnorm",
+    "layers.{i}.mtp.project": "model.layers.{i}.eh_proj",
+    "layers.{i}.mtp.norm": "model.layers.{i}.shared_head.norm",
+}
+NAMES = EXPERT_NAMES | ATTENTION_NAMES | MTP_NAMES
 
 
 # Values of keys that a configuration leaves out.
@@ -167,23 +167,22 @@ def with_mtp(config: Config, spec: ModelSpec, names: NameMap, layer: LayerSpec) 
 
 def latent_model(config: Config, architecture: str, routing: RoutingSpec) -> tuple[ModelSpec, NameMap]:
     sparse = experts(config, routing, config.get("n_shared_experts", 0))
-    layer = LayerSpec(_attention(config), sparse, llama.rms_norm(config))
+    rope = read_rope(config, config.require("qk_rope_head_dim", int), interleaved=config.get("rope_interleave", True))
+    layer = LayerSpec(latent_attention(config, rope), sparse, llama.rms_norm(config))
     layers = tuple(replace(layer, mlp=mlp) for mlp in mlps(config, sparse))
     return with_mtp(config, llama.llama_model(config, architecture, layers), NAMES, layer)
 
 
-def _attention(config: Config) -> LatentAttentionSpec:
-    rope_dim = config.require("qk_rope_head_dim", int)
-    rope = read_rope(config, rope_dim, interleaved=config.get("rope_interleave", True))
+def latent_attention(config: Config, rope: RopeSpec | None) -> LatentAttentionSpec:
     mscale = rope_parameters(config).get("mscale_all_dim", 0.0)
     return LatentAttentionSpec(
         num_heads=config.require("num_attention_heads", int),
         kv_lora_rank=config.require("kv_lora_rank", int),
         qk_nope_head_dim=config.require("qk_nope_head_dim", int),
-        qk_rope_head_dim=rope_dim,
+        qk_rope_head_dim=config.require("qk_rope_head_dim", int),
         v_head_dim=config.require("v_head_dim", int),
         rope=rope,
         q_lora_rank=config.optional_int("q_lora_rank"),
         has_bias=config.get("attention_bias", False),
-        mscale=1.0 if rope.kind == "default" else yarn_magnitude(rope.factor, mscale),
+        mscale=yarn_magnitude(rope.factor, mscale) if rope is not None and rope.kind != "default" else 1.0,
     )

@@ -10,7 +10,7 @@ from penstock_server.models.config import Config
 from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap
 from penstock_server.weights.location import Location
 
-CORRECTION = Location(f"{moe.MLP}.moe_statics.e_score_correction_bias", is_row=True)
+CORRECTION = Location(f"{moe.MLP}.moe_statics.e_score_correction_bias", ones=(1, 0))
 NAMES = replace(deepseek.EXPERT_NAMES | {"layers.{i}.mlp.router.correction": CORRECTION}, ignored=(r"model\.mtp_.*",))
 
 

@@ -137,6 +137,7 @@ class Layer:
             if spec.parallel and mlp is not None:
                 self._append_parallel(program, mlp, x)
                 return
+            _scale(program, "residual", spec.multipliers.attention_residual)
             self._add(program, "attention", spec.multipliers.attention, None if self.beside is None else "sum")
         elif is_last:
             program.append(Select("residual", "residual", ()))
@@ -150,6 +151,7 @@ class Layer:
             x = self._enter(program, "mlp")
             _scale(program, x, spec.multipliers.mlp_input)
             mlp.append_to(program, x, "projected")
+            _scale(program, "residual", spec.multipliers.mlp_residual)
             self._add(program, "mlp", spec.multipliers.mlp)
 
     def _append_parallel(self, program: Program, mlp: MlpPart, x: Register) -> None:

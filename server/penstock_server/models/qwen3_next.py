@@ -26,8 +26,10 @@ def qwen3_next(config: Config) -> tuple[ModelSpec, NameMap]:
     widths = {"intermediate_size": 5632, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
     config = config.with_defaults(**widths)
     net = _net(config)
-    names = moe.QWEN_NAMES | _names(net) | fused(NET, f"{MODULE}.in_proj_qkvz", net.widths, net.num_key_heads)
-    names |= fused(NET, f"{MODULE}.in_proj_ba", net.rates, net.num_key_heads)
+    names = moe.QWEN_NAMES | _names(net)
+    for projections in ("qkvz", "ba"):
+        widths = {name: net.widths[name] for name in projections}
+        names |= fused(NET, f"{MODULE}.in_proj_{projections}", widths, net.num_key_heads)
     layers = moe.with_shared_expert(config, _layers(config, net), 512)
     return _model(config, "qwen3_next", layers), _with_drafter(names, len(layers))
 

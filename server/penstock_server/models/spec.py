@@ -37,12 +37,14 @@ MemorySpec = AttentionSpec | GatedDeltaSpec | LatentAttentionSpec | Mamba2Spec |
 
 @dataclass(frozen=True, slots=True)
 class Multipliers:
-    """Factors of what the parts of a layer add to the residual, and of what the MLP reads."""
+    """Factors of what the parts of a layer add to the residual, of the residual there, and of what the MLP reads."""
 
     attention: float = 1.0
     beside: float = 1.0
     mlp: float = 1.0
     mlp_input: float = 1.0
+    attention_residual: float = 1.0
+    mlp_residual: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

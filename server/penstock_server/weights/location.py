@@ -46,7 +46,7 @@ class Location:
     transposed: bool = False  # the last two dimensions are swapped, as in GPT-2's Conv1D
     strip: Strip | None = None  # the parameter's share of dimension `dim`; None: the tensor holds only this parameter
     dim: int = 0  # a dimension of the parameter, not counting the one that {e} stands for
-    is_row: bool = False  # the tensor is a matrix whose only row is the parameter
+    ones: tuple[int, int] = (0, 0)  # dimensions of size 1 that the tensor has in front and behind
 
     def names(self, shape: tuple[int, ...]) -> list[str]:
         """The tensors that hold a parameter of this shape."""
@@ -61,7 +61,8 @@ class Location:
             sizes[self.dim] = sizes[self.dim] // self.strip.width * self.strip.stride
         if self.transposed and len(sizes) > 1:
             sizes[-2], sizes[-1] = sizes[-1], sizes[-2]
-        return (1, *sizes) if self.is_row else tuple(sizes)
+        front, behind = self.ones
+        return (1,) * front + tuple(sizes) + (1,) * behind
 
     def read(self, checkpoint: Checkpoint, shape: tuple[int, ...], part: Part | None, out: Tensor) -> None:
         """Fills `out` with a parameter of this shape, or with a part of it."""
@@ -108,9 +109,10 @@ class Location:
     def _read_tensor(
         self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], part: Part | None, out: Tensor
     ) -> None:
-        if self.is_row:
-            assert part is None, "every rank has all of it"
-            checkpoint.read(name, None, out[None])
+        if any(self.ones):
+            front, behind = self.ones
+            moved = None if part is None else replace(part, dim=part.dim + front)
+            checkpoint.read(name, moved, out.view((1,) * front + tuple(out.shape) + (1,) * behind))
             return
         if self.strip is None:
             checkpoint.read(name, self._transpose_part(part, len(shape)), self._transpose(out))

@@ -94,7 +94,16 @@ class Case:
     @property
     def keeps_state(self) -> bool:
         """Whether some layers keep a state between tokens instead of keys and values."""
-        keys = ("linear_num_key_heads", "mamba_d_state", "state_size", "ssm_state_size")
+        keys = (
+            "linear_num_key_heads",
+            "linear_num_heads",
+            "layer_group_size",
+            "mamba_d_state",
+            "mamba_n_heads",
+            "state_size",
+            "ssm_state_size",
+            "linear_attn_alpha_factor",
+        )
         return any(key in self.values for key in keys) or self.config.startswith("Lfm2")
 
     @property
@@ -148,6 +157,13 @@ V3_EXPERTS: dict[str, Any] = {
     "n_shared_experts": 2,
     "head_dim": 16,
     "routed_scaling_factor": 1.5,
+}
+KDA_EXPERTS: dict[str, Any] = {
+    **{key: value for key, value in DEEPSEEK.items() if key not in ("n_routed_experts", "first_k_dense_replace")},
+    "qk_rope_head_dim": 16,  # so that native kernels need not pad the latents
+    "rms_norm_eps": 0.1,  # as for DELTA
+    "num_local_experts": 8,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
 }
 # Three heads for each key head; heads of attention get 16 elements, of which 4 are rotated. Some outputs of random
 # states are almost zero, and with a small epsilon their norm makes rounding to bfloat16 as large as the logits.
@@ -563,6 +579,35 @@ CASES: dict[str, Case] = {
         "DeepseekV3Config",
         {**DEEPSEEK, "n_group": 1, "topk_group": 1, "q_lora_rank": 24, **DEEPSEEK_YARN},
         published=KIMI_K2,
+    ),
+    "kimi-linear": Case(
+        "KimiLinearConfig",
+        {
+            **KDA_EXPERTS,
+            "linear_num_heads": 6,
+            "linear_head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
+    "bailing-hybrid": Case(
+        "BailingHybridConfig",
+        {**KDA_EXPERTS, "head_dim": 16, "short_conv_kernel_size": 3, "layer_group_size": 2, "num_mtp_layers": 0},
+    ),
+    "bailing-hybrid-no-limit": Case(
+        "BailingHybridConfig", {**KDA_EXPERTS, "head_dim": 16, "layer_group_size": 2, "kda_safe_gate": False}
+    ),
+    "minimax": Case(
+        "MiniMaxConfig",
+        {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_attn_alpha_factor": 1.5,
+            "linear_attn_beta_factor": 0.8,
+            "full_attn_alpha_factor": 1.3,
+            "mlp_alpha_factor": 2.0,
+            "mlp_beta_factor": 0.7,
+        },
     ),
     "internlm2": Case("LlamaConfig", published=INTERNLM2),
     "internlm2-biases": Case("LlamaConfig", {"attention_bias": True}, published=INTERNLM2_BIAS),

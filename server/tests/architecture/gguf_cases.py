@@ -406,6 +406,21 @@ EXPERTS = {
             "expert_gating_func": 2,
         },
     ),
+    "kimi-linear": GgufCase(
+        "kimi-linear",
+        Case("KimiLinearConfig", {**CASES["kimi-linear"].values, **ONE_GROUP}),
+        {
+            **LATENT_LENGTHS,
+            "attention.head_count_kv": [0, 1, 0],
+            "attention.key_length": 32,
+            "attention.key_length_mla": 24,
+            "rope.dimension_count": 16,
+            "expert_gating_func": 2,
+            "leading_dense_block_count": 1,
+            "kda.head_dim": 16,
+            "ssm.conv_kernel": 4,
+        },
+    ),
     "olmoe": GgufCase("olmoe", "olmoe"),
     "granitehybrid": GgufCase(
         "granitehybrid",

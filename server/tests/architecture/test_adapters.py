@@ -59,15 +59,17 @@ OFTEN = (
     "qwen3",
     "qwen3-5",
 )
-STATES = ("bamba", "jamba-dense", "lfm2", "qwen3-5")
+STATES = ("bailing-hybrid", "bamba", "jamba-dense", "kimi-linear", "lfm2", "minimax", "qwen3-5")
 BY_PEFT = [
     pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow)
     for name in (*SUPPORTED, *PADDED, *EXPERTS, *COMBINED, *STATES)
     if CASES[name].published is None  # transformers does not have these layouts, so peft has no adapters for them
 ]
+MIXTURES = ("bailing", "dbrx", "deepseek", "gpt-oss", "kimi", "minimax", "mixtral")
 # Attention, dense layers, and experts that all tokens share.
 DENSE_PARTS = (
-    r".*(self_attn\.\w+_proj(_with_mqa)?|attn\.(Wqkv|out_proj)|shared_mlp\.\w+_linear|(mlp|shared_experts?)\.\w+_proj)"
+    r".*(self_attn\.(output_gate|(forget_gate\.)?\w+_proj(_with_mqa)?)|attn\.(Wqkv|out_proj)|shared_mlp\.\w+_linear|"
+    r"(mlp|shared_experts?)\.\w+_proj)"
 )
 ACCURATE = {"rtol": 2e-4, "atol": 2e-4}
 
@@ -165,7 +167,20 @@ def test_logits_are_those_of_peft_and_neighbours_keep_their_bits(name: str, tmp_
 
 
 @pytest.mark.parametrize(
-    "name", ["bamba", "deepseek-v2", "falcon-40b", "gpt2", "jamba-dense", "lfm2", "llama", "phi3", "qwen3-5"]
+    "name",
+    [
+        "bamba",
+        "deepseek-v2",
+        "falcon-40b",
+        "gpt2",
+        "jamba-dense",
+        "kimi-linear",
+        "lfm2",
+        "llama",
+        "minimax",
+        "phi3",
+        "qwen3-5",
+    ],
 )
 def test_two_ranks_compute_the_bits_of_one(name: str, tmp_path: Path) -> None:
     folder = save(name, widened(CASES[name]), tmp_path / "base")

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # which all heads share.
 WHOLE = (
     r"(.*norm.*|(encoder\.)?positions\.weight|project_(in|out)\.weight|.*\.(router|alpha_[pn]).*|"
-    r".*\.(q_a|kv_a|shared_gate|rates)\..*)"
+    r".*\.(q_a|kv_a|shared_gate|rates|down)\..*)"
 )
 KV = r".*\.(attention|beside)\.((k|v)(_norm)?|net\.(conv\.)?(q|k|b|c))\.(weight|bias)"
 

@@ -17,7 +17,7 @@ from penstock_server.device.reference.ops import TorchOps
 from penstock_server.device.state import CHUNK_TOKENS
 from penstock_server.errors import ConfigError
 from penstock_server.layers.mamba2 import Mamba2Spec
-from penstock_server.models import load_model
+from penstock_server.models import kimi_linear, load_model
 from penstock_server.models.config import Config
 from penstock_server.models.decoder import Decoder
 from penstock_server.models.interface import LoadOptions
@@ -32,6 +32,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCK_TOKENS = 16
 CPU = torch.device("cpu")
 NAMES = [
+    "bailing-hybrid",
+    "bailing-hybrid-no-limit",
     "bamba",
     "falcon-h1",
     "falcon-h1-norm",
@@ -40,11 +42,13 @@ NAMES = [
     "granitemoehybrid-dense",
     "jamba",
     "jamba-dense",
+    "kimi-linear",
     "lfm2",
     "lfm2-biases",
     "lfm2-moe",
     "mamba",
     "mamba2",
+    "minimax",
     "nemotron-h",
     "olmo-hybrid",
     "olmo-hybrid-no-rope",
@@ -187,6 +191,10 @@ def test_a_sequence_continues_from_a_snapshot_with_the_same_bits(made: tuple[Any
         ("mamba", {"hidden_act": "gelu"}, "hidden_act must be silu"),
         ("jamba", {"attn_layer_offset": 3}, "attn_layer_offset must be from 0 to below attn_layer_period 3, not 3"),
         ("jamba", {"expert_layer_offset": -1}, "expert_layer_offset must be from 0 to below expert_layer_period 2"),
+        ("kimi-linear", {"linear_head_dim": 24}, "linear_key_head_dim must be a multiple of 16 up to 256, not 24"),
+        ("kimi-linear", {"hidden_act": "gelu"}, "hidden_act must be silu"),
+        ("bailing-hybrid", {"layer_group_size": 0}, "layer_group_size must be at least 1, not 0"),
+        ("minimax", {"hidden_act": "gelu"}, "hidden_act must be silu"),
     ],
 )
 def test_layers_that_cannot_be_computed_are_refused(
@@ -241,6 +249,36 @@ def test_earlier_configurations_describe_the_same_model(name: str) -> None:
         specs = [build(Config(each, Path("config.json"))) for each in given]
         assert specs[0] == specs[1]
         assert any(isinstance(part, Mamba2Spec) and part.dt_limits[1] == float("inf") for part in memories(specs[1]))
+
+
+def test_published_configurations_of_kimi_linear_describe_the_same_model() -> None:
+    case = CASES["kimi-linear"]
+    own = ("linear_num_heads", "linear_head_dim", "layer_types", "mlp_layer_types")
+    values = {**case.sizes, **case.values}
+    old = {key: value for key, value in values.items() if key not in own}
+    for ours, theirs in kimi_linear.SPELLINGS.items():
+        if ours in old:
+            old[theirs] = old.pop(ours)
+    old["num_experts"] = old.pop("num_local_experts")
+    net = {"num_heads": 6, "head_dim": 16, "short_conv_kernel_size": 4, "full_attn_layers": [2], "kda_layers": [1, 3]}
+    built = [
+        kimi_linear.kimi_linear(Config(each, Path("config.json")))
+        for each in (values, {**old, "linear_attn_config": net})
+    ]
+    assert built[0] == built[1]
+
+
+def test_layers_of_lightning_attention_decay_as_in_transformers(tmp_path: Path) -> None:
+    """And only as much of a head is rotated as the publisher says."""
+    case = CASES["minimax"]
+    spec, _ = ARCHITECTURES["minimax"](Config({**case.sizes, **case.values, "rotary_dim": 8}, Path("config.json")))
+    nets = [layer.attention for layer in spec.layers if isinstance(layer.attention, Mamba2Spec)]
+    modules = [layer.self_attn for layer in make_model("minimax", case).model.layers[::2]]
+    for net, module in zip(nets, modules, strict=True):
+        assert net.decay == tuple(module.slope_rate.flatten().tolist())
+    rope = spec.layers[1].plain_attention.rope
+    assert rope is not None
+    assert rope.rotary_dim == 8
 
 
 def memories(built: tuple[ModelSpec, NameMap]) -> list[object]:

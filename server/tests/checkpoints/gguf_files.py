@@ -126,7 +126,8 @@ FACTORS = {
 
 
 # What layers have that keep a state, besides projections.
-NEVER_QUANTIZED = ("conv.weight", "ssm_conv1d.weight", "ssm_a", "ssm_d", "ssm_norm.weight")
+CONVOLUTIONS = ("conv.weight", "ssm_conv1d.weight", *(f"ssm_conv1d_{name}.weight" for name in "qkv"))
+NEVER_QUANTIZED = (*CONVOLUTIONS, "ssm_a", "ssm_d", "ssm_norm.weight")
 
 
 def random_blocks(shape: tuple[int, ...], kind: str, deviation: float, seed: int) -> np.ndarray:

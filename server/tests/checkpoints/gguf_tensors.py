@@ -131,13 +131,28 @@ def _split(tensors: dict[str, Tensor], config: Any, old_layout: bool) -> Iterato
 
 
 def _squeezed(tensor: Tensor, name: str) -> Tensor:
-    """Without dimensions of size 1, but for vectors of Mamba 2."""
-    return tensor if name.endswith(("ssm_a", "ssm_d")) else tensor.squeeze()
+    """Without dimensions of size 1, but for vectors of Mamba 2 and what Kimi Linear has."""
+    return tensor if name.endswith(("ssm_a", "ssm_d")) or "ssm_conv1d_" in name else tensor.squeeze()
 
 
 def _split_states(tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """Splits and transforms what layers have that keep a state."""
+    if hasattr(config, "linear_num_heads"):
+        return _split_kimi(tensors)
     return _split_nets(tensors, config) if hasattr(config, "linear_num_key_heads") else _split_mamba(tensors, config)
+
+
+def _split_kimi(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Transforms what the nets of Kimi Linear have, and gives dense layers their published names."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.endswith("A_log"):
+            tensor = -tensor.exp()
+        elif name.endswith("conv1d.weight"):
+            tensor = tensor.squeeze(1)[None, :, None]
+        name = name.replace("self_attn.dt_bias", "self_attn.dt_proj.bias")
+        found[re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", name)] = tensor
+    return found
 
 
 def _split_mamba(tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:

@@ -62,6 +62,28 @@ SIGMOID = {
     "num_experts_per_tok": 4,
 }
 ALL_OF_FOUR = {"num_experts": 4, "num_experts_per_tok": 4}
+KIMI = {
+    **{key: value for key, value in DEEPSEEK.items() if key not in ("n_routed_experts", "first_k_dense_replace")},
+    "num_local_experts": 4,
+    "topk_group": 1,
+    "n_group": 1,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_heads": 4,
+    "pad_token_id": None,
+    "linear_head_dim": 32,
+}
+KIMI_METADATA = {
+    "attention.head_count_kv": [0, 1],
+    "attention.key_length": 64,
+    "attention.value_length": 32,
+    "attention.key_length_mla": 64,
+    "attention.value_length_mla": 32,
+    "rope.dimension_count": 32,
+    "expert_gating_func": 2,
+    "leading_dense_block_count": 1,
+    "kda.head_dim": 32,
+    "ssm.conv_kernel": 4,
+}
 # Value heads of a whole group each, so that ranks and formats cut between them.
 DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
@@ -147,6 +169,7 @@ ARCHITECTURES = {
     ),
     "lfm2": Architecture("Lfm2Config", GROUPED | SHORT_CONV, "lfm2", metadata=SHORT_CONV_METADATA, rounding=0.12),
     "jamba": Architecture("JambaConfig", GROUPED | JAMBA, "jamba", 3, JAMBA_METADATA, rounding=0.12),
+    "kimi-linear": Architecture("KimiLinearConfig", KIMI, "kimi-linear", 2, KIMI_METADATA, rounding=0.12),
     "llama-wide": Architecture("LlamaConfig", GROUPED | WIDE, "llama"),
     "mixtral-wide": Architecture("MixtralConfig", EXPERTS | WIDE, "llama"),
 }
@@ -201,7 +224,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
 # The slow tests have every other format that one architecture is tested with. Its "dynamic" names this one's layers.
 MORE_FORMATS = {name: case for name, case in CHECKPOINTS.items() if name not in {*FORMATS, "gptq dynamic"}}
 # These architectures differ from others in what the formats do not touch: here they have one format of each layout.
-FEW = ("qwen2", "mixtral-cut", "gpt-neox", "granitehybrid", "jamba", "lfm2", "qwen3-5")
+FEW = ("qwen2", "mixtral-cut", "gpt-neox", "granitehybrid", "jamba", "kimi-linear", "lfm2", "qwen3-5")
 FORMATS_OF_FEW = ("gptq", "nf4", "fp8 in blocks", "Q4_0")
 FLAGS, GGUF, MORE_GGUF = ("eetq", "fp8 at load"), ("Q4_0", "Q5_1", "MXFP4"), ("Q4_1", "Q5_0", "Q8_0")
 MORE_OF_WIDE = ("Q2_K", "Q3_K", "Q5_K", "IQ4_NL")

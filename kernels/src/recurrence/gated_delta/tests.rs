@@ -12,11 +12,16 @@ const WIDTH: usize = 4;
 const ROWS: usize = 53;
 const STRENGTH: f32 = 2.0;
 
-fn net() -> GatedDelta {
+/// With a decay for each head, or for each element of its keys, which may have a limit, and be inputs of their own.
+fn nets() -> [GatedDelta; 4] {
+    [net(1, None, false), net(1, Some(-5.0), true), net(KEY_DIM, None, true), net(KEY_DIM, Some(-5.0), false)]
+}
+
+fn net(decay_dim: usize, decay_floor: Option<f32>, is_apart: bool) -> GatedDelta {
     let mut random = Random::new(3);
     let mut numbers = |count: usize| (0..count).map(|_| random.uniform()).collect::<Vec<f32>>();
     let channels = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM;
-    let (conv, bias, norm) = (numbers(channels * WIDTH), numbers(HEADS), numbers(VALUE_DIM));
+    let (conv, bias, norm) = (numbers(channels * WIDTH), numbers(HEADS * decay_dim), numbers(VALUE_DIM));
     let decay: Vec<f32> = numbers(HEADS).iter().map(|number| 0.2 + number.abs()).collect();
     let [num_key_heads, key_dim] = [KEY_HEADS, KEY_DIM];
     GatedDelta::new(&GatedDeltaParts {
@@ -30,18 +35,19 @@ fn net() -> GatedDelta {
         norm: &norm,
         eps: 1e-6,
         strength: STRENGTH,
+        decay_floor,
+        has_sigmoid_gates: is_apart,
+        is_apart,
     })
     .unwrap()
 }
 
-struct Inputs {
-    mixed: Vec<Element>,
-    rates: Vec<Element>,
-}
+/// Rows of each input.
+type Inputs = Vec<Vec<Element>>;
 
 fn inputs(net: &GatedDelta, seed: u64) -> Inputs {
     let mut random = Random::new(seed);
-    Inputs { mixed: random.elements(ROWS * net.input_widths[0]), rates: random.elements(ROWS * net.input_widths[1]) }
+    net.input_widths.iter().map(|width| random.elements(ROWS * width)).collect()
 }
 
 fn slot_floats(net: &GatedDelta) -> usize {
@@ -72,14 +78,10 @@ fn advance(
         slots: Source::new(slot.as_ptr()),
         num_sequences: 1,
     };
-    let operands = Operands {
-        inputs: &[
-            Source::new(inputs.mixed[first * net.input_widths[0]..].as_ptr()),
-            Source::new(inputs.rates[first * net.input_widths[1]..].as_ptr()),
-        ],
-        slots: Target::new(slots.as_mut_ptr()),
-        output: Target::new(output.as_mut_ptr()),
-    };
+    let rows = inputs.iter().zip(&net.input_widths).map(|(input, width)| Source::new(input[first * width..].as_ptr()));
+    let rows: Vec<_> = rows.collect();
+    let operands =
+        Operands { inputs: &rows, slots: Target::new(slots.as_mut_ptr()), output: Target::new(output.as_mut_ptr()) };
     let net: &dyn Recurrence = net;
     // SAFETY: the vectors have the sizes said.
     unsafe { net.run(pool, &sequences, &operands) };
@@ -89,8 +91,11 @@ fn advance(
 /// The recurrence as it is written in the paper, one row after the other in float64.
 fn expected(net: &GatedDelta, inputs: &Inputs) -> Vec<f32> {
     let silu = |x: f64| x / (1.0 + (-x).exp());
-    let (keys, channels) = (KEY_HEADS * KEY_DIM, net.channels());
-    let input = |row: usize, column: usize| f64::from(inputs.mixed[row * net.input_widths[0] + column].to_f32());
+    let keys = KEY_HEADS * KEY_DIM;
+    let number = |(input, first): (usize, usize), row: usize, column: usize| {
+        f64::from(inputs[input][row * net.input_widths[input] + first + column].to_f32())
+    };
+    let input = |row: usize, column: usize| number((0, 0), row, column);
     let mixed = |row: usize, channel: usize| {
         let sum = (0..WIDTH.min(row + 1))
             .map(|back| input(row - back, channel) * f64::from(net.conv.weight(WIDTH - 1 - back, channel)));
@@ -107,11 +112,17 @@ fn expected(net: &GatedDelta, inputs: &Inputs) -> Vec<f32> {
         let mut state = vec![[0.0; VALUE_DIM]; KEY_DIM];
         for row in 0..ROWS {
             let (query, key) = (unit(row, key_head * KEY_DIM), unit(row, keys + key_head * KEY_DIM));
-            let rate = |index: usize| f64::from(inputs.rates[row * net.input_widths[1] + index].to_f32());
-            let strength = f64::from(STRENGTH) / (1.0 + (-rate(head)).exp());
-            let softplus = (rate(HEADS + head) + f64::from(net.decay_bias[head])).exp().ln_1p();
-            let decay = (-f64::from(net.decay[head]) * softplus).exp();
-            state.iter_mut().flatten().for_each(|number| *number *= decay);
+            let strength = f64::from(STRENGTH) / (1.0 + (-number((1, 0), row, head)).exp());
+            for (element, numbers) in state.iter_mut().enumerate() {
+                let index = head * net.decay_dim + element % net.decay_dim;
+                let rate = number(net.of_decays, row, index) + f64::from(net.decay_bias[index]);
+                let decay = f64::from(net.decay[head]);
+                let exponent = match net.decay_floor {
+                    None => -decay * rate.exp().ln_1p(),
+                    Some(floor) => f64::from(floor) / (1.0 + (-decay * rate).exp()),
+                };
+                numbers.iter_mut().for_each(|number| *number *= exponent.exp());
+            }
             let mut output = [0.0; VALUE_DIM];
             for (column, output) in output.iter_mut().enumerate() {
                 let known: f64 = (0..KEY_DIM).map(|element| key[element] * state[element][column]).sum();
@@ -124,7 +135,8 @@ fn expected(net: &GatedDelta, inputs: &Inputs) -> Vec<f32> {
             let square = output.iter().map(|x| x * x).sum::<f64>() / VALUE_DIM as f64;
             for (column, output) in output.into_iter().enumerate() {
                 let normed = output / (square + 1e-6).sqrt() * f64::from(net.norm[column]);
-                let gate = silu(input(row, channels + head * VALUE_DIM + column));
+                let gate = number(net.of_gates, row, head * VALUE_DIM + column);
+                let gate = if net.has_sigmoid_gates { 1.0 / (1.0 + (-gate).exp()) } else { silu(gate) };
                 outputs[(row * HEADS + head) * VALUE_DIM + column] = (normed * gate) as f32;
             }
         }
@@ -134,38 +146,41 @@ fn expected(net: &GatedDelta, inputs: &Inputs) -> Vec<f32> {
 
 #[test]
 fn outputs_are_those_of_the_recurrence() {
-    let net = net();
-    let inputs = inputs(&net, 5);
-    let found = advance(&net, &spawning_pool(3), &inputs, &mut slots(&net, 1), 0, [0, ROWS]);
-    for (found, expected) in found.into_iter().zip(expected(&net, &inputs)) {
-        assert_close(found, expected, tolerance(1), "output");
+    for net in nets() {
+        let inputs = inputs(&net, 5);
+        let found = advance(&net, &spawning_pool(3), &inputs, &mut slots(&net, 1), 0, [0, ROWS]);
+        for (found, expected) in found.into_iter().zip(expected(&net, &inputs)) {
+            assert_close(found, expected, tolerance(1), "output");
+        }
     }
 }
 
 #[test]
 fn bits_do_not_depend_on_steps_or_on_what_was_computed_again() {
-    let net = net();
-    let inputs = inputs(&net, 6);
-    let whole = advance(&net, &Pool::single(), &inputs, &mut slots(&net, 1), 0, [0, ROWS]);
-    for size in [1, 2, 7, 16, 17] {
-        let mut slots = slots(&net, 3);
-        let mut first = 0;
-        while first < ROWS {
-            let end = ROWS.min(first + size);
-            let found = advance(&net, &Pool::single(), &inputs, &mut slots, 1, [first, end]);
-            assert_eq!(found, whole[first * net.value_width()..end * net.value_width()], "{size} rows at a time");
-            first = end;
+    for net in nets() {
+        let inputs = inputs(&net, 6);
+        let whole = advance(&net, &Pool::single(), &inputs, &mut slots(&net, 1), 0, [0, ROWS]);
+        for size in [1, 2, 7, 16, 17] {
+            let mut slots = slots(&net, 3);
+            let mut first = 0;
+            while first < ROWS {
+                let end = ROWS.min(first + size);
+                let found = advance(&net, &Pool::single(), &inputs, &mut slots, 1, [first, end]);
+                assert_eq!(found, whole[first * net.value_width()..end * net.value_width()], "{size} rows at a time");
+                first = end;
+            }
+            assert!(slots[..slot_floats(&net)].iter().all(|number| number.is_nan()), "other slots are not written");
         }
-        assert!(slots[..slot_floats(&net)].iter().all(|number| number.is_nan()), "other slots are not written");
-    }
-    // Drafts that were wrong: other rows, as far as a chunk, and then the right ones.
-    let wrong = Inputs { mixed: inputs.mixed.iter().rev().copied().collect(), rates: inputs.rates.clone() };
-    for first in 0..ROWS - CHUNK {
-        let mut slots = slots(&net, 1);
-        advance(&net, &Pool::single(), &inputs, &mut slots, 0, [0, first]);
-        advance(&net, &Pool::single(), &wrong, &mut slots, 0, [first, first + CHUNK]);
-        let found = advance(&net, &Pool::single(), &inputs, &mut slots, 0, [first, ROWS]);
-        assert_eq!(found, whole[first * net.value_width()..], "back to {first}");
+        // Drafts that were wrong: other rows, as far as a chunk, and then the right ones.
+        let mut wrong = inputs.clone();
+        wrong[0].reverse();
+        for first in 0..ROWS - CHUNK {
+            let mut slots = slots(&net, 1);
+            advance(&net, &Pool::single(), &inputs, &mut slots, 0, [0, first]);
+            advance(&net, &Pool::single(), &wrong, &mut slots, 0, [first, first + CHUNK]);
+            let found = advance(&net, &Pool::single(), &inputs, &mut slots, 0, [first, ROWS]);
+            assert_eq!(found, whole[first * net.value_width()..], "back to {first}");
+        }
     }
 }
 
@@ -183,6 +198,9 @@ fn sizes_that_do_not_fit_are_refused() {
             norm: &ones[..dim],
             eps: 1e-6,
             strength: STRENGTH,
+            decay_floor: None,
+            has_sigmoid_gates: false,
+            is_apart: false,
         };
         GatedDelta::new(&parts).is_err()
     };
@@ -194,5 +212,8 @@ fn sizes_that_do_not_fit_are_refused() {
     assert!(refused(16, 4 * 64, &[0, -1], 2, 2, 16), "a negative key head");
     assert!(refused(16, 4 * 64 + 1, &[0, 0], 2, 2, 16), "a part of a row");
     assert!(refused(16, 0, &[0, 0], 2, 2, 16), "no convolution");
-    assert!(refused(16, 4 * 64, &[0, 0], 2, 1, 16), "biases");
+    assert!(!refused(16, 4 * 64, &[0, 0], 2, 32, 16), "a bias for each element");
+    for bias in [0, 1, 3, 16, 33] {
+        assert!(refused(16, 4 * 64, &[0, 0], 2, bias, 16), "{bias} biases");
+    }
 }

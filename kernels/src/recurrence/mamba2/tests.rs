@@ -15,7 +15,12 @@ const ROWS: usize = 53;
 const VALUES: usize = HEADS * HEAD_DIM;
 const KEYS: usize = GROUPS * STATE_DIM;
 
-fn net() -> Mamba2 {
+/// With all that there may be, and without convolution, gates and dt.
+fn nets() -> [Mamba2; 2] {
+    [net(true), net(false)]
+}
+
+fn net(is_whole: bool) -> Mamba2 {
     let mut random = Random::new(3);
     let mut numbers = |count: usize| (0..count).map(|_| random.uniform()).collect::<Vec<f32>>();
     let channels = VALUES + 2 * KEYS;
@@ -24,19 +29,23 @@ fn net() -> Mamba2 {
     // Each block has the weights of its group.
     let of_blocks = (VALUES..channels).step_by(STATE_DIM).flat_map(|first| [first; BLOCKS]);
     let columns: Vec<usize> = (0..VALUES).chain(of_blocks.flat_map(|first| first..first + STATE_DIM)).collect();
+    let conv: Vec<f32> = columns.iter().flat_map(|column| conv[column * WIDTH..][..WIDTH].to_vec()).collect();
+    let conv_bias: Vec<f32> = columns.iter().map(|column| conv_bias[*column]).collect();
     Mamba2::new(&Mamba2Parts {
         num_groups: GROUPS,
         block_heads: BLOCK,
         state_dim: STATE_DIM,
         head_dim: HEAD_DIM,
-        conv: &columns.iter().flat_map(|column| conv[column * WIDTH..][..WIDTH].to_vec()).collect::<Vec<f32>>(),
-        conv_bias: &columns.iter().map(|column| conv_bias[*column]).collect::<Vec<f32>>(),
+        conv: if is_whole { &conv } else { &[] },
+        conv_bias: if is_whole { &conv_bias } else { &[] },
         decay: &decay,
         dt_bias: &numbers(HEADS),
         skip: &numbers(HEADS),
         dt_limits: (0.3, 1.2),
         gate_factor: 0.7,
         dt_factor: 1.5,
+        has_gates: is_whole,
+        has_dt: is_whole,
     })
     .unwrap()
 }
@@ -90,8 +99,9 @@ fn expected(net: &Mamba2, inputs: &[Element]) -> Vec<f32> {
     let input = |row: usize, column: usize| f64::from(inputs[row * net.input_widths[0] + column].to_f32());
     // channel: of the convolution, whose input is a column of "mixed".
     let mixed = |row: usize, channel: usize, column: usize| {
+        let Some(conv) = &net.conv else { return silu(input(row, column)) };
         let sum = (0..WIDTH.min(row + 1))
-            .map(|back| input(row - back, column) * f64::from(net.conv.weight(WIDTH - 1 - back, channel)));
+            .map(|back| input(row - back, column) * f64::from(conv.weight(WIDTH - 1 - back, channel)));
         silu(f64::from(net.conv_bias[channel]) + sum.sum::<f64>())
     };
     let mut outputs = vec![0.0; ROWS * VALUES];
@@ -105,8 +115,12 @@ fn expected(net: &Mamba2, inputs: &[Element]) -> Vec<f32> {
         let mut state = vec![[0.0; HEAD_DIM]; STATE_DIM];
         for row in 0..ROWS {
             let gates = VALUES + 2 * KEYS;
-            let dt = input(row, gates + VALUES + head) * 1.5 + f64::from(net.dt_bias[head]);
-            let dt = dt.exp().ln_1p().clamp(0.3, 1.2);
+            let dt = if net.has_dt {
+                let rate = input(row, gates + VALUES + head) * 1.5 + f64::from(net.dt_bias[head]);
+                rate.exp().ln_1p().clamp(0.3, 1.2)
+            } else {
+                1.0
+            };
             let decay = (-f64::from(net.decay[head]) * dt).exp();
             let x: Vec<f64> =
                 (0..HEAD_DIM).map(|column| mixed(row, head * HEAD_DIM + column, head * HEAD_DIM + column)).collect();
@@ -119,7 +133,7 @@ fn expected(net: &Mamba2, inputs: &[Element]) -> Vec<f32> {
                 }
             }
             for (column, output) in output.into_iter().enumerate() {
-                let gate = silu(input(row, gates + head * HEAD_DIM + column) * 0.7);
+                let gate = if net.has_gates { silu(input(row, gates + head * HEAD_DIM + column) * 0.7) } else { 1.0 };
                 outputs[row * VALUES + head * HEAD_DIM + column] = (output * gate) as f32;
             }
         }
@@ -129,38 +143,40 @@ fn expected(net: &Mamba2, inputs: &[Element]) -> Vec<f32> {
 
 #[test]
 fn outputs_are_those_of_the_recurrence() {
-    let net = net();
-    let inputs = inputs(&net, 5);
-    let found = advance(&net, &spawning_pool(3), &inputs, &mut slots(&net, 1), 0, [0, ROWS]);
-    for (found, expected) in found.into_iter().zip(expected(&net, &inputs)) {
-        assert_close(found, expected, tolerance(1), "output");
+    for net in nets() {
+        let inputs = inputs(&net, 5);
+        let found = advance(&net, &spawning_pool(3), &inputs, &mut slots(&net, 1), 0, [0, ROWS]);
+        for (found, expected) in found.into_iter().zip(expected(&net, &inputs)) {
+            assert_close(found, expected, tolerance(1), "output");
+        }
     }
 }
 
 #[test]
 fn bits_do_not_depend_on_steps_or_on_what_was_computed_again() {
-    let net = net();
-    let inputs = inputs(&net, 6);
-    let whole = advance(&net, &Pool::single(), &inputs, &mut slots(&net, 1), 0, [0, ROWS]);
-    for size in [1, 2, 7, 16, 17] {
-        let mut slots = slots(&net, 3);
-        let mut first = 0;
-        while first < ROWS {
-            let end = ROWS.min(first + size);
-            let found = advance(&net, &Pool::single(), &inputs, &mut slots, 1, [first, end]);
-            assert_eq!(found, whole[first * VALUES..end * VALUES], "{size} rows at a time");
-            first = end;
+    for net in nets() {
+        let inputs = inputs(&net, 6);
+        let whole = advance(&net, &Pool::single(), &inputs, &mut slots(&net, 1), 0, [0, ROWS]);
+        for size in [1, 2, 7, 16, 17] {
+            let mut slots = slots(&net, 3);
+            let mut first = 0;
+            while first < ROWS {
+                let end = ROWS.min(first + size);
+                let found = advance(&net, &Pool::single(), &inputs, &mut slots, 1, [first, end]);
+                assert_eq!(found, whole[first * VALUES..end * VALUES], "{size} rows at a time");
+                first = end;
+            }
+            assert!(slots[..slot_floats(&net)].iter().all(|number| number.is_nan()), "other slots are not written");
         }
-        assert!(slots[..slot_floats(&net)].iter().all(|number| number.is_nan()), "other slots are not written");
-    }
-    // Drafts that were wrong: other rows, as far as a chunk, and then the right ones.
-    let wrong: Vec<Element> = inputs.iter().rev().copied().collect();
-    for first in 0..ROWS - CHUNK {
-        let mut slots = slots(&net, 1);
-        advance(&net, &Pool::single(), &inputs, &mut slots, 0, [0, first]);
-        advance(&net, &Pool::single(), &wrong, &mut slots, 0, [first, first + CHUNK]);
-        let found = advance(&net, &Pool::single(), &inputs, &mut slots, 0, [first, ROWS]);
-        assert_eq!(found, whole[first * VALUES..], "back to {first}");
+        // Drafts that were wrong: other rows, as far as a chunk, and then the right ones.
+        let wrong: Vec<Element> = inputs.iter().rev().copied().collect();
+        for first in 0..ROWS - CHUNK {
+            let mut slots = slots(&net, 1);
+            advance(&net, &Pool::single(), &inputs, &mut slots, 0, [0, first]);
+            advance(&net, &Pool::single(), &wrong, &mut slots, 0, [first, first + CHUNK]);
+            let found = advance(&net, &Pool::single(), &inputs, &mut slots, 0, [first, ROWS]);
+            assert_eq!(found, whole[first * VALUES..], "back to {first}");
+        }
     }
 }
 
@@ -182,6 +198,8 @@ fn sizes_that_do_not_fit_are_refused() {
             dt_limits: (0.0, 1.0),
             gate_factor: 1.0,
             dt_factor: 1.0,
+            has_gates: true,
+            has_dt: true,
         };
         Mamba2::new(&parts).is_err()
     };
@@ -192,7 +210,8 @@ fn sizes_that_do_not_fit_are_refused() {
     assert!(refused(2, [16, 16], [4 * 112, 112], [3; 3]), "heads");
     assert!(refused(0, [16, 16], [4 * 32, 32], [2; 3]), "no groups");
     assert!(refused(1, [16, 16], [4 * 64 + 1, 64], [2; 3]), "a part of a row");
-    assert!(refused(1, [16, 16], [0, 64], [2; 3]), "no convolution");
+    assert!(refused(1, [16, 16], [0, 64], [2; 3]), "biases without a convolution");
+    assert!(!refused(1, [16, 16], [0, 0], [2; 3]), "no convolution");
     assert!(refused(1, [16, 16], [4 * 64, 63], [2; 3]), "biases of the convolution");
     assert!(refused(1, [16, 16], [4 * 64, 64], [2, 1, 2]), "biases of dt");
     assert!(refused(1, [16, 16], [4 * 64, 64], [2, 2, 1]), "factors of the skip");

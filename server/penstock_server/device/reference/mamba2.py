@@ -15,12 +15,18 @@ def advance(net: Mamba2, inputs: list[Tensor], chunk: Chunk) -> Tensor:
     layout, within, rows = net.layout, chunk.within, chunk.rows
     (mixed,) = inputs
     *_, gates, dt = mixed.split(net.widths, 1)
-    rows[within:, : layout.inputs] = mixed[:, net.columns]
-    values, keys = net.widths[0], (layout.inputs - net.widths[0]) // 2
-    x, b, c = F.silu(chunk.convolved(net.conv) + net.conv_bias).split([values, keys, keys], 1)
+    given = mixed[:, net.columns]
+    if net.conv is not None and net.conv_bias is not None:
+        rows[within:, : layout.inputs] = given
+        given = chunk.convolved(net.conv) + net.conv_bias
+    values, keys = net.widths[0], (len(net.columns) - net.widths[0]) // 2
+    x, b, c = F.silu(given).split([values, keys, keys], 1)
     kept_b, kept_u, kept_decays = rows[:, layout.inputs :].split([keys, values, net.num_heads], 1)
     x = x.unflatten(1, (net.num_heads, net.head_dim))
-    dt = F.softplus(dt * net.dt_factor + net.dt_bias).clamp(*net.dt_limits)
+    if net.has_dt:
+        dt = F.softplus(dt * net.dt_factor + net.dt_bias).clamp(*net.dt_limits)
+    else:
+        dt = mixed.new_ones((len(mixed), net.num_heads))
     kept_b[within:], kept_u[within:] = b, (dt[..., None] * x).flatten(1)
     kept_decays[within:] = (-net.decay * dt).exp()
 
@@ -37,4 +43,4 @@ def advance(net: Mamba2, inputs: list[Tensor], chunk: Chunk) -> Tensor:
         weighted = left[:, -1:].transpose(1, 2) * u
         chunk.next_state.copy_((start[:, -1:] * state + every_b.transpose(1, 2) @ weighted).flatten())
     outputs = outputs.transpose(0, 1) + net.skip[:, None] * x
-    return outputs.flatten(1) * F.silu(gates * net.gate_factor)
+    return outputs.flatten(1) * F.silu(gates * net.gate_factor) if net.has_gates else outputs.flatten(1)

@@ -10,9 +10,10 @@ from penstock_server.weights.gguf.decoder import num_layers
 from penstock_server.weights.gguf.header import TensorInfo
 from penstock_server.weights.gguf.metadata import Metadata
 
-# llama.cpp's converter gives vectors of Mamba 2 two dimensions. Mamba has a rate for each element of a state.
+# llama.cpp's converter gives vectors of Mamba 2 and of Kimi Linear several dimensions. Mamba has a rate for each
+# element of a state.
 VECTORS = (".ssm_a", ".ssm_d", ".ssm_norm.weight")
-CONVOLUTIONS = (".ssm_conv1d.weight", ".shortconv.conv.weight")
+CONVOLUTIONS = (".ssm_conv1d.weight", ".shortconv.conv.weight", *(f".ssm_conv1d_{name}.weight" for name in "qkv"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,8 @@ def stored_tensors(metadata: Metadata) -> dict[str, TensorInfo]:
             info = replace(info, shape=(1, *info.shape))  # llama.cpp's converter drops dimensions of size 1
         if name.endswith(VECTORS) and not (name.endswith(".ssm_a") and info.shape[-1] > 1):
             info = replace(info, shape=(math.prod(info.shape),))
-        if name.endswith(CONVOLUTIONS) and len(info.shape) == 2:
-            info = replace(info, shape=(info.shape[0], 1, info.shape[1]))
+        if name.endswith(CONVOLUTIONS):
+            info = replace(info, shape=(math.prod(info.shape[:-1]), 1, info.shape[-1]))
         if not name.endswith((".attn_k_b.weight", ".attn_v_b.weight")):
             tensors[name] = info
     return tensors

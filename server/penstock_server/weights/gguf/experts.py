@@ -186,6 +186,21 @@ def _minimax_m2(metadata: Metadata) -> dict[str, Any]:
     )
 
 
+def _kimi_linear(metadata: Metadata) -> dict[str, Any]:
+    """Layers without KV heads have gated delta networks, with as many heads as attention has."""
+    config = {**_deepseek2(metadata), **_routing(metadata, normalizes=True)}
+    del config["rope_parameters"], config["topk_method"]
+    return {
+        **config,
+        "architectures": ["KimiLinearForCausalLM"],
+        "model_type": "kimi_linear",
+        "linear_num_heads": config["num_attention_heads"],
+        "linear_head_dim": metadata.integer("kda.head_dim"),
+        "linear_conv_kernel_dim": metadata.integer("ssm.conv_kernel"),
+        "layer_types": ["full_attention" if heads else "linear_attention" for heads in kv_heads(metadata)],
+    }
+
+
 def _gpt_oss(metadata: Metadata) -> dict[str, Any]:
     config = llama_like(
         metadata,
@@ -355,6 +370,7 @@ BUILDERS: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "granitemoe": _granitemoe,
     "hunyuan-moe": _hunyuan_moe,
     "jamba": _jamba,
+    "kimi-linear": _kimi_linear,
     "lfm2moe": _lfm2moe,
     "llama": _llama,  # Mixtral, where there are experts
     "minimax-m2": _minimax_m2,

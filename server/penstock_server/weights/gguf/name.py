@@ -67,11 +67,21 @@ OTHER_NAMES = {
     "head": "output",
     "relative_bias": "blk.0.attn_rel_b",
 }
+KIMI_NET = {
+    **{f"attention.net.{name}": f"attn_{name}" for name in "qkv"},
+    **{f"attention.net.conv.{name}": f"ssm_conv1d_{name}" for name in "qkv"},
+    "attention.net.a.down": "ssm_f_a",
+    "attention.net.a": "ssm_f_b",
+    "attention.net.z.down": "ssm_g_a",
+    "attention.net.z": "ssm_g_b",
+    "attention.net.output": "attn_output",
+}
 SHORT_CONVOLUTION = {"attention.net.conv": "shortconv.conv", "attention.net.output": "shortconv.out_proj"}
 # Architectures with other names for some parameters of a layer.
 ARCHITECTURE_NAMES = {
     "dbrx": {"mlp_norm": "attn_output_norm"},
     "deepseek2": {"attention.q_norm": "attn_q_a_norm"},
+    "kimi-linear": {"attention.q_norm": "attn_q_a_norm", **KIMI_NET},
     "lfm2": SHORT_CONVOLUTION,
     "lfm2moe": SHORT_CONVOLUTION,
     "falcon-h1": {"mlp_norm.weight": "ffn_norm"},
