@@ -110,21 +110,6 @@ impl F32 {
         F32::splat(1.0) / (F32::splat(1.0) + power.exp2())
     }
 
-    /// ln(1 + e^x)
-    #[inline(always)]
-    pub(crate) fn softplus(self) -> F32 {
-        let zero = F32::splat(0.0);
-        let power = (zero - self).min(self).exp();
-        // ln(1 + y) = 2 artanh(y / (2 + y)), whose series converges fast up to 1/3.
-        let ratio = power / (F32::splat(2.0) + power);
-        let square = ratio * ratio;
-        let mut series = F32::splat(1.0 / 13.0);
-        for divisor in [11.0, 9.0, 7.0, 5.0, 3.0, 1.0] {
-            series = series.mul_add(square, F32::splat(1.0 / divisor));
-        }
-        (ratio + ratio).mul_add(series, self.max(zero))
-    }
-
     /// x / (1 + e^-x)
     #[inline(always)]
     pub(crate) fn silu(self) -> F32 {

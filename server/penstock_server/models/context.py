@@ -34,8 +34,8 @@ DEFAULT_TOKENS = {
         65536: "apertus olmo_hybrid",
         128000: "lfm2 lfm2_moe",
         131072: (
-            "cwm ernie4_5 ernie4_5_moe gemma3_text glm glm4 glm4_moe gpt_oss hy_v3 llama4_text mimo_v2_flash minimax ministral "
-            "mistral mixtral mllama_text_model phimoe solar_open"
+            "cwm ernie4_5 ernie4_5_moe gemma3_text glm glm4 glm4_moe gpt_oss hy_v3 llama4_text mimo_v2_flash minimax "
+            "ministral mistral mixtral mllama_text_model phimoe solar_open"
         ),
         196608: "minimax_m2",
         202752: "glm4_moe_lite",
