@@ -32,7 +32,7 @@ from penstock_server.models.parameters import parameters
 from penstock_server.models.pooling import foreign_pooling, read_pooling
 from penstock_server.models.registry import read_spec
 from penstock_server.models.spec import ModelSpec
-from penstock_server.models.stage import stage_of
+from penstock_server.models.stage import served_in, stage_of
 from penstock_server.models.tie import IsSame, fit, same_in
 from penstock_server.parallel import RankGroup, Stage
 from penstock_server.vision.family import FAMILIES
@@ -108,6 +108,7 @@ def lay_out(
             )
             return lay_out_foreign(files, options, RankGroup(0, num_ranks, stage=Stage(0, num_stages)), memory_fraction)
         spec, names = read_spec(folder)
+        spec = served_in(spec, Stage(0, num_stages))
         found = quantized(files, folder)
         tensors = files.tensors if found is None else found.tensors
         device = choose_device("", 0)

@@ -46,7 +46,7 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     from penstock_server.models.parameters import parameters
     from penstock_server.models.pooling import foreign_pooling, read_pooling
     from penstock_server.models.registry import read_spec
-    from penstock_server.models.stage import stage_of
+    from penstock_server.models.stage import served_in, stage_of
     from penstock_server.models.tie import fit, same_in
     from penstock_server.models.vision import load_images, own_adapter
     from penstock_server.weights import kv_scale
@@ -62,7 +62,10 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
         if options.max_adapters or (options.folder / DEFAULT_ADAPTER).is_dir():
             raise refusal("its model type runs on transformers")
         return load_fallback(options, group)
-    spec, names = read_spec(options.folder)
+    whole, names = read_spec(options.folder)
+    spec = served_in(whole, group.stage)
+    if whole.reads_images and not spec.reads_images and group.rank == 0 and group.stage.is_last:
+        logger.warning("images are refused: stages of --pipeline-parallel-size serve the text model alone")
     if exact is None:
         # The ranks of GPUs add their results up in an order that depends on the number of rows.
         exact = options.device.type == "cpu" or options.deterministic

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from penstock_server.errors import ConfigError
 from penstock_server.models.spec import ModelSpec
@@ -11,6 +12,13 @@ from penstock_server.parallel import Stage, split_layers
 from penstock_server.weights.loader import Parameter
 
 _OF_LAST = ("norm", "head", "project_out")
+
+
+def served_in(spec: ModelSpec, stage: Stage) -> ModelSpec:
+    """What stages serve of a model: of one that reads images, its text model."""
+    if stage.size == 1 or spec.image_layers:
+        return spec
+    return replace(spec, reads_images=False, featured_layers=())
 
 
 def stage_of(spec: ModelSpec, table: Mapping[str, Parameter], stage: Stage) -> tuple[range, set[str]]:
@@ -47,7 +55,7 @@ def _refusal(spec: ModelSpec) -> str:
         return "it has an encoder"
     if spec.pooling is not None:
         return "its outputs are pooled"
-    return "it reads images" if spec.reads_images else ""
+    return "it has layers that attend to images" if spec.image_layers else ""
 
 
 def _layer(name: str) -> int:

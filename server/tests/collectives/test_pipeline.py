@@ -13,6 +13,8 @@ import pytest
 import torch
 from fake_model import BLOCK_TOKENS as FAKE_BLOCK_TOKENS
 from fake_model import POISON, VOCAB, FakeModel, continuation
+from image_cases import VOCAB as IMAGE_VOCAB
+from image_cases import make_image_model
 from native_builds import BUILD
 from penstock_server.collectives.distributed import Distributed
 from penstock_server.engine import Engine
@@ -49,6 +51,18 @@ def test_stages_agree_with_one_rank(variant: str, num_stages: int, num_shards: i
     assert min(num_layers) >= 1
     assert sum(model.kv_bytes_per_block for model in models) == one.engine.model.kv_bytes_per_block
     assert max(model.weight_bytes for model in models) < 0.8 * one.engine.model.weight_bytes
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl", "qwen3.5"])
+def test_stages_serve_the_text_of_a_model_that_reads_images(name: str, tmp_path: Path) -> None:
+    make_image_model(name, tmp_path)
+    options = options_of(tmp_path, DTYPE)
+    one = Recorder(loaded_engine(options, RankGroup()))
+    assert one.engine.model.images is not None
+    expected = run_script(one, IMAGE_VOCAB)
+    found, engines = run_stages(options, 2, 1, one.plans)
+    assert found == expected
+    assert [engine.model.images for engine in engines] == [None, None]
 
 
 def test_a_stage_reads_only_its_own_weights(tmp_path: Path) -> None:
