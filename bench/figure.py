@@ -297,6 +297,45 @@ def quantized(record: Record) -> Iterator[Figure]:
         yield Figure(f"{kind}: divergence from the dense weights (nats)", "", divergence, "", 4, is_count=True)
 
 
+def states(record: Record) -> Iterator[Figure]:
+    """Models with states: speed to llama.cpp on the same file, and what a conversation's cache saves."""
+    targets = {
+        "1 streams": 1.3,
+        "8 streams": 2.0,
+        "32 streams": 2.0,
+        "ttft 512": 2.0,
+        "ttft 2000": 2.0,
+        "ttft 8000": 2.0,
+    }
+
+    def speed(measured: Record, load: str) -> float:
+        found = measured["loads"][load]
+        if load.startswith("ttft"):
+            return 1 / statistics.median(found["ttft_s"])
+        return float(found["decode_tokens_per_s" if load == "decode" else "tokens_per_s"])
+
+    repeats = record["repeats"]
+    for model in (name.removesuffix(" penstock") for name in repeats[0] if name.endswith(" penstock")):
+        ours = [repeat[f"{model} penstock"] for repeat in repeats]
+        theirs = [repeat[f"{model} llama.cpp"] for repeat in repeats if f"{model} llama.cpp" in repeat]
+        for load in ours[0]["loads"]:
+            target = f"≥ {targets[load]}" if load in targets else ""
+            pairs = [speed(our, load) / speed(their, load) for our, their in zip(ours, theirs, strict=False)]
+            if pairs:
+                yield Figure(f"{model}, {load}: speed to llama.cpp", target, pairs)
+        bandwidth = max(best_limits(record)["read_bytes_per_s"].values())
+        shares = [record["weight_bytes"][model] / bandwidth * speed(our, "decode") for our in ours]
+        yield Figure(f"{model}, decode: share of the limit of memory", "≥ 0.8", shares)
+        for name, measured, target in (("penstock", ours, "≥ 10"), ("llama.cpp", theirs, "")):
+            saved = [
+                statistics.median(one["turns"]["new"]) / statistics.median(one["turns"]["next"]) for one in measured
+            ]
+            if saved:
+                yield Figure(
+                    f"{model}, {name}: time to the next turn's first token, faster than new", target, saved, " ×", 1
+                )
+
+
 def start(record: Record) -> Iterator[Figure]:
     """Figures of each installation, then of Penstock relative to each other one, start by start."""
     results = {
@@ -621,6 +660,7 @@ BENCHMARKS: dict[str, Callable[[Record], Iterator[Figure]]] = {
     "quantized-avx2": quantized,
     "quality": quantized,
     "start": start,
+    "states": states,
     "contention": contention,
     "lora": lora,
     "images": images,

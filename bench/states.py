@@ -248,6 +248,7 @@ def main() -> None:
             f"{name} {kind}": weight_bytes(gguf_of(name, kind)) for name in options.models for kind in options.kinds
         },
         "repeats": [measure_all(measures, repeat) for repeat in range(options.repeats)],
+        "limits_after": in_own_process("limits.py"),
     }
     keep(record, "states", report(record), options.out)
     exit_on_errors(record)
