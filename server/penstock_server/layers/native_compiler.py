@@ -195,7 +195,7 @@ class _Compiler:
     def _padded(self, attention: Attention) -> NativeAttention:
         """The attention, after its heads in "qkv" have been padded."""
         native, shape = _native_attention(attention), attention.shape
-        if shape.output_dim != shape.head_dim:
+        if shape.output_dim != shape.head_dim and not shape.values_in_keys:
             raise NotNativeError(f"attention to values of {shape.output_dim} elements by keys of {shape.head_dim}")
         if self._places.pop("qkv", None) is not None:
             self._has_padded = True
