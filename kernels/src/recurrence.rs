@@ -88,7 +88,6 @@ impl dyn Recurrence + '_ {
                     state_floats: self.state_floats(),
                     row_floats: self.row_floats(),
                     output: std::ptr::null_mut(),
-                    is_cold: true,
                 };
                 for index in first..end {
                     for (place, (input, width)) in row.inputs.iter_mut().zip(operands.inputs.iter().zip(widths)) {
@@ -97,7 +96,6 @@ impl dyn Recurrence + '_ {
                     row.output = operands.output.at(index * self.output_width());
                     self.advance(part, &row);
                     row.position += 1;
-                    row.is_cold = false;
                 }
             }
         });
@@ -132,8 +130,6 @@ pub(crate) struct Row {
     state_floats: usize,
     row_floats: usize,
     output: *mut Element,
-    /// It is the first of its sequence in the step, so what it reads of the slot is probably in no cache.
-    is_cold: bool,
 }
 
 impl Row {

@@ -239,7 +239,7 @@ impl GatedDelta {
             let old = row.state().map(|state| state.add(of_head));
             if let Some(old) = old {
                 let products = [of_key.as_mut_ptr(), of_query.as_mut_ptr()];
-                project::<2, VECTORS>(old, self.key_dim, dim, readers, products, row.is_cold);
+                project::<2, VECTORS>(old, self.key_dim, dim, readers, products);
             }
             let mut squares = F32::splat(0.0);
             for lane in (0..dim).step_by(LANES) {

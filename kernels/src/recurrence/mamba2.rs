@@ -204,7 +204,7 @@ impl Mamba2 {
             let of_head = head * self.state_dim * dim;
             let old = row.state().map(|state| state.add(of_head));
             if let Some(old) = old {
-                project::<1, VECTORS>(old, self.state_dim, dim, [c], [of_state.as_mut_ptr()], row.is_cold);
+                project::<1, VECTORS>(old, self.state_dim, dim, [c], [of_state.as_mut_ptr()]);
             }
             for lane in (0..dim).step_by(LANES) {
                 let x = F32::load(x.as_ptr().add(lane));
