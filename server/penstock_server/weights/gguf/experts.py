@@ -111,7 +111,7 @@ def _deepseek2(metadata: Metadata) -> dict[str, Any]:
 
 
 def _sigmoid_experts(metadata: Metadata) -> dict[str, Any]:
-    """The experts of models that route as DeepSeek V3 does, and are Llamas otherwise."""
+    """The experts of models that route as DeepSeek V3 does."""
     _require_sigmoid(metadata)
     return {
         **_routing(metadata, normalizes=True),
@@ -295,14 +295,10 @@ def _nemotron_h_moe(metadata: Metadata) -> dict[str, Any]:
     """Layers without Mamba 2 and without attention are experts."""
     return {
         **nemotron_h(metadata, mlp="moe"),
+        **_sigmoid_experts(metadata),
         **_routing(metadata),
-        "n_routed_experts": metadata.integer("expert_count"),
-        "moe_intermediate_size": _expert_width(metadata),
         "moe_shared_expert_intermediate_size": metadata.integer("expert_shared_feed_forward_length", 0),
         "moe_latent_size": metadata.integer("moe_latent_size", 0) or None,
-        "n_group": metadata.integer("expert_group_count", 1),
-        "topk_group": metadata.integer("expert_group_used_count", 1),
-        "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
     }
 
 
